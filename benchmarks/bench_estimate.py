@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import mpkit as mk
-from mpkit.cost_model.step import _played
+from mpkit.cost_model.step import _play_pipeline
 
 CASES = {
     "Llama 3 8B on 8": ("llama3-8b", "8x-h100-nvlink", 64, 8),
@@ -50,7 +50,7 @@ def measure() -> list[dict[str, Any]]:
         hardware = mk.hardware(machine)
         times = []
         for _ in range(ROUNDS):
-            _played.cache_clear()  # which would know the pipelines of the round before
+            _play_pipeline.cache_clear()  # which would know the pipelines of the round before
             begun = time.perf_counter()
             for plan in plans:
                 found = mk.estimate(model, plan, hardware, global_batch=batch, sequence=8192)

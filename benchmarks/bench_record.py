@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from mpkit.models import GPT
 from mpkit.record.hooks import watch
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import Kind
 
 OPS = 2000
@@ -126,7 +126,7 @@ class _Training:
     def _recorded(self, record: Recorder, number: int, tokens: torch.Tensor) -> None:
         record.ledger.track(tokens, "activations")
         index = record.begin(Kind.FORWARD, "F", stage=0, microbatch=number, flops=1e9, nbytes=1000)
-        with saving(record, 0, tokens.shape) as saved:
+        with count_saved(record, 0, tokens.shape) as saved:
             loss = self._forward(tokens)
         record.ledger.track(loss, "activations")
         record.end(index)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpkit.experiments.action_times import RUNS, STEPS, action_times
-from mpkit.experiments.factors import scaled
+from mpkit.experiments.factors import scale_trace
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind, Lane, Trace
 from mpkit.trace.files import RankTrace
@@ -63,7 +63,7 @@ def test_an_action_takes_longer_by_what_it_issues() -> None:
     ops["bytes"] = 0, 1000, 1000
     trace = Trace([RankTrace(ops, np.empty(0), [])])
     cost = {Kind.REDUCE_SCATTER: 2e-12, Kind.ALL_REDUCE: 1e-3}
-    longer = scaled(
+    longer = scale_trace(
         trace,
         lambda rank, kind, ops: 1.0,
         [Kind.BACKWARD],

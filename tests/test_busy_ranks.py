@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.experiments.busy_ranks import overlapped
-from mpkit.experiments.factors import scaled
+from mpkit.experiments.busy_ranks import overlapped_share
+from mpkit.experiments.factors import scale_trace
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind, Lane, Trace
 from mpkit.trace.files import RankTrace
@@ -36,7 +36,7 @@ def test_the_overlap_is_that_of_each_second_counted(
     rows += [(1, Kind.BACKWARD, Lane.COMPUTE, *span) for span in others]
     busy = {second for start, end in others for second in range(start, end)}
     counted = [second in busy for start, end in mine for second in range(start, end)]
-    found = overlapped(timeline(rows), (Kind.FORWARD, Kind.BACKWARD), comm=False)
+    found = overlapped_share(timeline(rows), (Kind.FORWARD, Kind.BACKWARD), comm=False)
     assert found[0, Kind.FORWARD] == pytest.approx(sum(counted) / len(counted))
 
 
@@ -47,7 +47,7 @@ def test_the_communication_that_counts_is_the_ranks_own() -> None:
         (1, Kind.FORWARD, Lane.COMPUTE, 0, 4),
         (1, Kind.ALL_REDUCE, Lane.COMM, 4, 9),
     ]
-    found = overlapped(timeline(rows), [Kind.FORWARD], comm=True)
+    found = overlapped_share(timeline(rows), [Kind.FORWARD], comm=True)
     assert found == {(0, Kind.FORWARD): 0.25, (1, Kind.FORWARD): 0.0}
 
 
@@ -56,6 +56,6 @@ def test_scaling_leaves_the_given_trace_as_it_is() -> None:
     ops["kind"], ops["cpu"] = [Kind.FORWARD, Kind.BACKWARD], 1000
     shared = RankTrace(ops, np.empty(0), [])
     trace = Trace([shared, shared])  # ranks that do the same share their records
-    twice = scaled(trace, lambda rank, kind, ops: rank + 2, [Kind.FORWARD])
+    twice = scale_trace(trace, lambda rank, kind, ops: rank + 2, [Kind.FORWARD])
     assert [rank.ops["cpu"].tolist() for rank in twice.ranks] == [[2000, 1000], [3000, 1000]]
     assert ops["cpu"].tolist() == [1000, 1000]

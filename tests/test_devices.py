@@ -13,12 +13,12 @@ import torch
 import mpkit as mk
 from mpkit.devices.local import ask as local
 from mpkit.devices.local.choose import Chosen, choose
-from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed
+from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visible import visible
 from mpkit.launch.external.node_devices import all_alone, check_named, tell
 from mpkit.launch.process.folder import Settings
-from mpkit.launch.process.payload import here
+from mpkit.launch.process.payload import settings_here
 from mpkit.launch.process.rank import device_of
 
 A100 = [Gpu(i, "A100", f"GPU-{i}a5f", f"00000000:0{i}:00.0", 80 << 30, 0, compute=(8, 0)) for i in range(4)]
@@ -138,7 +138,7 @@ def test_what_torch_sees_otherwise_than_the_driver_is_not_named() -> None:
 def test_other_accelerators_name_their_variables(
     kind: str, environment: dict[str, str], decided: str
 ) -> None:
-    assert unnamed(kind, 2, environment).decided_by.startswith(decided)
+    assert unnamed_devices(kind, 2, environment).decided_by.startswith(decided)
 
 
 # ---------------------------------------------------------------- clusters
@@ -169,7 +169,7 @@ def test_a_cluster_on_gpus_prints_who_is_where_and_which_variable_decided(
 def test_ranks_take_the_devices_that_their_settings_name(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
-    settings = here(3, "cuda", "gloo", 2, False, True, (2, 0))
+    settings = settings_here(3, "cuda", "gloo", 2, False, True, (2, 0))
     read = Settings(**json.loads(json.dumps(asdict(settings))))  # as a rank reads it
     threads = torch.get_num_threads()
     assert [str(device_of(rank, read)) for rank in range(3)] == ["cuda:2", "cuda:0", "cuda:2"]

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from mpkit import Plan
-from mpkit.schedule import Action, Schedule, named, validate
+from mpkit.schedule import Action, Schedule, build_schedule, validate
 from mpkit.schedule.activations import live
 
 Rows = list[list[Action]]
@@ -218,7 +218,7 @@ def test_memory_over_the_cap() -> None:
 
 
 def test_memory_in_units_of_ones_own() -> None:
-    schedule = named("1f1b", 3, 6)
+    schedule = build_schedule("1f1b", 3, 6)
     schedule.validate(max_live=60, activation=[20, 10, 5])
     with pytest.raises(ValueError, match=r"at 0F2 rank 0 would hold 60 activations, and max_live is 59"):
         schedule.validate(max_live=59, activation=[20, 10, 5])
@@ -248,7 +248,7 @@ def test_a_ring_through_what_is_together() -> None:
 
 
 def test_of_long_rows_what_is_about_the_arrow_is_shown() -> None:
-    rows = [list(row) for row in named("1f1b", 2, 64).rows]
+    rows = [list(row) for row in build_schedule("1f1b", 2, 64).rows]
     rows[1][60], rows[1][61] = rows[1][61], rows[1][60]
     with pytest.raises(ValueError, match="1B30 comes before 1F30") as caught:
         validate(Schedule(rows))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.schedule import NAMES, Action, Schedule, lower, named, play, validate
+from mpkit.schedule import NAMES, Action, Schedule, build_schedule, lower, play, validate
 from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.theory import bubble_in_theory
 from tests.test_schedule import check_messages, run_in_order
@@ -58,13 +58,13 @@ degrees = st.integers(1, 6), st.integers(1, 14), st.integers(1, 4)
 )
 def test_of_4_ranks_and_8_micro_batches(name: str, v: int, span: int, idle: int, peak: list[int]) -> None:
     """F=1, I=W=1 (so B=2) a stage, no communication time."""
-    found = figures(named(name, 4, 8, v))
+    found = figures(build_schedule(name, 4, 8, v))
     assert (found.span, found.idle, found.peak) == (span, [idle] * 4, peak)
 
 
 def test_zb_h2s_ranks_have_no_bubble_of_their_own() -> None:
     """Qi et al. 2024, section 2.2: each rank from its own first action to its own last."""
-    found = figures(named("zb_h2", 4, 8))
+    found = figures(build_schedule("zb_h2", 4, 8))
     assert (found.own_idle, found.peak) == ([0] * 4, [7] * 4)
 
 
@@ -76,7 +76,7 @@ def test_zb_h2s_ranks_have_no_bubble_of_their_own() -> None:
 @given(*degrees)
 def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) -> None:
     """Of any number of ranks, micro-batches (also fewer than ranks, or no multiple of them) and stages per rank."""
-    schedule = named(name, p, m, v)
+    schedule = build_schedule(name, p, m, v)
     held = SCHEDULES[name].stages_per_rank(v)
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (p, p * held, m)
     assert schedule.name == name
@@ -94,7 +94,7 @@ def test_it_is_valid_and_so_are_its_messages(name: str, p: int, m: int, v: int) 
 def test_the_bubble_is_what_the_theory_says(name: str, p: int, m: int, v: int) -> None:
     theory = bubble_in_theory(name, p, m, SCHEDULES[name].stages_per_rank(v))
     if theory is not None:
-        found = figures(named(name, p, m, v))
+        found = figures(build_schedule(name, p, m, v))
         assert sum(found.idle) / (p * found.span) == pytest.approx(float(theory))
 
 
@@ -118,7 +118,7 @@ def test_idle_time_is_what_the_papers_say(p: int, more: int, v: int, f: int, b: 
         ("looped_bfs", m),
         ("interleaved_1f1b", m),
     ):
-        assert figures(named(name, p, micro, v), slots).idle == [(p - 1) * (f + 2 * b)] * p
+        assert figures(build_schedule(name, p, micro, v), slots).idle == [(p - 1) * (f + 2 * b)] * p
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), *[st.integers(0, 4)] * 2)
@@ -127,36 +127,38 @@ def test_idle_time_of_zero_bubble_schedules(p: int, more: int, w: int, f_more: i
     f, i = w + f_more, w + i_more
     slots = {"F": f, "B": i + w, "I": i, "W": w}
     for name in ("zb_h1", "interleaved_zb"):
-        assert figures(named(name, p, p + more, 2), slots).idle == [(p - 1) * (f + i - w)] * p
-    assert max(figures(named("zb_h2", p, 2 * p - 1 + more), slots).own_idle) == (p - 1) * (f + i - 2 * w)
+        assert figures(build_schedule(name, p, p + more, 2), slots).idle == [(p - 1) * (f + i - w)] * p
+    assert max(figures(build_schedule("zb_h2", p, 2 * p - 1 + more), slots).own_idle) == (p - 1) * (
+        f + i - 2 * w
+    )
     # DualPipe's README: (p-1)(F&B + B - 3W), with p ranks of two stages each, F&B = F + B; of F = I
     slots |= {"I": f, "B": f + w}
-    assert figures(named("dualpipev", p, 2 * p + more), slots).idle == [(p - 1) * (3 * f - w)] * p
+    assert figures(build_schedule("dualpipev", p, 2 * p + more), slots).idle == [(p - 1) * (3 * f - w)] * p
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 6))
 def test_zbvs_ranks_have_no_bubble_of_their_own(p: int, more: int, f: int) -> None:
     """Of F = I = W."""
     slots = {"F": f, "B": 2 * f, "I": f, "W": f}
-    assert figures(named("zbv", p, 2 * p - 1 + more), slots).own_idle == [0] * p
+    assert figures(build_schedule("zbv", p, 2 * p - 1 + more), slots).own_idle == [0] * p
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(2, 4))
 def test_live_activations_are_what_the_papers_say(p: int, more: int, v: int) -> None:
     m, turns = 2 * p + more, p * (2 + more // 2)
     ranks = range(p)
-    assert figures(named("gpipe", p, m)).peak == [m] * p
-    assert figures(named("1f1b", p, m)).peak == [p - rank for rank in ranks]
-    assert figures(named("looped_bfs", p, m, v)).peak == [v * m] * p
+    assert figures(build_schedule("gpipe", p, m)).peak == [m] * p
+    assert figures(build_schedule("1f1b", p, m)).peak == [p - rank for rank in ranks]
+    assert figures(build_schedule("looped_bfs", p, m, v)).peak == [v * m] * p
     # Narayanan et al. 2021, section 2.2.2: on rank 0 1 + (p-1)/(pv) times 1F1B's, whose stages are v times as large
-    peaks = figures(named("interleaved_1f1b", p, turns, v)).peak
+    peaks = figures(build_schedule("interleaved_1f1b", p, turns, v)).peak
     assert peaks == [v * p + p - 1 - 2 * rank for rank in ranks]
     assert peaks[0] / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
-    assert figures(named("zb_h1", p, m)).peak == [p] * p
-    assert figures(named("zb_h2", p, m)).peak == [2 * p - 1] * p
-    assert figures(named("interleaved_zb", p, turns, v)).peak == [v * p] * p
-    assert figures(named("zbv", p, m)).peak == [2 * p] * p
-    assert figures(named("dualpipev", p, m)).peak == [2 * p + 1] * p
+    assert figures(build_schedule("zb_h1", p, m)).peak == [p] * p
+    assert figures(build_schedule("zb_h2", p, m)).peak == [2 * p - 1] * p
+    assert figures(build_schedule("interleaved_zb", p, turns, v)).peak == [v * p] * p
+    assert figures(build_schedule("zbv", p, m)).peak == [2 * p] * p
+    assert figures(build_schedule("dualpipev", p, m)).peak == [2 * p + 1] * p
 
 
 @given(st.integers(2, 5), st.integers(0, 9), st.integers(2, 3))
@@ -165,15 +167,15 @@ def test_micro_batches_that_ranks_do_not_divide(p: int, more: int, v: int) -> No
     m = p + more
     turn = -(-m // (m // p))
     for name, idle in (("interleaved_1f1b", 3 * (p - 1)), ("interleaved_zb", p - 1)):
-        found = figures(named(name, p, m, v))
+        found = figures(build_schedule(name, p, m, v))
         assert found.idle == [idle] * p
         assert max(found.peak) <= v * p + p - 1 + (v - 1) * (turn - p)
 
 
 def test_one_stage_a_rank_is_the_simpler_schedule() -> None:
     for p, m in ((1, 1), (3, 5), (4, 8)):
-        assert named("looped_bfs", p, m, 1).rows == named("gpipe", p, m).rows
-    assert named("interleaved_zb", 4, 8, 1).rows == named("zb_h1", 4, 8).rows
+        assert build_schedule("looped_bfs", p, m, 1).rows == build_schedule("gpipe", p, m).rows
+    assert build_schedule("interleaved_zb", 4, 8, 1).rows == build_schedule("zb_h1", 4, 8).rows
 
 
 def test_a_pair_of_dualpipe_sends_when_both_are_done() -> None:
@@ -207,7 +209,7 @@ def test_orders_are_pytorchs(name: str) -> None:
         least = {"1f1b": p, "dualpipev": 2 * p}.get(name, p - 1)  # with which they have it
         for m in (least, least + 1, 2 * p, 2 * p + 2):
             for v in filter(SCHEDULES[name].can_have, (1, 2, 3)):
-                schedule = named(name, p, m, v)
+                schedule = build_schedule(name, p, m, v)
                 for rank, theirs in enumerate(get_schedule_ops(TORCHS[name], p, m, v)):
                     words = [word for entry in theirs if entry is not None for word in _words(entry)]
                     if name == "1f1b" and rank == p - 1:

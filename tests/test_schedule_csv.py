@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from mpkit.schedule import NAMES, Schedule, named
+from mpkit.schedule import NAMES, Schedule, build_schedule
 from mpkit.schedule.torch_csv import fields_of
 
 PLANS = st.tuples(
@@ -25,7 +25,7 @@ PLANS = st.tuples(
 def made(name: str, p: int, m: int, v: int) -> Schedule | None:
     """The schedule, or None where there is none of these sizes."""
     try:
-        return named(name, p, m, v)
+        return build_schedule(name, p, m, v)
     except ValueError:
         return None
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit import Plan, simulate
-from mpkit.schedule import NAMES, Action, Schedule, named
+from mpkit.schedule import NAMES, Action, Schedule, build_schedule
 from mpkit.schedule.catalogue import SCHEDULES
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
@@ -62,8 +62,8 @@ def test_functions() -> None:
     assert Schedule(by_ranks, p=2, m=2) == Schedule(ONE_F_ONE_B.rows, name="by_ranks")
     plan = Plan(pp=3, microbatches=5, schedule=by_ranks)
     assert plan == Plan.from_schedule(by_ranks, pp=3, microbatches=5)
-    assert plan.build().rows == named("1f1b", 3, 5).rows
-    assert Plan(pp=3, microbatches=2, schedule=in_order).build().rows == named("naive", 3, 2).rows
+    assert plan.build().rows == build_schedule("1f1b", 3, 5).rows
+    assert Plan(pp=3, microbatches=2, schedule=in_order).build().rows == build_schedule("naive", 3, 2).rows
     for back in (
         lambda p, m: "F0 F1 B0 B1\nF0 B0 F1 B1",
         lambda p, m: ONE_F_ONE_B,
@@ -71,7 +71,9 @@ def test_functions() -> None:
     ):
         assert Schedule(back, "own", p=2, m=2) == ONE_F_ONE_B
     for name in NAMES:
-        assert Schedule(lambda p, m, name=name: named(name, p, m, 2), p=3, m=4) == named(name, 3, 4, 2)
+        assert Schedule(lambda p, m, name=name: build_schedule(name, p, m, 2), p=3, m=4) == build_schedule(
+            name, 3, 4, 2
+        )
     with pytest.raises(ValueError, match=r"by_ranks is a function.*Schedule\(by_ranks, p=4, m=8\)"):
         Schedule(by_ranks)
     with pytest.raises(
@@ -83,7 +85,7 @@ def test_functions() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @given(st.integers(1, 4), st.integers(1, 6))
 def test_what_is_copied_as_text_is_the_schedule_again(name: str, p: int, m: int) -> None:
-    schedule = named(name, p, m, 2)
+    schedule = build_schedule(name, p, m, 2)
     assert Schedule(schedule.spelled(), name, schedule.stage_to_rank) == schedule
     assert Schedule("\n".join(schedule.spelled()), name) == schedule, "ranks follow from the rows"
     if SCHEDULES[name].per_rank != 2:  # of which a drawing does not say what is together

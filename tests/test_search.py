@@ -13,7 +13,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.analysis.schedule_search import FoundSchedule
-from mpkit.schedule import NAMES, Schedule, named, validate
+from mpkit.schedule import NAMES, Schedule, build_schedule, validate
 from mpkit.schedule.activations import live
 from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.search.greedy import ActionCosts, Policy, greedy
@@ -131,7 +131,7 @@ def test_greedy_orders_never_end_in_a_deadlock() -> None:
 def test_small_changes_keep_to_the_cap_and_never_make_it_longer() -> None:
     slots = {"F": [1.0, 2, 1], "B": [2.0, 2, 2], "I": [1.0, 1, 1], "W": [1.0, 1, 1]}
     for seed in range(10):
-        schedule = named(Random(seed).choice(("gpipe", "1f1b", "zb_h1", "zb_h2")), 3, 5)
+        schedule = build_schedule(Random(seed).choice(("gpipe", "1f1b", "zb_h1", "zb_h2")), 3, 5)
         caps = schedule.peak_live
         better = improve(schedule, lambda s: span(s, slots, 0.5), caps, [1] * 3, Random(seed), 200, 0)
         better.validate(max_live=caps)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.schedule import NAMES, Action, Schedule, lower, named, play
+from mpkit.schedule import NAMES, Action, Schedule, build_schedule, lower, play
 from mpkit.timeline.replay.core import Replay
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
 from tests.test_schedule import valid_schedules
@@ -234,7 +234,7 @@ def test_it_is_public_whatever_was_imported_before() -> None:
 @settings(max_examples=40)
 @given(
     schedule=valid_schedules()
-    | st.builds(named, st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 5)),
+    | st.builds(build_schedule, st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 5)),
     times=st.lists(st.tuples(*[st.integers(0, 8).map(lambda n: n / 4)] * 3), min_size=8, max_size=8),
     hop=st.integers(0, 8).map(lambda n: n / 4),
     recompute=st.booleans(),

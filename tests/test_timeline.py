@@ -202,7 +202,7 @@ def test_what_intervals_cover_is_counted_once(pairs: list[tuple[int, int]]) -> N
     spans["start"] = [start for start, _ in pairs]
     spans["end"] = [start + length for start, length in pairs]
     seconds = {t for start, length in pairs for t in range(start, start + length)}
-    intervals = metrics.covered(spans)
+    intervals = metrics.covered_times(spans)
     assert metrics.length(intervals) == len(seconds)
     assert (intervals[1:, 0] > intervals[:-1, 1]).all()
 

@@ -16,7 +16,7 @@ from mpkit.analysis.changed_trace import faster, without_overlap
 from mpkit.analysis.plan_changes import settings
 from mpkit.analysis.what_if_result import WhatIf
 from mpkit.api.run import Run
-from mpkit.experiments.factors import SPLIT, Factors, scaled
+from mpkit.experiments.factors import SPLIT, Factors, scale_trace
 from mpkit.experiments.what_if import what_if
 from mpkit.trace import Kind
 from tests.recipes import adamw
@@ -133,7 +133,7 @@ def test_a_link_of_the_same_speed_is_the_same_link() -> None:
 
 
 def test_without_overlap_communication_adds_to_compute(replicas: mk.Trace) -> None:
-    slow = scaled(replicas, lambda rank, kind, ops: 1e4, {Kind.FORWARD, Kind.BACKWARD})
+    slow = scale_trace(replicas, lambda rank, kind, ops: 1e4, {Kind.FORWARD, Kind.BACKWARD})
     hidden, alone = mk.Timeline.of(slow), mk.Timeline.of(without_overlap(slow))
     assert hidden.overlap > 0.5
     assert alone.overlap == pytest.approx(0, abs=1e-6)
@@ -171,7 +171,7 @@ def run(train: Callable[..., Run]) -> Run:
 def ask(run: Run, clusters: Callable[[int], mk.Cluster]) -> Callable[..., WhatIf]:
     """Ask about the run as if a forward took 1 s, a backward 2 s, and an update 4 s."""
     times = {Kind.FORWARD: 1e9, Kind.BACKWARD: 2e9, Kind.OPTIMIZER: 4e9}
-    trace = scaled(run.trace, lambda rank, kind, ops: times[kind] / np.maximum(ops["cpu"], 1), times)
+    trace = scale_trace(run.trace, lambda rank, kind, ops: times[kind] / np.maximum(ops["cpu"], 1), times)
     recorded: Any = Recorded(PLAN, trace)
     return lambda **changes: what_if(recorded, run._job, clusters(2), changes)
 
@@ -244,7 +244,7 @@ def test_factors_of_a_played_plan_on_itself_change_nothing(clusters: Callable[[i
     same = Factors.of(trace, 0, trace).applied(trace)
     for before, after in zip(trace.ranks, same.ranks, strict=True):
         assert (abs(before.ops["cpu"] - after.ops["cpu"]) <= 1).all()
-    twice = Factors.of(scaled(trace, lambda *_: 2.0, {Kind.INPUT_GRAD}), 0, trace).applied(trace)
+    twice = Factors.of(scale_trace(trace, lambda *_: 2.0, {Kind.INPUT_GRAD}), 0, trace).applied(trace)
     grads = twice.ranks[0].ops[twice.ranks[0].ops["kind"] == Kind.INPUT_GRAD]
     assert grads["cpu"].sum() == pytest.approx(
         2 * trace.ranks[0].ops["cpu"][trace.ranks[0].ops["kind"] == Kind.INPUT_GRAD].sum(), rel=1e-3

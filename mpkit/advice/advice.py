@@ -18,7 +18,7 @@ from mpkit.advice.search import SHOWN, FoundLayout, LayoutPrices
 from mpkit.advice.space import TrainingQuestion
 from mpkit.advice.summary import change_since, summary_of
 from mpkit.advice.why_not import why_not
-from mpkit.cost_model.estimate import Estimate, estimated
+from mpkit.cost_model.estimate import Estimate, estimate_checked
 from mpkit.cost_model.fits import FRAGMENTATION
 from mpkit.cost_model.known_models import architecture_of
 from mpkit.cost_model.layout import plan_of
@@ -98,7 +98,7 @@ class Advice(HasChart):
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of a plan, as `mk.estimate` would."""
         asked = self.priced.asked
-        return estimated(
+        return estimate_checked(
             asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
             self.priced.preset,
         )  # fmt: skip
@@ -180,7 +180,7 @@ class Advice(HasChart):
         """
         asked = self.priced.asked
         return replace(
-            advised(asked, find(hardware), self.priced.stack, objective=self.objective), before=self
+            find_advice(asked, find(hardware), self.priced.stack, objective=self.objective), before=self
         )
 
     @property
@@ -244,10 +244,10 @@ def advise(
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
     asked = TrainingQuestion(architecture_of(model), global_batch, sequence)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
-    return advised(asked, find(hardware), chosen, preset, objective_of(by, price))
+    return find_advice(asked, find(hardware), chosen, preset, objective_of(by, price))
 
 
-def advised(
+def find_advice(
     asked: TrainingQuestion, machine: Hardware, stack: Stack, preset: Preset | None = None,
     objective: Objective = TIME,
 ) -> Advice:  # fmt: skip

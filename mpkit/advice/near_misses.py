@@ -111,10 +111,10 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
                     continue
                 more, less = (axis, other) if factor == 2 else (other, axis)
                 if getattr(best, less) % 2 == 0 and (axis == "tp" or other == "dp"):
-                    yield from _moved(priced, best, offers, more, less)
+                    yield from _shift_degree(priced, best, offers, more, less)
 
 
-def _moved(
+def _shift_degree(
     priced: LayoutPrices, best: Layout, offers: Offers, more: str, less: str
 ) -> Iterator[tuple[str, Layout]]:
     """Yield the layouts with twice as much of one degree and half of another, for each micro-batch."""

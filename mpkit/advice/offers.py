@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mpkit.cost_model.layout import Layout
 from mpkit.schedule.catalogue import GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
 
-__all__ = ["EVERYTHING", "Offers", "lacking", "offers_of"]
+__all__ = ["EVERYTHING", "Offers", "missing_feature", "offers_of"]
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,19 @@ def offers_of(stack: str) -> Offers:
     return OFFERS.get(stack, EVERYTHING)
 
 
-def lacking(stack: str, layout: Layout) -> str:
+def missing_feature(stack: str, layout: Layout) -> str:
     """Say what a layout asks for that a stack does not offer, with what it has; "" if nothing.
 
-    >>> lacking("nanotron", Layout(dp=8, zero=3))
+    >>> missing_feature("nanotron", Layout(dp=8, zero=3))
     'nanotron has no ZeRO-3: it has ZeRO-0, ZeRO-1'
     """
     has = offers_of(stack)
     asked = [
-        (f"ZeRO-{layout.zero}", layout.zero in has.zero or layout.replicas == 1, _listed("ZeRO-", has.zero)),
+        (
+            f"ZeRO-{layout.zero}",
+            layout.zero in has.zero or layout.replicas == 1,
+            _list_values("ZeRO-", has.zero),
+        ),
         ("tensor parallelism", has.tensor or layout.tp == 1, ""),
         ("context parallelism", has.context or layout.cp == 1, ""),
         ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
@@ -93,14 +97,14 @@ def lacking(stack: str, layout: Layout) -> str:
         (
             f"schedule {layout.schedule!r}",
             layout.pp == 1 or has is EVERYTHING or layout.schedule in {GPIPE, *dict(has.schedules)},
-            _listed("", tuple(dict(has.schedules))),
+            _list_values("", tuple(dict(has.schedules))),
         ),
         (
             f"recompute={layout.recompute!r}",
             layout.recompute in has.recompute or layout.recompute not in EVERYTHING.recompute,
-            _listed("", has.recompute),
+            _list_values("", has.recompute),
         ),
-        (f"offload={layout.offload!r}", layout.offload in has.offload, _listed("", has.offload)),
+        (f"offload={layout.offload!r}", layout.offload in has.offload, _list_values("", has.offload)),
     ]
     missing = next(((what, others) for what, offered, others in asked if not offered), None)
     if missing is None:
@@ -109,5 +113,5 @@ def lacking(stack: str, layout: Layout) -> str:
     return f"{stack} has no {what}" + (f": it has {others}" if others else "")
 
 
-def _listed(kind: str, values: Sequence[object]) -> str:
+def _list_values(kind: str, values: Sequence[object]) -> str:
     return ", ".join(f"{kind}{value}" if kind else repr(value) for value in values)

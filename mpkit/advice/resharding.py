@@ -31,7 +31,7 @@ def resharding_bytes(model: Architecture, before: Layout, after: Layout, stack: 
     True
     """
     sizes = _pieces(model)
-    return [_fetched(sizes, before, after, stack, rank) for rank in range(after.ranks)]
+    return [_fetched_bytes(sizes, before, after, stack, rank) for rank in range(after.ranks)]
 
 
 def _pieces(model: Architecture) -> list[int]:
@@ -40,15 +40,15 @@ def _pieces(model: Architecture) -> list[int]:
     return [model.embedding_parameters, *layers, model.head_parameters]
 
 
-def _fetched(sizes: list[int], before: Layout, after: Layout, stack: Stack, rank: int) -> float:
+def _fetched_bytes(sizes: list[int], before: Layout, after: Layout, stack: Stack, rank: int) -> float:
     """Return the bytes that a rank fetches."""
     needed = 0.0
     for element, sharded_from in ((stack.element, 3), (stack.states, 1)):
         new = _interval(after, rank, sharded_from)
         old = _interval(before, rank, sharded_from) if rank < before.ranks else (0.0, 0.0)
         both = max(0.0, min(new[1], old[1]) - max(new[0], old[0]))
-        held = _held(before, rank, len(sizes)) if rank < before.ranks else set()
-        for piece in _held(after, rank, len(sizes)):
+        held = _stage_pieces(before, rank, len(sizes)) if rank < before.ranks else set()
+        for piece in _stage_pieces(after, rank, len(sizes)):
             share = new[1] - new[0] - (both if piece in held else 0.0)
             needed += element * sizes[piece] * share
     return needed
@@ -66,7 +66,7 @@ def _interval(layout: Layout, rank: int, sharded_from: int) -> Interval:
     return begin + width * part / layout.shards, begin + width * (part + 1) / layout.shards
 
 
-def _held(layout: Layout, rank: int, pieces: int) -> set[int]:
+def _stage_pieces(layout: Layout, rank: int, pieces: int) -> set[int]:
     """Return the pieces of a rank's stage."""
     stage = rank // (layout.tp * layout.replicas)
     counts = layout.stage_layers(pieces - 2)

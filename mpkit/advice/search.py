@@ -123,9 +123,9 @@ def search(priced: LayoutPrices, devices: int) -> tuple[list[FoundLayout], int]:
         reliefs = _reliefs(family[0], offers, priced.stack)
         considered += len(reliefs) * len(family)
         for layout in family:
-            if priced.memory(_relieved(layout, *reliefs[-1])) > room:
+            if priced.memory(_relieve(layout, *reliefs[-1])) > room:
                 break
-            fitting = _fitting(priced, layout, reliefs, room)
+            fitting = _fitting_layouts(priced, layout, reliefs, room)
             found += [FoundLayout(each, priced.screened(each), memory) for each, memory in fitting]
     return found, considered
 
@@ -155,13 +155,13 @@ def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, st
     return [(offload, recompute) for offload in offloads for recompute in recomputes]
 
 
-def _fitting(
+def _fitting_layouts(
     priced: LayoutPrices, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
 ) -> Iterator[tuple[Layout, float]]:
     """Yield for each offload the least recomputation that fits; where none is needed, more offload is for nothing."""
     for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
         for _, recompute in group:
-            relieved = _relieved(layout, offload, recompute)
+            relieved = _relieve(layout, offload, recompute)
             memory = priced.memory(relieved)
             if memory <= room:
                 yield relieved, memory
@@ -170,7 +170,7 @@ def _fitting(
                 break
 
 
-def _relieved(layout: Layout, offload: str, recompute: str) -> Layout:
+def _relieve(layout: Layout, offload: str, recompute: str) -> Layout:
     if (offload, recompute) == (layout.offload, layout.recompute):
         return layout  # its degrees have been multiplied already
     return replace(layout, offload=offload, recompute=recompute)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.advice.offers import lacking
+from mpkit.advice.offers import missing_feature
 from mpkit.cost_model.check import check_plan
 from mpkit.devices.unwise import out_of_memory
 from mpkit.plan.plan import Plan
@@ -29,7 +29,7 @@ def why_not(advice: Advice, plan: Plan) -> str:
         this = advice.estimate(plan)
     except ValueError as error:
         return f"{plan!r} cannot work: {error}"
-    missing = lacking(advice.priced.stack.name, this.layout)
+    missing = missing_feature(advice.priced.stack.name, this.layout)
     if missing:
         return f"{plan!r} cannot work: {missing}."
     needed, room = advice.held(this), float(advice.priced.hardware.device.memory)

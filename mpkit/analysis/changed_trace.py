@@ -44,10 +44,10 @@ def faster(machine: Hardware, factor: float) -> Hardware:
 
 def without_overlap(trace: Trace) -> Trace:
     """Return the trace with a wait after each collective and each send."""
-    return replace(trace, ranks=[_waiting(rank) for rank in trace.ranks])
+    return replace(trace, ranks=[_add_waits(rank) for rank in trace.ranks])
 
 
-def _waiting(rank: RankTrace) -> RankTrace:
+def _add_waits(rank: RankTrace) -> RankTrace:
     ops, kinds = rank.ops, rank.ops["kind"]
     issued = np.flatnonzero((kinds >= Kind.SEND) & (kinds < Kind.COPY_TO_DEVICE) & (kinds != Kind.RECV))
     waits = ops[issued].copy()

@@ -132,7 +132,7 @@ def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Co
     if len(given) == 1 and isinstance(given[0][1], HasTimeline):
         measured = given[0][1].timeline()
         if Plan.from_json(measured.meta["plan"]).pp > 1:
-            timelines["predicted"] = predicted(measured)
+            timelines["predicted"] = simulate_means(measured)
             given = [("measured", measured)]
     for name, each in given:
         timeline = each.timeline() if isinstance(each, HasTimeline) else each
@@ -152,7 +152,7 @@ def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Co
     return Comparison(tuple(ComparedStep.of(name, timeline) for name, timeline in timelines.items()))
 
 
-def predicted(timeline: Timeline) -> Timeline:
+def simulate_means(timeline: Timeline) -> Timeline:
     """Simulate the schedule of a pipeline's timeline with the mean times per stage of its last step.
 
     Raises:
@@ -171,7 +171,7 @@ def _work(one: Timeline) -> dict[str, float]:
     seconds_by_work = dict.fromkeys(words.values(), 0.0)
     for rank in range(one.world_size):
         mine = one.spans[one.spans["rank"] == rank]
-        work, worked = metrics.work(mine), metrics.worked(mine)
+        work, worked = metrics.work(mine), metrics.work_times(mine)
         for (kind, stage), what in words.items():
             of = (work["kind"] == kind) & (work["stage"] == stage)
             seconds_by_work[what] += float(worked[of].sum()) / one.world_size

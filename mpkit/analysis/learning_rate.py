@@ -94,7 +94,7 @@ def linear_scaling(lr: float, base_batch: int, batch: int, warmup_steps: int = 0
     ones did, if the gradient changes little in between (Goyal et al. 2017, section 2.1). It warms up from 0.1 in 100
     steps, since early on the weights change fast (Goyal et al. 2017, section 2.2).
     """
-    return _scaled("linear", "linear_scaling", lr, base_batch, batch, warmup_steps)
+    return _scaling_rule("linear", "linear_scaling", lr, base_batch, batch, warmup_steps)
 
 
 @public
@@ -111,10 +111,12 @@ def sqrt_scaling(lr: float, base_batch: int, batch: int, warmup_steps: int = 0) 
     over more samples is less noisy, and the variance of a step stays the same (Krizhevsky 2014; Hoffer et al.
     2017). No warm-up.
     """
-    return _scaled("square root", "sqrt_scaling", lr, base_batch, batch, warmup_steps)
+    return _scaling_rule("square root", "sqrt_scaling", lr, base_batch, batch, warmup_steps)
 
 
-def _scaled(name: str, function: str, lr: Any, base_batch: Any, batch: Any, warmup_steps: Any) -> ScalingRule:
+def _scaling_rule(
+    name: str, function: str, lr: Any, base_batch: Any, batch: Any, warmup_steps: Any
+) -> ScalingRule:
     good = f"mk.{function}(lr=0.1, base_batch=32, batch=128, warmup_steps=100)"
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not lr > 0 or not isfinite(lr):
         raise ValueError(

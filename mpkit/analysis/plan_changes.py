@@ -59,7 +59,7 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
     for name, value in changes.items():
         waiting[name] = value
         try:
-            found.append(_changed(found[-1], waiting))
+            found.append(_apply_changes(found[-1], waiting))
         except ValueError as error:  # it may need the change after it
             failed = error
         else:
@@ -69,7 +69,7 @@ def settings(plan: Plan, changes: Mapping[str, Any]) -> list[ChangedPlan]:
     return found
 
 
-def _changed(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPlan:
+def _apply_changes(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPlan:
     """Return the setting after some changes at once."""
     link, overlap = before.link, before.overlap
     if "link" in changes:

@@ -122,7 +122,7 @@ def search_schedule(
         return _ScoredSchedule(length(schedule), max(schedule.peak_live), name, schedule)
 
     # ---- known
-    known, too_large = _known(plan, costs)
+    known, too_large = _known_schedules(plan, costs)
     placements = _placements(plan, known, costs)
     at_least = min(_at_least(placement, plan, costs) for placement in placements)
     candidates = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
@@ -159,11 +159,11 @@ class _ScoredSchedule(NamedTuple):
 def _length(plan: Plan, costs: ActionCosts, backward: Times | None) -> Callable[[Schedule], float]:
     """Return a function that computes how many seconds a step of a schedule takes."""
     slots = {"F": costs.f, "I": costs.i, "W": costs.w, "B": whole_backward(backward, costs.i, costs.w)}
-    again = _again(plan, costs)
+    again = _recompute_times(plan, costs)
     return lambda schedule: span(schedule, slots, costs.hop, again)
 
 
-def _again(plan: Plan, costs: ActionCosts) -> Sequence[float]:
+def _recompute_times(plan: Plan, costs: ActionCosts) -> Sequence[float]:
     """Return, by stage, the seconds of recomputing a forward before its backward; empty without recomputation."""
     k = every(plan.recompute)
     return [time / k for time in costs.f] if k else ()
@@ -202,7 +202,7 @@ def _costs(
     return ActionCosts(f, i, w, time_of("hop", hop), sizes, caps)
 
 
-def _known(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule], dict[str, float]]:
+def _known_schedules(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule], dict[str, float]]:
     """Return the fitting schedules (the plan's and the named ones), and the peaks of those that do not fit."""
     p, m, v = plan.pp, plan.microbatches, plan.stages // plan.pp
     fitting: dict[str, Schedule] = {}
@@ -256,7 +256,7 @@ def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts) -> float
     """
     hops = [costs.hop * (a != b) for a, b in pairwise(holders)]
     heads = list(accumulate((f + hop for f, hop in zip(costs.f, [*hops, 0.0], strict=True)), initial=0.0))
-    redone = _again(plan, costs) or [0.0] * len(holders)
+    redone = _recompute_times(plan, costs) or [0.0] * len(holders)
     work = [plan.microbatches * sum(each) for each in zip(costs.f, costs.i, costs.w, redone, strict=True)]
     ranks = range(max(holders) + 1)
     busy = max(

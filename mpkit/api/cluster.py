@@ -22,7 +22,7 @@ from mpkit.launch.external.launched import refuse_second_launcher
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
 from mpkit.launch.process.fork_server_client import ForkServerClient
-from mpkit.launch.process.payload import here, pack
+from mpkit.launch.process.payload import pack, settings_here
 from mpkit.support.calls import answers
 from mpkit.support.needs import require_torch
 from mpkit.support.tracebacks import public
@@ -378,7 +378,7 @@ class Cluster:
         timeout = check_timeout(timeout)
         self._turns.make_free("raise")
         payload = pack(fn, args, modules)
-        settings = here(
+        settings = settings_here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
         )
         if self._session is not None:

@@ -72,7 +72,7 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
     """
     if not available:
         return ""
-    found = _estimated(model, plan, shape, available)
+    found = _estimate_memory(model, plan, shape, available)
     if found is None:
         return _states_alone(model, plan, available)
     if found:
@@ -87,7 +87,7 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
     )
 
 
-def _estimated(model: nn.Module, plan: Plan, shape: Sequence[int], available: int) -> Fits | None:
+def _estimate_memory(model: nn.Module, plan: Plan, shape: Sequence[int], available: int) -> Fits | None:
     """Return the estimate for devices of this memory; None where the model's sizes cannot be read."""
     if len(shape) < 2:
         return None

@@ -222,11 +222,11 @@ class RunResults:
         >>> [change for change, seconds in found.causes]
         ['link x2', 'schedule 1f1b']
         """
-        from mpkit.support.provided import provided
+        from mpkit.support.provided import provide_method
 
         own = self._cluster
         helper = own.resized(1) if own.device == "cpu" and own.fork_server_pid is not None else None
-        found: WhatIf = provided("Run.what_if")(self, self._job, helper, changes)
+        found: WhatIf = provide_method("Run.what_if")(self, self._job, helper, changes)
         return found
 
     def measured_step(self, hardware: Hardware | str | None = None) -> Observation:

@@ -31,11 +31,11 @@ def run_watched(
         launch: `Cluster.launch`.
         fn, args, watch, timeout: as in `Cluster.run`.
     """
-    from mpkit.watch.watched import NEEDED, check_watch, watched
+    from mpkit.watch.watched import NEEDED, check_watch, watch_function
 
     observers, shown = Observers(), in_notebook()
     launched = launch(
-        watched, (fn, check_watch(watch), *args), timeout=timeout, modules=NEEDED,
+        watch_function, (fn, check_watch(watch), *args), timeout=timeout, modules=NEEDED,
         sink=observers.output if shown else print,
     )  # fmt: skip
     if shown:

@@ -181,7 +181,7 @@ class Demo:
         row("peak memory", [bytes_text(_fullest(t)["total"]) for t in each])
         for category in CATEGORIES:
             row(f"  {category}", [bytes_text(_fullest(t).get(category, 0)) for t in each])
-        row("bytes sent", [bytes_text(_sent(t)) for t in each])
+        row("bytes sent", [bytes_text(_sent_bytes(t)) for t in each])
         table.add_section()
         row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
         row(EQUAL, [_equal(o) for o in outcomes])
@@ -232,7 +232,7 @@ def _fullest(timeline: Timeline) -> dict[str, int]:
     return max(timeline.peak_memory, key=lambda held: held["total"])
 
 
-def _sent(timeline: Timeline) -> int:
+def _sent_bytes(timeline: Timeline) -> int:
     """Sum the payload bytes of all messages and collectives, counting each message once."""
     return sum(count for rank in timeline.comm_bytes for kind, count in rank.items() if kind != "recv")
 

@@ -100,7 +100,7 @@ def commands(plan: LaunchPlan) -> str:
         plan: what is to be started.
 
     """
-    parts = [_torchrun(plan), _slurm(plan), _accelerate(plan), _deepspeed(plan), _within(plan)]
+    parts = [_torchrun(plan), _slurm(plan), _accelerate(plan), _deepspeed_commands(plan), _explain_use(plan)]
     ranks = plan.nodes * plan.gpus
     head = (
         f"# {plan.nodes} node{'s' * (plan.nodes > 1)} x {plan.gpus} GPU{'s' * (plan.gpus > 1)} = {ranks} ranks. "
@@ -203,7 +203,7 @@ def _accelerate(plan: LaunchPlan) -> str:
     )
 
 
-def _deepspeed(plan: LaunchPlan) -> str:
+def _deepspeed_commands(plan: LaunchPlan) -> str:
     flags = {f"--num_gpus {plan.gpus}": "GPUs per machine"}
     if plan.nodes == 1:
         return _section("deepspeed", [f"deepspeed --num_gpus {plan.gpus} {plan.script}"], flags)
@@ -225,7 +225,7 @@ def _deepspeed(plan: LaunchPlan) -> str:
     )
 
 
-def _within(plan: LaunchPlan) -> str:
+def _explain_use(plan: LaunchPlan) -> str:
     plain = f"mk.Plan.ddp({plan.nodes * plan.gpus})"
     return (
         f"# In {plan.program.name}: cluster = mk.Cluster.from_env(), then cluster.train(..., plan={plain}, ...).\n"

@@ -54,7 +54,7 @@ def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -
         # The cluster's helper process imports torch while commands are asked.
         cluster = Unknown("left out (quick)") if quick and data is None else _cluster(stack)
         evidence = gather()
-        found = cluster if isinstance(cluster, Unknown) else _measured(cluster, data)
+        found = cluster if isinstance(cluster, Unknown) else _measure_on_ranks(cluster, data)
     return judge(evidence, found, asked, seconds=monotonic() - begin)
 
 
@@ -85,7 +85,7 @@ def _cluster(stack: ExitStack) -> Cluster | Unknown:
         return Unknown(f"no ranks can be started here: {_first_line(error)}")
 
 
-def _measured(cluster: Cluster, data: Any) -> RankMeasurements | Unknown:
+def _measure_on_ranks(cluster: Cluster, data: Any) -> RankMeasurements | Unknown:
     """Measure on ranks. What fails there is a finding, not the end of the report; what fails in `data` is the user's.
 
     Raises:

@@ -8,7 +8,7 @@ from mpkit.checkup.findings.finding import CheckupFinding
 from mpkit.checkup.findings.gpus import gpus
 from mpkit.checkup.findings.host import cpus, limits, memory, ports, shared_memory
 from mpkit.checkup.findings.links import links, pci
-from mpkit.checkup.findings.measured import measured
+from mpkit.checkup.findings.measured import find_measured
 from mpkit.checkup.findings.software import software
 from mpkit.checkup.findings.variables import variables
 from mpkit.checkup.parsers.facts import Facts
@@ -16,7 +16,7 @@ from mpkit.checkup.parsers.facts import Facts
 __all__ = ["RULES", "findings"]
 
 RULES: tuple[Callable[[Facts], Iterator[CheckupFinding]], ...] = (
-    gpus, links, pci, software, memory, cpus, shared_memory, limits, ports, variables, measured,
+    gpus, links, pci, software, memory, cpus, shared_memory, limits, ports, variables, find_measured,
 )  # fmt: skip
 
 

@@ -145,15 +145,15 @@ def find_topic(name: object) -> Topic:
     """
     if not isinstance(name, str):
         raise ValueError(
-            f"doctor({name!r}): a topic is one of {_listed()}, or leave it out for the whole report"
+            f"doctor({name!r}): a topic is one of {_list_topics()}, or leave it out for the whole report"
         )
     wanted = name.lower().strip().replace("_", " ")
     by_word = {word: topic for topic in _ALL for word in (topic.name, *topic.words)}
     near = wanted if wanted in by_word else next(iter(get_close_matches(wanted, by_word, 1, 0.75)), None)
     if near is None:
-        raise ValueError(f"doctor({name!r}): there is no such topic; there are {_listed()}")
+        raise ValueError(f"doctor({name!r}): there is no such topic; there are {_list_topics()}")
     return by_word[near]
 
 
-def _listed() -> str:
+def _list_topics() -> str:
     return ", ".join(repr(topic.name) for topic in _ALL)

@@ -71,11 +71,11 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
             f"compare({name!r}, {answer!r}): give your function too: mk.compare({name!r}, train)"
         )
     case = replace(exercise.cases[0], seed=0)
-    packed, begin = PackedAnswer.of(answer), exercise.expected(_until(case, 0))
+    packed, begin = PackedAnswer.of(answer), exercise.expected(_limit_steps(case, 0))
     rows = []
     for step in range(case["steps"]):
         # Each row trains from the beginning: the weights after a step are those that the answer leaves behind.
-        seen = shared_room().play(exercise.play, packed, _until(case, step + 1))
+        seen = shared_room().play(exercise.play, packed, _limit_steps(case, step + 1))
         if seen.hang:
             raise Deadlock(seen.hang)
         if seen.got is None:
@@ -84,7 +84,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
     return BesideSerial(data_frame(rows).set_index("step"))
 
 
-def _until(case: Case, steps: int) -> Case:
+def _limit_steps(case: Case, steps: int) -> Case:
     return replace(case, sizes={**case.sizes, "steps": steps})
 
 

@@ -23,7 +23,7 @@ from types import ModuleType
 
 from mpkit.classroom.framework.exercise import HOMES, Exercise
 from mpkit.classroom.framework.source import ExerciseSource, given_in
-from mpkit.classroom.framework.variants import Variant, varied, varies
+from mpkit.classroom.framework.variants import Variant, varies, vary_module
 from mpkit.support.needs import lacks_torch
 
 __all__ = ["ExerciseEntry", "families", "find", "of_family", "solution_folders"]
@@ -93,7 +93,7 @@ class ExerciseEntry:
 
     @property
     def _file(self) -> tuple[ModuleType, str]:
-        return varied(self.module, self.variant)
+        return vary_module(self.module, self.variant)
 
 
 def families() -> list[ModuleType]:

@@ -42,7 +42,7 @@ def checked_html(checked: Checked) -> str:
             f"<b>Hint</b> &nbsp;{_code(checked.hint)}</div>"
         )
     if checked.printed:
-        parts.append(_printed(checked))
+        parts.append(_printed_html(checked))
     if checked.timelines:
         parts.append(_timelines(checked))
     return f'<div style="max-width:980px;line-height:1.5">{"".join(parts)}</div>'
@@ -92,7 +92,7 @@ def _table(rows: Sequence[CheckRow]) -> str:
     )
 
 
-def _printed(checked: Checked) -> str:
+def _printed_html(checked: Checked) -> str:
     lines = checked.printed[:MOST_LINES]
     more = len(checked.printed) - len(lines)
     text = "\n".join(lines) + (f"\n({more} more {'line' if more == 1 else 'lines'})" if more else "")

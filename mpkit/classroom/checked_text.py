@@ -38,13 +38,13 @@ def checked_text(checked: Checked) -> str:
     for mark, (what, expected, got) in zip(marks, cells, strict=True):
         lines.append(f"{mark} {what:{wide[0]}}  {expected:{wide[1]}}  {got}")
     for paragraph in checked.lesson:
-        lines += ["", *(_wrapped(line) for line in paragraph.splitlines())]
+        lines += ["", *(_wrap_text(line) for line in paragraph.splitlines())]
     if checked.hint:
         lines += ["", fill(f"Hint: {checked.hint}", WIDTH)]
     return "\n".join(lines)
 
 
-def _wrapped(line: str) -> str:
+def _wrap_text(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     return fill(line, WIDTH, subsequent_indent=indent + "    ")
 

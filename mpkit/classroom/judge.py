@@ -156,7 +156,7 @@ def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequ
     if seen is not None:
         if exercise.untouched(seen):
             return STUB, (exercise.start,)
-        if _slipped(seen):
+        if _is_typing_error(seen):
             return SLIP, ()
         for mistake in (*exercise.mistakes, UNDIVIDED):
             if _shows(entry, mistake, seen, room):
@@ -174,7 +174,7 @@ def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
     return PackedAnswer.of(stub).print == answer.print
 
 
-def _slipped(seen: Seen) -> bool:
+def _is_typing_error(seen: Seen) -> bool:
     """Return whether the student's own line ended in an error of typing."""
     kind = re.search(r"(?:rank \d+: )?(\w+): ", seen.error)
     return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error

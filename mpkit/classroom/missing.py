@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from mpkit.errors import MpkitError
 
-__all__ = ["MISSING", "NoSolutions", "missing"]
+__all__ = ["MISSING", "NoSolutions", "raise_missing"]
 
 MISSING = (
     "this mpkit was made for an exam, and has no solutions: what is right, only grading says. Who grades installs "
@@ -18,10 +18,10 @@ class NoSolutions(MpkitError):
     """The solutions of the exercises are not installed."""
 
 
-def missing(*_: Any) -> NoReturn:
+def raise_missing(*_: Any) -> NoReturn:
     """Raise `NoSolutions`.
 
-    >>> missing()
+    >>> raise_missing()
     Traceback (most recent call last):
     mpkit.classroom.missing.NoSolutions: this mpkit was made for an exam, and has no solutions: ...
     """

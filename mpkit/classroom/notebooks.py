@@ -76,7 +76,7 @@ def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) 
         if exam and path.parent == Path("."):
             _for_exam(book)
         if justify and path.parent == Path("."):
-            book.cells = list(_justified(book.cells))
+            book.cells = list(_add_justifications(book.cells))
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(book, target)
@@ -124,7 +124,7 @@ def write_variants(
                 if exam and kind == "student":
                     _for_exam(book)
                 if justify and kind == "student":
-                    book.cells = list(_justified(book.cells))
+                    book.cells = list(_add_justifications(book.cells))
                 written.append(target / f"{_name(package)}.ipynb")
                 nbformat.write(book, written[-1])
     return written
@@ -141,7 +141,7 @@ def _for_exam(book: Any) -> None:
     book.cells = [cell for cell in book.cells if cell.id not in ("end-text", "progress")]
 
 
-def _justified(cells: list[Any]) -> Iterator[Any]:
+def _add_justifications(cells: list[Any]) -> Iterator[Any]:
     """Yield the cells, and after each check one for a justification."""
     import nbformat
 
@@ -249,7 +249,7 @@ def _exercise(
     answer = {"student": source.stub, "solved": source.plain, "nbgrader": source.solution}[kind]
     if broken:  # nbgrader puts its own stub in place of what is between the markers
         answer = f"{BEGIN}\n{source.plain}\n\n{END}\n"  # two empty lines, as the formatter has them
-    yield entry.name, answer, _graded(entry.name, solution=True) if graded else None
+    yield entry.name, answer, _nbgrader_metadata(entry.name, solution=True) if graded else None
     variant = ", variant=VARIANT" if entry.varies and entry.variant else ""
     check = f'mk.check("{entry.name}", {exercise.name_of_answer}{variant})'
     if kind == "solved":
@@ -259,10 +259,14 @@ def _exercise(
         required = f'require("{entry.name}", {exercise.name_of_answer})'
         check += f"\n{HIDDEN[0]}\n{apart}\n\n{required}\n{HIDDEN[1]}"
     points = exercise.points
-    yield f"{entry.name}-check", check, _graded(f"{entry.name}-check", points=points) if graded else None
+    yield (
+        f"{entry.name}-check",
+        check,
+        _nbgrader_metadata(f"{entry.name}-check", points=points) if graded else None,
+    )
 
 
-def _graded(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:
+def _nbgrader_metadata(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:
     """Return a cell's metadata in nbgrader's schema 3."""
     metadata: dict[str, Any] = {
         "grade": bool(points),

@@ -9,13 +9,13 @@ from mpkit.classroom.framework.exercise import Case, CheckRow
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.judge import Checked
 
-__all__ = ["checked_of", "told"]
+__all__ = ["checked_of", "verdict_json"]
 
 MOST, LONGEST = 200, 2000
 """The most printed lines and the most characters per text that are kept."""
 
 
-def told(checked: Checked) -> dict[str, Any]:
+def verdict_json(checked: Checked) -> dict[str, Any]:
     """Return a verdict as JSON's types; the case of a row becomes a number, and timelines are left out."""
     cases: list[Case | None] = []
     rows = []
@@ -35,10 +35,10 @@ def told(checked: Checked) -> dict[str, Any]:
 
 
 def checked_of(entry: ExerciseEntry, values: dict[str, Any]) -> Checked:
-    """Return the verdict that `told` wrote; it passed if every row did.
+    """Return the verdict that `verdict_json` wrote; it passed if every row did.
 
     Raises:
-        KeyError, TypeError, ValueError: The values were not written by `told`.
+        KeyError, TypeError, ValueError: The values were not written by `verdict_json`.
     """
     rows = []
     for what, expected, got, ok, case in values["rows"]:

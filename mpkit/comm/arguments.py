@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
 
-__all__ = ["filled", "member", "part_shape", "peer", "reducible", "root"]
+__all__ = ["member", "output_tensor", "part_shape", "peer", "reducible", "root"]
 
 
 def member(group: Communicator, what: str) -> Communicator:
@@ -87,7 +87,9 @@ def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...
     return (tensor.shape[0] // group.size, *tensor.shape[1:])
 
 
-def filled(comm: Communicator, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str) -> Tensor:
+def output_tensor(
+    comm: Communicator, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str
+) -> Tensor:
     """Return the tensor that the backend fills: `out` if it is given and the backend can fill it.
 
     Raises:

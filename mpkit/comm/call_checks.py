@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mpkit.comm.fingerprint import Fingerprint, Fingerprints, named
+from mpkit.comm.fingerprint import Fingerprint, Fingerprints, fingerprint_of
 from mpkit.comm.published import CallTable, Log
 from mpkit.comm.tags import tag_number
 from mpkit.errors import CommMismatch
@@ -166,7 +166,7 @@ class CallChecks:
 
         Creating a group takes a number among the collectives of all ranks.
         """
-        return Collective(self, self._table(world), number, named(Kind.WAIT, str(list(ranks))))
+        return Collective(self, self._table(world), number, fingerprint_of(Kind.WAIT, str(list(ranks))))
 
     def message(
         self, kind: int, channel: str, number: int, peer: int, tag: int | str, tensor: Tensor

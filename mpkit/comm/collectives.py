@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.comm.arguments import filled, member, part_shape, reducible
+from mpkit.comm.arguments import member, output_tensor, part_shape, reducible
 from mpkit.comm.direct import start_all_gather, start_reduce_scatter
 from mpkit.comm.work import Work
 from mpkit.trace import Kind
@@ -77,14 +77,14 @@ def all_reduce(
         group.next(Kind.ALL_REDUCE, tensor, reduction=op),
         tensor.nbytes,
         partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True),
-        partial(_divided, result, group.size) if op == "mean" else result,
+        partial(_divide_result, result, group.size) if op == "mean" else result,
         waits=not async_op,
     )
     # ---- wait
     return work if async_op else work.wait()
 
 
-def _divided(result: Callable[[], Tensor], n: int) -> Tensor:
+def _divide_result(result: Callable[[], Tensor], n: int) -> Tensor:
     return result().div_(n)
 
 
@@ -112,7 +112,7 @@ def all_gather(
     """
     group, wire = member(group or self, "all_gather"), self.wire
     sent = wire.outgoing(tensor if tensor.dim() else tensor[None])
-    whole = filled(self, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
+    whole = output_tensor(self, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
     work = wire.issue(
         group.next(Kind.ALL_GATHER, sent),
         group.size * tensor.nbytes,
@@ -148,7 +148,7 @@ def reduce_scatter(
     group, wire = member(group or self, "reduce_scatter"), self.wire
     part = part_shape(group, tensor, "reduce_scatter")
     sent = wire.outgoing(tensor)
-    mine = filled(self, out, part, sent, "reduce_scatter")
+    mine = output_tensor(self, out, part, sent, "reduce_scatter")
     work = wire.issue(
         group.next(Kind.REDUCE_SCATTER, tensor),
         tensor.nbytes,

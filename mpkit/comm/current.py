@@ -1,6 +1,6 @@
 """This process as a rank: the communicator of the process group that it has joined.
 
-Under `Cluster.run` a rank's communicator exists before the user's function is called, and is `joined` here. Under
+Under `Cluster.run` a rank's communicator exists before the user's function is called, and is `note_group` here. Under
 torchrun the user's program calls `torch.distributed.init_process_group`, and the communicator is made from that group:
 communication works, and nothing is recorded.
 """
@@ -17,20 +17,20 @@ from mpkit.comm.release import is_rank
 from mpkit.comm.wire import Wire
 from mpkit.record.silent import SilentRecorder
 
-__all__ = ["current_communicator", "joined", "left"]
+__all__ = ["current_communicator", "forget_group", "note_group"]
 
 _JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()
 """By torch's default process group, which is the state of this process that these belong to."""
 
 
-def joined(comm: Communicator) -> None:
+def note_group(comm: Communicator) -> None:
     """Note that this process has joined the default process group, whose communicator this is."""
     is_rank()
     _JOINED[_world()] = {comm.wire.device: comm}
 
 
-def left() -> None:
-    """Forget what `joined` noted: the process group stays, and the rank's recorder is closed."""
+def forget_group() -> None:
+    """Forget what `note_group` noted: the process group stays, and the rank's recorder is closed."""
     _JOINED.pop(_world(), None)
 
 

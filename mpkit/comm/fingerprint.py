@@ -62,11 +62,11 @@ class Fingerprints:
                 text += f', op="{reduction}"'
             if group:
                 text += f', group="{group}"'
-            found = self._known[key] = named(kind, text, root)
+            found = self._known[key] = fingerprint_of(kind, text, root)
         return found
 
 
-def named(kind: int, text: str, root: int = -1) -> Fingerprint:
+def fingerprint_of(kind: int, text: str, root: int = -1) -> Fingerprint:
     """Return the fingerprint of a call whose `text` describes everything but its kind and root."""
     digest = blake2b(f"{Kind(kind).word} {root} {text}".encode(), digest_size=8).digest()
     return Fingerprint(int.from_bytes(digest.replace(b"\0", b"\1"), "little"), text)

@@ -42,7 +42,7 @@ class OneRank(Communicator):
         out: Tensor | None = None,
     ) -> Any:
         """Return the tensor, or `out` with a copy of it."""
-        whole = _into(out, tensor)
+        whole = _copy_into(out, tensor)
         return Completed(whole) if async_op else whole
 
     def reduce_scatter(
@@ -54,7 +54,7 @@ class OneRank(Communicator):
         out: Tensor | None = None,
     ) -> Any:
         """Return the tensor, or `out` with a copy of it."""
-        part = _into(out, tensor)
+        part = _copy_into(out, tensor)
         return Completed(part) if async_op else part
 
     def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
@@ -66,7 +66,7 @@ class OneRank(Communicator):
         return tensor
 
 
-def _into(out: Tensor | None, tensor: Tensor) -> Tensor:
+def _copy_into(out: Tensor | None, tensor: Tensor) -> Tensor:
     if out is None:
         return tensor
     if out.data_ptr() != tensor.data_ptr():

@@ -170,7 +170,7 @@ def calibrate(
     """
     rows = []
     for step in steps:
-        row = step if isinstance(step, Observation) else _observed(step)
+        row = step if isinstance(step, Observation) else _observation_of(step)
         if not row.seconds > 0:
             raise ValueError(
                 f"{row.name} took {row.seconds} seconds: give the seconds of a step, such as 0.41"
@@ -210,7 +210,7 @@ class HasStep(Protocol):
         """Return a step with its measured time."""
 
 
-def _observed(step: Any) -> Observation:
+def _observation_of(step: Any) -> Observation:
     """Return the observation of a run, or of a pair of an estimate and its seconds.
 
     Raises:

@@ -11,7 +11,7 @@ from mpkit.devices.collective import collective_time
 from mpkit.devices.hardware import Hardware
 from mpkit.trace import Kind
 
-__all__ = ["KAPPA", "Network", "network_of", "overlapped"]
+__all__ = ["KAPPA", "Network", "network_of", "overlapped_time"]
 
 KAPPA = 0.3
 """How much of the time that communication shares with compute is lost; fitted to all published rows at once."""
@@ -60,10 +60,10 @@ def network_of(hardware: Hardware) -> Network:
     return Network(hardware)
 
 
-def overlapped(compute: float, communication: float) -> float:
+def overlapped_time(compute: float, communication: float) -> float:
     """Return the seconds that both take side by side.
 
-    >>> overlapped(1.0, 0.5), overlapped(1.0, 2.0)
+    >>> overlapped_time(1.0, 0.5), overlapped_time(1.0, 2.0)
     (1.15, 2.0)
     """
     return max(compute + KAPPA * min(compute, communication), communication)

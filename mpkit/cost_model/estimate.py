@@ -35,7 +35,7 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Estimate", "estimate", "estimated"]
+__all__ = ["Estimate", "estimate", "estimate_checked"]
 
 GIB = 2**30
 
@@ -203,7 +203,9 @@ def estimate(
     machine = machine_of(hardware)
     check_plan(plan)
     chosen, plan = stack_for(plan, stack)
-    return estimated(architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable)
+    return estimate_checked(
+        architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable
+    )
 
 
 def stack_for(plan: Plan, stack: str | Stack | None = None) -> tuple[Stack, Plan]:
@@ -235,7 +237,7 @@ def stack_for(plan: Plan, stack: str | Stack | None = None) -> tuple[Stack, Plan
     return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision="bf16")
 
 
-def estimated(
+def estimate_checked(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
     preset: Preset | None = None, trainable: float = 1.0,
 ) -> Estimate:  # fmt: skip

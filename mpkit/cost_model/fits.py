@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mpkit.cost_model.estimate import Estimate, estimate, estimated, stack_for
+from mpkit.cost_model.estimate import Estimate, estimate, estimate_checked, stack_for
 from mpkit.cost_model.memory import CATEGORIES
 from mpkit.cost_model.preset import Preset
 from mpkit.cost_model.stack import Stack
@@ -181,7 +181,9 @@ class Fits(Drawn):
             plan = replace(plan, precision=e.plan.precision)
         elif plan.precision != e.plan.precision:
             stack, preset = stack_for(plan, FOLLOW[stack.name])[0], None
-        return estimated(e.model, plan, e.hardware, batch, e.sequence, stack, preset, e.layout.trainable)
+        return estimate_checked(
+            e.model, plan, e.hardware, batch, e.sequence, stack, preset, e.layout.trainable
+        )
 
     def margin(self, memory: dict[str, float]) -> float:
         """Return the bytes that fragmentation takes beside this memory."""

@@ -51,7 +51,7 @@ class Kernels:
         self.stack, self.constants = stack, constants
         self._conversions = 1 / microbatches if stack.converts_once else 1.0  # of a weight, per micro-batch
         self.bandwidth = STREAM * device.bandwidth
-        self._table = device.name if device.name in _measured() else ""
+        self._table = device.name if device.name in _measured_shapes() else ""
         self._better = constants.matmul / 0.72
 
     def product(self, tokens: float, k: int, n: int, *, can_narrow: bool = False) -> tuple[float, float]:
@@ -122,7 +122,7 @@ def peak_of(device: Device, dtype: str) -> float:
 
 
 @cache
-def _measured() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
+def _measured_shapes() -> dict[str, dict[str, list[tuple[float, float, float, float]]]]:
     """Return by device and layout the measured shapes, as logarithms, and their share of the peak."""
     out: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {}
     with files("mpkit.cost_model").joinpath("kernels.csv").open(encoding="utf-8") as file:
@@ -147,7 +147,7 @@ def measured_share(device: str, layout: str, m: float, k: int, n: int) -> float:
     at = log(m), log(k), log(n)
     near = sorted(
         (abs(at[0] - m) + abs(at[1] - k) + abs(at[2] - n), share)
-        for m, k, n, share in _measured()[device][layout]
+        for m, k, n, share in _measured_shapes()[device][layout]
     )
     same = [share for distance, share in near if distance < 1e-9]
     if same:

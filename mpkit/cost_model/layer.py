@@ -97,7 +97,9 @@ def layer_time(
     )  # fmt: skip
     computed = sum(forward) - (last if stack.early_stop else 0.0)
     return LayerTime(
-        forward, backward, _again(layout.recompute, computed, products[0], attention[0], elementwise)
+        forward,
+        backward,
+        _recomputed_time(layout.recompute, computed, products[0], attention[0], elementwise),
     )
 
 
@@ -147,7 +149,9 @@ def _context_parallel(
     return 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, layout.per_node("cp", network.per_node))
 
 
-def _again(recompute: str, whole: float, products: float, attention: float, elementwise: float) -> float:
+def _recomputed_time(
+    recompute: str, whole: float, products: float, attention: float, elementwise: float
+) -> float:
     """Return the seconds of the forward that the backward computes again."""
     if recompute == "none":
         return 0.0

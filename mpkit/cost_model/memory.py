@@ -104,11 +104,11 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     return tokens * (outside / whole + inside / t)
 
 
-def kept(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
+def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
     """Return the bytes that a layer keeps of one micro-batch, with the layout's recomputation.
 
     >>> gpt = Architecture(48, 6144, 64, bias=True)
-    >>> kept(gpt, 0, Layout(microbatch=4, recompute="full"), 2048, Stack("paper")) == 2 * 2048 * 4 * 6144
+    >>> kept_bytes(gpt, 0, Layout(microbatch=4, recompute="full"), 2048, Stack("paper")) == 2 * 2048 * 4 * 6144
     True
     """
     everything = activations(model, layer, layout, sequence, stack)
@@ -144,7 +144,8 @@ def stage_memory(
     kept_by_libraries = workspaces(stack, device) if device else 0.0
     n, tokens = layout.shards, layout.microbatch * sequence / layout.cp
     kinds = [
-        (first, first + count, kept(model, first, layout, sequence, stack)) for first, count in model.kinds()
+        (first, first + count, kept_bytes(model, first, layout, sequence, stack))
+        for first, count in model.kinds()
     ]
     border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     working = max(activations(model, first, layout, sequence, stack) for first, _ in model.kinds())

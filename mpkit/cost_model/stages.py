@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.communication import Network, overlapped
+from mpkit.cost_model.communication import Network, overlapped_time
 from mpkit.cost_model.kernels import Kernels
 from mpkit.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.cost_model.layout import Layout
@@ -188,5 +188,5 @@ def _gathers(
     edge = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside)
     if not stack.overlap:
         return gather, gather + reduce, edge
-    waits = overlapped(forward, gather) - forward, overlapped(backward, gather + reduce) - backward
+    waits = overlapped_time(forward, gather) - forward, overlapped_time(backward, gather + reduce) - backward
     return *waits, gather + edge

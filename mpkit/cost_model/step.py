@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from math import log2
 
 from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.communication import Network, network_of, overlapped
+from mpkit.cost_model.communication import Network, network_of, overlapped_time
 from mpkit.cost_model.kernels import Kernels, kernels_of
 from mpkit.cost_model.layout import Layout
 from mpkit.cost_model.shares import ParameterShares
@@ -75,7 +75,7 @@ class StepTime:
         work = sum(self.steady.values())
         free = self.pipeline
         if self.hop:
-            free = _played(*_shape(self.layout), self.forward, self.backward, 0.0, self.longest)
+            free = _play_pipeline(*_shape(self.layout), self.forward, self.backward, 0.0, self.longest)
         bubble = {"pipeline bubble": free - work, "messages between stages": self.pipeline - free}
         causes = self.steady | bubble | self.after
         # What rounding leaves of 0 is no cause.
@@ -114,10 +114,10 @@ def step_time(
     # ---- pipeline
     forward, backward = stages.of_stages(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages))
     blocking = stack.blocks(layout.virtual_stages)
-    pipeline = _played(*_shape(layout), *_with_sends(forward, backward, hop, blocking), longest)
+    pipeline = _play_pipeline(*_shape(layout), *_with_sends(forward, backward, hop, blocking), longest)
 
     # ---- replicas, optimizer, stragglers
-    after = _after(pipeline, stages, layout, hardware, kernels, network, shares)
+    after = _times_after(pipeline, stages, layout, hardware, kernels, network, shares)
     steady = stages.causes(layout.microbatches)
     return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, longest)
 
@@ -147,16 +147,16 @@ def screened_time(
         exposed = 2.0 * m * v if stack.blocks(v) else 2.0 * m * (v - 1) / v
         hop = _hop(model, layout, sequence, hardware, network, stack)
         pipeline += (sum(times) - slowest) * ideal / (pp - 1) + (2 * (pp - 1) + exposed) * hop
-    return pipeline + sum(_after(pipeline, stages, layout, hardware, kernels, network, shares).values())
+    return pipeline + sum(_times_after(pipeline, stages, layout, hardware, kernels, network, shares).values())
 
 
-def _after(
+def _times_after(
     pipeline: float, stages: StageTimes, layout: Layout, hardware: Hardware, kernels: Kernels, network: Network,
     shares: ParameterShares,
 ) -> dict[str, float]:  # fmt: skip
     """Return the seconds of what follows the pipeline, in order."""
     forward, backward = stages.of_rank(stages.slowest)
-    reduced = _reduced(layout, shares, network, kernels.stack, forward, backward)
+    reduced = _reduction_time(layout, shares, network, kernels.stack, forward, backward)
     optimizer = _optimizer(layout, shares, hardware, kernels)
     doublings = log2(max(1.0, layout.ranks / hardware.per_node))
     late = (pipeline + reduced + optimizer) * kernels.constants.straggle * doublings
@@ -179,7 +179,7 @@ def _shape(layout: Layout) -> tuple[str | Schedule, int, int, int]:
 
 
 @lru_cache(4096)  # plans that differ in what follows the pipeline share it
-def _played(
+def _play_pipeline(
     schedule: str | Schedule, p: int, m: int, v: int, forward: tuple[float, ...], backward: tuple[float, ...],
     hop: float, longest: int,
 ) -> float:  # fmt: skip
@@ -215,7 +215,7 @@ def _hop(
     return hop
 
 
-def _reduced(
+def _reduction_time(
     layout: Layout, shares: ParameterShares, network: Network, stack: Stack, forward: float, backward: float
 ) -> float:
     """Return the exposed seconds in which replicas make their gradients, and then their weights, equal.
@@ -242,8 +242,8 @@ def _reduced(
     beside = _micro_batches_beside(layout)
     forward, backward = beside * forward, max(beside, layout.microbatches * (layout.zero == 2)) * backward
     if layout.zero >= stack.gathers_ahead:
-        gather = overlapped(forward, gather) - forward
-    return overlapped(backward, reduce) - backward + gather
+        gather = overlapped_time(forward, gather) - forward
+    return overlapped_time(backward, reduce) - backward + gather
 
 
 def _micro_batches_beside(layout: Layout) -> float:

@@ -68,7 +68,7 @@ class Hardware:
         """
         listed = tuple(devices) or tuple(mixed)
         if device is not None and not isinstance(device, Device):
-            listed, device = listed or _listed(name, device), None
+            listed, device = listed or _list_devices(name, device), None
         if link is None or (device is None and not listed):
             missing = "link" if link is None else "device"
             raise ValueError(
@@ -145,7 +145,7 @@ class Hardware:
         return collective_time(kind, nbytes, len(ranks), nodes, self.link, self.between)
 
 
-def _listed(name: str, devices: object) -> tuple[Device, ...]:
+def _list_devices(name: str, devices: object) -> tuple[Device, ...]:
     """Return several devices that were given as a sequence."""
     if isinstance(devices, Sequence) and all(isinstance(each, Device) for each in devices):
         return tuple(devices)
@@ -161,7 +161,7 @@ def _check_listed(name: str, devices: tuple[Device, ...], per_node: int | None, 
     Raises:
         ValueError: they are not.
     """
-    _listed(name, devices)
+    _list_devices(name, devices)
     wanted = (len(devices) // max(1, nodes) if per_node is None else per_node) * nodes
     if wanted != len(devices):
         places = f"{nodes} nodes" if per_node is None else f"{nodes} x {per_node} = {wanted} places"

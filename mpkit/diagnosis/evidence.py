@@ -21,7 +21,7 @@ from mpkit.timeline.findings.finding import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
-__all__ = ["WORTH", "Evidence", "Rule", "StepWork", "listed"]
+__all__ = ["WORTH", "Evidence", "Rule", "StepWork", "list_ranks"]
 
 Array = npt.NDArray[Any]
 
@@ -151,7 +151,7 @@ class Evidence:
 
     def named(self, ranks: Iterable[int]) -> str:
         """Name ranks as the program numbers them, as in "Ranks 0 and 1"."""
-        return listed(self.whole.rank_number(rank) for rank in sorted(ranks))
+        return list_ranks(self.whole.rank_number(rank) for rank in sorted(ranks))
 
     def worth(self, gain: float) -> bool:
         """Return whether so many seconds are worth a finding."""
@@ -179,10 +179,10 @@ Rule = Callable[[Evidence, Sequence[Finding]], Iterable[Finding]]
 """Yields findings of a step, given those of the rules before it."""
 
 
-def listed(numbers: Iterable[str]) -> str:
+def list_ranks(numbers: Iterable[str]) -> str:
     """Name ranks by their numbers in the program.
 
-    >>> listed("3"), listed("01"), listed("01234567"), listed("13?")
+    >>> list_ranks("3"), list_ranks("01"), list_ranks("01234567"), list_ranks("13?")
     ('Rank 3', 'Ranks 0 and 1', 'Ranks 0 to 7', 'Ranks 1, 3 and ?')
     """
     these = list(numbers)

@@ -14,7 +14,7 @@ from mpkit.support.units import seconds
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
 
-__all__ = ["exposed"]
+__all__ = ["exposed_communication"]
 
 REMEDIES = {
     Kind.ALL_REDUCE: "Hide it behind the backward (buckets that start early), send fewer bytes (bf16 gradients, "
@@ -30,7 +30,7 @@ REMEDIES = {
 }
 
 
-def exposed(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+def exposed_communication(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding for each kind of communication that the step would be shorter without."""
     kinds = {Kind(int(kind)) for kind in np.unique(evidence.spans["kind"][evidence.spans["lane"] == 1])}
     for kind in sorted(kinds - {Kind.SEND, Kind.BARRIER}):

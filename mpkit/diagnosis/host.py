@@ -18,13 +18,13 @@ from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
 
-__all__ = ["FEW", "host_bound", "synchronizing", "synchronizing_calls"]
+__all__ = ["FEW", "host_bound", "is_synchronizing", "synchronizing_calls"]
 
 FEW = 1024
 """Bytes up to which a copy to the host is a number that the program looks at, and not data."""
 
 
-def synchronizing(evidence: Evidence, row: int) -> bool:
+def is_synchronizing(evidence: Evidence, row: int) -> bool:
     """Return whether a span makes the host wait for its device, or all ranks for each other."""
     span = evidence.spans[row]
     return bool(span["kind"] == Kind.BARRIER or (span["kind"] == Kind.COPY_TO_HOST and span["bytes"] <= FEW))
@@ -33,7 +33,7 @@ def synchronizing(evidence: Evidence, row: int) -> bool:
 def synchronizing_calls(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding if calls in the loop wait for the device, or for all ranks."""
     graph, spans = evidence.graph, evidence.spans
-    rows = [row for row in sorted(graph.of_row) if synchronizing(evidence, row)]
+    rows = [row for row in sorted(graph.of_row) if is_synchronizing(evidence, row)]
     barriers = [row for row in rows if spans["kind"][row] == Kind.BARRIER]
     if not rows:
         return
@@ -71,7 +71,7 @@ def _gaps_behind(evidence: Evidence, rows: Sequence[int]) -> list[int]:
 def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding if devices stand still between operations for no other reason than their host."""
     graph = evidence.graph
-    behind = set(_gaps_behind(evidence, [row for row in graph.of_row if synchronizing(evidence, row)]))
+    behind = set(_gaps_behind(evidence, [row for row in graph.of_row if is_synchronizing(evidence, row)]))
     gaps = np.array(
         [gap for gap in np.flatnonzero(graph.kind == Node.GAP).tolist() if gap not in behind], int
     )

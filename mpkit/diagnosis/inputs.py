@@ -10,19 +10,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mpkit.diagnosis.evidence import Evidence
-from mpkit.diagnosis.host import synchronizing
-from mpkit.diagnosis.lateness import awaited
+from mpkit.diagnosis.host import is_synchronizing
+from mpkit.diagnosis.lateness import lost_time
 from mpkit.support.units import bytes_text, seconds
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import Kind
 
-__all__ = ["UNLIKE", "copies", "loading"]
+__all__ = ["UNLIKE", "copies", "slow_loading"]
 
 UNLIKE = 2.0
 """How many times as long as the median rank a rank must load to be named alone."""
 
 
-def loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding if ranks wait for their share of the batch."""
     rows = evidence.rows(Kind.DATA)
     gain = evidence.gain(evidence.graph.without(evidence.graph.nodes_of(rows)))
@@ -33,7 +33,7 @@ def loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     alone = times[slowest] >= UNLIKE * float(np.median(times)) and len(times) > 1
     ranks = (slowest,) if alone else tuple(np.flatnonzero(times > 0).tolist())
     median = seconds(float(np.median(times)))
-    others = f"; the median rank loads for {median}; {awaited(evidence, slowest)}" if alone else ""
+    others = f"; the median rank loads for {median}; {lost_time(evidence, slowest)}" if alone else ""
     load = "loads" if len(ranks) == 1 else "load"
     yield evidence.finding(
         "data loading",
@@ -51,7 +51,7 @@ def loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
 def copies(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding if ranks wait for copies between device and host."""
     rows = evidence.rows(Kind.COPY_TO_DEVICE, Kind.COPY_TO_HOST)
-    rows = np.array([row for row in rows.tolist() if not synchronizing(evidence, row)], int)
+    rows = np.array([row for row in rows.tolist() if not is_synchronizing(evidence, row)], int)
     gain = evidence.gain(evidence.graph.without(evidence.graph.nodes_of(rows)))
     if not evidence.worth(gain):
         return

@@ -18,7 +18,7 @@ from mpkit.support.units import percent, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.trace import Lane
 
-__all__ = ["HOST", "START", "WORK", "Late", "arrives_last", "awaited", "late_ranks", "on_time", "was_busy"]
+__all__ = ["HOST", "START", "WORK", "Late", "arrives_last", "late_ranks", "lost_time", "on_time", "was_busy"]
 
 Array = npt.NDArray[np.int64]
 
@@ -93,7 +93,7 @@ def arrives_last(evidence: Evidence, rank: int) -> str:
     return f"arrives last in {last} of {of} collectives" if last else ""
 
 
-def awaited(evidence: Evidence, rank: int) -> str:
+def lost_time(evidence: Evidence, rank: int) -> str:
     """Say what the others lose until a rank comes."""
     waiting = evidence.waiting
     for_it = np.delete(waiting.ranks[:, rank], rank)

@@ -80,7 +80,7 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
     peaks = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
     if not all(peaks):  # an imported trace without the allocator's events: nothing is known of memory
         return
-    kept = [_kept(evidence, rank) for rank in range(evidence.graph.world_size)]
+    kept = [_kept_bytes(evidence, rank) for rank in range(evidence.graph.world_size)]
     memory = [evidence.machine.device_of(r).memory if evidence.machine else 0 for r in range(len(peaks))]
     fits = [
         peak + more <= FULL * most if most else more <= GROWS * peak
@@ -125,7 +125,7 @@ def _without_recomputation(evidence: Evidence) -> Array | None:
     return took
 
 
-def _kept(evidence: Evidence, rank: int) -> float:
+def _kept_bytes(evidence: Evidence, rank: int) -> float:
     """Return the bytes that a rank would hold more at its peak if it recomputed nothing."""
     spans, held = evidence.spans, evidence.one.held
     own = spans[spans["rank"] == rank]

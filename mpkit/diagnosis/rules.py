@@ -12,9 +12,9 @@ from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.diagnosis.buckets import late_buckets
 from mpkit.diagnosis.evidence import Evidence, Rule
-from mpkit.diagnosis.exposed import exposed
+from mpkit.diagnosis.exposed import exposed_communication
 from mpkit.diagnosis.host import host_bound, synchronizing_calls
-from mpkit.diagnosis.inputs import copies, loading
+from mpkit.diagnosis.inputs import copies, slow_loading
 from mpkit.diagnosis.links import slow_links, small_messages
 from mpkit.diagnosis.memory import memory_near_limit, useless_recomputation
 from mpkit.diagnosis.stages import bubble, imbalance
@@ -28,7 +28,7 @@ __all__ = ["RULES", "diagnose"]
 RULES: dict[str, tuple[Rule, str]] = {
     "memory near the limit": (memory_near_limit, ""),
     "straggler": (stragglers, "imbalance"),
-    "data loading": (loading, "data"),
+    "data loading": (slow_loading, "data"),
     "synchronizing call": (synchronizing_calls, "other"),
     "host-bound": (host_bound, "other"),
     "copies": (copies, "other"),
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[Rule, str]] = {
     "useless recomputation": (useless_recomputation, ""),
     "unbalanced stages": (imbalance, "imbalance"),
     "schedule's bubble": (bubble, "message"),
-    "exposed communication": (exposed, "communication"),
+    "exposed communication": (exposed_communication, "communication"),
 }
 """By the kind of finding, in order: the rule, and the cause of idle time that such a finding adds to; "" for work that
 takes too long. A schedule's bubble is warm-up and cool-down as well as waiting for messages."""

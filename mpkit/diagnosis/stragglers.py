@@ -20,15 +20,15 @@ from mpkit.diagnosis.lateness import (
     WORK,
     Late,
     arrives_last,
-    awaited,
     late_ranks,
+    lost_time,
     on_time,
     was_busy,
 )
 from mpkit.support.units import seconds
 from mpkit.timeline.findings.finding import Finding
 
-__all__ = ["SLOWER", "expected", "stragglers"]
+__all__ = ["SLOWER", "expected_times", "stragglers"]
 
 Array = npt.NDArray[Any]
 
@@ -54,7 +54,7 @@ def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
     work = evidence.work
     if not len(work.row):
         return
-    usual = expected(work)
+    usual = expected_times(work)
     for rank in np.unique(work.rank).tolist():
         mine = (work.rank == rank) & ~np.isnan(usual)
         took, should = float(work.took[mine].sum()), float(usual[mine].sum())
@@ -63,10 +63,10 @@ def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
         factor = np.divide(usual, work.took, out=np.ones(len(usual)), where=work.took > 0)
         gain = evidence.gain(evidence.scaled(work.row[mine], np.minimum(factor[mine], 1.0)))
         if evidence.worth(gain):
-            yield _finding(evidence, rank, took / should, gain, work.row[mine])
+            yield _slow_rank(evidence, rank, took / should, gain, work.row[mine])
 
 
-def expected(work: StepWork) -> Array:
+def expected_times(work: StepWork) -> Array:
     """Return the seconds that each action would take on the median of its peers, (n,); nan without peers."""
     usual = np.full(len(work.row), np.nan)
     for kind, stage in {*zip(work.kind.tolist(), work.stage.tolist(), strict=True)}:
@@ -97,11 +97,11 @@ def _paces(work: StepWork, of_kind: Array) -> dict[int, float]:
     return {rank: float(work.took[own].sum() / work.flops[own].sum()) for rank, own in sums}
 
 
-def _finding(evidence: Evidence, rank: int, ratio: float, gain: float, rows: Array) -> Finding:
+def _slow_rank(evidence: Evidence, rank: int, ratio: float, gain: float, rows: Array) -> Finding:
     arrives = f"{last}: it " if (last := arrives_last(evidence, rank)) else ""
     words = (
         f"{evidence.named([rank])} {arrives}takes {ratio:.2f} times as long as ranks that do the same, and "
-        f"{awaited(evidence, rank)}."
+        f"{lost_time(evidence, rank)}."
     )
     remedy = (
         f"Compare rank {evidence.whole.rank_number(rank)}'s device with the others: clock rate, temperature, other "
@@ -125,7 +125,7 @@ def _late(evidence: Evidence, late: Late, gain: float) -> Finding:
         why = f"it starts late: it begins the step {after} after its peers, and until then {until}"
         remedy = "what it does between two steps: loading, logging, evaluation, checkpoints."
     words = (
-        f"{evidence.named([late.rank])} {arrives_last(evidence, late.rank)}, and {awaited(evidence, late.rank)}. "
+        f"{evidence.named([late.rank])} {arrives_last(evidence, late.rank)}, and {lost_time(evidence, late.rank)}. "
         f"Above all, {why}."
     )
     remedy = f"Compare rank {evidence.whole.rank_number(late.rank)}'s host with the others: {remedy}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpkit.comm.communicator import Communicator
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["BusyRanks", "measure_busy", "overlapped"]
+__all__ = ["BusyRanks", "measure_busy", "overlapped_share"]
 
 Array = npt.NDArray[Any]
 
@@ -115,7 +115,7 @@ def _collectives(ctx: Any) -> dict[tuple[Kind, int], list[tuple[float, float, fl
     found: dict[tuple[Kind, int], list[tuple[float, float, float]]] = {}
     for nbytes in (SMALL, LARGE):
         for kind, call in _calls(ctx.comm, torch.zeros(nbytes // 4)).items():
-            samples = [_timed(call, square, products) for _ in range(REPEATS)]
+            samples = [_time_call(call, square, products) for _ in range(REPEATS)]
             found[kind, nbytes] = samples[2:]  # the first ones connect the ranks
     return found
 
@@ -139,7 +139,7 @@ def _calls(comm: Communicator, whole: Tensor) -> dict[Kind, Callable[[], Any]]:
     }
 
 
-def _timed(call: Callable[[], Any], square: Any, products: int) -> tuple[float, float, float]:
+def _time_call(call: Callable[[], Any], square: Any, products: int) -> tuple[float, float, float]:
     """Compute for a while, call, and return what went by beyond the compute, with the CPU of the threads."""
     begin, cpu = time.perf_counter(), time.process_time()
     compute = _cpu_of(lambda: [square @ square for _ in range(products)])
@@ -157,7 +157,9 @@ def _cpu_of(call: Callable[[], Any]) -> float:
 # ---- applied -------------------------------------------------------------------------------------------------
 
 
-def overlapped(timeline: Timeline, kinds: Collection[Kind], *, comm: bool) -> dict[tuple[int, int], float]:
+def overlapped_share(
+    timeline: Timeline, kinds: Collection[Kind], *, comm: bool
+) -> dict[tuple[int, int], float]:
     """Return the fraction of a rank's compute during which others compute, or its own communication runs.
 
     Args:

@@ -20,7 +20,17 @@ import numpy.typing as npt
 
 from mpkit.trace import TIMED_BY_EVENTS, Kind, Lane, Trace
 
-__all__ = ["ACTIONS", "HALVES", "LIKE", "WHOLE", "Factors", "kinds_of", "last_step", "scaled", "with_starts"]
+__all__ = [
+    "ACTIONS",
+    "HALVES",
+    "LIKE",
+    "WHOLE",
+    "Factors",
+    "kinds_of",
+    "last_step",
+    "scale_trace",
+    "with_starts",
+]
 
 Array = npt.NDArray[Any]
 
@@ -40,7 +50,7 @@ def kinds_of(trace: Trace) -> set[Kind]:
     return set(ACTIONS) & {Kind(kind) for rank in trace.ranks for kind in set(rank.ops["kind"].tolist())}
 
 
-def scaled(
+def scale_trace(
     trace: Trace, factor: Callable[[int, Kind, Array], Any], kinds: Collection[Kind], *,
     issued: Callable[[Array, Array], Array] | None = None,
 ) -> Trace:  # fmt: skip
@@ -159,7 +169,7 @@ class Factors:
         # Its times are measured ones now, of the run's machine.
         meta = {name: value for name, value in counted.meta.items() if name not in ("fake", "hardware")}
         meta |= {"hardware": self.hardware} if self.hardware else {}
-        return replace(scaled(counted, factor, kinds_of(counted)), meta=meta)
+        return replace(scale_trace(counted, factor, kinds_of(counted)), meta=meta)
 
     def _shares(self, names: list[str] | None) -> dict[int, float]:
         """Return the stages of the run that have any of these layers, each with the share of its own that those are.

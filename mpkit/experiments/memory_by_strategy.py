@@ -153,7 +153,7 @@ def memory_by_strategy(
     Raises:
         ValueError: there are no plans, or `Cluster.train` or `trace_fake` raises it.
     """
-    named = _named(plans)
+    named = _name_strategies(plans)
     states = states_of(optimizer)
     plays = not isinstance(model, nn.Module)
     rows: list[MemoryRow] = []
@@ -175,7 +175,7 @@ def memory_by_strategy(
     return MemoryByStrategy(tuple(rows), how)
 
 
-def _named(plans: Any) -> dict[str, Plan]:
+def _name_strategies(plans: Any) -> dict[str, Plan]:
     if isinstance(plans, int) and not isinstance(plans, bool) and plans > 1:
         plans = [Plan.ddp(plans), *(Plan(dp=plans, zero=stage) for stage in (1, 2, 3))]
     if not isinstance(plans, Mapping) and isinstance(plans, Sequence):

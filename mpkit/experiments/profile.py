@@ -28,8 +28,8 @@ from mpkit.api.borrowed_cluster import lent_of_any_size
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
 from mpkit.experiments.action_times import action_times, whole_model
-from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped
-from mpkit.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scaled, with_starts
+from mpkit.experiments.busy_ranks import BusyRanks, measure_busy, overlapped_share
+from mpkit.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scale_trace, with_starts
 from mpkit.experiments.played_training import PlayedTraining, first_samples
 from mpkit.plan.plan import Plan
 from mpkit.schedule.catalogue import ZB_H1
@@ -99,13 +99,13 @@ class Profile:
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
         kinds = kinds_of(counted)
         factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scaled(counted, lambda rank, kind, ops: factors[kind], kinds, issued=self.busy.issued)
+        trace = scale_trace(counted, lambda rank, kind, ops: factors[kind], kinds, issued=self.busy.issued)
         # ---- share
         hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.busy.link)
         alone = Timeline.of(trace, hardware)
-        others = overlapped(alone, kinds, comm=False)
+        others = overlapped_share(alone, kinds, comm=False)
         taken = self.busy.taken if clock == "measured" and plan.ranks >= cores() else 0.0
-        copies = overlapped(alone, kinds, comm=True) if taken else {}
+        copies = overlapped_share(alone, kinds, comm=True) if taken else {}
 
         def shared(rank: int, kind: Kind, ops: Any) -> float:
             beside = self.beside.get(LIKE.get(kind, kind), 1.0)
@@ -113,7 +113,7 @@ class Profile:
                 1 + taken * copies.get((rank, kind), 0.0)
             )
 
-        return Timeline.of(scaled(trace, shared, kinds), hardware)
+        return Timeline.of(scale_trace(trace, shared, kinds), hardware)
 
     def train(self, plan: Plan, cluster: Cluster, *, steps: int) -> Run:
         """Start a training of the profiled model on its batch, to compare a prediction with it.
@@ -206,14 +206,14 @@ def profile(
 
             return action_times(on_batches, sizes, kinds)
 
-        measured, whole = _measured(trial, samples)
-        beside = _beside(trial, samples, measured)
+        measured, whole = _measure_kinds(trial, samples)
+        beside = _slowdown_beside(trial, samples, measured)
         busy = measure_busy(clusters(2))
         start = _start(lambda size: played.trace(SERIAL, samples=size, cluster=cluster), measured)
     return Profile(measured, samples, whole, beside, busy, start, played, train)
 
 
-def _measured(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]], str]:
+def _measure_kinds(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]], str]:
     """Return the seconds of the whole model by kind and size, and why a split backward could not be measured."""
     measured: dict[Kind, dict[int, float]] = {}
     whole = ""
@@ -233,7 +233,9 @@ def _measured(trial: Trial, samples: int) -> tuple[dict[Kind, dict[int, float]],
     return measured, whole
 
 
-def _beside(trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, float]]) -> dict[Kind, float]:
+def _slowdown_beside(
+    trial: Trial, samples: int, measured: Mapping[Kind, Mapping[int, float]]
+) -> dict[Kind, float]:
     """Return how many times as long actions take while another rank computes; nothing for a batch of one sample."""
     half = samples // 2
     if not half:

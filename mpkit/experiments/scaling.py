@@ -193,7 +193,7 @@ def scaling(
     figures = []
     with lent_of_any_size(clusters, device) as sized:
         for plan in asked:
-            grown = _grown(data, plan.ranks, least, steps) if weak else data
+            grown = _grow_batches(data, plan.ranks, least, steps) if weak else data
             cluster = sized(plan.ranks)
             run = cluster.train(
                 model, grown, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
@@ -201,7 +201,7 @@ def scaling(
             figures.append(_figures(run, cluster, hardware))
     name = hardware.name if isinstance(hardware, Hardware) else hardware or ""
     rows = tuple(_rows(asked, figures, least))
-    return Scaling((*rows, *_predicted(ahead, rows)) if ahead else rows, weak, name)
+    return Scaling((*rows, *_predict_rows(ahead, rows)) if ahead else rows, weak, name)
 
 
 def _rows(
@@ -226,7 +226,7 @@ def _ahead(
     return beyond_of(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
 
 
-def _predicted(ahead: Beyond, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
+def _predict_rows(ahead: Beyond, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
     """Yield a row per prediction."""
     base = min(rows, key=lambda row: row.ranks)
     for found in ahead.predict([(row.plan, row.step_time) for row in rows]):
@@ -248,7 +248,7 @@ def _plan_of(plan: Any, asked: str = "plans") -> Plan:
     return Plan.serial() if plan == 1 else Plan.ddp(plan)
 
 
-def _grown(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
+def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
     """Enlarge the batches by the ratio of the numbers of ranks, by repeating the same samples."""
     from mpkit.data.microbatch import map_tensors
     from mpkit.data.stream import Stream

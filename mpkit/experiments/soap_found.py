@@ -13,7 +13,7 @@ from mpkit.trace import Kind, Lane, Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["RANKS", "Sent", "Soap", "Way", "exchanged"]
+__all__ = ["RANKS", "Sent", "Soap", "Way", "count_exchanged"]
 
 RANKS = 2
 
@@ -101,7 +101,7 @@ class Soap(Drawn):
     __repr__ = Drawn.__str__
 
 
-def exchanged(trace: Trace) -> dict[str, list[Sent]]:
+def count_exchanged(trace: Trace) -> dict[str, list[Sent]]:
     """Return what ranks exchanged, by way: collectives as recorded on rank 0, messages as recorded by their senders."""
     payloads_by_call: dict[tuple[str, str, str, str], list[int]] = {}
     for rank in range(RANKS):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpkit.comm.communicator import Communicator
 
-__all__ = ["AlgebraicOperator", "Box", "Pieces", "cut", "mine", "normalized", "pieces", "shifted", "whole"]
+__all__ = ["AlgebraicOperator", "Box", "Pieces", "add_bias", "cut", "mine", "normalize", "pieces", "whole"]
 
 Box = tuple[tuple[int, int], ...]
 """Which part of a tensor: the first index and the one after the last, by dimension."""
@@ -36,9 +36,9 @@ class AlgebraicOperator:
     def __call__(self, x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         """Map an input (..., in) to an output (..., out)."""
         if self.kind == "linear":
-            return shifted(x @ parameters["A"], parameters, "b")
-        return shifted(
-            parameters["γ"] * normalized(x, x.mean(-1), x.var(-1, correction=0), self.eps), parameters, "β"
+            return add_bias(x @ parameters["A"], parameters, "b")
+        return add_bias(
+            parameters["γ"] * normalize(x, x.mean(-1), x.var(-1, correction=0), self.eps), parameters, "β"
         )
 
     @property
@@ -47,12 +47,12 @@ class AlgebraicOperator:
         return ", ".join(f"∂{name}" for name in self.parameters)
 
 
-def shifted(y: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
+def add_bias(y: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
     """Add the bias of that name to y, if there is one."""
     return y + parameters[name] if name in parameters else y
 
 
-def normalized(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
+def normalize(x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     """Compute (x - μ) / √(σ² + ε), where μ and σ² are those of each row."""
     return (x - mean[..., None]) * torch.rsqrt(variance + eps)[..., None]
 

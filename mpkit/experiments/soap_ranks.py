@@ -25,11 +25,11 @@ from mpkit.comm.communicator import Communicator
 from mpkit.experiments.soap_operator import (
     AlgebraicOperator,
     Pieces,
+    add_bias,
     cut,
     mine,
-    normalized,
+    normalize,
     pieces,
-    shifted,
     whole,
 )
 
@@ -172,7 +172,7 @@ def by_rows(
     with phase("forward", "Y"):
         part = x_r @ held["A"]
         summed = axis.all_reduce(part.detach().clone())
-        y = shifted(summed, held, "b")  # the bias is added once, after the sum
+        y = add_bias(summed, held, "b")  # the bias is added once, after the sum
     with phase("backward", ""):
         part.backward(dy)
         if "b" in held:
@@ -197,8 +197,8 @@ def by_statistics(
         sums = axis.all_reduce(torch.stack([x_r.sum(-1), x_r.square().sum(-1)]))  # two numbers per row
         mean = sums[0] / n
         variance = sums[1] / n - mean.square()
-        hat = normalized(x_r, mean, variance, operator.eps)
-        y_r = shifted(held["γ"] * hat, held, "β")
+        hat = normalize(x_r, mean, variance, operator.eps)
+        y_r = add_bias(held["γ"] * hat, held, "β")
     with phase("backward", "Σg, Σg·x̂"):
         g = held["γ"] * dy_r
         sums = axis.all_reduce(torch.stack([g.sum(-1), (g * hat).sum(-1)]))  # again two numbers per row

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mpkit.api.borrowed_cluster import lent
 from mpkit.api.cluster import Cluster
-from mpkit.experiments.soap_found import RANKS, Sent, Soap, Way, exchanged
+from mpkit.experiments.soap_found import RANKS, Sent, Soap, Way, count_exchanged
 from mpkit.experiments.soap_operator import AlgebraicOperator, Box, Pieces, whole
 from mpkit.experiments.soap_ranks import WAYS, on_a_rank
 from mpkit.support.tracebacks import public
@@ -96,7 +96,7 @@ def soap(
     with lent(cluster, RANKS) as used:
         by_rank: list[dict[str, Pieces]] = used.run(on_a_rank, operator, given)
         trace = used.trace
-    sent = exchanged(trace)
+    sent = count_exchanged(trace)
     ways = [
         _way(one, [parts[one] for parts in by_rank], sent.get(one, []), alone["O" if one == "O" else ""])
         for one in WAYS[operator.kind]

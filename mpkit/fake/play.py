@@ -161,7 +161,7 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeMode, said: Sa
         with mode:
             # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
             # which prevent torch from moving it.
-            job = job.with_model(_made(script.model_fn))
+            job = job.with_model(_make_model(script.model_fn))
             comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
             # ---- count, train
             with counting, LOCK, _taken_for_real():
@@ -200,7 +200,7 @@ class Unread(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
+def _make_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
     """Return a new model; called under the fake mode."""
     with Unread():  # type: ignore[no-untyped-call]
         return model_fn()
@@ -219,7 +219,7 @@ def _without_content() -> FakeMode:
 def _job(script: Script, mode: FakeMode) -> TrainJob:
     """Prepare a training on tensors without content, checked and cut like a real one."""
     return prepare(
-        _made(script.model_fn),
+        _make_model(script.model_fn),
         [_batch_of(script, mode)],
         script.plan,
         loss=script.loss,
@@ -240,11 +240,11 @@ def _batch_of(script: Script, mode: FakeMode) -> tuple[Value, Value]:
             "of tensors is wanted, of which only the shapes matter, such as (torch.empty(8, 4, device='meta'), "
             "torch.empty(8, 2, device='meta')), or a function that makes one"
         )
-    inputs, targets = (tree_map_only(Tensor, lambda tensor: _faked(tensor, mode), value) for value in pair)
+    inputs, targets = (tree_map_only(Tensor, lambda each: _fake_tensor(each, mode), value) for value in pair)
     return inputs, targets
 
 
-def _faked(tensor: Tensor, mode: FakeMode) -> Tensor:
+def _fake_tensor(tensor: Tensor, mode: FakeMode) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     return mode.from_tensor(tensor) if not tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -91,10 +91,10 @@ def trace_fake(
     if played.error:
         raise ValueError(played.error)
     # ---- mirror
-    return _mirrored(played, plan, rank, machine)
+    return _mirror_records(played, plan, rank, machine)
 
 
-def _mirrored(played: PlayedScript, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
+def _mirror_records(played: PlayedScript, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
     """Give every rank the records of the one that does the same; the meta says which ranks were played."""
     first = min(played.ranks)
     fake = {

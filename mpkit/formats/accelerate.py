@@ -41,7 +41,7 @@ def mode(asked: ExportRequest) -> str:
     return "FSDP" if plan.zero else "MULTI_GPU" if plan.ranks > 1 else "NO"
 
 
-def _in(name: str) -> Callable[[ExportRequest], bool]:
+def _in_mode(name: str) -> Callable[[ExportRequest], bool]:
     return lambda asked: mode(asked) == name
 
 
@@ -133,19 +133,19 @@ SHARDED: tuple[FormatKey, ...] = (
 
 OTHERS: tuple[FormatKey, ...] = (
     choice(f"{SPEED}.zero_stage", "zero", {0: 0, 1: 1, 2: 2, 3: 3}, "1 shards optimizer states, 2 gradients too",
-           when=_in("DEEPSPEED")),
+           when=_in_mode("DEEPSPEED")),
     number(f"{SPEED}.gradient_accumulation_steps", "microbatches", "micro-batches per optimizer step",
-           _in("DEEPSPEED")),
+           _in_mode("DEEPSPEED")),
     FormatKey(f"{SPEED}.offload_optimizer_device", "where optimizer states are",
         _where("DEEPSPEED", lambda asked: "none" if asked.plan.offload == "none" else "cpu"), _device("optimizer"),
         ("offload",)),
     FormatKey(f"{SPEED}.offload_param_device", "where parameters are",
         _where("DEEPSPEED", lambda asked: "cpu" if asked.plan.offload == "params" else "none"), _device("params"),
         ("offload",)),
-    number(f"{MEGA}_tp_degree", "tp", "ranks that share each layer", _in("MEGATRON_LM")),
-    number(f"{MEGA}_pp_degree", "pp", "pipeline ranks", _in("MEGATRON_LM")),
-    number(f"{MEGA}_context_parallel_size", "cp", "ranks that share each sequence", _in("MEGATRON_LM")),
-    number(f"{MEGA}_num_micro_batches", "microbatches", "micro-batches per optimizer step", _in("MEGATRON_LM")),
+    number(f"{MEGA}_tp_degree", "tp", "ranks that share each layer", _in_mode("MEGATRON_LM")),
+    number(f"{MEGA}_pp_degree", "pp", "pipeline ranks", _in_mode("MEGATRON_LM")),
+    number(f"{MEGA}_context_parallel_size", "cp", "ranks that share each sequence", _in_mode("MEGATRON_LM")),
+    number(f"{MEGA}_num_micro_batches", "microbatches", "micro-batches per optimizer step", _in_mode("MEGATRON_LM")),
     FormatKey(f"{MEGA}_sequence_parallelism", "divides the sequence between layers too",
         _where("MEGATRON_LM", lambda asked: asked.plan.sequence_parallel), _true("sequence_parallel", True),
         ("sequence_parallel",)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpkit.formats.asked import ExportRequest
 from mpkit.formats.syntax import Syntax
-from mpkit.formats.text.word import Word, shown
+from mpkit.formats.text.word import Word, shorten
 from mpkit.plan.checks import whole
 
 __all__ = ["LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of"]
@@ -88,7 +88,7 @@ class Format:
             try:
                 fields |= known[name].read(value)
             except ValueError as error:
-                raise ValueError(f"{self.name}: {name} = {shown(value)}: {reason or error}") from None
+                raise ValueError(f"{self.name}: {name} = {shorten(value)}: {reason or error}") from None
             if isinstance(value, Word) and value.note:
                 notes.append(value.note)
         return self.finish(kept, fields, notes)

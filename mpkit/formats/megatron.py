@@ -25,7 +25,7 @@ def _fsdp(asked: ExportRequest) -> bool:
     return asked.plan.zero > 1 and asked.plan.pp == 1
 
 
-def _sharding(value: Any) -> dict[str, Any]:
+def _read_sharding(value: Any) -> dict[str, Any]:
     stages = {"no_shard": 0, **{name: stage for stage, name in STRATEGIES.items()}}
     if not isinstance(value, str) or value not in stages:
         raise ValueError(f"one of {', '.join(stages)}")
@@ -104,7 +104,7 @@ KEYS: tuple[FormatKey, ...] = (
         lambda asked: True if asked.plan.zero else None, lambda value: {"zero": 1}, ("zero",)),
     context("--use-megatron-fsdp", "shards gradients and parameters too", lambda asked: True if _fsdp(asked) else None),
     FormatKey("--data-parallel-sharding-strategy", "2: gradients too; 3: parameters too",
-        lambda asked: STRATEGIES[asked.plan.zero] if _fsdp(asked) else None, _sharding, ("zero",)),
+        lambda asked: STRATEGIES[asked.plan.zero] if _fsdp(asked) else None, _read_sharding, ("zero",)),
     FormatKey("--ddp-bucket-size", "elements of a bucket of gradients",
         lambda asked: max(1, round(asked.plan.bucket_mb * 2**20 / GRADIENT_BYTES)), _bucket, ("bucket_mb",)),
     FormatKey("--recompute-granularity", "what is computed again in the backward: full, or attentions (selective)",

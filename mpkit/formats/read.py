@@ -36,7 +36,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], format: str | None 
     if isinstance(source, Config):
         format = format or source.kind
     what = "The text" if isinstance(source, Mapping) or _is_text(source) else str(source)
-    found, faults = _loaded(source, what)
+    found, faults = _load_formats(source, what)
     chosen = format_of(format) if format is not None else _guess(what, found, faults)
     if chosen.name not in found:
         why = faults.get(chosen.syntax.name, f"it is not {chosen.syntax.name}")
@@ -101,7 +101,7 @@ def _text(source: Any) -> str:
         ) from None
 
 
-def _loaded(source: Any, what: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def _load_formats(source: Any, what: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the values by format, of the formats that can be written like this; and why others cannot, by syntax."""
     if isinstance(source, Mapping):
         try:

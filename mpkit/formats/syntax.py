@@ -12,7 +12,7 @@ from typing import Any
 from mpkit.formats.asked import ExportRequest
 from mpkit.support.bounded import read_json
 
-__all__ = ["JSON", "YAML", "Page", "Syntax", "flat", "is_json", "nested"]
+__all__ = ["JSON", "YAML", "Page", "Syntax", "flat", "is_json", "nest_keys"]
 
 MOST_KEYS, MOST_EVENTS, DEEPEST = 100_000, 20_000, 50
 """Keys of a mapping, events of YAML (which PyYAML takes a second for), and levels of mappings."""
@@ -45,10 +45,10 @@ class Syntax:
     annotate: Callable[[Page], str]
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping of mappings that keys with dots stand for.
 
-    >>> nested({"a": 1, "b.c": 2, "b.d.e": 3})
+    >>> nest_keys({"a": 1, "b.c": 2, "b.d.e": 3})
     {'a': 1, 'b': {'c': 2, 'd': {'e': 3}}}
     """
     tree: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[
             yield f"{prefix}{name}", value
 
 
-def _mapping(tree: Any, what: str) -> dict[str, Any]:
+def _read_mapping(tree: Any, what: str) -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise ValueError(f"a mapping of keys is expected, and the {what} is of type {type(tree).__name__}")
     return flat(tree)
@@ -113,16 +113,16 @@ def is_json(text: str) -> bool:
 
 def _load_json(text: str) -> dict[str, Any]:
     plain = _LAST_COMMA.sub(lambda found: found[1] or "", _plain_json(text))
-    return _mapping(read_json(plain, MOST_KEYS, unique=True), "JSON")
+    return _read_mapping(read_json(plain, MOST_KEYS, unique=True), "JSON")
 
 
 def _dump_json(page: Page) -> str:
-    return json.dumps(nested(page.values), indent=2) + "\n"
+    return json.dumps(nest_keys(page.values), indent=2) + "\n"
 
 
 def _annotated_json(page: Page) -> str:
     """Return the text with a comment beside each line that has a key."""
-    names = _names(nested(page.values))
+    names = _names(nest_keys(page.values))
     lines = [f"// {line}" for line in page.header]
     for line in _dump_json(page).splitlines():
         comment = page.comments.get(next(names), "") if line.lstrip().startswith('"') else ""
@@ -150,7 +150,7 @@ def _load_yaml(text: str) -> dict[str, Any]:
         raise ImportError(f"YAML is read by PyYAML ({error}):\n    pip install pyyaml") from None
     try:
         _check_yaml(yaml, text)
-        return _mapping(yaml.safe_load(text), "YAML")
+        return _read_mapping(yaml.safe_load(text), "YAML")
     except yaml.YAMLError as error:
         raise ValueError(f"this is no YAML: {error}") from None
 
@@ -179,7 +179,7 @@ def _check_yaml(yaml: Any, text: str) -> None:
 
 def _dump_yaml(page: Page) -> str:
     lines = [f"# {line}".rstrip() for line in page.header]
-    return "\n".join([*lines, *_yaml_lines(nested(page.values), page.comments)]) + "\n"
+    return "\n".join([*lines, *_yaml_lines(nest_keys(page.values), page.comments)]) + "\n"
 
 
 def _yaml_lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "") -> Iterator[str]:

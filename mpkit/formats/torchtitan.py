@@ -17,7 +17,7 @@ SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
 P, T = "parallelism", "training"
 
 
-def _pipelined(asked: ExportRequest) -> bool:
+def _has_pipeline(asked: ExportRequest) -> bool:
     return asked.plan.pp > 1
 
 
@@ -116,9 +116,9 @@ TORCHTITAN = Format(
         number(f"{P}.pipeline_parallel_degree", "pp", "pipeline ranks"),
         FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
         context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",
-                lambda asked: asked.micro_batch if _pipelined(asked) else None, (int,)),
+                lambda asked: asked.micro_batch if _has_pipeline(asked) else None, (int,)),
         context(f"{T}.local_batch_size", "samples per replica (and micro-batch, without a pipeline)",
-                lambda asked: asked.micro_batch * (asked.plan.microbatches if _pipelined(asked) else 1), (int,)),
+                lambda asked: asked.micro_batch * (asked.plan.microbatches if _has_pipeline(asked) else 1), (int,)),
         context(f"{T}.global_batch_size", "samples per optimizer step", lambda asked: asked.global_batch),
         context(f"{T}.seq_len", "tokens per sample", lambda asked: asked.sequence, (int,)),
         choice(f"{T}.mixed_precision_param", "precision", {"full": "float32", "bf16": "bfloat16"},

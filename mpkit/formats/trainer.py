@@ -40,7 +40,7 @@ def legacy_fsdp(words: str, notes: list[str]) -> dict[str, Any]:
     return fields
 
 
-def _sharded(asked: ExportRequest) -> bool:
+def _shards(asked: ExportRequest) -> bool:
     return asked.plan.zero > 1
 
 
@@ -77,22 +77,22 @@ TRAINER = Format(
         flag("bf16", "precision", "bf16", "computes in bf16", always=True),
         flag("fp16", "precision", "fp16", "computes in fp16, with loss scaling", always=True),
         FormatKey("activation_checkpointing", "recomputes each block in the backward",
-            lambda asked: asked.plan.recompute == "full" and not _sharded(asked), _recompute, ("recompute",)),
+            lambda asked: asked.plan.recompute == "full" and not _shards(asked), _recompute, ("recompute",)),
         FormatKey("gradient_checkpointing", "its older name", lambda asked: None, _recompute, ("recompute",)),
         FormatKey("fsdp", "shards parameters, gradients and optimizer states (FSDP2)",
-            lambda asked: True if _sharded(asked) else None, _fsdp, ("zero",)),
-        context("fsdp_config.version", "FSDP2: fully_shard", lambda asked: 2 if _sharded(asked) else None),
+            lambda asked: True if _shards(asked) else None, _fsdp, ("zero",)),
+        context("fsdp_config.version", "FSDP2: fully_shard", lambda asked: 2 if _shards(asked) else None),
         context("fsdp_config.reshard_after_forward", "true: ZeRO-3; false: gathered parameters stay until the backward",
-                lambda asked: asked.plan.zero == 3 if _sharded(asked) else None, (bool,)),
+                lambda asked: asked.plan.zero == 3 if _shards(asked) else None, (bool,)),
         context("fsdp_config.cpu_offload", "parameters, gradients and optimizer on the host",
-                lambda asked: asked.plan.offload == "params" if _sharded(asked) else None, (bool,)),
+                lambda asked: asked.plan.offload == "params" if _shards(asked) else None, (bool,)),
         FormatKey("fsdp_config.activation_checkpointing", "recomputes each block in the backward",
-            lambda asked: asked.plan.recompute == "full" if _sharded(asked) else None, _recompute, ("recompute",)),
+            lambda asked: asked.plan.recompute == "full" if _shards(asked) else None, _recompute, ("recompute",)),
         FormatKey("ddp_bucket_cap_mb", "MiB of gradients that DDP reduces at once",
-            lambda asked: None if _sharded(asked) else round(asked.plan.bucket_mb) or 1,
+            lambda asked: None if _shards(asked) else round(asked.plan.bucket_mb) or 1,
             lambda value: {"bucket_mb": number_of(value)}, ("bucket_mb",)),
         FormatKey("ddp_find_unused_parameters", "whether parameters may be without a gradient",
-            lambda asked: None if _sharded(asked) else asked.plan.unused == "allow",
+            lambda asked: None if _shards(asked) else asked.plan.unused == "allow",
             lambda value: {"unused": "allow"} if bool_of(value) else {}, ("unused",)),
     ),
     _finish,

@@ -63,7 +63,7 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
     >>> about({}, Path("rank12.json")).rank, about({}, Path("trace.json")).rank
     (12, None)
     """
-    said = _mapping(header.get("distributedInfo"))
+    said = _read_mapping(header.get("distributedInfo"))
     rank, world = _number(said.get("rank")), _number(said.get("world_size"))
     if rank is None and not said and (found := _IN_NAME.search(path.name)):
         rank = int(found[1])
@@ -86,7 +86,7 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
             axes[name] = words.removeprefix("mesh_")
     devices = header.get("deviceProperties")
     if isinstance(devices, str):
-        devices = _parsed(devices)
+        devices = _parse_text(devices)
     listed = devices if isinstance(devices, list) else ()
     names = {
         text_of(each.get("id")): text_of(each.get("name")) for each in listed if isinstance(each, Mapping)
@@ -98,13 +98,13 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
     return About(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _read_mapping(value: Any) -> dict[str, Any]:
     """Return a mapping that the header has as one, or as the text of one."""
-    value = _parsed(value) if isinstance(value, str) else value
+    value = _parse_text(value) if isinstance(value, str) else value
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _parsed(text: str) -> Any:
+def _parse_text(text: str) -> Any:
     """Return what a text says as JSON or as Python writes it; None if it was cut short."""
     if len(text) > LONGEST:
         return None

@@ -63,14 +63,14 @@ def bounds_of(
             key = int(kernels[at]), int(operand[at])
             bound = classes.get(key)
             if bound is None:
-                bound = classes[key] = _bound(events.names[key[0]], key[1])
+                bound = classes[key] = _bound_of(events.names[key[0]], key[1])
             fixed = min(int(took[at]), FIXED)
             sums["fixed"] = sums.get("fixed", 0) + fixed
             sums[bound] = sums.get(bound, 0) + int(took[at]) - fixed
     return found
 
 
-def _bound(kernel: str, operand: int) -> str:
+def _bound_of(kernel: str, operand: int) -> str:
     """Return what bounds a kernel: "memory", or the dtype of a product."""
     if not _PRODUCT.search(kernel) or _UNALIGNED.search(kernel):
         return "memory"

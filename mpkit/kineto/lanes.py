@@ -20,10 +20,10 @@ __all__ = [
     "GpuTime",
     "common",
     "communication_kernels",
-    "covered",
+    "covered_times",
     "gpu_time",
     "length",
-    "within",
+    "lies_within",
     "work_of",
 ]
 
@@ -115,8 +115,8 @@ def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
             f"{len(begins)}. gpu_time(events) counts it; or profile two steps: schedule(wait=1, warmup=1, active=2)"
         )
     start, end, apart, is_kernel = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    compute, all_of_it = covered(start[~apart], end[~apart]), covered(start, end)
-    comm = covered(start[apart & is_kernel], end[apart & is_kernel])
+    compute, all_of_it = covered_times(start[~apart], end[~apart]), covered_times(start, end)
+    comm = covered_times(start[apart & is_kernel], end[apart & is_kernel])
     whole = int(all_of_it[-1, 1] - all_of_it[0, 0])
     busy, computing, communicating = length(all_of_it), length(compute), length(comm)
     return GpuTime(whole, computing, busy - computing, whole - busy, communicating, common(comm, compute))
@@ -172,19 +172,19 @@ def _on_program_threads(events: Events) -> Array:
     return ~np.isin(ops.thread, list(alone))
 
 
-def within(inner: EventTable, rows: Array, outer: EventTable, around: Array) -> Array:
+def lies_within(inner: EventTable, rows: Array, outer: EventTable, around: Array) -> Array:
     """Return, for each of these rows of `inner`, whether one of the rows `around` of `outer` has it on its thread."""
     found = np.zeros(len(rows), bool)
     for thread in np.unique(outer.thread[around]).tolist():
         mine = around[outer.thread[around] == thread]
-        spans = covered(outer.start[mine], outer.end[mine])
+        spans = covered_times(outer.start[mine], outer.end[mine])
         here = inner.thread[rows] == thread
         at = np.searchsorted(spans[:, 0], inner.start[rows], side="right") - 1
         found |= here & (at >= 0) & (inner.start[rows] < spans[np.maximum(at, 0), 1])
     return found
 
 
-def covered(start: Array, end: Array) -> Array:
+def covered_times(start: Array, end: Array) -> Array:
     """Return the times that at least one event covers, as disjoint intervals, (k, 2)."""
     if not len(start):
         return np.zeros((0, 2), np.int64)
@@ -203,4 +203,4 @@ def length(intervals: Array) -> int:
 def common(a: Array, b: Array) -> int:
     """Return for how long both cover; each is (k, 2), disjoint intervals."""
     both = np.concatenate([a, b])
-    return length(a) + length(b) - length(covered(both[:, 0], both[:, 1]))
+    return length(a) + length(b) - length(covered_times(both[:, 0], both[:, 1]))

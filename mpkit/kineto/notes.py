@@ -10,7 +10,7 @@ import numpy as np
 from mpkit.kineto.about import About
 from mpkit.kineto.clocks import ClockAlignment
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.lanes import covered, length
+from mpkit.kineto.lanes import covered_times, length
 from mpkit.kineto.phases import cut_steps, profiled_steps
 from mpkit.kineto.rank import MOST
 from mpkit.kineto.reading.events import IGNORED, Events
@@ -83,7 +83,7 @@ def _shares(events: Events) -> dict[str, tuple[int, float]]:
     found = {}
     for category in {each for each in events.categories if each.lower() not in IGNORED}:
         rows = np.flatnonzero(np.array(events.categories) == category)
-        busy = length(covered(other.start[rows], other.end[rows]))
+        busy = length(covered_times(other.start[rows], other.end[rows]))
         found[category or "none"] = len(rows), busy / whole if whole else 0.0
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.kineto.lanes import covered, within
+from mpkit.kineto.lanes import covered_times, lies_within
 from mpkit.kineto.reading.events import STEP, Events
 from mpkit.trace import Kind
 
@@ -102,7 +102,7 @@ def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
         return np.zeros(len(times), bool), np.zeros(len(times), np.int64)
     order = np.argsort(start, kind="stable")
     at = np.maximum(np.searchsorted(start[order], times, side="right") - 1, 0)
-    spans = covered(start, end)
+    spans = covered_times(start, end)
     around = np.maximum(np.searchsorted(spans[:, 0], times, side="right") - 1, 0)
     return (times >= spans[around, 0]) & (times < spans[around, 1]), order[at]
 
@@ -128,7 +128,7 @@ def recomputed_rows(events: Events) -> Array:
     ops = events["op"]
     aten = np.array([name.startswith("aten::") for name in events.names] + [False])
     rows = np.flatnonzero((ops.records == 1) & aten[ops.name])
-    return rows[within(ops, rows, ops, _engine_rows(events))]
+    return rows[lies_within(ops, rows, ops, _engine_rows(events))]
 
 
 def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
@@ -222,11 +222,11 @@ def _mark_rest(events: Events, asked: Array, place: Array) -> None:
                 else None
                 for i in (at - 1, at)
             )
-            kind[first:last] = _between(before, after, bool(recorded[first:last].any()))
+            kind[first:last] = _phase_between(before, after, bool(recorded[first:last].any()))
     place["kind"][order] = kind
 
 
-def _between(before: Kind | None, after: Kind | None, recorded: bool) -> Kind:
+def _phase_between(before: Kind | None, after: Kind | None, recorded: bool) -> Kind:
     """Return the phase of work between two of the same step; `recorded`: whether autograd records it."""
     if after == Kind.FORWARD:
         return Kind.FORWARD if before == Kind.FORWARD or (before is not None and recorded) else Kind.COMPUTE

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpkit.errors import TraceError
 from mpkit.kineto.reading.events import Events
-from mpkit.kineto.reading.sound_event import shown
+from mpkit.kineto.reading.sound_event import show_value
 from mpkit.trace import MEMORY, OP, Kind, Lane, RankTrace, Trace
 from mpkit.trace.sound import MOST_RANKS
 
@@ -75,7 +75,9 @@ def plain_trace(files: Sequence[tuple[str, Events]]) -> Trace:
 def _undrawn(files: Sequence[tuple[str, Events]]) -> str:
     """Say which events there are of phases that are not drawn."""
     counted = sum((Counter(events.phases) for _, events in files), Counter[str]())
-    named = (f"{count:,} {_PHASES.get(phase, f'of ph {shown(phase)}')}" for phase, count in counted.items())
+    named = (
+        f"{count:,} {_PHASES.get(phase, f'of ph {show_value(phase)}')}" for phase, count in counted.items()
+    )
     return f", but {', '.join(named)}" if counted else ""
 
 

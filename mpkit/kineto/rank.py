@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mpkit.kineto.actions import ProfiledAction, actions_of
 from mpkit.kineto.bounds import bounds_of
 from mpkit.kineto.communication import Comm
-from mpkit.kineto.lanes import DeviceWork, covered, length, work_of
+from mpkit.kineto.lanes import DeviceWork, covered_times, length, work_of
 from mpkit.kineto.phases import place_of
 from mpkit.kineto.reading.events import Events
 from mpkit.kineto.waits import longest, waits_of
@@ -75,9 +75,9 @@ def rank_trace(
     if events.on_device:
         rows = _with_stillness(rows, waits)
     rows += longest(waits, MOST)
-    rows += [*_copies(events), *_loading(events)]
+    rows += [*_copies(events), *_loading_times(events)]
     rows += _steps(rows)
-    return _written(events, rows, shift), bounds_of(events, work, actions)
+    return _write_rank(events, rows, shift), bounds_of(events, work, actions)
 
 
 # ---- rows
@@ -120,7 +120,7 @@ def _actions(events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]
         starts = work.start[action.first : action.last]
         # Work of another stream may have ended before this action begins.
         seen = np.maximum(starts, start), np.maximum(ends, start)
-        busy = length(covered(*seen)) if events.on_device else 0
+        busy = length(covered_times(*seen)) if events.on_device else 0
         place = action.step, action.stage, action.microbatch
         rows.append(
             OpRow(start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start)
@@ -185,7 +185,7 @@ def _copies(events: Events) -> list[OpRow]:
     return rows
 
 
-def _loading(events: Events) -> list[OpRow]:
+def _loading_times(events: Events) -> list[OpRow]:
     """Return the times in which a DataLoader was asked for the next batch."""
     said = events["annotation"]
     loads = np.flatnonzero(
@@ -211,7 +211,7 @@ def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
 # ---- records
 
 
-def _written(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
+def _write_rank(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
     def first(at: int) -> tuple[int, bool, bool, int, int]:
         row = rows[at]
         return row.start, row.kind != Kind.STEP, row.kind == Kind.WAIT, row.depth, -row.end

@@ -20,7 +20,7 @@ from mpkit.support.disk import full_disk
 from mpkit.support.tracebacks import fold_stack, internals_shown
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["failure", "last_seen", "lost"]
+__all__ = ["failure", "last_seen", "lost_rank"]
 
 
 class FailurePlace(TypedDict):
@@ -47,7 +47,7 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
     errors = {rank: error for rank in statuses if (error := read_error(folder, rank)) is not None}
     causes = {rank: error for rank, error in errors.items() if not error["secondary"]}
     if causes:
-        return _raised(min(causes, key=lambda rank: causes[rank]["time"]), causes, trace)
+        return _raised_error(min(causes, key=lambda rank: causes[rank]["time"]), causes, trace)
     unfit = first_mismatch(trace)
     if unfit is not None:  # it may cause closed connections and aborts in C++ code
         return unfit
@@ -56,7 +56,7 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
         if rank not in errors:
             if status < 0:
                 stack = crash_stack(part(folder, rank, "stack"))
-                return _killed(rank, signal.Signals(-status).name, trace, stack)
+                return _killed_error(rank, signal.Signals(-status).name, trace, stack)
             if status == UNREPORTED:
                 return RankFailed(
                     f"rank {rank} of {trace.world_size} failed, and its error could not be written: "
@@ -64,9 +64,9 @@ def failure(folder: Path, statuses: dict[int, int], trace: Trace) -> RankFailed 
                     rank=rank,
                 )
             if trace.ranks[rank].state != "finished":
-                return _left(rank, status, trace)
+                return _ended_error(rank, status, trace)
     if errors:
-        return _raised(min(errors, key=lambda rank: errors[rank]["time"]), errors, trace)
+        return _raised_error(min(errors, key=lambda rank: errors[rank]["time"]), errors, trace)
     return RankFailed("the ranks ended before they had finished, without a word")
 
 
@@ -74,7 +74,7 @@ def _all_finished(trace: Trace) -> bool:
     return all(rank.state == "finished" for rank in trace.ranks)
 
 
-def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
+def _raised_error(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankFailed:
     error = errors[rank]
     place = FailurePlace(step=error.get("step"), stage=error.get("stage"), microbatch=error.get("microbatch"))
     if error.get("other") is not None:
@@ -83,7 +83,7 @@ def _raised(rank: int, errors: dict[int, dict[str, Any]], trace: Trace) -> RankF
         )
     picture = error.get("memory")
     memory = "" if picture is None else f"\n\n{out_of_memory_text(rank, picture, trace)}"
-    who = f"rank {rank} of {trace.world_size}{_on(rank, trace)}"
+    who = f"rank {rank} of {trace.world_size}{_host_suffix(rank, trace)}"
     return RankFailed(
         f"{who} failed{_place(place)}: {error['type']}: {error['message']}\n\n"
         f"rank {rank}'s own traceback:\n{error['traceback' if internals_shown() else 'folded'].rstrip()}{memory}",
@@ -104,7 +104,7 @@ def crash_stack(path: Path) -> str:
     return fold_stack(main) if main else ""
 
 
-def lost(rank: int, trace: Trace, name: str, seconds: float, others: int = 0) -> RankFailed:
+def lost_rank(rank: int, trace: Trace, name: str, seconds: float, others: int = 0) -> RankFailed:
     """Return the error of a rank on some host of which nothing has been heard for a while.
 
     Args:
@@ -125,7 +125,7 @@ def lost(rank: int, trace: Trace, name: str, seconds: float, others: int = 0) ->
     )
 
 
-def _killed(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
+def _killed_error(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
     place, last = last_seen(trace.ranks[rank])
     why = {
         "SIGKILL": "Out of memory, or somebody killed it: `dmesg` tells; smaller micro-batches, more stages or "
@@ -145,7 +145,7 @@ def _killed(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
     )
 
 
-def _left(rank: int, status: int, trace: Trace) -> RankFailed:
+def _ended_error(rank: int, status: int, trace: Trace) -> RankFailed:
     place, last = last_seen(trace.ranks[rank])
     return RankFailed(
         f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
@@ -169,7 +169,7 @@ def last_seen(rank: RankTrace) -> tuple[FailurePlace, str]:
     )
 
 
-def _on(rank: int, trace: Trace) -> str:
+def _host_suffix(rank: int, trace: Trace) -> str:
     """Return " on HOST" for a run on several nodes, "" otherwise."""
     hosts = trace.meta.get("hosts", [])
     return f" on {hosts[rank]}" if rank < len(hosts) else ""

@@ -42,7 +42,7 @@ class OutputReader:
             yield from self._bypassing(rank, last)
         if last:
             for rank in range(self._ranks):
-                yield from _labelled(rank, read_note(self._folder, rank))
+                yield from _label_lines(rank, read_note(self._folder, rank))
 
     def _printed(self, last: bool) -> Iterator[str]:
         """Yield what was printed through Python, joining pieces of a line printed since the last read."""
@@ -50,11 +50,11 @@ class OutputReader:
         until = self._log.size  # of what is there by now, all is shown; more may be written all the time
         while (last or self._log.place < until) and (new := self._log.read()):
             records, self._torn = _records(self._torn + new, whole=False)
-            yield from _joined(records, unfinished)
+            yield from _join_pieces(records, unfinished)
         if last:
-            yield from _joined(_records(self._torn, whole=True)[0], unfinished)
+            yield from _join_pieces(_records(self._torn, whole=True)[0], unfinished)
         for (rank, _), pieces in unfinished.items():
-            yield from _labelled(rank, "".join(pieces))
+            yield from _label_lines(rank, "".join(pieces))
 
     def _bypassing(self, rank: int, last: bool) -> Iterator[str]:
         """Yield what C++ code and child processes wrote."""
@@ -67,14 +67,14 @@ class OutputReader:
             whole, end, rest = new.rpartition(b"\n")
             if end:
                 text, self._lines[rank] = self._lines[rank] + whole, rest
-                yield from _labelled(rank, text.decode("utf-8", "replace"))
+                yield from _label_lines(rank, text.decode("utf-8", "replace"))
             else:
                 self._lines[rank] += rest
         if last or file.place >= OUTPUT_LIMIT:
             text, self._lines[rank] = self._lines[rank], b""
-            yield from _labelled(rank, text.decode("utf-8", "replace"))
+            yield from _label_lines(rank, text.decode("utf-8", "replace"))
         if file.place >= OUTPUT_LIMIT:
-            yield from _labelled(rank, cut_note())
+            yield from _label_lines(rank, cut_note())
 
 
 class _Growing:
@@ -131,19 +131,19 @@ def _records(data: bytes, whole: bool) -> tuple[list[tuple[int, int, str]], byte
         place = end
 
 
-def _joined(
+def _join_pieces(
     records: list[tuple[int, int, str]], unfinished: dict[tuple[int, int], list[str]]
 ) -> Iterator[str]:
     for rank, stream, text in records:
         whole, end, rest = text.rpartition("\n")
         pieces = unfinished.setdefault((rank, stream), [])
         if end:
-            yield from _labelled(rank, "".join([*pieces, whole, end]))
+            yield from _label_lines(rank, "".join([*pieces, whole, end]))
             pieces.clear()
         pieces.append(rest)
 
 
-def _labelled(rank: int, text: str) -> Iterator[str]:
+def _label_lines(rank: int, text: str) -> Iterator[str]:
     lines = LINE_ENDS.split(text)
     if not lines[-1]:
         lines.pop()

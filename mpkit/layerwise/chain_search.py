@@ -29,7 +29,7 @@ import numpy as np
 
 from mpkit.layerwise.price import Array, ChainCosts
 
-__all__ = ["Choice", "brute_force", "fastest", "least_memory", "weighted"]
+__all__ = ["Choice", "brute_force", "fastest", "least_memory", "weigh_chain"]
 
 BEAM = 300
 """Labels per layer of the search for a choice that is nearly the best."""
@@ -53,12 +53,12 @@ class Choice:
     memory: float
 
 
-def chosen(costs: ChainCosts, splits: tuple[int, ...]) -> Choice:
+def price_choice(costs: ChainCosts, splits: tuple[int, ...]) -> Choice:
     """Return a choice with its time and memory."""
     return Choice(splits, *costs.of(splits))
 
 
-def weighted(costs: ChainCosts, price: float, seconds: float = 1.0) -> list[Array]:
+def weigh_chain(costs: ChainCosts, price: float, seconds: float = 1.0) -> list[Array]:
     """Return the least `seconds` x time + `price` x memory to go from each split of each layer, that layer included."""
     to_go = [seconds * costs.time[-1] + price * costs.memory[-1]]
     for i in range(len(costs.time) - 2, -1, -1):
@@ -67,17 +67,17 @@ def weighted(costs: ChainCosts, price: float, seconds: float = 1.0) -> list[Arra
     return to_go
 
 
-def walked(costs: ChainCosts, to_go: list[Array], seconds: float = 1.0) -> Choice:
-    """Return the choice that `weighted` has found: the best split, then the best one after it, and so on."""
+def walk_back(costs: ChainCosts, to_go: list[Array], seconds: float = 1.0) -> Choice:
+    """Return the choice that `weigh_chain` has found: the best split, then the best one after it, and so on."""
     splits = [int(to_go[0].argmin())]
     for i, between in enumerate(costs.between):
         splits.append(int((seconds * between[splits[-1]] + to_go[i + 1]).argmin()))
-    return chosen(costs, tuple(splits))
+    return price_choice(costs, tuple(splits))
 
 
 def least_memory(costs: ChainCosts) -> Choice:
     """Return the choice with the least memory; layers do not depend on each other in that."""
-    return chosen(costs, tuple(int(memory.argmin()) for memory in costs.memory))
+    return price_choice(costs, tuple(int(memory.argmin()) for memory in costs.memory))
 
 
 def brute_force(costs: ChainCosts, limit: float = inf) -> Choice | None:
@@ -87,7 +87,7 @@ def brute_force(costs: ChainCosts, limit: float = inf) -> Choice | None:
     >>> brute_force(costs).splits, brute_force(costs, limit=5.0).time, brute_force(costs, limit=1.0)
     ((1, 1), 4.0, None)
     """
-    every = (chosen(costs, splits) for splits in product(*(range(len(time)) for time in costs.time)))
+    every = (price_choice(costs, splits) for splits in product(*(range(len(time)) for time in costs.time)))
     return min((each for each in every if each.memory <= limit), key=lambda each: each.time, default=None)
 
 
@@ -103,7 +103,7 @@ def fastest(costs: ChainCosts, limit: float = inf) -> Choice | None:
         limit: bytes per device.
     """
     # ---- without the limit
-    free = walked(costs, weighted(costs, 0.0))
+    free = walk_back(costs, weigh_chain(costs, 0.0))
     if free.memory <= limit:
         return free
     smallest = least_memory(costs)
@@ -128,7 +128,7 @@ def _priced_memory(costs: ChainCosts, limit: float, free: Choice, smallest: Choi
         price = (small.time - large.time) / (large.memory - small.memory)
         if price <= 0:
             return known, 0.0
-        best = walked(costs, weighted(costs, price))
+        best = walk_back(costs, weigh_chain(costs, price))
         value = best.time + price * best.memory
         if value >= (small.time + price * small.memory) * (1 - ROUNDING):
             return known, price
@@ -156,8 +156,8 @@ def _by_labels(
 
     With `most`, that many labels of a layer are kept, those of the lowest bounds, and the choice may not be the best.
     """
-    bounds = [(0.0, weighted(costs, 0.0)), (price, weighted(costs, price))]
-    least = weighted(costs, 1.0, seconds=0.0)
+    bounds = [(0.0, weigh_chain(costs, 0.0)), (price, weigh_chain(costs, price))]
+    least = weigh_chain(costs, 1.0, seconds=0.0)
     all_labels: list[_Labels] = []
     for i, (time, memory) in enumerate(zip(costs.time, costs.memory, strict=True)):
         # ---- extend
@@ -192,7 +192,7 @@ def _by_labels(
     for labels in reversed(all_labels):
         splits.insert(0, int(labels.split[place]))
         place = int(labels.before[place])
-    return chosen(costs, tuple(splits))
+    return price_choice(costs, tuple(splits))
 
 
 def _frontier(labels: _Labels, kept: np.ndarray) -> _Labels:

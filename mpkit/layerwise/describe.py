@@ -25,7 +25,7 @@ from mpkit.models.gpt import GPT, Block, Embedding, Head
 from mpkit.plan.checks import whole
 from mpkit.record.flops import count
 
-__all__ = ["ELEMENTWISE", "described"]
+__all__ = ["ELEMENTWISE", "describe_chain"]
 
 SAMPLES = 2
 """Samples that layers are called with: one is too few for BatchNorm."""
@@ -38,10 +38,10 @@ ELEMENTWISE = (
 Shape = tuple[int, ...]
 
 
-def described(model: nn.Module, sample: Shape | None = None) -> list[Layer]:
+def describe_chain(model: nn.Module, sample: Shape | None = None) -> list[Layer]:
     """Return the layers of a chain.
 
-    >>> layers = described(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)))
+    >>> layers = describe_chain(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)))
     >>> [(each.name, each.flops, each.parameters, each.parameter, each.channels) for each in layers]
     [('0', 512.0, 288, 32, 'gathered'), ('1', 0.0, 0, 32, 'kept'), ('2', 256.0, 132, 4, 'gathered')]
 
@@ -53,7 +53,7 @@ def described(model: nn.Module, sample: Shape | None = None) -> list[Layer]:
         ValueError: the model is no chain, its first layer does not say the shape, or a layer does not take it.
     """
     chain = layers_of(model)
-    shape = _shape_of(model, chain[0][1]) if sample is None else _checked(sample)
+    shape = _shape_of(model, chain[0][1]) if sample is None else _check_shape(sample)
     tokens = any(isinstance(module, nn.Embedding) for module in chain[0][1].modules())
     floats = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     dtype = torch.long if tokens else (*floats, torch.float32)[0]
@@ -62,7 +62,7 @@ def described(model: nn.Module, sample: Shape | None = None) -> list[Layer]:
     described = []
     for name, module in chain:
         # ---- shapes
-        y = _called(name, module, x)
+        y = _call_layer(name, module, x)
         # ---- FLOPs
         key = (_structure(module), x.shape)
         if key not in flops:
@@ -92,14 +92,14 @@ def _shape_of(model: nn.Module, first: nn.Module) -> Shape:
     )
 
 
-def _checked(sample: Any) -> Shape:
+def _check_shape(sample: Any) -> Shape:
     """Return a shape that was given."""
     if isinstance(sample, (tuple, list, torch.Size)) and sample and all((whole(n) or 0) > 0 for n in sample):
         return tuple(sample)
     raise ValueError(f"sample={sample!r}: the shape of one sample, without the batch, such as (3, 32, 32)")
 
 
-def _called(name: str, module: nn.Module, x: Tensor) -> Tensor:
+def _call_layer(name: str, module: nn.Module, x: Tensor) -> Tensor:
     """Return the output of a layer on tensors without content."""
     state = {
         key: value.detach().to("meta") for key, value in (*module.named_parameters(), *module.named_buffers())
@@ -158,12 +158,12 @@ def _convolution(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
     return {"attribute": gcd(inputs[1], outputs[1]), "parameter": channels, "exchanged": halo}
 
 
-def _kept(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
+def _kept_axes(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
     channels = outputs[0] if len(outputs) == 3 else outputs[-1]
     return {"attribute": _positions(outputs), "parameter": channels, "channels": "kept"}
 
 
-def _pooling(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
+def _describe_pooling(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
     apart = module.kernel_size == module.stride and module.padding in (0, (0, 0))
     rows = gcd(inputs[1], outputs[1]) if apart else 1
     return {"attribute": rows, "parameter": outputs[0], "channels": "kept"}
@@ -181,7 +181,7 @@ def _layer_norm(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
     return {"attribute": _positions(inputs) if len(module.normalized_shape) == 1 else 1}
 
 
-def _embedding(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
+def _describe_embedding(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
     return {"attribute": inputs[0], "parameter": outputs[-1]} if len(inputs) == 1 else {}
 
 
@@ -198,12 +198,12 @@ def _block(module: Any, inputs: Shape, outputs: Shape) -> dict[str, Any]:
 KINDS: dict[type | tuple[type, ...], Callable[[Any, Shape, Shape], dict[str, Any]]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
-    ELEMENTWISE: _kept,
-    (nn.MaxPool2d, nn.AvgPool2d): _pooling,
+    ELEMENTWISE: _kept_axes,
+    (nn.MaxPool2d, nn.AvgPool2d): _describe_pooling,
     nn.Flatten: _flatten,
     (nn.BatchNorm1d, nn.BatchNorm2d): _batch_norm,
     nn.LayerNorm: _layer_norm,
-    (nn.Embedding, Embedding): _embedding,
+    (nn.Embedding, Embedding): _describe_embedding,
     Block: _block,
     Head: lambda module, inputs, outputs: {
         "attribute": inputs[0],

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.api.cluster import Cluster
-from mpkit.layerwise.describe import ELEMENTWISE, described
-from mpkit.layerwise.execute import SHARDED, Job, LayerRun, Loss, MakeOptimizer, assembled, on_a_rank
+from mpkit.layerwise.describe import ELEMENTWISE, describe_chain
+from mpkit.layerwise.execute import SHARDED, Job, LayerRun, Loss, MakeOptimizer, assemble_weights, on_a_rank
 from mpkit.layerwise.layer import Split
 from mpkit.models.chain import layers_of
 from mpkit.models.gpt import Block, Embedding, Head
@@ -83,7 +83,9 @@ def run_on(
     kept = [layer.channels == "kept" for layer in found.priced.layers]
     job = Job([(n, copy.deepcopy(m).cpu()) for n, m in layers], splits, kept, list(data), loss, optimizer)
     returned = cluster.run(on_a_rank, job)
-    return LayerRun(returned[0][0], assembled(job, [weights for _, weights in returned]), cluster.trace)
+    return LayerRun(
+        returned[0][0], assemble_weights(job, [weights for _, weights in returned]), cluster.trace
+    )
 
 
 def _check_data(data: Any, batch: int) -> None:
@@ -105,7 +107,7 @@ def _check_data(data: Any, batch: int) -> None:
 
 def _check_model(found: LayerStrategies, model: nn.Module, sample: tuple[int, ...]) -> None:
     """Check that the model is the one that the strategy was found for, and that no layer shares parameters."""
-    these, those = described(model, sample), found.priced.layers
+    these, those = describe_chain(model, sample), found.priced.layers
     if [(x.name, x.inputs, x.outputs, x.parameters) for x in these] != [
         (x.name, x.inputs, x.outputs, x.parameters) for x in those
     ]:

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from mpkit.comm.communicator import Communicator
 from mpkit.launch.process.context import Context
 from mpkit.layerwise.layer import Split, TensorLayout
-from mpkit.layerwise.layout_exchange import Box, Exchange, box_of, exchanged, place_of, taken
+from mpkit.layerwise.layout_exchange import Box, Exchange, box_of, exchange_parts, place_of, take_box
 from mpkit.trace import Trace
 
-__all__ = ["SHARDED", "Job", "LayerRun", "assembled", "on_a_rank"]
+__all__ = ["SHARDED", "Job", "LayerRun", "assemble_weights", "on_a_rank"]
 
 SHARDED = (nn.Linear, nn.Conv2d)
 """Layers whose parameters are divided along their first dimension, the output channels."""
@@ -131,13 +131,13 @@ class _Step:
     def forward(self, x: Tensor) -> Tensor:
         """Return the whole output of the chain for a whole batch."""
         # ---- the batch is there on every rank
-        x = taken(x, self.exchanges[0].wanted[self.comm.rank])
+        x = take_box(x, self.exchanges[0].wanted[self.comm.rank])
         for i, layer in enumerate(self.local):
             if i:
-                x = exchanged(x, self.exchanges[i])
+                x = exchange_parts(x, self.exchanges[i])
             with self.context.record.span(self.job.layers[i][0]):
                 x = layer(x)
-        return exchanged(x, self.exchanges[-1])
+        return exchange_parts(x, self.exchanges[-1])
 
     def sum_gradients(self) -> None:
         """Sum the gradients over those that have the same parameters; copies of the same work count once."""
@@ -172,7 +172,7 @@ def on_a_rank(context: Context, job: Job) -> tuple[list[float], list[dict[str, T
     return losses, [{key: value.cpu() for key, value in layer.state_dict().items()} for layer in step.local]
 
 
-def assembled(job: Job, by_rank: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
+def assemble_weights(job: Job, by_rank: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
     """Return the whole weights, from those that ranks kept of each layer."""
     whole = {}
     for i, ((name, _), split) in enumerate(zip(job.layers, job.splits, strict=True)):

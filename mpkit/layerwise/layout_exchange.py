@@ -21,7 +21,7 @@ from torch import Tensor
 from mpkit.comm.communicator import Communicator
 from mpkit.layerwise.layer import TensorLayout
 
-__all__ = ["Box", "Exchange", "box_of", "dims_of", "exchanged", "taken"]
+__all__ = ["Box", "Exchange", "box_of", "dims_of", "exchange_parts", "take_box"]
 
 Box = tuple[tuple[float, float], ...]
 """By samples, attribute and channels: where the part begins and ends, as shares of the dimension."""
@@ -66,7 +66,7 @@ def dims_of(tensor: Tensor) -> tuple[int | None, int | None, int | None]:
     return 0, (1 if tensor.dim() == 3 else None), (tensor.dim() - 1 if tensor.dim() > 1 else None)
 
 
-def taken(whole: Tensor, box: Box) -> Tensor:
+def take_box(whole: Tensor, box: Box) -> Tensor:
     """Return the part of a whole tensor that a box says."""
     for dim, (begin, end) in zip(dims_of(whole), box, strict=True):
         if dim is not None:
@@ -113,7 +113,7 @@ class Exchange:
         return self.complete and all(holds)
 
 
-def within(outer: Box, inner: Box) -> Box:
+def share_within(outer: Box, inner: Box) -> Box:
     """Return where a part lies inside another one that holds it, as shares of the latter."""
     return tuple(((c - a) / (b - a), (d - a) / (b - a)) for (a, b), (c, d) in zip(outer, inner, strict=True))
 
@@ -134,13 +134,13 @@ class _Reshard(torch.autograd.Function):
         rank, comm = exchange.comm.rank, exchange.comm
         # ---- slice
         if exchange.slices:
-            return taken(part, within(exchange.there[rank], exchange.wanted[rank])).clone()
+            return take_box(part, share_within(exchange.there[rank], exchange.wanted[rank])).clone()
         # ---- all-gather, slice
         gathered = comm.all_gather(part.detach().contiguous()[None])
         whole = part.new_empty(whole_shape(part, exchange.there[rank]))
         for box, each in zip(exchange.there, gathered, strict=True):
-            taken(whole, box).copy_(each)
-        return taken(whole, exchange.wanted[rank]).clone()
+            take_box(whole, box).copy_(each)
+        return take_box(whole, exchange.wanted[rank]).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -148,15 +148,15 @@ class _Reshard(torch.autograd.Function):
         grad, rank = grads[0], exchange.comm.rank
         # ---- slice
         if exchange.stays:
-            return taken(grad, within(exchange.wanted[rank], exchange.there[rank])).clone(), None
+            return take_box(grad, share_within(exchange.wanted[rank], exchange.there[rank])).clone(), None
         # ---- all-reduce, slice
         whole = grad.new_zeros(whole_shape(grad, exchange.wanted[rank]))
-        taken(whole, exchange.wanted[rank]).copy_(grad)
+        take_box(whole, exchange.wanted[rank]).copy_(grad)
         exchange.comm.all_reduce(whole)
-        return taken(whole, exchange.there[rank]).div(exchange.copies), None
+        return take_box(whole, exchange.there[rank]).div(exchange.copies), None
 
 
-def exchanged(part: Tensor, exchange: Exchange) -> Tensor:
+def exchange_parts(part: Tensor, exchange: Exchange) -> Tensor:
     """Return the part of a tensor that this rank wants; its gradient goes back to those that had the parts.
 
     Args:

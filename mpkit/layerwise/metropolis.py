@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
 
-from mpkit.layerwise.chain_search import Choice, chosen
+from mpkit.layerwise.chain_search import Choice, price_choice
 from mpkit.layerwise.price import ChainCosts
 from mpkit.support.units import percent, seconds
 
@@ -80,7 +80,7 @@ def metropolis(
     """
     rng = random.Random(seed)
     now = list(start)
-    best = chosen(costs, tuple(now))
+    best = price_choice(costs, tuple(now))
     time, memory, accepted = best.time, best.memory, 0
     improved = [(0, time)]
     sharpness = 300 / max(time, 1e-300) if beta is None else beta
@@ -88,7 +88,7 @@ def metropolis(
         # ---- propose
         i = rng.randrange(len(now))
         split = rng.randrange(len(costs.time[i]))
-        slower = _touching(costs, now, i, split) - _touching(costs, now, i, now[i])
+        slower = _local_time(costs, now, i, split) - _local_time(costs, now, i, now[i])
         larger = float(costs.memory[i][split] - costs.memory[i][now[i]])
         # ---- accept
         if memory + larger > limit or (slower > 0 and rng.random() >= exp(-sharpness * slower)):
@@ -96,14 +96,14 @@ def metropolis(
         accepted += 1
         now[i], time, memory = split, time + slower, memory + larger
         if time < best.time * (1 - 1e-12):
-            visited = chosen(costs, tuple(now))
+            visited = price_choice(costs, tuple(now))
             if visited.memory <= limit:
                 best = visited
                 improved.append((step, best.time))
     return MarkovWalk(best, budget, accepted, improved)
 
 
-def _touching(costs: ChainCosts, splits: Sequence[int], i: int, split: int) -> float:
+def _local_time(costs: ChainCosts, splits: Sequence[int], i: int, split: int) -> float:
     """Return the seconds that depend on layer i: its own, and those between it and its neighbours."""
     taken = float(costs.time[i][split])
     if i:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
-from mpkit.layerwise.chain_search import Choice, chosen, fastest, least_memory
+from mpkit.layerwise.chain_search import Choice, fastest, least_memory, price_choice
 from mpkit.layerwise.executable import run_on
 from mpkit.layerwise.execute import LayerRun
 from mpkit.layerwise.layer import Layer, Split
@@ -30,7 +30,7 @@ from mpkit.support.units import bytes_text
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["LayerChoice", "LayerStrategies", "searched"]
+__all__ = ["LayerChoice", "LayerStrategies", "search_chain"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class LayerStrategies:
     def uniform(self) -> dict[str, Choice]:
         """What one dimension for all layers would take: each layer split as far as it can be in that dimension only."""
         names = ("sample", "attribute", "parameter")
-        return {name: chosen(self.priced.costs, self._only(name)) for name in names}
+        return {name: price_choice(self.priced.costs, self._only(name)) for name in names}
 
     def _only(self, dimension: str) -> tuple[int, ...]:
         """Return the splits in one dimension only, by their places."""
@@ -144,8 +144,8 @@ class LayerStrategies:
         """
         priced = self.priced
         if hardware is None:
-            return searched(priced, memory)
-        return searched(ChainPrices(priced.layers, find(hardware), priced.batch, priced.dtype), memory)
+            return search_chain(priced, memory)
+        return search_chain(ChainPrices(priced.layers, find(hardware), priced.batch, priced.dtype), memory)
 
     def run(
         self, cluster: Cluster, model: nn.Module, data: Sequence[tuple[Tensor, Tensor]], *,
@@ -190,7 +190,7 @@ class LayerStrategies:
         return str(draw(self, "html"))
 
 
-def searched(priced: ChainPrices, memory: float | None) -> LayerStrategies:
+def search_chain(priced: ChainPrices, memory: float | None) -> LayerStrategies:
     """Return the fastest strategy for what was priced.
 
     Raises:

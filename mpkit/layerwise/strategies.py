@@ -17,10 +17,10 @@ from torch import nn
 
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
-from mpkit.layerwise.describe import described
+from mpkit.layerwise.describe import describe_chain
 from mpkit.layerwise.layer import Layer
 from mpkit.layerwise.price import ITEMSIZE, ChainPrices
-from mpkit.layerwise.result import LayerStrategies, searched
+from mpkit.layerwise.result import LayerStrategies, search_chain
 from mpkit.plan.checks import whole
 from mpkit.support.tracebacks import public
 
@@ -64,7 +64,7 @@ def layer_strategies(
     if dtype not in ITEMSIZE:
         raise ValueError(f"layer_strategies(dtype={dtype!r}): there are {', '.join(map(repr, ITEMSIZE))}")
     machine = _machine(find(hardware), devices)
-    return searched(ChainPrices(_layers(model, sample, dimensions), machine, batch, dtype), memory)
+    return search_chain(ChainPrices(_layers(model, sample, dimensions), machine, batch, dtype), memory)
 
 
 def _layers(model: Any, sample: tuple[int, ...] | None, dimensions: str) -> list[Layer]:
@@ -74,7 +74,7 @@ def _layers(model: Any, sample: tuple[int, ...] | None, dimensions: str) -> list
             f"layer_strategies(dimensions={dimensions!r}): some of the letters of 'SOAP', such as 'SP'"
         )
     if isinstance(model, nn.Module):
-        layers = described(model, sample)
+        layers = describe_chain(model, sample)
     elif isinstance(model, Sequence) and model and all(isinstance(each, Layer) for each in model):
         layers = list(model)
     else:

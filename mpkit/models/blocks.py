@@ -33,13 +33,13 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     >>> repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # a layer is no block
     {}
     """
-    return dict(_within("", model))
+    return dict(_blocks_within("", model))
 
 
-def _within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _blocks_within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and modules of the blocks inside a module."""
     names = {id(child): f"{prefix}{name}" for name, child in module.named_children()}
-    inner = {id(child): list(_within(f"{names[id(child)]}.", child)) for child in module.children()}
+    inner = {id(child): list(_blocks_within(f"{names[id(child)]}.", child)) for child in module.children()}
     candidates = [child for child in module.children() if _is_composite(child)]
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         # Two towers side by side are not blocks, but their layers are.

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 __all__ = [
-    "Hook", "around", "backward_hooks", "hook_name", "hooks_on", "is_bare", "is_ours", "parameter_hooks", "register",
+    "Hook",
+    "backward_hooks",
+    "describe_wrappers",
+    "hook_name",
+    "hooks_on",
+    "is_bare",
+    "is_ours",
+    "parameter_hooks",
+    "register",
     "with_backward_hooks",
 ]  # fmt: skip
 
@@ -68,13 +76,13 @@ def is_bare(module: nn.Module) -> bool:
     >>> is_bare(layer)
     False
     """
-    return around(module) is None
+    return describe_wrappers(module) is None
 
 
-def around(module: nn.Module, where: str = "") -> str | None:
+def describe_wrappers(module: nn.Module, where: str = "") -> str | None:
     """Describe what runs around the forward of a module's class; None if nothing does.
 
-    >>> around(nn.ReLU()) is None
+    >>> describe_wrappers(nn.ReLU()) is None
     True
     """
     if type(module).__call__ is not nn.Module.__call__:

@@ -41,25 +41,25 @@ def spans_at(calls: Sequence[tuple[str, bool]], spans: Sequence[ForwardSpan]) ->
         inside = ending = left = False
         begun_by = None
         for i, (call, whole) in enumerate(calls):
-            if inside and ending and not _within(call, last):
+            if inside and ending and not _is_within(call, last):
                 inside, left = False, False
-            left = left or not _within(call, first)
+            left = left or not _is_within(call, first)
             if (
                 not inside
-                and _within(call, first)
+                and _is_within(call, first)
                 and (begun_by is None or left or (call, whole) == begun_by)
             ):
                 inside, ending = True, False
                 begun_by = (call, whole) if whole else None
             if inside:
                 found[i] += (name,)
-                ending = ending or _within(call, last)
-                inside = not (whole and _within(last, call) and last != call)
-            elif whole and _within(first, call) and not _within(last, call):
+                ending = ending or _is_within(call, last)
+                inside = not (whole and _is_within(last, call) and last != call)
+            elif whole and _is_within(first, call) and not _is_within(last, call):
                 inside, ending = True, False
     return found
 
 
-def _within(name: str, module: str) -> bool:
+def _is_within(name: str, module: str) -> bool:
     """Return whether a name is a module's, or of something inside it."""
     return not module or name == module or name.startswith(f"{module}.")

@@ -33,11 +33,11 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
         value = _value(code, name, namespace)
         if value is not None:
             namespace["_"] = value
-        return Reply(shown=_shown(value))
+        return Reply(shown=_show_value(value))
     except KeyboardInterrupt:
         return Reply("interrupted")
     except BaseException as error:  # SystemExit too, which would end the session
-        return Reply("error", error=_described(error))
+        return Reply("error", error=_describe_value(error))
 
 
 def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:
     return None if quiet else value
 
 
-def _shown(value: Any) -> dict[str, str]:
+def _show_value(value: Any) -> dict[str, str]:
     if value is None:
         return {}
     shown = {"text/plain": repr(value)}
@@ -69,7 +69,7 @@ def _shown(value: Any) -> dict[str, str]:
     return shown
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _describe_value(error: BaseException) -> dict[str, str]:
     try:
         message = str(error)
     except Exception as worse:  # the class is the user's own

@@ -55,7 +55,7 @@ class RankMagics(Magics):
     @public
     def ranks_cell(self, line: str, cell: str) -> None:
         """Run a cell on ranks; see the module."""
-        text, options = _parsed(line)
+        text, options = _parse_line(line)
         session, chosen = self._choose(text, options)
         self._run(session, chosen, "\n" + cell, options)
 
@@ -63,7 +63,7 @@ class RankMagics(Magics):
     @public
     def ranks_line(self, line: str) -> Any:
         """Choose ranks, show them, or run one line on them; see the module."""
-        text, options = _parsed(line) if line.lstrip().startswith("--") else (line.strip(), {})
+        text, options = _parse_line(line) if line.lstrip().startswith("--") else (line.strip(), {})
         if "timeline" in options:
             return self._there().timeline()
         if not text:
@@ -94,7 +94,7 @@ class RankMagics(Magics):
     @public
     def ranks_reset(self, line: str) -> None:
         """End the ranks; start others if there is a number."""
-        text, options = _parsed(line)
+        text, options = _parse_line(line)
         if text and not text.isdecimal():
             raise UsageError(f"%ranks_reset takes a number of ranks, not {text!r}: %ranks_reset 4")
         self._close()
@@ -192,10 +192,10 @@ class RankMagics(Magics):
             self.session = None
 
 
-def _parsed(line: str) -> tuple[str, dict[str, str]]:
+def _parse_line(line: str) -> tuple[str, dict[str, str]]:
     """Return the text of a line and its options.
 
-    >>> _parsed("0,2 --timeout 5")
+    >>> _parse_line("0,2 --timeout 5")
     ('0,2', {'timeout': '5'})
 
     Raises:

@@ -18,7 +18,7 @@ from mpkit.launch.process.leaving import own_process
 from mpkit.launch.process.output import Labelled
 from mpkit.notebook.cell import complete, run_cell
 from mpkit.notebook.exchange import Reply, Request, Requests, answer
-from mpkit.watch.compared import compared
+from mpkit.watch.compared import compare_calls
 
 __all__ = ["serve"]
 
@@ -30,7 +30,7 @@ def serve(context: Context) -> None:
     requests = Requests(folder, rank)
     context.record.idle(True)
     answer(folder, rank, 0, Reply())
-    with compared(context.comm):
+    with compare_calls(context.comm):
         _answer_all(context, requests, namespace)
 
 

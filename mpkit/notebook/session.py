@@ -126,7 +126,7 @@ class RankSession:
     def timeline(self) -> Timeline:
         """Put the latest cell that recorded anything on a clock: what its ranks computed, sent and waited for."""
         trace = self._launch.trace
-        ranks = [_since(rank, self._began.get(number)) for number, rank in enumerate(trace.ranks)]
+        ranks = [_trace_since(rank, self._began.get(number)) for number, rank in enumerate(trace.ranks)]
         if not any(len(rank.ops) for rank in ranks):
             raise MpkitError(
                 "no cell has recorded anything: comm.all_reduce(...) does, and `with ctx.record.span('name'):`"
@@ -235,7 +235,7 @@ class RankSession:
         )
 
 
-def _since(rank: RankTrace, first: int | None) -> RankTrace:
+def _trace_since(rank: RankTrace, first: int | None) -> RankTrace:
     """Return a rank's trace from an op on; none of it for a rank that did not run the cell.
 
     What it held in memory by then counts as there from the start.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import whole
 from mpkit.plan.data_checks import with_options
-from mpkit.plan.synonyms import MEANT, asked
+from mpkit.plan.synonyms import MEANT, check_synonyms
 from mpkit.support.calls import answers
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
     >>> Plan.dp(2)
     Plan(dp=2, data_parallel='dp')
     """
-    asked("Plan.dp(replicas=4)", replicas=replicas)
+    check_synonyms("Plan.dp(replicas=4)", replicas=replicas)
     return with_options(cls, {"dp": replicas, "data_parallel": "dp"}, options)
 
 
@@ -50,7 +50,7 @@ def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: An
             f"Plan.zero({stage}): among how many ranks? The stage comes first, then the number of replicas: "
             f"Plan.zero({whole(stage) if whole(stage) in (1, 2, 3) else 3}, 4)"
         )
-    asked("Plan.zero(stage=3, replicas=4)", replicas=replicas)
+    check_synonyms("Plan.zero(stage=3, replicas=4)", replicas=replicas)
     if whole(stage) not in (1, 2, 3):
         raise ValueError(
             f"Plan.zero(stage={stage!r}, replicas={replicas}): the stages of ZeRO are 1 (optimizer states sharded), 2 "
@@ -72,7 +72,7 @@ def tp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.tp(2, sequence_parallel=True)
     Plan(tp=2, sequence_parallel=True)
     """
-    asked("Plan.tp(ranks=2)", ranks=ranks)
+    check_synonyms("Plan.tp(ranks=2)", ranks=ranks)
     return with_options(cls, {"tp": ranks}, options)
 
 
@@ -88,7 +88,7 @@ def cp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.cp(2, cp_order="zigzag")
     Plan(cp=2, cp_order='zigzag')
     """
-    asked("Plan.cp(ranks=2)", ranks=ranks)
+    check_synonyms("Plan.cp(ranks=2)", ranks=ranks)
     return with_options(cls, {"cp": ranks}, options)
 
 

@@ -37,7 +37,7 @@ def check_data_parallel(plan: Plan) -> None:
         _check_choice(plan, name, choices)
     stage = whole(plan.zero)
     if stage is None or stage not in range(4):
-        changes, known = _meant("zero", plan.zero)
+        changes, known = _meant_field("zero", plan.zero)
         if changes:
             raise ValueError(
                 f"Plan(zero={plan.zero!r}): zero is the stage of ZeRO, 0 to 3. {known}Such as {call_of(plan, changes)}"
@@ -86,7 +86,7 @@ def with_options(make: type[Plan], given: dict[str, Any], options: dict[str, Any
 def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
     value: Any = getattr(plan, name)
     if not isinstance(value, str) or value not in choices:
-        changes, known = _meant(name, value)
+        changes, known = _meant_field(name, value)
         if not changes:
             changes = {name: (get_close_matches(str(value).lower(), choices, 1, 0.3) or [choices[0]])[0]}
         raise ValueError(
@@ -95,7 +95,7 @@ def _check_choice(plan: Plan, name: str, choices: tuple[str, ...]) -> None:
         )
 
 
-def _meant(name: str, value: Any) -> tuple[dict[str, Any], str]:
+def _meant_field(name: str, value: Any) -> tuple[dict[str, Any], str]:
     """Return the field that another library's word means, and what to know of it; ({}, "") for an unknown word."""
     word = str(value).lower()
     if name == "data_parallel" and word in VALUES["zero"]:

@@ -16,11 +16,11 @@ from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
-from mpkit.plan.synonyms import MEANT, asked
+from mpkit.plan.synonyms import MEANT, check_synonyms
 from mpkit.plan.tensor_checks import check_shared_layers
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
-from mpkit.schedule import Schedule, naive, named
+from mpkit.schedule import Schedule, build_schedule, naive
 from mpkit.schedule.catalogue import GPIPE, NAIVE
 from mpkit.schedule.theory import bubble_in_theory
 from mpkit.support.calls import answers
@@ -118,7 +118,7 @@ class Plan:
         >>> Plan.serial().ranks
         1
         """
-        asked("Plan.serial(microbatches=4)", microbatches=microbatches)
+        check_synonyms("Plan.serial(microbatches=4)", microbatches=microbatches)
         return cls(schedule=NAIVE, microbatches=microbatches, precision=precision, batchnorm=batchnorm)
 
     @classmethod
@@ -129,7 +129,7 @@ class Plan:
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
         """
-        asked("Plan.naive_mp(stages=4)", stages=stages)
+        check_synonyms("Plan.naive_mp(stages=4)", stages=stages)
         return cls(pp=stages, schedule=NAIVE, cut=cut)
 
     @classmethod
@@ -148,7 +148,7 @@ class Plan:
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
-        asked("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
+        check_synonyms("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
         return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut, batchnorm=batchnorm)
 
     @classmethod
@@ -163,7 +163,9 @@ class Plan:
         >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
         Fraction(3, 19)
         """
-        asked('Plan.pipeline("1f1b", ranks=4, microbatches=8)', ranks=ranks, microbatches=microbatches)
+        check_synonyms(
+            'Plan.pipeline("1f1b", ranks=4, microbatches=8)', ranks=ranks, microbatches=microbatches
+        )
         return with_options(cls, {"schedule": schedule, "pp": ranks, "microbatches": microbatches}, options)
 
     @classmethod
@@ -181,7 +183,7 @@ class Plan:
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
         """
-        asked("Plan.ddp(replicas=4)", replicas=replicas)
+        check_synonyms("Plan.ddp(replicas=4)", replicas=replicas)
         return with_options(cls, {"dp": replicas}, options)
 
     @classmethod
@@ -250,7 +252,7 @@ class Plan:
             return self.schedule
         if self.stages == 1:
             return naive(1, self.microbatches)
-        return named(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+        return build_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 
     def validate(self, *, max_live: float | Sequence[float]) -> Plan:
         """Return the plan itself, if no rank holds more activations than `max_live`; see `Schedule.validate`.

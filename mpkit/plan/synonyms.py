@@ -6,7 +6,7 @@ from typing import Any
 
 from mpkit.plan.checks import whole
 
-__all__ = ["MEANT", "VALUES", "asked"]
+__all__ = ["MEANT", "VALUES", "check_synonyms"]
 
 _PARTS = (
     "microbatches= is what GPipe, torchgpipe and FairScale call chunks, and DeepSpeed, Accelerate and Lightning the "
@@ -91,13 +91,13 @@ VALUES: dict[str, dict[str, tuple[Any, str]]] = {
 """By field, for another library's value in lower case: the closest value of a Plan, and what to know of it."""
 
 
-def asked(example: str, **degrees: Any) -> None:
+def check_synonyms(example: str, **degrees: Any) -> None:
     """Check the degrees of a constructor under the names that they have there.
 
     Raises:
         ValueError: one is not a whole number, or is less than 1.
 
-    >>> asked("Plan.ddp(replicas=4)", replicas=0)
+    >>> check_synonyms("Plan.ddp(replicas=4)", replicas=0)
     Traceback (most recent call last):
     ValueError: Plan.ddp(replicas=0): replicas is a whole number, 1 or more, such as in Plan.ddp(replicas=4)
     """

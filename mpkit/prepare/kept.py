@@ -26,7 +26,7 @@ from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.block_recompute import blocks_to_recompute, without_caches
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.checks import call_of
-from mpkit.prepare.dry_run.copying import copied, without_content
+from mpkit.prepare.dry_run.copying import copy_model, without_content
 from mpkit.record.fake_mode import FakeMode
 from mpkit.support.caught import fakes_or_real
 
@@ -55,7 +55,7 @@ def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
 
     def run(model: nn.Module, inputs: Value) -> None:
         for name, block in blocks_to_recompute(model, plan.recompute, resolved.partition).items():
-            block.forward = partial(_watched, name, block, block.forward)
+            block.forward = partial(_watch_block, name, block, block.forward)
         with torch.enable_grad():
             call(model, inputs, first=True)
 
@@ -64,7 +64,7 @@ def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
             run(without_content(model, mode), map_tensors(mode.from_tensor, few))
 
     try:
-        fakes_or_real(on_fakes, lambda: run(copied(model), few), type(model).__name__, final=(Keeps,))
+        fakes_or_real(on_fakes, lambda: run(copy_model(model), few), type(model).__name__, final=(Keeps,))
     except Keeps as what:
         raise ValueError(
             f"Plan(recompute={plan.recompute!r}) computes a block's forward twice, the first time without a graph, and "
@@ -73,7 +73,7 @@ def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
         ) from None
 
 
-def _watched(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _watch_block(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a block's forward, and look what is left of it."""
     args, kwargs = without_caches(forward, args, kwargs)
     containers = Containers((args, kwargs))

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from mpkit.data.microbatch import Value, batch_size, map_tensors, part
-from mpkit.models.hooks import Hook, around, backward_hooks, hook_name, parameter_hooks, register
+from mpkit.models.hooks import Hook, backward_hooks, describe_wrappers, hook_name, parameter_hooks, register
 from mpkit.models.nested import flatten
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.stage import call
 from mpkit.plan.plan import Plan
 from mpkit.plan.tensor_plan import TensorPlan
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copy_model
 from mpkit.support.process_wide import LOCK
 
 __all__ = ["check_hooks", "check_no_global_hooks", "check_state_hooks", "check_whole"]
@@ -81,15 +81,15 @@ def check_hooks(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> list
         return on_parameters
     after = next((hook for hook in on_parameters if "accumulate" in hook.kind), None)
     if after is not None:
-        raise _refused(
+        raise _rejection(
             after, plan, "is called after each micro-batch's backward, on gradients that are not complete"
         )
     if plan.tp * plan.cp > 1:
-        raise _refused(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
+        raise _rejection(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
     if plan.precision == "fp16":
-        raise _refused(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
+        raise _rejection(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
     if on_modules and any(action.kind == "W" for row in resolved.schedule.rows for action in row):
-        raise _refused(
+        raise _rejection(
             on_modules[0],
             plan,
             "is called when a module's backward is done, which this schedule does in two halves",
@@ -99,7 +99,7 @@ def check_hooks(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> list
             "(or another one) makes of the gradients of a batch's parts something that does not add up to what it "
             "makes of those of the whole batch"
         )
-        raise _refused(hooks[0], plan, why)
+        raise _rejection(hooks[0], plan, why)
     return on_parameters
 
 
@@ -118,7 +118,7 @@ def check_whole(model: nn.Module, plan: Plan, tensor: TensorPlan) -> None:
         [*region.column, *([region.row] if region.row is not None else [])] for region in tensor.regions
     ]
     for name, module in model.named_modules():
-        what = around(module, name)
+        what = describe_wrappers(module, name)
         within = [
             [f"{layer}.".startswith(f"{name}." if name else "") and layer != name for layer in r]
             for r in regions
@@ -136,7 +136,7 @@ def check_whole(model: nn.Module, plan: Plan, tensor: TensorPlan) -> None:
         )
 
 
-def _refused(hook: Hook, plan: Plan, why: str) -> ValueError:
+def _rejection(hook: Hook, plan: Plan, why: str) -> ValueError:
     said = str(hook)
     return ValueError(
         f"{said[0].upper()}{said[1:]} {why}: {plan} would train something else than plain PyTorch. What works: "
@@ -168,7 +168,7 @@ def _gradients(
     model: nn.Module, hooks: list[Hook], inputs: Value, parts: list[slice], size: float
 ) -> dict[str, Tensor] | None:
     """Return the gradients of a sum over samples that is scaled by `size`, divided by `size` again."""
-    model = copied(model).eval()
+    model = copy_model(model).eval()
     register(hooks, dict(model.named_parameters()))
     for which in parts:
         outputs = call(model, map_tensors(torch.clone, part(inputs, which)), first=True)

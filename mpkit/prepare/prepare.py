@@ -28,7 +28,7 @@ from mpkit.parallel.checkpoint.files import CheckpointSaving, Resume
 from mpkit.parallel.job.feed import WholeBatches
 from mpkit.parallel.job.job import Problem, Procedure, TrainJob
 from mpkit.parallel.job.resolved import ResolvedPlan
-from mpkit.parallel.update.average import averaging
+from mpkit.parallel.update.average import with_average
 from mpkit.plan.plan import Plan
 from mpkit.prepare.arguments.arguments import (
     check_integers,
@@ -160,7 +160,7 @@ def _check_arguments(model: nn.Module, plan: Plan, ranks: int, options: TrainOpt
     on_step, ema = check_on_step(options.get("on_step")), check_ema(options.get("ema"))
     optimizer: Any = options["optimizer"]  # checked later
     if ema is not None and callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = averaging(optimizer, ema)
+        optimizer = with_average(optimizer, ema)
     verify = check_verify(options.get("verify", False))
     return CheckedArguments(plan, options["loss"], optimizer, steps, seed, on_step, ema, verify)
 

@@ -10,7 +10,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkit.models.nested import flatten
 from mpkit.plan.plan import Plan
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copy_model
 from mpkit.support.process_wide import LOCK
 
 __all__ = ["check_compiled", "check_repeatable", "ready_to_travel"]
@@ -34,10 +34,10 @@ def ready_to_travel(model: nn.Module) -> nn.Module:
     ]
     if kept:
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        model = copied(model, memo | {id(tensor): tensor.detach() for tensor in kept})
+        model = copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
     if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
         return model
-    return copied(model).cpu()
+    return copy_model(model).cpu()
 
 
 def in_code(name: str) -> str:
@@ -80,7 +80,7 @@ def _weight_changes(module: nn.Module) -> bool:
     if not nn.utils.parametrize.is_parametrized(module):
         return False
     with LOCK, torch.random.fork_rng(devices=[]), torch.no_grad():
-        module = copied(module)
+        module = copy_model(module)
         assert isinstance(module.parametrizations, nn.ModuleDict)
         before = [buffer.clone() for buffer in module.parametrizations.buffers()]
         for name in module.parametrizations:

@@ -45,7 +45,7 @@ def check_unused(
             x, y = (map_tensors(mode.from_tensor, part(value, few)) for value in batch)
             value = loss(call(fake, x, first=True), y)
             value = value[0] if isinstance(value, tuple) else value  # (total, count)
-            if not _reached(value) >= _trained(fake):
+            if not _reached_parameters(value) >= _trained_parameters(fake):
                 value.backward()  # parameters that checkpointing hides from the graph get gradients now
     except Exception as error:
         if not needs_content(error):
@@ -55,7 +55,7 @@ def check_unused(
                 "none, the ranks stop in the first step and name it."
             )
         return
-    reached = _reached(value)
+    reached = _reached_parameters(value)
     names = [
         name for name, parameter in fake.named_parameters()
         if parameter.requires_grad and parameter.grad is None and id(parameter) not in reached
@@ -64,11 +64,11 @@ def check_unused(
         raise ValueError(unused_message(names))
 
 
-def _trained(model: nn.Module) -> set[int]:
+def _trained_parameters(model: nn.Module) -> set[int]:
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
-def _reached(value: Tensor) -> set[int]:
+def _reached_parameters(value: Tensor) -> set[int]:
     """Return the ids of the parameters in a value's graph."""
     reached: set[int] = set()
     seen: set[Any] = set()

@@ -62,7 +62,7 @@ def with_proof(
     why_not = _why_not(what.model, batch, resolved)
     if why_not:
         return replace(how, unverified=why_not)
-    wanted = _wanted(verify, how.first_step, how.steps)
+    wanted = _wanted_steps(verify, how.first_step, how.steps)
     if verify == "first":
         every = None if how.evaluation is None else how.evaluation.every
         steps = range(how.first_step, how.steps)
@@ -76,10 +76,10 @@ def with_proof(
     return replace(how, verified=wanted)
 
 
-def _wanted(verify: Any, first: int, steps: int) -> tuple[int, ...]:
+def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:
     """Return the steps that are asked for.
 
-    >>> _wanted((1, 10), 0, 5), _wanted("all", 3, 5), len(_wanted("first", 0, 50))
+    >>> _wanted_steps((1, 10), 0, 5), _wanted_steps("all", 3, 5), len(_wanted_steps("first", 0, 50))
     ((0,), (3, 4), 3)
     """
     if verify == "all":

@@ -16,7 +16,7 @@ from mpkit.models.python_state import Remembered
 from mpkit.parallel.runtime.evidence import digest_of, evidence_of
 from mpkit.parallel.stage.shard import Shard
 
-__all__ = ["Assembled", "Elements", "assembled", "files_of"]
+__all__ = ["Assembled", "Elements", "assemble_step", "files_of"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def files_of(folder: Path, ranks: int, step: int, kind: Callable[[int], str] = e
     return [part(folder, rank, kind(step)) for rank in range(ranks)]
 
 
-def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collection[str]) -> Assembled:
+def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Collection[str]) -> Assembled:
     """Return what the ranks have of a step, and remove their files.
 
     Args:
@@ -134,7 +134,7 @@ def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collect
             where = Elements(rank, name, piece["start"], _shard(piece["shard"], shape))
             gradient = file["gradients"].get(name)
             found.held.append((where, None if gradient is None else gradient.cpu(), after))
-            if not values.numel() or _filled(where, filled[name], values.numel()):
+            if not values.numel() or _all_filled(where, filled[name], values.numel()):
                 continue
             where.put(torch.ones(values.numel(), dtype=torch.bool), filled[name])
             _put(found.before, where, values, shape)
@@ -173,7 +173,7 @@ def assembled(paths: list[Path], shapes: dict[str, torch.Size], trained: Collect
     return found
 
 
-def _filled(where: Elements, mask: Tensor, count: int) -> bool:
+def _all_filled(where: Elements, mask: Tensor, count: int) -> bool:
     return bool(where.take(mask, count).all())
 
 

@@ -21,7 +21,7 @@ from mpkit.proof.rounding import SPREADS, Rounded, coarsest, distance
 from mpkit.reference.serial import Serial
 from mpkit.support.caught import one_line
 
-__all__ = ["Attempt", "Found", "Noise", "copy_of", "running"]
+__all__ = ["Attempt", "Found", "Noise", "copy_of", "run_user_code"]
 
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
@@ -134,18 +134,18 @@ class Attempt:
 
     def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
         draws.begin()
-        with running("the step"), GivenDraws(draws.give):
+        with run_user_code("the step"), GivenDraws(draws.give):
             return serial.gradients(*batch, scale=self.scale)
 
 
 def copy_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model, also of one that keeps tensors of its latest forward."""
-    with running("copying the model"):
+    with run_user_code("copying the model"):
         return copy.deepcopy(ready_to_travel(model))
 
 
 @contextmanager
-def running(what: str) -> Iterator[None]:
+def run_user_code(what: str) -> Iterator[None]:
     """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
 
     Raises:

@@ -26,7 +26,7 @@ from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
 from mpkit.parallel.job.job import TrainJob
 from mpkit.prepare.probe.compare import are_apart
 from mpkit.prepare.probe.explain import explain
-from mpkit.prepare.probe.parts import scattered
+from mpkit.prepare.probe.parts import scatter_samples
 from mpkit.prepare.probe.trial import ProbeTrial
 from mpkit.proof.attempt import Attempt
 from mpkit.proof.rounding import coarsest, distance, largest
@@ -139,7 +139,7 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
 def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
     trial = ProbeTrial(attempt.model, attempt.serial.loss, attempt.batch)
     size = batch_size(attempt.batch[0])
-    parts = scattered(size, job.plan.microbatches, job.plan.dp)
+    parts = scatter_samples(size, job.plan.microbatches, job.plan.dp)
     if len(parts) == 1:
         return ""
     whole = trial.run([list(range(size))], gradients=True)

@@ -174,13 +174,13 @@ class StepDraws:
                 if along_cp is not None:
                     length[along_cp] *= self.plan.cp
                 if length == wanted:
-                    lines = [_along(row, along_tp, "tp") for row in rows]
+                    lines = [_concatenate(row, along_tp, "tp") for row in rows]
                     return self._in_order(lines, along_cp)
         raise CannotReplay(f"ranks draw {list(rows[0][0].shape)} where serial training draws {list(shape)}")
 
     def _in_order(self, lines: list[Tensor], dim: int | None) -> Tensor:
         """Put parts of sequences together, in the order of the tokens."""
-        whole = _along(lines, dim, "cp")
+        whole = _concatenate(lines, dim, "cp")
         if dim is None or len(lines) == 1:
             return whole
         tokens = torch.arange(whole.shape[dim]).unsqueeze(0)
@@ -188,7 +188,7 @@ class StepDraws:
         return whole.index_select(dim, torch.cat(order, 1).squeeze(0).argsort())
 
 
-def _along(parts: list[Tensor], dim: int | None, axis: str) -> Tensor:
+def _concatenate(parts: list[Tensor], dim: int | None, axis: str) -> Tensor:
     """Concatenate parts that have to differ; of parts that have to be equal, return one."""
     if dim is None:
         if not all(torch.equal(parts[0], part) for part in parts[1:]):

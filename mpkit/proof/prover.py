@@ -28,9 +28,9 @@ from mpkit.parallel.job.feed import BatchSource
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.evidence import lost_of
 from mpkit.parallel.stage.stage import PRECISIONS
-from mpkit.parallel.update.optimizer import described
-from mpkit.proof.assembled import Assembled, assembled, files_of
-from mpkit.proof.attempt import Attempt, Noise, copy_of, running
+from mpkit.parallel.update.optimizer import describe_optimizer
+from mpkit.proof.assembled import Assembled, assemble_step, files_of
+from mpkit.proof.attempt import Attempt, Noise, copy_of, run_user_code
 from mpkit.proof.causes import cause_of
 from mpkit.proof.compare import Difference, compare_buffers, compare_gradients, compare_weights, same
 from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
@@ -55,7 +55,7 @@ class Prover:
         model, loss, optimizer, schedule = pickle.loads(dumps(given))
         parameters = dict(model.named_parameters())
         register(job.what.parameter_hooks, parameters)
-        function = described(optimizer)
+        function = describe_optimizer(optimizer)
         self._serial = Serial(
             model, loss, function.of, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
             dtype=PRECISIONS.get(job.plan.precision),
@@ -91,7 +91,7 @@ class Prover:
         """
         if lost := [rank for rank, path in enumerate(self._lost(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
-        found = assembled(self._files(step), self._shapes, self._serial.weights)
+        found = assemble_step(self._files(step), self._shapes, self._serial.weights)
         try:
             self._compare(step, loss, found)
         except (SharedDraws, Difference) as difference:
@@ -110,7 +110,7 @@ class Prover:
                 "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
                 "draws those that are repeated here"
             )
-        with running("the data"):
+        with run_user_code("the data"):
             batch = self._batch(step)
         serial = self._serial
         # ---- start
@@ -136,7 +136,7 @@ class Prover:
             raise
         if not found.skipped:
             # ---- update
-            with running("the update"):
+            with run_user_code("the update"):
                 serial.update(step, found.gradients)
         # ---- compare weights and buffers
         weights = compare_weights(self._job, serial, found)

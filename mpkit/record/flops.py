@@ -126,7 +126,7 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
     within = ModuleTracker()
     forward, backward, input_grad = (_Costs(mode, within) for _ in range(3))
     with mode, torch.enable_grad():
-        target, inputs = _copied(target, mode), tree_map_only(torch.Tensor, fake, inputs)
+        target, inputs = _copy_module(target, mode), tree_map_only(torch.Tensor, fake, inputs)
         with within:  # from the forward on: its tensors show in which module the backward is
             with forward:
                 outputs = [out for out in tree_leaves(target(*inputs)) if isinstance(out, torch.Tensor)]
@@ -156,7 +156,7 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
     )
 
 
-def _copied(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:
+def _copy_module(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:
     """Copy a module, with parameters and buffers that hold no data; return a function as it is."""
     if not isinstance(target, nn.Module):
         return target

@@ -34,7 +34,7 @@ class RecordedGradients:
         self._there: list[bool] = []  # which of the parameters had one,
         self._others = -1  # and bytes of all but the last, if each has its own storage; -1 if not
         self._last: Callable[[], torch.Tensor | None] = (
-            _nothing  # the last parameter's gradient, when all had one
+            _do_nothing  # the last parameter's gradient, when all had one
         )
         self._hooks: list[RemovableHandle] = []
 
@@ -67,7 +67,7 @@ class RecordedGradients:
             old() is grad for old, grad in zip(self._known, present, strict=True)
         )
         self._known, self._there = known, there
-        self._last = known[-1] if all(there) and known else _nothing
+        self._last = known[-1] if all(there) and known else _do_nothing
         if not present:
             return 0
         if all_new and self._others >= 0 and _owns(present[0]) and _owns(present[-1]):
@@ -89,5 +89,5 @@ def _owns(grad: torch.Tensor) -> bool:
     return grad.untyped_storage().nbytes() == grad.nbytes
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None

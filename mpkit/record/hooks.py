@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mpkit.record.gradients import RecordedGradients
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import Kind
 
-__all__ = ["HookHandles", "layers_of", "saving", "watch", "watch_optimizer"]
+__all__ = ["HookHandles", "count_saved", "layers_of", "watch", "watch_optimizer"]
 
 
 class HookHandles:

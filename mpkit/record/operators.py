@@ -64,7 +64,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     """Return the FLOPs of a grouped product: each row of a meets one matrix of b, whatever the groups are."""
     matrices = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return int(2 * matrices * a.shape[-2] * a.shape[-1] * b.shape[-1])
@@ -78,5 +78,5 @@ _ATTENTION_ON_CPU = {
 _FORMULAS = {
     **flop_registry,
     **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()},
-    torch.ops.aten._grouped_mm: _grouped,
+    torch.ops.aten._grouped_mm: _grouped_flops,
 }

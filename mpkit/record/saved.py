@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpkit.record.allocated import Allocated
     from mpkit.record.recorder import Recorder
 
-__all__ = ["Packed", "Saved", "Savings", "saving"]
+__all__ = ["Packed", "Saved", "Savings", "count_saved"]
 
 
 @dataclass
@@ -130,7 +130,7 @@ class MeasuredSaved(Saved):
         self._key, self._every = key, every
         self._grads_before = -1
         self._peak = (0, 0)
-        self._hooks = _measuring(self._ledger, self.measured)
+        self._hooks = _measuring_hooks(self._ledger, self.measured)
         self._open = True
         self._savings.measuring += 1
         self._savings.under_way[recorder.place()[:2]] = weakref.ref(self)
@@ -223,7 +223,7 @@ class ReusedSaved(Saved):
             self._ledger.change(("activations", -self._held))
 
 
-def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False) -> Saved:
+def count_saved(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False) -> Saved:
     """Return a context manager that counts what autograd saves inside it as activations.
 
     Args:
@@ -243,7 +243,7 @@ def saving(recorder: Recorder, stage: int, key: Hashable, *, every: bool = False
     return MeasuredSaved(recorder, (stage, key), every=every)
 
 
-def _measuring(ledger: Ledger, measured: MeasuredShape) -> saved_tensors_hooks:
+def _measuring_hooks(ledger: Ledger, measured: MeasuredShape) -> saved_tensors_hooks:
     """Return the hooks that measure each tensor as autograd saves it."""
 
     # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since

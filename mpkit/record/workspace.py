@@ -47,17 +47,19 @@ def workspace_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """
     if func is torch.ops.aten.convolution.default:
         x, w, y = args[0], args[1], out
-        return max(_blocked(x) + _blocked_weight(w) + _blocked(y), _blocked(y) + int(y.nbytes))
+        return max(
+            _blocked_bytes(x) + _blocked_weight(w) + _blocked_bytes(y), _blocked_bytes(y) + int(y.nbytes)
+        )
     if func is torch.ops.aten.convolution_backward.default:
         dy, x, w = args[:3]
         wants = args[-1]
-        copies = _blocked(dy) + _blocked(x) + _blocked_weight(w)
+        copies = _blocked_bytes(dy) + _blocked_bytes(x) + _blocked_weight(w)
         dx = int(x.nbytes) if wants[0] else 0
         return copies + dx
     return 0
 
 
-def _blocked(x: Tensor) -> int:
+def _blocked_bytes(x: Tensor) -> int:
     """Return the bytes of a copy with blocked channels, (batch, channels, ...); 0 where none is made."""
     if x.shape[1] < BLOCK or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return 0

@@ -22,7 +22,7 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
 
 from mpkit.schedule.action import Action
 from mpkit.schedule.all_forward import gpipe, looped_bfs, naive
-from mpkit.schedule.catalogue import NAMES, named
+from mpkit.schedule.catalogue import NAMES, build_schedule
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.grid import draw
 from mpkit.schedule.lower import lower
@@ -36,6 +36,7 @@ __all__ = [
     "NAMES",
     "Action",
     "Schedule",
+    "build_schedule",
     "draw",
     "dualpipev",
     "gpipe",
@@ -44,7 +45,6 @@ __all__ = [
     "looped_bfs",
     "lower",
     "naive",
-    "named",
     "one_f_one_b",
     "play",
     "validate",

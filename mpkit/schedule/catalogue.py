@@ -26,7 +26,7 @@ __all__ = [
     "SCHEDULES",
     "ZB_H1",
     "ScheduleEntry",
-    "named",
+    "build_schedule",
     "names_in",
 ]
 
@@ -181,10 +181,10 @@ def names_in(framework: str) -> dict[str, str]:
     }
 
 
-def named(name: str, p: int, m: int, v: int = 1) -> Schedule:
+def build_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
     """Build the schedule with this name, for p ranks with v stages each and m micro-batches.
 
-    >>> print(named("1f1b", 2, 3))
+    >>> print(build_schedule("1f1b", 2, 3))
     rank 0 | F0 F1  .  . B0 -- F2 B1 --  . B2 --
     rank 1 |  . F0 B0 -- F1 B1 -- F2 B2 --  .  .
     """

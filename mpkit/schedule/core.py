@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.schedule.action import Action
 from mpkit.schedule.activations import live
 from mpkit.schedule.play import Order, needs_of, order_of
-from mpkit.schedule.read import Read, called, holders, read
+from mpkit.schedule.read import Read, call_source, holders, read
 from mpkit.schedule.torch_csv import lines_of, text_of
 from mpkit.support.disk import write_whole
 from mpkit.support.tracebacks import public
@@ -70,7 +70,7 @@ class Schedule:
         p: int | None = None,
         m: int | None = None,
     ) -> None:
-        source, called_as = called(rows, p, m)
+        source, called_as = call_source(rows, p, m)
         if isinstance(source, Schedule):
             parsed = Read(
                 source.rows, tuple(stage_to_rank or source.stage_to_rank), source.together, source.name

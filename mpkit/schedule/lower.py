@@ -49,12 +49,12 @@ def lower(schedule: Schedule) -> Schedule:
         send, receive = message
         receiver = schedule.stage_to_rank[receive.stage]
         rows[rank].append(((made, 0, made), send))
-        rows[receiver].append(((_since(busy[receiver], made), 0, made), receive))
+        rows[receiver].append(((_began_at(busy[receiver], made), 0, made), receive))
     in_order = [[action for _, action in sorted(row, key=lambda entry: entry[0])] for row in rows]
     return Schedule(in_order, schedule.name, schedule.stage_to_rank, schedule.together)
 
 
-def _since(busy: list[tuple[float, float]], t: float) -> float:
+def _began_at(busy: list[tuple[float, float]], t: float) -> float:
     """Return when a rank began what it does at time t; t itself if it is idle or about to begin."""
     before = bisect_left(busy, (t, t)) - 1
     if before < 0:

@@ -28,7 +28,7 @@ __all__ = [
     "needs_of",
     "order_of",
     "play",
-    "timed",
+    "time_actions",
 ]
 
 SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -86,13 +86,13 @@ def play(schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOT
     [Placed(start=0, end=1, rank=0, action=0F0), Placed(start=1, end=2, rank=1, action=1F0),
      Placed(start=2, end=4, rank=1, action=1B0), Placed(start=4, end=6, rank=0, action=0B0)]
     """
-    rows, stuck = timed(schedule, slots, hop)
+    rows, stuck = time_actions(schedule, slots, hop)
     placed = [Placed(t.start, t.end, t.rank, t.action) for row in rows for t in row]
     placed.sort()
     return Played(placed, stuck)
 
 
-def timed(
+def time_actions(
     schedule: Schedule,
     slots: Mapping[str, float | Sequence[float]] = SLOTS,
     hop: float = 0,

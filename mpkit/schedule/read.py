@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     """Text, rows of text or of actions, actions in execution order, or a function of (p, m) that returns or
     yields these."""
 
-__all__ = ["Read", "called", "holders", "read"]
+__all__ = ["Read", "call_source", "holders", "read"]
 
 _HEAD = re.compile(r"\s*rank\s*\d+\s*[|:]\s*")  # as in a drawing
 _IDLE = re.compile(r"[.-]+")
@@ -37,7 +37,7 @@ class Read(NamedTuple):
     name: str
 
 
-def called(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
+def call_source(source: Any, p: int | None, m: int | None) -> tuple[Any, str]:
     """Return the rows that a function makes for p ranks and m micro-batches, and its name.
 
     Anything that is not a function is returned as it is, with the name "own".
@@ -80,10 +80,14 @@ def read(source: Any, stage_to_rank: tuple[int, ...], name: str) -> Read:
         given = _dealt(given, stage_to_rank)
     together: set[Action] = set()
     rows = tuple(
-        tuple(_spelled(row, rank, stage_to_rank, together) if isinstance(row, str) else _listed(row, rank))
+        tuple(
+            _read_spelled(row, rank, stage_to_rank, together)
+            if isinstance(row, str)
+            else _read_listed(row, rank)
+        )
         for rank, row in enumerate(given)
     )
-    return Read(rows, _checked(stage_to_rank, rows) or holders(rows), frozenset(together), name)
+    return Read(rows, _check_placement(stage_to_rank, rows) or holders(rows), frozenset(together), name)
 
 
 def holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
@@ -99,7 +103,7 @@ def holders(rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
     )
 
 
-def _checked(stage_to_rank: tuple[int, ...], rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
+def _check_placement(stage_to_rank: tuple[int, ...], rows: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
     """Check that a placement covers all stages and names only existing ranks, and return it."""
     stages = 1 + max((action.stage for row in rows for action in row), default=-1)
     if stage_to_rank and (len(stage_to_rank) < stages or not {*stage_to_rank} <= {*range(len(rows))}):
@@ -131,7 +135,9 @@ def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[An
     return rows
 
 
-def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[Action]) -> Iterable[Action]:
+def _read_spelled(
+    row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[Action]
+) -> Iterable[Action]:
     """Read a row of text. A stage that is not named is the only one that the rank holds, by default rank's number.
 
     If the row names several stages, each action has to name its stage.
@@ -145,7 +151,7 @@ def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[
     for word in row.split():
         if _IDLE.fullmatch(word):
             continue
-        *first, last = (_parsed(part, rank, only, stages) for part in word.split("&"))
+        *first, last = (_parse_action(part, rank, only, stages) for part in word.split("&"))
         if first:
             if len(first) > 1 or first[0].kind != "F" or last.kind not in ("B", "I"):
                 raise ValueError(
@@ -156,7 +162,7 @@ def _spelled(row: str, rank: int, stage_to_rank: tuple[int, ...], together: set[
         yield last
 
 
-def _parsed(word: str, rank: int, only: int | None, stages: set[int]) -> Action:
+def _parse_action(word: str, rank: int, only: int | None, stages: set[int]) -> Action:
     if only is None and not word[:1].isdigit() and word[:1].isalpha():
         some = " and ".join(map(str, sorted(stages)))
         raise ValueError(
@@ -174,7 +180,7 @@ def _iterates(row: Any) -> bool:
     return True
 
 
-def _listed(row: Any, rank: int) -> Iterable[Action]:
+def _read_listed(row: Any, rank: int) -> Iterable[Action]:
     """Read a row that is a list: of Actions, of their spellings, or of (kind, stage, micro-batch)."""
     if not isinstance(row, list | tuple) and not _iterates(row):
         raise ValueError(

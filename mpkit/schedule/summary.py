@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from mpkit.schedule.catalogue import ANY, SCHEDULES, named
+from mpkit.schedule.catalogue import ANY, SCHEDULES, build_schedule
 from mpkit.schedule.core import Schedule
 from mpkit.schedule.play import Order, end_times, lengths_of, play
 from mpkit.schedule.theory import bubble_in_theory
@@ -34,7 +34,7 @@ def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
 
 @lru_cache(4096)
 def _played_bubble(schedule: str | Schedule, p: int, m: int, v: int) -> float:
-    built = named(schedule, p, m, v) if isinstance(schedule, str) else schedule
+    built = build_schedule(schedule, p, m, v) if isinstance(schedule, str) else schedule
     placed = play(built).placed
     busy = sum(one.end - one.start for one in placed)
     return 1 - busy / (built.ranks * (max(one.end for one in placed) - placed[0].start))
@@ -72,7 +72,7 @@ def makespan(
 
 @lru_cache(64)
 def _order(name: str, p: int, m: int, v: int) -> Order:
-    return named(name, p, m, v).order
+    return build_schedule(name, p, m, v).order
 
 
 def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
@@ -103,7 +103,7 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
 
 @lru_cache(4096)
 def _peak_live(name: str, p: int, m: int, v: int) -> tuple[float, ...]:
-    return tuple(held / v for held in named(name, p, m, v).peak_live)
+    return tuple(held / v for held in build_schedule(name, p, m, v).peak_live)
 
 
 def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
@@ -119,4 +119,4 @@ def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]
 
 @lru_cache(4096)
 def _stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
-    return named(name, p, 1, v).stage_to_rank
+    return build_schedule(name, p, 1, v).stage_to_rank

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpkit.schedule.action import COMPUTE, Action
 from mpkit.schedule.activations import live
 from mpkit.schedule.grid import draw_rows
-from mpkit.schedule.play import timed
+from mpkit.schedule.play import time_actions
 
 if TYPE_CHECKING:
     from mpkit.schedule.core import Schedule
@@ -151,7 +151,7 @@ def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
 
 
 def _check_finishes(schedule: Schedule) -> None:
-    _, stuck = timed(schedule)
+    _, stuck = time_actions(schedule)
     if not stuck:
         return
     # Follow each stuck rank to the rank that it waits for: the path must come back to itself.
@@ -166,13 +166,13 @@ def _check_finishes(schedule: Schedule) -> None:
     if len(ring) == 1:
         _fail(schedule, f"{action} comes before {need}, which it needs ({_why(action, need)})", spots[rank])
     waits = [
-        f"rank {r} is at {a} and waits for {n} of rank {schedule.stage_to_rank[n.stage]}{_held(schedule, n)}"
+        f"rank {r} is at {a} and waits for {n} of rank {schedule.stage_to_rank[n.stage]}{_pairing_note(schedule, n)}"
         for r, (a, n) in ((r, stuck[r]) for r in ring)
     ]
     _fail(schedule, "the ranks wait for each other for ever: " + "; ".join(waits), *spots.values())
 
 
-def _held(schedule: Schedule, action: Action) -> str:
+def _pairing_note(schedule: Schedule, action: Action) -> str:
     """Say which backward an action leaves together with, if it is a forward that is paired with one."""
     if action not in schedule.together:
         return ""

@@ -36,7 +36,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     rows = []
     for s in range(p):
         forwards, inputs = _of_stage(s, m)
-        rows.append(list(_filled(forwards, inputs, warm_up=p - 1 - s, lead=s, lead_at_the_end=0)))
+        rows.append(list(_fill_phases(forwards, inputs, warm_up=p - 1 - s, lead=s, lead_at_the_end=0)))
     return Schedule(rows, name="zb_h1")
 
 
@@ -58,7 +58,9 @@ def zb_h2(p: int, m: int) -> Schedule:
     rows = []
     for s in range(p):
         forwards, inputs = _of_stage(s, m)
-        rows.append(list(_filled(forwards, inputs, warm_up=2 * (p - 1 - s), lead=2 * s, lead_at_the_end=s)))
+        rows.append(
+            list(_fill_phases(forwards, inputs, warm_up=2 * (p - 1 - s), lead=2 * s, lead_at_the_end=s))
+        )
     return Schedule(rows, name="zb_h2")
 
 
@@ -79,7 +81,7 @@ def interleaved_zb(p: int, m: int, v: int = 2) -> Schedule:
     for rank in range(p):
         turn, forwards, inputs = in_turns(rank, p, m, v, "I")
         warm_up = (v - 1) * turn + p - 1 - rank
-        rows.append(list(_filled(forwards, inputs, warm_up, lead=rank, lead_at_the_end=0)))
+        rows.append(list(_fill_phases(forwards, inputs, warm_up, lead=rank, lead_at_the_end=0)))
     return Schedule(rows, "interleaved_zb", loops(p, v))
 
 
@@ -87,7 +89,7 @@ def _of_stage(s: int, m: int) -> tuple[list[Action], list[Action]]:
     return [Action("F", s, i) for i in range(m)], [Action("I", s, i) for i in range(m)]
 
 
-def _filled(
+def _fill_phases(
     forwards: Sequence[Action], inputs: Sequence[Action], warm_up: int, lead: int, lead_at_the_end: int
 ) -> Iterator[Action]:
     """Yield the four phases of a rank with these F's and I's; a W runs once the I's lead by more than `lead`."""

@@ -22,7 +22,17 @@ from mpkit.support.visible import escape
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Charted", "Drawn", "HasChart", "data_frame", "draw", "image", "in_notebook", "look_in", "written"]
+__all__ = [
+    "Charted",
+    "Drawn",
+    "HasChart",
+    "data_frame",
+    "draw",
+    "image",
+    "in_notebook",
+    "look_in",
+    "write_text",
+]
 
 _tables: list[str] = []
 
@@ -70,7 +80,7 @@ class Drawn:
 
     def to_svg(self, path: str | Path | None = None) -> str:
         """Return the picture as a standalone SVG document; write it to `path` as well if that is given."""
-        return written(draw(self, "svg"), path)
+        return write_text(draw(self, "svg"), path)
 
     def _words(self) -> str:
         """Return what the picture shows in words, for readers who cannot see it."""
@@ -118,7 +128,7 @@ def image(svg_text: str, words: str) -> str:
     return f'<img alt="{escape(words, quote=True)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
 
 
-def written(text: str, path: str | Path | None) -> str:
+def write_text(text: str, path: str | Path | None) -> str:
     """Return the text; write it to `path` as well if that is given."""
     if path is not None:
         write_whole(Path(path), text.encode())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["METHODS", "provided"]
+__all__ = ["METHODS", "provide_method"]
 
 METHODS = {
     "Run.what_if": "mpkit.experiments.what_if:what_if",
@@ -19,10 +19,10 @@ METHODS = {
 """By the name of a method: the module and the name of its function."""
 
 
-def provided(method: str) -> Callable[..., Any]:
+def provide_method(method: str) -> Callable[..., Any]:
     """Return the function of a method.
 
-    >>> provided("Run.what_if").__module__
+    >>> provide_method("Run.what_if").__module__
     'mpkit.experiments.what_if'
     """
     module, _, name = METHODS[method].partition(":")

@@ -67,19 +67,17 @@ def public(thing: Thing) -> Thing:
             if name.startswith("_") and name not in ("__init__", "__call__", "__getitem__"):
                 continue
             if isinstance(member, FunctionType):
-                setattr(thing, name, _guarded(member))
+                setattr(thing, name, _guard(member))
             elif isinstance(member, (classmethod, staticmethod)):
-                setattr(thing, name, type(member)(_guarded(member.__func__)))
+                setattr(thing, name, type(member)(_guard(member.__func__)))
             elif isinstance(member, property) and member.fget is not None:
-                setattr(
-                    thing, name, property(_guarded(member.fget), member.fset, member.fdel, member.__doc__)
-                )
+                setattr(thing, name, property(_guard(member.fget), member.fset, member.fdel, member.__doc__))
         return thing
     assert isinstance(thing, FunctionType)
-    return cast(Thing, _guarded(thing))
+    return cast(Thing, _guard(thing))
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isgeneratorfunction(function):
         return function
 

@@ -88,10 +88,10 @@ def breakdown(spans: Array, world_size: int, tick: float = 0.0) -> Breakdown:
 
 def _of_rank(spans: Array, tick: float) -> tuple[float, ...]:
     """Return a rank's seconds in the order of COLUMNS."""
-    waits = metrics.covered(metrics.waits_within(spans))
-    works = _ticked(_minus(metrics.covered(metrics.work(spans)), waits), tick)
-    comm = _ticked(metrics.covered(spans[spans["lane"] == Lane.COMM]), tick)
-    copies = _ticked(metrics.covered(spans[spans["lane"] == Lane.HOST]), tick)
+    waits = metrics.covered_times(metrics.waits_within(spans))
+    works = _round_to_ticks(_minus(metrics.covered_times(metrics.work(spans)), waits), tick)
+    comm = _round_to_ticks(metrics.covered_times(spans[spans["lane"] == Lane.COMM]), tick)
+    copies = _round_to_ticks(metrics.covered_times(spans[spans["lane"] == Lane.HOST]), tick)
     moved = _union(comm, copies)
     busy = _union(works, moved)
     total = float(busy[-1, 1] - busy[0, 0]) if len(busy) else 0.0
@@ -105,7 +105,7 @@ def _union(a: Array, b: Array) -> Array:
     both = np.concatenate([a, b])
     whole = np.zeros(len(both), [("start", "<f8"), ("end", "<f8")])
     whole["start"], whole["end"] = both[:, 0], both[:, 1]
-    return metrics.covered(whole)
+    return metrics.covered_times(whole)
 
 
 def _minus(a: Array, b: Array) -> Array:
@@ -125,7 +125,7 @@ def _minus(a: Array, b: Array) -> Array:
     return np.asarray(parts[parts[:, 1] > parts[:, 0]])
 
 
-def _ticked(intervals: Array, tick: float) -> Array:
+def _round_to_ticks(intervals: Array, tick: float) -> Array:
     """Shrink intervals to whole multiples of a tick."""
     if not tick:
         return intervals

@@ -41,7 +41,7 @@ class Figures:
 
         Loading the step's data counts as part of it, since ranks are idle meanwhile.
         """
-        start, end = metrics.extent(metrics.done(self._last))
+        start, end = metrics.extent(metrics.own_spans(self._last))
         return end - start
 
     @property
@@ -88,7 +88,7 @@ class Figures:
     @property
     def comm_time(self) -> list[float]:
         """Seconds in which at least one of the rank's communications is under way, per rank."""
-        return [metrics.length(metrics.covered(spans)) for spans in self._lanes(Lane.COMM)]
+        return [metrics.length(metrics.covered_times(spans)) for spans in self._lanes(Lane.COMM)]
 
     @property
     def exposed_comm(self) -> list[float]:
@@ -97,7 +97,7 @@ class Figures:
         An action that waits for communication midway (BatchNorm over all ranks does) does not compute meanwhile.
         """
         return [
-            metrics.exposed(comm, compute)
+            metrics.exposed_seconds(comm, compute)
             for comm, compute in zip(self._lanes(Lane.COMM), self._lanes(Lane.COMPUTE), strict=True)
         ]
 
@@ -108,7 +108,7 @@ class Figures:
 
         What workers load while the rank computes does not count.
         """
-        return [metrics.length(metrics.covered(spans)) for spans in self._lanes(Lane.DATA)]
+        return [metrics.length(metrics.covered_times(spans)) for spans in self._lanes(Lane.DATA)]
 
     @property
     def overlap(self) -> float:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from mpkit.timeline import metrics
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.dependencies.lane import within
+from mpkit.timeline.dependencies.lane import lies_within
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
@@ -128,7 +128,7 @@ class _IdleStep:
         found: Array = these.copy()
         for rank in range(self.graph.world_size):
             mine = np.flatnonzero(self.spans["rank"] == rank)
-            found[mine] |= within(self.spans[mine], copies[mine], these[mine])
+            found[mine] |= lies_within(self.spans[mine], copies[mine], these[mine])
         return found[self.graph.row]
 
     @cached_property
@@ -161,7 +161,7 @@ class _IdleStep:
     def hidden(self) -> tuple[float, float]:
         """Seconds by which the step's extent is longer than its pieces: loading at its begin or end, beside a wait."""
         graph, done = self.graph, self.work | self.loads
-        start, end = metrics.extent(metrics.done(self.spans))
+        start, end = metrics.extent(metrics.own_spans(self.spans))
         begins = graph.ends - graph.took
         return begins[done].min() - (start - graph.begin), end - graph.begin - graph.ends[done].max()
 

@@ -113,7 +113,9 @@ class Situation:
 
     def activations(self, plan: Plan) -> float:
         """Return the bytes of activations under a plan, from those that were held under the present one."""
-        held = self.held.get("activations", 0) * _kept(plan, self.rank) / _kept(self.plan, self.rank)
+        held = (
+            self.held.get("activations", 0) * _kept_share(plan, self.rank) / _kept_share(self.plan, self.rank)
+        )
         held *= self.plan.pp * self.plan.dp * self.plan.cp / (plan.pp * plan.dp * plan.cp)
         if plan.precision != "full" and self.plan.precision == "full":
             held /= 2
@@ -131,7 +133,7 @@ def savings(now: Situation) -> list[MemorySaving]:
     before = now.needs(now.plan)
     best: dict[str, MemorySaving] = {}
     for kind, change, why, price in _changes(now):
-        plan = _changed(change)
+        plan = _try_change(change)
         if plan is None or plan == now.plan:
             continue
         saved = before - now.needs(plan)
@@ -155,38 +157,48 @@ def _changes(now: Situation) -> Iterator[Change]:
     }
     for stage in range(plan.zero + 1, 4) if replicas > 1 else ():
         ddp = {"data_parallel": "ddp"} if plan.data_parallel == "dp" else {}
-        yield "zero", _with(plan, zero=stage, **ddp), f"{what[stage]} divided by {replicas}", traffic[stage]
+        yield (
+            "zero",
+            _change_plan(plan, zero=stage, **ddp),
+            f"{what[stage]} divided by {replicas}",
+            traffic[stage],
+        )
     for more in (2 * m, 4 * m):
         if not now.batch or more * plan.dp <= now.batch:
             yield (
                 "microbatches",
-                _with(plan, microbatches=more),
+                _change_plan(plan, microbatches=more),
                 "activations of fewer samples",
                 "smaller kernels",
             )
     if plan.recompute != "full":
         yield (
             "recompute",
-            _with(plan, recompute="full"),
+            _change_plan(plan, recompute="full"),
             "activations inside blocks",
             "one more forward per step",
         )
     if plan.pp > 1 and isinstance(plan.schedule, str) and SCHEDULES[plan.schedule].holds_all:
-        lean = _with(plan, schedule=ONE_F_ONE_B, virtual_stages=1)
+        lean = _change_plan(plan, schedule=ONE_F_ONE_B, virtual_stages=1)
         yield "schedule", lean, "activations of p micro-batches, not of m", "nothing"
     if plan.precision == "full" and now.itemsize > 2:
-        yield "precision", _with(plan, precision="bf16"), "activations and gradients in 16 bits", "rounding"
+        yield (
+            "precision",
+            _change_plan(plan, precision="bf16"),
+            "activations and gradients in 16 bits",
+            "rounding",
+        )
     if plan.offload == "none" and not now.on_host:
         yield (
             "offload",
-            _with(plan, offload="optimizer"),
+            _change_plan(plan, offload="optimizer"),
             "optimizer states on the host",
             "copies, and the CPU's step",
         )
     if plan.ranks == 1:
         yield (
             "zero",
-            _with(plan, dp=2, zero=3, schedule=GPIPE),
+            _change_plan(plan, dp=2, zero=3, schedule=GPIPE),
             "half of the states and of the batch",
             "a second GPU",
         )
@@ -198,14 +210,14 @@ def _changes(now: Situation) -> Iterator[Change]:
             "microbatches": max(m, 2 * plan.dp),
         }
         if not now.batch or stages["microbatches"] <= now.batch:
-            yield "pipeline", _with(plan, **stages), "a stage in place of a replica", "a bubble"
+            yield "pipeline", _change_plan(plan, **stages), "a stage in place of a replica", "a bubble"
 
 
-def _with(plan: Plan, **fields: Any) -> Callable[[], Plan]:
+def _change_plan(plan: Plan, **fields: Any) -> Callable[[], Plan]:
     return lambda: replace(plan, **fields)
 
 
-def _changed(change: Callable[[], Plan]) -> Plan | None:
+def _try_change(change: Callable[[], Plan]) -> Plan | None:
     """Return the changed plan; None where a Plan refuses the combination."""
     try:
         return change()
@@ -220,7 +232,7 @@ def _at_once(plan: Plan, rank: int) -> float:
     return max(live(schedule.rows[place]), default=1.0) or 1.0
 
 
-def _kept(plan: Plan, rank: int) -> float:
+def _kept_share(plan: Plan, rank: int) -> float:
     """Return the share of a replica's batch whose activations are kept at once, times the stages of a rank."""
     stages = plan.build().stages / plan.pp
     return _at_once(plan, rank) / (plan.microbatches * stages)

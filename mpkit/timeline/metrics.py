@@ -18,17 +18,17 @@ __all__ = [
     "active",
     "busy",
     "bytes_by_kind",
+    "changes_within",
     "common",
-    "covered",
-    "done",
-    "exposed",
+    "covered_times",
+    "exposed_seconds",
     "extent",
     "extents",
     "length",
-    "loading",
+    "loading_spans",
+    "own_spans",
     "peak",
     "steps",
-    "within",
     "work",
 ]
 
@@ -43,15 +43,15 @@ def work(spans: Array) -> Array:
     return of_lane
 
 
-def loading(spans: Array) -> Array:
+def loading_spans(spans: Array) -> Array:
     """Return the spans in which a rank gets its share of a batch."""
     of_lane: Array = spans[spans["lane"] == Lane.DATA]
     return of_lane
 
 
-def done(spans: Array) -> Array:
+def own_spans(spans: Array) -> Array:
     """Return work and loading, which a rank does itself; a step counts from the first of these on."""
-    return np.concatenate([work(spans), loading(spans)])
+    return np.concatenate([work(spans), loading_spans(spans)])
 
 
 def steps(spans: Array, world_size: int) -> list[int]:
@@ -80,13 +80,13 @@ def waits_within(spans: Array) -> Array:
     return within
 
 
-def worked(mine: Array) -> Array:
+def work_times(mine: Array) -> Array:
     """Return the seconds of each of a rank's actions without the waits inside it.
 
     Args:
         mine: the spans of one rank.
     """
-    actions, waits = work(mine), covered(waits_within(mine))
+    actions, waits = work(mine), covered_times(waits_within(mine))
     if not len(waits):
         seconds: Array = actions["end"] - actions["start"]
         return seconds
@@ -104,10 +104,10 @@ def busy(spans: Array, world_size: int) -> Array:
     if not len(waits_within(spans)):
         these = work(spans)
         return np.bincount(these["rank"], these["end"] - these["start"], minlength=world_size)
-    return np.array([worked(spans[spans["rank"] == rank]).sum() for rank in range(world_size)])
+    return np.array([work_times(spans[spans["rank"] == rank]).sum() for rank in range(world_size)])
 
 
-def covered(spans: Array) -> Array:
+def covered_times(spans: Array) -> Array:
     """Return the times that at least one of the spans covers, as disjoint intervals, (k, 2)."""
     if not len(spans):
         return np.zeros((0, 2))
@@ -123,13 +123,17 @@ def length(intervals: Array) -> float:
     return float((intervals[:, 1] - intervals[:, 0]).sum())
 
 
-def exposed(comm: Array, compute: Array) -> float:
+def exposed_seconds(comm: Array, compute: Array) -> float:
     """Return the seconds in which a rank communicates but does not compute; waits inside its actions are not computing.
 
     Args:
         comm, compute: the rank's spans on these lanes.
     """
-    there, works, waits = covered(comm), covered(work(compute)), covered(waits_within(compute))
+    there, works, waits = (
+        covered_times(comm),
+        covered_times(work(compute)),
+        covered_times(waits_within(compute)),
+    )
     alone = length(there) - common(there, works)
     return alone + common(there, waits)
 
@@ -139,10 +143,10 @@ def common(a: Array, b: Array) -> float:
     both = np.concatenate([a, b])
     whole = np.zeros(len(both), [("start", "<f8"), ("end", "<f8")])
     whole["start"], whole["end"] = both[:, 0], both[:, 1]
-    return length(a) + length(b) - length(covered(whole))
+    return length(a) + length(b) - length(covered_times(whole))
 
 
-def within(held: Array, start: float, end: float) -> Array:
+def changes_within(held: Array, start: float, end: float) -> Array:
     """Return the changes between two times, after the amounts that were held at the first of them."""
     kept = held[(held["time"] > start) & (held["time"] <= end)]
     before = held[held["time"] <= start]

@@ -23,7 +23,7 @@ from mpkit.trace import CATEGORIES, Kind, Lane, lane_of
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["PlayedActions", "followed_by", "held", "spans"]
+__all__ = ["PlayedActions", "followed_by", "held_changes", "spans"]
 
 Array = npt.NDArray[Any]
 
@@ -44,7 +44,7 @@ class PlayedActions(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[list[Timed]]) -> PlayedActions:
-        """Make the columns from what `mpkit.schedule.play.timed` returns."""
+        """Make the columns from what `mpkit.schedule.play.time_actions` returns."""
         ranks, actions, *times = zip(*(each for row in rows for each in row), strict=True)
         kinds, stages, microbatches = zip(*actions, strict=True)
         numbers = ranks, [KIND[kind] for kind in kinds], stages, microbatches
@@ -114,7 +114,7 @@ def _messages(done: PlayedActions, schedule: Schedule, back: Array) -> tuple[Arr
     return sent, takers[back[sent].astype(int), to[sent], m[sent]]
 
 
-def held(done: PlayedActions) -> Array:
+def held_changes(done: PlayedActions) -> Array:
     """Return the changes in memory, (n,) of `HELD`: a micro-batch counts 1 from the start of its F to the end of its B
     or W.
     """

@@ -17,9 +17,9 @@ import numpy as np
 from mpkit.plan.checks import every, whole
 from mpkit.plan.plan import Plan
 from mpkit.schedule import Action, Schedule
-from mpkit.schedule.play import timed
+from mpkit.schedule.play import time_actions
 from mpkit.support.tracebacks import public
-from mpkit.timeline.played_schedule import PlayedActions, held, spans
+from mpkit.timeline.played_schedule import PlayedActions, held_changes, spans
 from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Times", "by_stage", "simulate", "time_of", "whole_backward"]
@@ -78,12 +78,12 @@ def simulate(
     k = every(plan.recompute)
     again = [time / k if k else 0.0 for time in f]
     slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
-    rows, stuck = timed(schedule, slots, time_of("hop", hop), again)
+    rows, stuck = time_actions(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
     done = PlayedActions.of(rows)
     table, names = spans(done, schedule, hop, np.array(again), steps)
     meta = {"plan": plan.to_json(), "schedule": schedule.name}
-    return Timeline(table, names, held(done), schedule.ranks, "simulated", meta)
+    return Timeline(table, names, held_changes(done), schedule.ranks, "simulated", meta)
 
 
 def _after_each_other(schedule: Schedule, steps: int) -> Schedule:

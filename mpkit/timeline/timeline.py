@@ -14,7 +14,7 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.support.disk import write_whole
-from mpkit.support.display import data_frame, draw, written
+from mpkit.support.display import data_frame, draw, write_text
 from mpkit.support.tracebacks import public
 from mpkit.timeline import metrics
 from mpkit.timeline.breakdown import Breakdown, breakdown
@@ -124,7 +124,9 @@ class Timeline(Replayed, Figures):
             spans[bound] = np.maximum(spans[bound], start)
         sampled = self.device_samples
         sampled = sampled[(sampled["time"] >= start) & (sampled["time"] <= end)]
-        return replace(self, spans=spans, held=metrics.within(self.held, start, end), device_samples=sampled)
+        return replace(
+            self, spans=spans, held=metrics.changes_within(self.held, start, end), device_samples=sampled
+        )
 
     def bubble_of(self, step: int, *, ideal: bool = False) -> float:
         """Return the bubble of a step: by GPipe's definition, or with `ideal` by Megatron's."""
@@ -218,9 +220,9 @@ class Timeline(Replayed, Figures):
         >>> print(found[0].words)
         Rank 2 with stage 2 has 1.43 times the mean time of a rank: it works 92.0 % of the step, the others 55.2 %.
         """
-        from mpkit.support.provided import provided
+        from mpkit.support.provided import provide_method
 
-        found: Diagnosis = provided("Timeline.diagnose")(self, step, hardware)
+        found: Diagnosis = provide_method("Timeline.diagnose")(self, step, hardware)
         return found
 
     # ---- as something else ---------------------------------------------------------------------------------
@@ -260,11 +262,11 @@ class Timeline(Replayed, Figures):
             path: the file to write.
             fold: whether to draw only the first of each group of ranks (a stage of a replica).
         """
-        return written(draw(self, "svg", fold=fold), path)
+        return write_text(draw(self, "svg", fold=fold), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return the interactive timeline as one self-contained HTML page; write it to `path` as well if given."""
-        return written(draw(self, "html"), path)
+        return write_text(draw(self, "html"), path)
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Write a trace that ui.perfetto.dev and chrome://tracing can open, and return its path."""

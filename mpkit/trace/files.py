@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mpkit.errors import TraceError
 from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, SAMPLE, VALUE
 
-__all__ = ["RankTrace", "mapped", "read_rank"]
+__all__ = ["RankTrace", "map_file", "read_rank"]
 
 
 @dataclass
@@ -59,7 +59,7 @@ def read_rank(folder: Path, number: int) -> RankTrace:
     return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)], values, samples)
 
 
-def mapped(path: Path) -> npt.NDArray[np.uint8]:
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
     """Return the bytes of a file that a rank is writing, without a copy; none if it is not there yet, or still empty.
 
     A rank that ends shortens its files to what they hold. If that happens between the look at the length and the
@@ -77,7 +77,7 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
     nothing = np.empty(0, dtype), 0, 0
     if not path.is_file():  # not there yet, or something that would block a reader
         return nothing
-    data = mapped(path)
+    data = map_file(path)
     if len(data) < HEADER.itemsize:
         return nothing
     # A copy: while the rank writes, records read before its check could still be without their ends.
@@ -93,7 +93,7 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
     body = np.array(data[HEADER.itemsize : HEADER.itemsize + count * dtype.itemsize])
     if count == head["count"]:  # of a file that was cut short, the whole records are read
         _check(path, body.data, int(head["check"]))
-    return _written(path, body.view(dtype)), int(head["state"]), int(head["names"])
+    return _whole_records(path, body.view(dtype)), int(head["state"]), int(head["names"])
 
 
 def _check(path: Path, data: bytes | memoryview, check: int) -> None:
@@ -101,7 +101,7 @@ def _check(path: Path, data: bytes | memoryview, check: int) -> None:
         raise TraceError(f"{path} is damaged: its CRC-32 is not that of what the rank wrote")
 
 
-def _written(path: Path, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _whole_records(path: Path, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the records up to one that is empty: it is counted, but cannot be seen from this core or disk yet.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["PROOF", "Proof", "numbered", "power"]
+__all__ = ["PROOF", "Proof", "number_steps", "power"]
 
 PROOF = "proof.json"
 """The file in a run's folder that keeps its proof."""
@@ -49,7 +49,7 @@ class Proof:
         if self.difference:
             return "not equal to serial training"
         if self.steps:
-            return f"equal to serial training in {numbered(self.steps)}"
+            return f"equal to serial training in {number_steps(self.steps)}"
         return f"not verified: {self.why_not}" if self.why_not else ""
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Proof:
         if not self.steps:
             return f"not verified: {self.why_not or 'no step is complete'}"
         within = f"loss within {power(self.loss)}, weights within {power(self.weights)}"
-        line = f"equal to serial training in {numbered(self.steps)}: {within}"
+        line = f"equal to serial training in {number_steps(self.steps)}: {within}"
         return f"{line}; {self.why_not}" if self.why_not else line
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def power(difference: float) -> str:
     return f"{difference:.0e}" if difference else "0"
 
 
-def numbered(steps: tuple[int, ...]) -> str:
+def number_steps(steps: tuple[int, ...]) -> str:
     """Name the steps, ranges of them as such.
 
-    >>> numbered((1,)), numbered((1, 2, 17)), numbered((1, 2, 3, 4, 9))
+    >>> number_steps((1,)), number_steps((1, 2, 17)), number_steps((1, 2, 3, 4, 9))
     ('step 1', 'steps 1, 2 and 17', 'steps 1 to 4 and 9')
     """
     runs: list[list[int]] = []

@@ -86,7 +86,7 @@ class Communication:
     # ---- the kernels
 
     def _kernel(self, name: str, operator: C10dOperator) -> Any:
-        go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _after()
+        go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _backend_keys()
         at_group = _place_of_group(name)
         unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
         direct_only = self._direct_only
@@ -111,7 +111,7 @@ class Communication:
         return kernel
 
     def _wait_tensor(self) -> Any:
-        go_on, after = torch.ops._c10d_functional.wait_tensor.default.redispatch, _after()
+        go_on, after = torch.ops._c10d_functional.wait_tensor.default.redispatch, _backend_keys()
 
         def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
             return self._completion.wait_for_output(tensor, lambda: go_on(keyset & after, tensor))
@@ -214,6 +214,6 @@ def _place_of_group(name: str) -> int:
     return next((i for i, argument in enumerate(arguments) if argument.name == "process_group"), -1)
 
 
-def _after() -> Any:
+def _backend_keys() -> Any:
     """Return the dispatch keys that come after BackendSelect: those of the backends."""
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

@@ -18,11 +18,11 @@ from mpkit.watch.communication import Communication
 from mpkit.watch.completion import Completion
 from mpkit.watch.lines import SourceLines
 
-__all__ = ["ComparedFunction", "compared"]
+__all__ = ["ComparedFunction", "compare_calls"]
 
 
 @contextmanager
-def compared(comm: Communicator, checks: CallChecks | None = None) -> Iterator[None]:
+def compare_calls(comm: Communicator, checks: CallChecks | None = None) -> Iterator[None]:
     """Compare the program's own calls of torch.distributed from here to the end of the block.
 
     Args:
@@ -58,5 +58,5 @@ class ComparedFunction:
 
     def __call__(self, context: Context, *args: Any) -> Any:
         """Call the function on this rank."""
-        with compared(context.comm):
+        with compare_calls(context.comm):
             return self.function(context, *args)

@@ -138,7 +138,7 @@ class Completion:
             return
         for handle, work in list(self._unseen.items()):
             if _is_complete(work):
-                self._waiting(handle, _nothing)
+                self._waiting(handle, _wait_no_longer)
         for handle, (work, op, _, _) in list(self._issued.items()):
             if handle not in self._unseen and work.is_completed() and sys.getrefcount(work) <= _OURS:
                 del self._issued[handle]
@@ -154,5 +154,5 @@ def _is_complete(work: Any) -> bool:
     return False
 
 
-def _nothing() -> None:
+def _wait_no_longer() -> None:
     """Wait no longer: C++ has waited."""

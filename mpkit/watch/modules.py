@@ -181,7 +181,7 @@ def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[st
     >>> [name for name, _ in layers_to_record(model, depth=2)]
     ['embed', 'layers.0', 'layers.0.0', 'layers.0.1', 'layers.1', 'layers.1.0', 'layers.1.1']
     """
-    inner = unwrapped(root)
+    inner = unwrap_module(root)
     if inner is None:
         return []
     if depth is not None:
@@ -189,13 +189,13 @@ def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[st
     blocks = repeated_blocks(inner)
     if not blocks:
         return [(name, layer) for name, layer in layers_of(inner) if any(True for _ in layer.parameters())]
-    return list(_beside(inner, {id(block) for block in blocks.values()}, ""))
+    return list(_outermost_modules(inner, {id(block) for block in blocks.values()}, ""))
 
 
-def unwrapped(root: nn.Module) -> nn.Module | None:
+def unwrap_module(root: nn.Module) -> nn.Module | None:
     """Return the program's own module inside DDP, FSDP and the like; None if it is compiled."""
     while True:
-        if isinstance(root, torch._dynamo.OptimizedModule if "torch._dynamo" in _loaded() else ()):
+        if isinstance(root, torch._dynamo.OptimizedModule if "torch._dynamo" in _loaded_modules() else ()):
             return None
         for wrapper in _WRAPPERS:
             inner = root._modules.get(wrapper[:-1])
@@ -206,7 +206,7 @@ def unwrapped(root: nn.Module) -> nn.Module | None:
             return root
 
 
-def _loaded() -> Any:
+def _loaded_modules() -> Any:
     import sys
 
     return sys.modules
@@ -224,13 +224,13 @@ def _down_to(module: nn.Module, depth: int, prefix: str) -> Iterator[tuple[str, 
             yield from _down_to(child, depth - 1, f"{path}.")
 
 
-def _beside(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_modules(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks and the outermost modules with parameters that contain no block."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if id(child) in blocks:
             yield path, child
         elif any(id(inner) in blocks for inner in child.modules()):
-            yield from _beside(child, blocks, f"{path}.")
+            yield from _outermost_modules(child, blocks, f"{path}.")
         elif any(True for _ in child.parameters()):
             yield path, child

@@ -8,7 +8,7 @@ from typing import Any
 from mpkit.launch.process.context import Context
 from mpkit.watch.watching import Watching
 
-__all__ = ["NEEDED", "check_watch", "watched"]
+__all__ = ["NEEDED", "check_watch", "watch_function"]
 
 NEEDED = ("torch.distributed.pipelining",)
 """Modules whose classes are watched, so the fork server imports them once for all ranks."""
@@ -36,7 +36,7 @@ def check_watch(watch: Any) -> int | None:
     )
 
 
-def watched(ctx: Context, function: Callable[..., Any], depth: int | None, *args: Any) -> Any:
+def watch_function(ctx: Context, function: Callable[..., Any], depth: int | None, *args: Any) -> Any:
     """Call `function(ctx, *args)` and record what it computes, communicates and holds.
 
     Args:

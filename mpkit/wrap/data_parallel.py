@@ -26,7 +26,7 @@ from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.loop_proof.checked import checked_prove
 from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.loop_proof.weights import HeldElements
-from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
+from mpkit.wrap.replicas import Group, check_module, context_for, replicas_of
 from mpkit.wrap.tensor_parallel import TensorParallel
 from mpkit.wrap.wrapped import Wrapped
 
@@ -87,7 +87,7 @@ def ddp(
             "parts compute"
         )
     return DataParallel(
-        checked(module, "mk.ddp", within=within), bucket_mb, find_unused_parameters, group, prove
+        check_module(module, "mk.ddp", within=within), bucket_mb, find_unused_parameters, group, prove
     )
 
 

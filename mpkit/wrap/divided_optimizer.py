@@ -19,14 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mpkit.prepare.optimizer.made import ELEMENTWISE
 from mpkit.support.caught import one_line
-from mpkit.wrap.gradient_part import marked, unmarked
+from mpkit.wrap.gradient_part import mark_part, unmark_part
 
-__all__ = ["check_optimizers", "divided"]
+__all__ = ["check_optimizers", "mark_divided"]
 
 Parts = Literal["elements", "parameters"]
 
 
-def divided(parameter: nn.Parameter, by: Parts, wrapper: str) -> None:
+def mark_divided(parameter: nn.Parameter, by: Parts, wrapper: str) -> None:
     """Mark a parameter as one of which other ranks have the rest, or beside which they have others.
 
     Args:
@@ -51,11 +51,11 @@ def _watch_steps() -> None:
             seen.add(optimizer)
             check_optimizers(optimizer)
         for parameter in parts(optimizer):
-            parameter.grad = unmarked(parameter.grad)
+            parameter.grad = unmark_part(parameter.grad)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in parts(optimizer):
-            parameter.grad = marked(parameter.grad)
+            parameter.grad = mark_part(parameter.grad)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -65,7 +65,7 @@ def check_optimizers(optimizer: torch.optim.Optimizer, by: Parts | None = None, 
     """Check that an optimizer does the same on parts of its parameters, if they are divided.
 
     Args:
-        by, wrapper: as in `divided`; None for what the parameters say.
+        by, wrapper: as in `mark_divided`; None for what the parameters say.
 
     Raises:
         ValueError: it does not, or that cannot be found out.

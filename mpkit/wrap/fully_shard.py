@@ -10,7 +10,7 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.wrap.fully_sharded import FullySharded
 from mpkit.wrap.loop_proof.checked import checked_prove
-from mpkit.wrap.replicas import Group, checked, size_of
+from mpkit.wrap.replicas import Group, check_module, size_of
 
 __all__ = ["fully_shard"]
 
@@ -74,7 +74,7 @@ def fully_shard(
         ValueError: there is no process group, no such stage or precision, nothing to train, or it is wrapped already.
         NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
     """
-    checked(module, "mk.fully_shard")
+    check_module(module, "mk.fully_shard")
     _check(stage, precision, prove)
     plan = Plan(
         dp=size_of(module, group), zero=stage, precision=PRECISIONS[precision], batchnorm="local",

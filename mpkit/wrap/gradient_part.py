@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GradientPart", "marked", "marked_when_ready", "unmarked"]
+__all__ = ["GradientPart", "mark_part", "marked_when_ready", "unmark_part"]
 
 SUMS = {
     "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean", "nanmean",
@@ -24,7 +24,7 @@ SUMS = {
 class GradientPart(Tensor):
     """A rank's part of a gradient. What is computed from it element by element is a part, too.
 
-    >>> part = marked(torch.ones(4))
+    >>> part = mark_part(torch.ones(4))
     >>> type(part.detach() * 2).__name__, part.numel()
     ('GradientPart', 4)
     """
@@ -47,12 +47,12 @@ class GradientPart(Tensor):
             return result.as_subclass(cls) if result.numel() in sizes else result
 
 
-def marked(gradient: Tensor) -> Tensor:
+def mark_part(gradient: Tensor) -> Tensor:
     """Return the same gradient as a part, in the same memory."""
     return gradient.as_subclass(GradientPart)
 
 
-def unmarked(gradient: Tensor) -> Tensor:
+def unmark_part(gradient: Tensor) -> Tensor:
     """Return a part as a plain tensor, in the same memory."""
     return Tensor.as_subclass(gradient, Tensor)
 
@@ -62,6 +62,6 @@ def marked_when_ready(parameter: nn.Parameter) -> None:
 
     def mark(ready: Tensor) -> None:
         if ready.grad is not None and not isinstance(ready.grad, GradientPart):
-            ready.grad = marked(ready.grad)
+            ready.grad = mark_part(ready.grad)
 
     parameter.register_post_accumulate_grad_hook(mark)

@@ -16,7 +16,7 @@ from mpkit.schedule.catalogue import ONE_F_ONE_B
 from mpkit.wrap.loop_proof.checked import checked_prove
 from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.pipelined import PipelineParallel
-from mpkit.wrap.replicas import checked, context_for
+from mpkit.wrap.replicas import check_module, context_for
 
 __all__ = ["pipeline"]
 
@@ -84,7 +84,7 @@ def pipeline(
 
 
 def _check(module: Any, loss: Any, options: Mapping[str, Any], prove: Any) -> None:
-    checked(module, "mk.pipeline")
+    check_module(module, "mk.pipeline")
     checked_prove("mk.pipeline", prove)
     unknown = sorted(set(options) - {"virtual_stages", "recompute", "cut"})
     if unknown:

@@ -32,8 +32,8 @@ from mpkit.parallel.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.proof.assembled import Elements
 from mpkit.proof.draws import StepDraws
 from mpkit.record.silent import SilentRecorder
-from mpkit.wrap.divided_optimizer import divided
-from mpkit.wrap.gradient_part import marked
+from mpkit.wrap.divided_optimizer import mark_divided
+from mpkit.wrap.gradient_part import mark_part
 from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.loop_proof.weights import HeldElements
@@ -66,7 +66,7 @@ class PipelineParallel(Wrapped):
         self._copies = [p for p in every if p not in updated]  # no optimizer has them
         self._pipeline = Pipeline(context, job, axes, self._sync)
         for piece in self._sync.pieces:
-            divided(piece.parameter, "parameters", "mk.pipeline")
+            mark_divided(piece.parameter, "parameters", "mk.pipeline")
         self._stale = True  # whether copies of tied weights may be out of date
         self._held = HeldParameters(job.what.model, "mk.pipeline", allows_unused=True)
         if not isinstance(context.record, SilentRecorder):
@@ -117,7 +117,7 @@ class PipelineParallel(Wrapped):
         loss = self._counted(returned, before)
         for piece in self._sync.pieces:
             if piece.held.grad is not None:
-                piece.held.grad = marked(piece.held.grad)  # other stages have the rest
+                piece.held.grad = mark_part(piece.held.grad)  # other stages have the rest
         self._proof.compare_step(loss, heard, partial(StepDraws, self._job.plan, batch_size(inputs)))
         return loss
 

@@ -14,7 +14,7 @@ from mpkit.comm.one_rank import OneRank
 from mpkit.launch.process.context import Context
 from mpkit.wrap.wrapped import Wrapped
 
-__all__ = ["Group", "checked", "context_for", "context_on", "replicas_of", "size_of"]
+__all__ = ["Group", "check_module", "context_for", "context_on", "replicas_of", "size_of"]
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 """The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
@@ -80,7 +80,7 @@ def size_of(module: nn.Module, group: Group) -> int:
     return replicas_of(context_for(module), group).size
 
 
-def checked(module: nn.Module, what: str, within: tuple[type[Wrapped], ...] = ()) -> nn.Module:
+def check_module(module: nn.Module, what: str, within: tuple[type[Wrapped], ...] = ()) -> nn.Module:
     """Return the module, if it can be wrapped.
 
     Args:

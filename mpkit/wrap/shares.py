@@ -25,8 +25,8 @@ from mpkit.parallel.stage.gradient_sync import Piece
 from mpkit.parallel.update.master_weights import Masters
 from mpkit.parallel.zero.flat import FlatLayout
 from mpkit.record.ledger import Ledger
-from mpkit.wrap.divided_optimizer import divided
-from mpkit.wrap.gradient_part import marked
+from mpkit.wrap.divided_optimizer import mark_divided
+from mpkit.wrap.gradient_part import mark_part
 
 __all__ = ["ShardedParameters"]
 
@@ -82,7 +82,7 @@ class ShardedParameters:
                 if name != "_gather":
                     setattr(share, name, value)
             if piece in self._apart:
-                divided(share, "elements", "mk.fully_shard")
+                mark_divided(share, "elements", "mk.fully_shard")
             if share.requires_grad:
                 share.register_hook(partial(_refuse_gradient, piece.name))
         by_parameter = {piece.parameter: share for piece, share in self.of.items()}
@@ -144,7 +144,7 @@ class ShardedParameters:
             new = piece.held.grad.to(share.dtype, copy=True).div_(divisor).view_as(share)
             if share.grad is None:
                 self._ledger.track(new, "grads")
-                share.grad = marked(new) if piece in self._apart else new
+                share.grad = mark_part(new) if piece in self._apart else new
             else:
                 share.grad.add_(new)
 

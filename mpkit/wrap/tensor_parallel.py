@@ -26,14 +26,14 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.prepare.arguments.embeddings import check_embeddings
 from mpkit.proof.assembled import Elements
 from mpkit.wrap.backward import ModuleBackwards
-from mpkit.wrap.divided_optimizer import divided
+from mpkit.wrap.divided_optimizer import mark_divided
 from mpkit.wrap.gradient_part import marked_when_ready
 from mpkit.wrap.held import HeldParameters
 from mpkit.wrap.loop_proof.checked import checked_prove
 from mpkit.wrap.loop_proof.proof import LoopProof
 from mpkit.wrap.loop_proof.weights import HeldElements
 from mpkit.wrap.norm import clip
-from mpkit.wrap.replicas import Group, checked, context_for, replicas_of
+from mpkit.wrap.replicas import Group, check_module, context_for, replicas_of
 from mpkit.wrap.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class TensorParallel(Wrapped):
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 marked_when_ready(parameter)
-                divided(parameter, "elements", "mk.tensor_parallel")
+                mark_divided(parameter, "elements", "mk.tensor_parallel")
         self._held = HeldParameters(module, "mk.tensor_parallel", allows_unused=True)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,10 +238,10 @@ def tensor_parallel(
                 f"mk.tensor_parallel(model, prove={prove})"
             )
         return by_hand.tensor_parallel(module, model, plan, **how)
-    return _wrapped(module, model if plan is None else plan, prove=prove, **how)
+    return _wrap_module(module, model if plan is None else plan, prove=prove, **how)
 
 
-def _wrapped(
+def _wrap_module(
     module: nn.Module,
     plan: TensorPlan | None = None,
     *,
@@ -251,7 +251,7 @@ def _wrapped(
     prove: int,
 ) -> TensorParallel:
     checked_prove("mk.tensor_parallel", prove)
-    checked(module, "mk.tensor_parallel")
+    check_module(module, "mk.tensor_parallel")
     context = context_for(module)
     comm = replicas_of(context, group)
     check_embeddings(module, shared=comm.size > 1)

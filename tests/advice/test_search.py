@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.advice.advice import advised, plan_of
+from mpkit.advice.advice import find_advice, plan_of
 from mpkit.advice.objective import TIME
 from mpkit.advice.offers import offers_of
 from mpkit.advice.search import FoundLayout, LayoutPrices
@@ -106,7 +106,7 @@ def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
 
 def test_plans_that_are_found_can_be_made_and_cost_what_was_found() -> None:
     asked = priced("dense", machine(6))
-    advice = advised(asked.asked, asked.hardware, asked.stack, asked.preset)
+    advice = find_advice(asked.asked, asked.hardware, asked.stack, asked.preset)
     for plan, found in zip(advice.plans, advice.found, strict=False):
         guess = advice.estimate(plan)
         assert guess.step_time == pytest.approx(found.seconds, rel=1e-12)

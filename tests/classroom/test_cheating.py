@@ -17,7 +17,7 @@ from mpkit.classroom.catalogue import families, find, solution_folders
 from mpkit.classroom.framework.room import PackedAnswer
 from mpkit.classroom.framework.source import run_cell
 from mpkit.classroom.grading import enclose, grader, guard
-from mpkit.classroom.grading.guard import Guard, below, enclosed
+from mpkit.classroom.grading.guard import Guard, enclose_command, list_descendants
 from mpkit.classroom.grading.judging import Judges
 from mpkit.classroom.judge import Checked, NotSolved
 from mpkit.classroom.notebooks import notebook
@@ -67,7 +67,7 @@ def test_an_attack_gets_no_points_and_the_next_right_answer_does(judges: Judges,
     if name not in ENDS_ITS_RUN:
         assert TRIED in printed, (printed, checked)
     if checked is not None:
-        commands = [" ".join(process.cmdline()) for process in below(next(iter(judges.pids())))]
+        commands = [" ".join(process.cmdline()) for process in list_descendants(next(iter(judges.pids())))]
         assert sum("fork_server" in command for command in commands) <= 3, "it left a process behind"
     checked, why = judged(judges, find("pass-the-token").source.plain)
     assert checked is not None and checked.passed, (checked, why)
@@ -95,7 +95,7 @@ def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
             continue
         for path, readable in (("hidden/secret", False), ("link/secret", False), ("beside", True)):
             command = [sys.executable, "-c", code, str(tmp_path / path)]
-            command = enclosed(command, tmp_path / "hidden" / "own", [str(tmp_path / "hidden")], way)
+            command = enclose_command(command, tmp_path / "hidden" / "own", [str(tmp_path / "hidden")], way)
             done = subprocess.run(command, cwd=tmp_path / "hidden" / "own", capture_output=True, text=True)
             assert (done.stdout == "43\n", done.returncode == 0) == (readable, readable), (way, done.stderr)
     assert (tmp_path / "hidden" / "own" / "mine").exists()

@@ -19,7 +19,7 @@ from mpkit.classroom.framework.exercise import CheckRow
 from mpkit.classroom.framework.room import PackedAnswer
 from mpkit.classroom.grading import grade as grading
 from mpkit.classroom.grading.enclose import WAYS
-from mpkit.classroom.grading.guard import enclosed, way_to_enclose
+from mpkit.classroom.grading.guard import enclose_command, way_to_enclose
 from mpkit.classroom.grading.handed_in import HandedIn, handed_in
 from mpkit.classroom.grading.kept import Grade
 from mpkit.classroom.grading.report import GradeReport, page_names
@@ -282,7 +282,7 @@ def test_what_is_enclosed_writes_and_signals_nowhere_else(tmp_path: Path) -> Non
     place.mkdir()
     (tmp_path / "victim").write_text("precious")
     command = [sys.executable, "-c", ATTACK, str(tmp_path / "victim"), str(os.getpid())]
-    done = subprocess.run(enclosed(command, place), cwd=place, capture_output=True, text=True)
+    done = subprocess.run(enclose_command(command, place), cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = done.stdout.split()
     assert said[0] in ("OSError", "PermissionError") and said[-1] == "True"

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.cost_model.architecture import Architecture
 from mpkit.cost_model.calibrate import NEAR, Observation
-from mpkit.cost_model.estimate import estimated
+from mpkit.cost_model.estimate import estimate_checked
 from mpkit.cost_model.known_models import known_models
 from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.memory import kept
+from mpkit.cost_model.memory import kept_bytes
 from mpkit.cost_model.preset import preset_as_played, preset_for
 from mpkit.cost_model.stack import Constants, Stack, stack_of
 from mpkit.cost_model.step import step_time
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.model_states import formula
-from mpkit.schedule import NAMES, named
+from mpkit.schedule import NAMES, build_schedule
 from mpkit.schedule.catalogue import SCHEDULES
 from mpkit.schedule.summary import peak_live
 from tests.recipes import adamw
@@ -63,7 +63,7 @@ def test_ranks_hold_as_many_micro_batches_as_their_schedule_says(schedule: str) 
     for p, v in product((2, 3, 4), _chunks(schedule)):
         for m in (*range(1, 2 * p + 2), 5 * p, 5 * p + 1):
             held = peak_live(schedule, p, m, v)
-            assert held == tuple(one / v for one in named(schedule, p, m, v).peak_live)
+            assert held == tuple(one / v for one in build_schedule(schedule, p, m, v).peak_live)
     assert peak_live("interleaved_1f1b", 3, 8, 2) == (4.5, 3.5, 2.5)
 
 
@@ -178,7 +178,7 @@ class TestMegatronsActivations:
     )
     def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
         layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
-        found = kept(self.gpt, 0, layout, 2048, self.stack)
+        found = kept_bytes(self.gpt, 0, layout, 2048, self.stack)
         assert found / (2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)
 
 
@@ -289,7 +289,7 @@ def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
     preset = mk.calibrate(rows)
     for guess, seconds in rows:
         again = replace(guess, preset=preset)
-        found = estimated(
+        found = estimate_checked(
             again.model, again.plan, again.hardware, 16, again.sequence, again.stack, preset
         )  # fmt: skip
         assert found.step_time == pytest.approx(seconds, rel=0.05)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.apps.cli import main
-from mpkit.diagnosis.evidence import WORTH, listed
+from mpkit.diagnosis.evidence import WORTH, list_ranks
 from mpkit.diagnosis.rules import RULES
 from mpkit.support.units import percent
 from mpkit.timeline.findings.diagnosis import Diagnosis
@@ -156,7 +156,7 @@ def test_a_step_played_with_other_durations_is_the_one_simulated_with_them(
 
 
 def test_ranks_are_listed_as_people_do() -> None:
-    assert listed(["0", "2"]) == "Ranks 0 and 2" and listed(map(str, range(3))) == "Ranks 0 to 2"
+    assert list_ranks(["0", "2"]) == "Ranks 0 and 2" and list_ranks(map(str, range(3))) == "Ranks 0 to 2"
 
 
 # ---- shown ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import mpkit as mk
 from mpkit import Plan
 from mpkit.classroom.grading.reading import NoNotebook, calls_in, code_cells
 from mpkit.classroom.grading.roster import read_roster
-from mpkit.classroom.grading.shown import tries_shown, variant_of, written
+from mpkit.classroom.grading.shown import read_justifications, tries_shown, variant_of
 from mpkit.classroom.progress import Progress
 from mpkit.cost_model.known_models import architecture_of
 from mpkit.errors import TraceError
@@ -290,7 +290,7 @@ def notebooks() -> list[bytes]:
 
 def grade(path: Path) -> None:
     data = path.read_bytes()
-    variant_of(data), tries_shown(data), written(data)  # these say nothing of what is broken
+    variant_of(data), tries_shown(data), read_justifications(data)  # these say nothing of what is broken
     for source in code_cells(data):
         list(calls_in(source, "check"))
 

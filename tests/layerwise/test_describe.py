@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.layerwise.describe import described
+from mpkit.layerwise.describe import describe_chain
 from mpkit.layerwise.layer import Layer
 from mpkit.models import GPT
 
@@ -22,7 +22,7 @@ def images() -> nn.Sequential:
 
 
 def test_a_convolutional_network() -> None:
-    convolution, norm, relu, pool, flatten, linear, softmax = described(images(), sample=(3, 8, 8))
+    convolution, norm, relu, pool, flatten, linear, softmax = describe_chain(images(), sample=(3, 8, 8))
     assert convolution == Layer(
         "0", 3 * 64, 8 * 64, flops=2 * 64 * 8 * 3 * 9, parameters=8 * 3 * 9 + 8, attribute=8, parameter=8,
         exchanged=2 * 3 * 8,
@@ -58,7 +58,7 @@ def saved_by(block: nn.Module, x: torch.Tensor) -> int:
 
 def test_a_gpt() -> None:
     model = GPT(layers=3, width=32, heads=4, length=16, vocab=64)
-    embedding, *blocks, head = described(model)
+    embedding, *blocks, head = describe_chain(model)
     assert [block.name for block in blocks] == ["block0", "block1", "block2"]
     assert len({block.sizes for block in blocks}) == 1
     block = blocks[0]
@@ -66,10 +66,12 @@ def test_a_gpt() -> None:
     assert (block.attribute, block.parameter, block.sums, block.exchanged) == (16, 4, 2, 2 * 16 * 32)
     assert block.saved == saved_by(model[1], torch.zeros(2, 16, 32, device="meta", requires_grad=True)) / 2
     assert (embedding.inputs, embedding.parameter, head.outputs, head.parameter) == (16, 32, 16 * 64, 64)
-    assert sum(each.parameters for each in described(model)) == sum(p.numel() for p in model.parameters())
+    assert sum(each.parameters for each in describe_chain(model)) == sum(
+        p.numel() for p in model.parameters()
+    )
     with torch.device("meta"):
         large = GPT(layers=3, width=32, heads=4, length=16, vocab=64)
-    assert described(large) == described(model)
+    assert describe_chain(large) == describe_chain(model)
 
 
 def test_strategies_of_a_module_are_those_of_its_layers() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.layerwise.chain_search import chosen, least_memory
+from mpkit.layerwise.chain_search import least_memory, price_choice
 from mpkit.layerwise.layer import Split
 from mpkit.layerwise.result import LayerStrategies
 from mpkit.models import GPT
@@ -65,7 +65,7 @@ def with_splits(found: LayerStrategies, seed: int) -> LayerStrategies:
     """The same layers with splits drawn at random, so that all kinds of resharding take place."""
     generator = torch.Generator().manual_seed(seed)
     places = tuple(int(torch.randint(len(s), (), generator=generator)) for s in found.priced.splits)
-    return replace(found, choice=chosen(found.priced.costs, places))
+    return replace(found, choice=price_choice(found.priced.costs, places))
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -137,7 +137,7 @@ def test_degrees_that_do_not_divide_each_other(clusters: Clusters) -> None:
     found = mk.layer_strategies(model, "8x-a100-nvlink", batch=12, devices=6)
     wanted = [Split(sample=2), Split(sample=3), Split(sample=2, parameter=3), Split(parameter=3)]
     places = tuple(splits.index(split) for splits, split in zip(found.priced.splits, wanted, strict=True))
-    check(replace(found, choice=chosen(found.priced.costs, places)), clusters(6), model, data)
+    check(replace(found, choice=price_choice(found.priced.costs, places)), clusters(6), model, data)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])

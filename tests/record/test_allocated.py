@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpkit.record import recorder as module
 from mpkit.record.allocated import Allocated
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import CATEGORIES, Kind, read_rank
 
 
@@ -85,7 +85,7 @@ def test_the_spike_of_a_backward_is_beside_its_activations(tmp_path: Path, cuda:
     record = Recorder(tmp_path, 0)
     for _ in range(2):  # measured, and reused
         x = torch.ones(3, 4, requires_grad=True)
-        with saving(record, 0, x.shape) as saved:
+        with count_saved(record, 0, x.shape) as saved:
             out = x.exp().sum()
         held = record.ledger.held["activations"]
         assert held == 48

@@ -9,7 +9,7 @@ from torch import nn
 
 from mpkit.record.hooks import layers_of, watch
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import Kind, read_rank
 
 
@@ -110,7 +110,7 @@ def test_gradients_are_exact_when_they_are_collected(tmp_path: Path) -> None:
     watch(record, model)
 
     def backward(*used: int) -> int:
-        with saving(record, 0, used) as saved:
+        with count_saved(record, 0, used) as saved:
             out = sum(model[i](torch.ones(model[i].in_features)) for i in used)
         out.backward()
         saved.release()

@@ -13,7 +13,7 @@ from torch import nn
 
 from mpkit.record.hooks import watch
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import CATEGORIES, Kind, read_rank
 
 BATCH = 3
@@ -56,7 +56,7 @@ def test_what_is_saved_is_what_the_layers_need(
     for _ in range(3):
         x = torch.ones(BATCH, 4)
         record.ledger.track(x, "activations")
-        with saving(record, 0, x.shape, every=every) as saved:
+        with count_saved(record, 0, x.shape, every=every) as saved:
             out = model(x)
         record.ledger.track(out, "activations")
         kept = x.nbytes + out.nbytes
@@ -74,10 +74,10 @@ def test_inputs_that_nobody_tracks_are_counted_too(tmp_path: Path) -> None:
     record = Recorder(tmp_path, 0)
     model = nn.Linear(4, 8)
     watch(record, model)
-    with saving(record, 0, ()):
+    with count_saved(record, 0, ()):
         model(torch.ones(BATCH, 4)).sum()
     assert activations(record) == 0  # given up: the graph died with its output
-    with saving(record, 0, ()):
+    with count_saved(record, 0, ()):
         out = model(torch.ones(BATCH, 4)).sum()
     assert activations(record) == BATCH * 4 * 4
     out.backward()
@@ -88,7 +88,7 @@ def test_without_gradients_nothing_is_saved_or_learnt(tmp_path: Path) -> None:
     record = Recorder(tmp_path, 0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     watch(record, model)
-    with torch.no_grad(), saving(record, 0, "key") as saved:
+    with torch.no_grad(), count_saved(record, 0, "key") as saved:
         model(torch.ones(BATCH, 4))
     saved.release()
     assert activations(record) == saved.nbytes == 0
@@ -101,7 +101,7 @@ def test_reused_numbers_go_when_they_are_given_up(tmp_path: Path) -> None:
     watch(record, model)
 
     def forward() -> tuple[object, torch.Tensor]:
-        with saving(record, 0, ()) as saved:
+        with count_saved(record, 0, ()) as saved:
             out = model(torch.ones(BATCH, 4)).sum()
         return saved, out
 
@@ -116,7 +116,7 @@ def test_reused_numbers_go_when_they_are_given_up(tmp_path: Path) -> None:
 
 def test_a_failed_forward_is_not_learnt_from(tmp_path: Path) -> None:
     record = Recorder(tmp_path, 0)
-    with pytest.raises(ZeroDivisionError), saving(record, 0, ()):
+    with pytest.raises(ZeroDivisionError), count_saved(record, 0, ()):
         _ = torch.ones(2, requires_grad=True).exp(), 1 / 0
     assert not record.savings.measured
     assert record.savings.measuring == 0
@@ -132,7 +132,7 @@ def test_gradients_are_the_same_with_the_hooks_on(tmp_path: Path) -> None:
     model.zero_grad()
     record = Recorder(tmp_path, 0)
     watch(record, model)
-    with saving(record, 0, ()):
+    with count_saved(record, 0, ()):
         out = model(x)[:, 0].sum()
     out.backward()
     assert all(torch.equal(a, b.grad) for a, b in zip(wanted, model.parameters(), strict=True))
@@ -140,7 +140,7 @@ def test_gradients_are_the_same_with_the_hooks_on(tmp_path: Path) -> None:
 
 def test_the_hooks_keep_autograds_check_for_writes_in_place(tmp_path: Path) -> None:
     record = Recorder(tmp_path, 0)
-    with saving(record, 0, ()):
+    with count_saved(record, 0, ()):
         y = torch.ones(2, requires_grad=True).exp()
         y += 1
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a tensor of shape \[2\]"):
@@ -150,7 +150,7 @@ def test_the_hooks_keep_autograds_check_for_writes_in_place(tmp_path: Path) -> N
 def test_second_derivatives_work_with_the_hooks_on(tmp_path: Path) -> None:
     record = Recorder(tmp_path, 0)
     x = torch.tensor(2.0, requires_grad=True)
-    with saving(record, 0, ()):
+    with count_saved(record, 0, ()):
         y = x**3
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
@@ -189,7 +189,7 @@ def train(folder: Path, widths: list[int], microbatches: int, order: str, *, eve
         index = record.begin(Kind.FORWARD, microbatch=microbatch)
         x = torch.ones(BATCH, widths[0], requires_grad=True)
         record.ledger.track(x, "activations")
-        with saving(record, 0, x.shape, every=every) as saved:
+        with count_saved(record, 0, x.shape, every=every) as saved:
             out = model(x)
         record.ledger.track(out, "activations")
         record.end(index)

@@ -25,7 +25,7 @@ from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
 from mpkit.record.flops import count
 from mpkit.record.hooks import watch
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]
@@ -431,7 +431,7 @@ def halves_on_a_rank(ctx: Any, model: nn.Module, x: Tensor, targets: Tensor, seq
     sharded = shard_model(model, ctx.comm, sequence=sequence, overlap=False)
     watch(ctx.record, model)
     x = x.clone().requires_grad_()
-    with saving(ctx.record, 0, "key") as saved, AttentionAgain():
+    with count_saved(ctx.record, 0, "key") as saved, AttentionAgain():
         logits = model.head(model.block1(model.block0(x)))
         ctx.record.ledger.track(logits, "activations")
         loss = next_token_loss(logits, targets)

@@ -14,7 +14,7 @@ from mpkit.analysis.placed_ranks import brief, place
 from mpkit.analysis.placement import placement_of
 from mpkit.models import GPT
 from mpkit.plan.mesh import Mesh
-from mpkit.views.placement.text import divided
+from mpkit.views.placement.text import divided_layers
 
 SVG = "{http://www.w3.org/2000/svg}"
 STAGES = [["embed", "block0", "block1"], ["block2", "block3", "head"]]
@@ -42,7 +42,7 @@ def test_three_dimensions_on_two_nodes() -> None:
     ]
     assert found.talks[0].groups == ((0, 1), (2, 3), (4, 5), (6, 7))
     # Numbers in which layers differ are stars, and biases go with their weights.
-    assert divided(found) == [
+    assert divided_layers(found) == [
         ("block*.mlp.up", ["rows 0-3", "rows 4-7"]),
         ("block*.mlp.down", ["columns 0-3", "columns 4-7"]),
     ]

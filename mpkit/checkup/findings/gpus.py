@@ -61,7 +61,7 @@ def gpus(facts: Facts) -> Iterator[CheckupFinding]:
         for note in seen.wrong
     )
     yield from _alike(facts, len(names))
-    yield from _used(facts)
+    yield from _check_used_memory(facts)
 
 
 _COST_HIDDEN = "other GPUs than those meant, or fewer, compute"
@@ -122,7 +122,7 @@ def _largest_kind(facts: Facts) -> list[int]:
     return [place for place, gpu in enumerate(seen) if gpu.name == name]
 
 
-def _used(facts: Facts) -> Iterator[CheckupFinding]:
+def _check_used_memory(facts: Facts) -> Iterator[CheckupFinding]:
     for gpu in facts.gpu_list:
         if gpu.memory and gpu.used > USED * gpu.memory:
             busy = f", busy {gpu.busy} % of the time" if gpu.busy else ""

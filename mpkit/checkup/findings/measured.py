@@ -11,13 +11,13 @@ from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link
 from mpkit.trace import Kind
 
-__all__ = ["measured"]
+__all__ = ["find_measured"]
 
 SLOWER = 3.0
 """A link that is slower than the catalogue's by this factor costs."""
 
 
-def measured(facts: Facts) -> Iterator[CheckupFinding]:
+def find_measured(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield the speed of the link between ranks beside the catalogue's, and the speed of loading data."""
     found = facts.measured
     if isinstance(found, Unknown):
@@ -27,11 +27,11 @@ def measured(facts: Facts) -> Iterator[CheckupFinding]:
         return
     yield from _link(facts, found)
     if found.loading is not None:
-        yield _loading(found.loading)
+        yield _check_loading(found.loading)
 
 
 def _link(facts: Facts, found: RankMeasurements) -> Iterator[CheckupFinding]:
-    expected, name = _expected(facts, found)
+    expected, name = _expected_link(facts, found)
     rate = found.all_reduce / 1e9
     seen = (
         f"{found.ranks} ranks over {found.backend}: a message of 4 bytes takes {found.latency * 1e6:.3g} us, one of "
@@ -72,7 +72,7 @@ def _link(facts: Facts, found: RankMeasurements) -> Iterator[CheckupFinding]:
         )
 
 
-def _expected(facts: Facts, found: RankMeasurements) -> tuple[Link | None, str]:
+def _expected_link(facts: Facts, found: RankMeasurements) -> tuple[Link | None, str]:
     """Return the link of the catalogue that this machine's should be like."""
     if found.backend == "gloo":
         return hardware("cpu").link, "loopback"
@@ -91,7 +91,7 @@ def _expected(facts: Facts, found: RankMeasurements) -> tuple[Link | None, str]:
     return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
 
 
-def _loading(found: LoaderSpeed) -> CheckupFinding:
+def _check_loading(found: LoaderSpeed) -> CheckupFinding:
     best = max(found.rates, key=lambda workers: found.rates[workers])
     each = ", ".join(
         f"{workers} workers {rate:,.0f} samples/s ({rate * found.nbytes / 1e6:,.0f} MB/s)"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WHOLE", "difference", "is_tensor", "mapped", "spell", "wrong_call"]
+__all__ = ["WHOLE", "difference", "is_tensor", "map_numbers", "spell", "wrong_call"]
 
 WHOLE = 100
 """So many items of a list are shown where a result is shown whole."""
@@ -52,7 +52,7 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
         if isinstance(got, bool) or not isinstance(got, Number):
             return f"{it} is {spell(got)}, not {spell(expected)}"
         exact = isinstance(expected, int) and isinstance(got, int)
-        same = got == expected or (not exact and _near(expected, got))
+        same = got == expected or (not exact and _is_near(expected, got))
         return None if same else f"{it} is {spell(got)}, not {spell(expected)}"
     kind = dict if isinstance(expected, dict) else (list, tuple)
     if not isinstance(got, kind):
@@ -99,7 +99,7 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def _near(expected: Any, got: Any) -> bool:
+def _is_near(expected: Any, got: Any) -> bool:
     return bool(abs(got - expected) <= ATOL + RTOL * abs(expected) < math.inf)
 
 
@@ -121,12 +121,12 @@ def _tensors(expected: Tensor, got: Any, it: str) -> str | None:
     return f"{which} is {b[tuple(place)].item():.5g}, not {a[tuple(place)].item():.5g}{many}"
 
 
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+def map_numbers(change: Callable[[Any], Any], value: Any) -> Any:
     """Return a result with `change` applied to every tensor and number in it."""
     if isinstance(value, dict):
-        return {key: mapped(change, each) for key, each in value.items()}
+        return {key: map_numbers(change, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(mapped(change, each) for each in value)
+        return type(value)(map_numbers(change, each) for each in value)
     number = isinstance(value, Number) and not isinstance(value, bool)
     return change(value) if number or is_tensor(value) else value
 

@@ -33,10 +33,10 @@ def fingerprint(answer: Any) -> str:
     >>> fingerprint(lambda p, m: p + m) == fingerprint(lambda p, m: p - m)
     False
     """
-    return hashlib.sha256(repr(_said(answer, set())).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_describe_value(answer, set())).encode()).hexdigest()[:16]
 
 
-def _said(value: Any, known: set[int]) -> object:
+def _describe_value(value: Any, known: set[int]) -> object:
     """Return what a value says, as nested tuples; a function or class that was met before is said once."""
     if id(value) in known:
         return "again"
@@ -51,16 +51,18 @@ def _said(value: Any, known: set[int]) -> object:
     if isinstance(value, type):
         if value.__module__ != "__main__":
             return value.__module__, value.__qualname__
-        bases = [_said(base, known) for base in value.__bases__]
-        return bases, [(name, _said(each, known)) for name, each in vars(value).items() if name not in UNSAID]
+        bases = [_describe_value(base, known) for base in value.__bases__]
+        return bases, [
+            (name, _describe_value(each, known)) for name, each in vars(value).items() if name not in UNSAID
+        ]
     if isinstance(value, staticmethod | classmethod):
-        return _said(value.__func__, known)
+        return _describe_value(value.__func__, known)
     if isinstance(value, property):
-        return [_said(each, known) for each in (value.fget, value.fset, value.fdel)]
+        return [_describe_value(each, known) for each in (value.fget, value.fset, value.fdel)]
     if isinstance(value, list | tuple):
-        return [_said(each, known) for each in value]
+        return [_describe_value(each, known) for each in value]
     if isinstance(value, dict):
-        return [(repr(key), _said(each, known)) for key, each in value.items()]
+        return [(repr(key), _describe_value(each, known)) for key, each in value.items()]
     if isinstance(value, str | bytes | int | float | bool | None | type(...)):
         return repr(value)
     return hashlib.sha256(cloudpickle.dumps(value)).hexdigest()
@@ -71,12 +73,15 @@ def _function(function: FunctionType, known: set[int]) -> object:
     cells = []
     for cell in function.__closure__ or ():
         try:
-            cells.append(_said(cell.cell_contents, known))
+            cells.append(_describe_value(cell.cell_contents, known))
         except ValueError:  # not assigned yet
             cells.append("empty")
     used = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
-    own = [(name, _said(value, known)) for name, value in used.items() if _is_own(value)]
-    defaults = _said(function.__defaults__ or (), known), _said(function.__kwdefaults__ or {}, known)
+    own = [(name, _describe_value(value, known)) for name, value in used.items() if _is_own(value)]
+    defaults = (
+        _describe_value(function.__defaults__ or (), known),
+        _describe_value(function.__kwdefaults__ or {}, known),
+    )
     return _code(code), defaults, cells, own
 
 

@@ -1,6 +1,7 @@
 """A network as separate operations, for puzzles: each is recorded with what it costs, and each tensor counts.
 
-    Layers     load, inputs, empty, forward, loss, backward, update: real numbers, float64; `trained` is one device's
+    Layers     load, inputs, empty, forward, loss, backward, update: real numbers, float64; `train_layers` is that of
+               one device
     steps      the time on a machine where one forward of one micro-batch through one layer takes 1
     memory     the peak of a rank, in activations of one micro-batch
     left_out   forwards and backwards that nobody did with these operations
@@ -39,7 +40,7 @@ __all__ = [
     "in_turn",
     "play",
     "staged_weights",
-    "trained",
+    "train_layers",
     "whole_batch",
 ]
 
@@ -162,7 +163,7 @@ class Layers:
             self._record.end(op)
 
 
-def trained(case: Case) -> list[Tensor]:
+def train_layers(case: Case) -> list[Tensor]:
     """Return the weights of all layers after the step, as one device computes them on the whole batch."""
     layers, everything = Layers(None, case), range(case["microbatches"])
     xs, loaded = [layers.inputs(everything)], [layers.load(layer) for layer in range(case["layers"])]
@@ -177,13 +178,13 @@ def trained(case: Case) -> list[Tensor]:
 
 def in_parts(case: Case) -> list[dict[int, Tensor]]:
     """Return, by rank, its equal part of the rows of each trained weight."""
-    weights = trained(case)
+    weights = train_layers(case)
     return [{i: w.chunk(case.ranks)[rank] for i, w in enumerate(weights)} for rank in range(case.ranks)]
 
 
 def staged_weights(case: Case) -> list[dict[int, Tensor]]:
     """Return, by rank, the trained weights of its stage, an equal part of consecutive layers."""
-    weights, k = trained(case), case["layers"] // case.ranks
+    weights, k = train_layers(case), case["layers"] // case.ranks
     return [{i: weights[i] for i in range(rank * k, (rank + 1) * k)} for rank in range(case.ranks)]
 
 

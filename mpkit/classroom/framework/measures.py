@@ -14,18 +14,18 @@ from mpkit.trace import CATEGORIES, Kind, Lane
 __all__ = [
     "calls",
     "collectives",
-    "copied",
+    "copied_bytes",
     "makespan",
     "messages",
     "payload",
     "peak",
     "ring",
-    "sent",
+    "sent_bytes",
     "wire",
 ]
 
 
-def sent(seen: Seen) -> float:
+def sent_bytes(seen: Seen) -> float:
     """Return the bytes of messages that the busiest rank sends."""
     return _most(seen, lambda ops: ops["bytes"][ops["kind"] == Kind.SEND].sum())
 
@@ -79,10 +79,10 @@ def wire(seen: Seen) -> float:
 
     An all-reduce counts as much as the reduce-scatter and the all-gather that it is made of.
     """
-    return sent(seen) + ring(seen)
+    return sent_bytes(seen) + ring(seen)
 
 
-def copied(kind: Kind) -> Callable[[Seen], float]:
+def copied_bytes(kind: Kind) -> Callable[[Seen], float]:
     """Return a measure: the bytes that the busiest rank copies between device and host, in one direction."""
     return lambda seen: _most(seen, lambda ops: ops["bytes"][ops["kind"] == kind].sum())
 

@@ -26,7 +26,7 @@ import cloudpickle
 
 from mpkit.classroom.framework.exercise import HOMES, Case
 from mpkit.classroom.framework.fingerprint import fingerprint
-from mpkit.classroom.framework.sealed import sealed, unsealed
+from mpkit.classroom.framework.sealed import pack_result, unpack_result
 from mpkit.classroom.framework.seen import Seen
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 
@@ -156,7 +156,7 @@ class Room:
             raise
         evidence: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
         try:
-            got, work = zip(*launch.results(unsealed), strict=True)
+            got, work = zip(*launch.results(unpack_result), strict=True)
             return Seen(got=list(got), work=work, **evidence)
         except Deadlock as error:
             return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
@@ -183,7 +183,7 @@ def _send_exercises_by_value() -> None:
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
     from mpkit.classroom.framework.memory import CountedWork
-    from mpkit.watch.compared import compared
+    from mpkit.watch.compared import compare_calls
 
     # ---- limit
     limit_memory(limits.memory)
@@ -191,10 +191,10 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- watch, count
-    with compared(ctx.comm), CountedWork() as work:
+    with compare_calls(ctx.comm), CountedWork() as work:
         # ---- play
         result = play(ctx, pickle.loads(packed), case)
-    return sealed((result, work.flops))
+    return pack_result((result, work.flops))
 
 
 def limit_memory(more: int) -> None:

@@ -99,7 +99,7 @@ class Schedules(Exercise):
                 return
             # ---- train
             if room.has_ranks:
-                row = _trained(seen, room)
+                row = _train_with(seen, room)
                 yield row
                 if not row.ok:
                     return
@@ -161,7 +161,7 @@ def _rows(ctx: Context, answer: Any, case: Case) -> list[str]:
     return [" ".join(map(str, row)) for row in schedule.rows]
 
 
-def _trained(seen: Seen, room: Room) -> CheckRow:
+def _train_with(seen: Seen, room: Room) -> CheckRow:
     """Train a small model with the schedule, and compare the losses with those of serial training."""
     import torch
 

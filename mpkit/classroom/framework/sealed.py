@@ -15,18 +15,19 @@ import numpy as np
 
 from mpkit.classroom.framework.equal import is_tensor
 
-__all__ = ["plain", "sealed", "unsealed"]
+__all__ = ["pack_result", "plain", "unpack_result"]
 
 _KINDS: tuple[Any, ...] = (bool, int, float, str, bytes)
 
 
-def sealed(value: Any) -> bytes:
+def pack_result(value: Any) -> bytes:
     """Return a result, made plain, as bytes.
 
     >>> import torch
-    >>> unsealed(io.BytesIO(pickle.dumps(sealed({"sum": torch.ones(2), "odd": object}))))
+    >>> unpack_result(io.BytesIO(pickle.dumps(pack_result({"sum": torch.ones(2), "odd": object}))))
     {'sum': tensor([1., 1.]), 'odd': '<type>'}
-    >>> unsealed(io.BytesIO(pickle.dumps(sealed({np.int64(1): np.float64(0.5), "all": np.arange(2), "r": range(2)}))))
+    >>> numbers = {np.int64(1): np.float64(0.5), "all": np.arange(2), "r": range(2)}
+    >>> unpack_result(io.BytesIO(pickle.dumps(pack_result(numbers))))
     {1: 0.5, 'all': [0, 1], 'r': [0, 1]}
     """
     import torch
@@ -36,11 +37,11 @@ def sealed(value: Any) -> bytes:
     return file.getvalue()
 
 
-def unsealed(file: IO[bytes]) -> Any:
-    """Return the result that `sealed` packed.
+def unpack_result(file: IO[bytes]) -> Any:
+    """Return the result that `pack_result` packed.
 
     Raises:
-        pickle.UnpicklingError: The file was not made by `sealed`.
+        pickle.UnpicklingError: The file was not made by `pack_result`.
     """
     import torch
 

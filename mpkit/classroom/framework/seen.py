@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mpkit.classroom.framework.equal import difference, mapped
+from mpkit.classroom.framework.equal import difference, map_numbers
 from mpkit.classroom.framework.exercise import Case
 from mpkit.trace import Lane, Trace
 
@@ -99,4 +99,4 @@ class Seen:
         >>> Seen(Case(2), expected=[torch.ones(2)] * 2, got=[torch.full((2,), 2.0)] * 2).changed(lambda x: x * 2)
         True
         """
-        return self.close([mapped(change, each) for each in self.expected])
+        return self.close([map_numbers(change, each) for each in self.expected])

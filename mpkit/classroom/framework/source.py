@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from mpkit.classroom.framework.exercise import Mistake
-from mpkit.classroom.framework.variants import filled
+from mpkit.classroom.framework.variants import fill_text
 
 __all__ = ["BEGIN", "END", "ExerciseSource", "given_in", "run_cell"]
 
@@ -62,7 +62,7 @@ class ExerciseSource:
     @classmethod
     def of(cls, module: ModuleType, code: str) -> ExerciseSource:
         """Read the parts of an exercise's module and its code."""
-        title, _, text = filled(inspect.cleandoc(module.__doc__ or ""), module).partition("\n")
+        title, _, text = fill_text(inspect.cleandoc(module.__doc__ or ""), module).partition("\n")
         answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)
         assert answer is not None, f"{module.__name__} has no part between '# %% answer' and '# %% checks'"
         return cls(title.rstrip("."), text.strip(), given_in(code), answer.group(1).strip() + "\n")

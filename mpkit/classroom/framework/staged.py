@@ -20,7 +20,7 @@ from mpkit.trace import Kind
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["calls_the_library", "checkpoint_by_hand", "staged"]
+__all__ = ["calls_the_library", "checkpoint_by_hand", "record_stage"]
 
 FLOPS = 2e8
 """FLOPs of a forward."""
@@ -28,7 +28,7 @@ FLOPS = 2e8
 M = TypeVar("M", bound=nn.Module)
 
 
-def staged(ctx: Context, stage: M, number: int | None = None, microbatches: int | None = None) -> M:
+def record_stage(ctx: Context, stage: M, number: int | None = None, microbatches: int | None = None) -> M:
     """Record the stage's forwards and backwards from now on; return the stage itself.
 
     Args:

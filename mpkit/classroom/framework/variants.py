@@ -22,7 +22,7 @@ from inspect import getsource
 from types import ModuleType
 from typing import Any, Self
 
-__all__ = ["NOT_IN_FILES", "Variant", "filled", "plainly", "varied", "varies"]
+__all__ = ["NOT_IN_FILES", "Variant", "fill_text", "plainly", "varies", "vary_module"]
 
 NOT_IN_FILES = r'^\.|[\\/:*?"<>|\x00-\x1f]'
 """What a student's name may have and the name of a folder may not, on one system or another."""
@@ -104,7 +104,7 @@ def varies(module: ModuleType) -> Mapping[str, Sequence[Any]]:
 
 
 @functools.lru_cache(256)
-def varied(name: str, text: str) -> tuple[ModuleType, str]:
+def vary_module(name: str, text: str) -> tuple[ModuleType, str]:
     """Return an exercise's module with a variant's numbers, and its code.
 
     The module cannot be imported by its name, so what it defines is sent to ranks by value.
@@ -120,17 +120,17 @@ def varied(name: str, text: str) -> tuple[ModuleType, str]:
     # ---- choose
     values = Variant.read(text).choose(name.rpartition(".")[2], varies(module))
     # ---- replace
-    code = _replaced(code, values)
+    code = _replace_constants(code, values)
     # ---- run
     made = ModuleType(f"{name} ({text})")
     exec(compile(code, f"<{made.__name__}>", "exec"), vars(made))
     return made, code
 
 
-def _replaced(code: str, values: Mapping[str, Any]) -> str:
+def _replace_constants(code: str, values: Mapping[str, Any]) -> str:
     r"""Return the code with other values assigned to constants of the module.
 
-    >>> print(_replaced("M = 4  # micro-batches\nP: int = (2\n  + 2)", {"M": 8, "P": 6}))
+    >>> print(_replace_constants("M = 4  # micro-batches\nP: int = (2\n  + 2)", {"M": 8, "P": 6}))
     M = 8  # micro-batches
     P: int = 6
     """
@@ -155,12 +155,12 @@ def _replaced(code: str, values: Mapping[str, Any]) -> str:
     return text.decode()
 
 
-def filled(text: str, module: ModuleType) -> str:
+def fill_text(text: str, module: ModuleType) -> str:
     """Return an exercise's text with the module's constants in place of their names in braces.
 
     >>> module = ModuleType("four_stages")
     >>> vars(module).update(VARIES={"M": (12,)}, M=12, CUT=(3, 1))
-    >>> filled("{M} micro-batches, {CUT} layers, {mine}", module)
+    >>> fill_text("{M} micro-batches, {CUT} layers, {mine}", module)
     '12 micro-batches, 3, 1 layers, {mine}'
     """
     if not varies(module):

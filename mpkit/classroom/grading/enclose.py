@@ -165,7 +165,7 @@ def _landlock(folder: str, hidden: list[str]) -> None:
         ("/dev/shm", writes),
         ("/dev/null", writes & 0b10 | (writes & 1 << 14)),
     ]
-    allowed += [(path, reads) for path in _beside("/", hidden)] if hidden else []
+    allowed += [(path, reads) for path in _visible_parts("/", hidden)] if hidden else []
     for path, access in allowed:
         try:
             place = os.open(path, os.O_PATH)
@@ -178,7 +178,7 @@ def _landlock(folder: str, hidden: list[str]) -> None:
     os.close(handle)
 
 
-def _beside(folder: str, hidden: list[str]) -> list[str]:
+def _visible_parts(folder: str, hidden: list[str]) -> list[str]:
     """Return a folder; if hidden folders lie in it, what lies beside them; nothing, if it is hidden.
 
     A link is left out: what it leads to is allowed or hidden by its own path.
@@ -191,7 +191,7 @@ def _beside(folder: str, hidden: list[str]) -> list[str]:
         inside = [each.path for each in os.scandir(folder) if not each.is_symlink()]
     except OSError:
         return []
-    return [path for each in inside for path in _beside(each, hidden)]
+    return [path for each in inside for path in _visible_parts(each, hidden)]
 
 
 if __name__ == "__main__":

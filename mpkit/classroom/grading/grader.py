@@ -128,20 +128,20 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Colle
         collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
         collected.notes += [] if answers_are_apart() else [NOT_APART]
         collected.notes += each.odd
-        collected.notes += _errors(_left(out / "cells.jsonl"))
-        collected.predictions = _predicted(_left(work / FILE))
+        collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
+        collected.predictions = _read_predictions(_read_left_file(work / FILE))
         for entry in each.exercises:
-            answer = _left(out / f"{entry.name}.answer")
+            answer = _read_left_file(out / f"{entry.name}.answer")
             if answer is not None:
                 collected.answers[entry.name] = answer
-            elif (reason := _left(out / f"{entry.name}.why")) is not None:
+            elif (reason := _read_left_file(out / f"{entry.name}.why")) is not None:
                 collected.remarks[entry.name] = (
                     f"no answer was found ({reason.decode('utf-8', 'replace')[:300]})"
                 )
         return collected
 
 
-def _left(path: Path) -> bytes | None:
+def _read_left_file(path: Path) -> bytes | None:
     """Return a file that a notebook wrote; None if it is not a readable file, as a notebook may put anything there."""
     try:
         return read_file(path)
@@ -168,7 +168,7 @@ def _judge(each: HandedIn, collected: _Collected, judges: Judges) -> Grade:
     return Grade(each, checked, collected.notes, collected.remarks, predictions)
 
 
-def _predicted(progress: bytes | None) -> dict[str, float]:
+def _read_predictions(progress: bytes | None) -> dict[str, float]:
     """Return the predictions that the notebook made while it ran, with calls such as `mk.predict("bubble", 0.25)`."""
     try:
         return predictions_kept(json.loads(progress or b"{}"))

@@ -38,7 +38,7 @@ def write_gradescope(path: Path, grades: Sequence[Grade]) -> list[Path]:
         ValueError: The path is a file of another kind.
     """
     if path.suffix == ".json" and not path.is_dir():
-        return [_written(path, grades)]
+        return [_write_results(path, grades)]
     if path.exists() and not path.is_dir():
         raise ValueError(f"--gradescope {path}: a folder is asked for, or a file that ends in .json")
     path.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_gradescope(path: Path, grades: Sequence[Grade]) -> list[Path]:
     for grade in grades:
         theirs.setdefault(grade.handed_in.student, []).append(grade)
     names = page_names(list(theirs))
-    return [_written(path / names[name].replace(".html", ".json"), theirs[name]) for name in theirs]
+    return [_write_results(path / names[name].replace(".html", ".json"), theirs[name]) for name in theirs]
 
 
 def results(grades: Sequence[Grade]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _test(name: str, score: int, most: int, output: str) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def _written(path: Path, grades: Sequence[Grade]) -> Path:
+def _write_results(path: Path, grades: Sequence[Grade]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(results(grades), indent=1).encode())
     return path

@@ -27,7 +27,9 @@ import psutil
 from mpkit.classroom.grading import enclose
 from mpkit.launch.process.fair_clock import FairClock
 
-__all__ = ["Guard", "adopt_orphans", "answers_are_apart", "below", "enclosed", "sweep", "way_to_enclose"]
+__all__ = [
+    "Guard", "adopt_orphans", "answers_are_apart", "enclose_command", "list_descendants", "sweep", "way_to_enclose",
+]  # fmt: skip
 
 Keep = Callable[[], set[int]]
 
@@ -74,7 +76,7 @@ class Guard:
             The reason why it did not end well; "" if it did.
         """
         process = subprocess.Popen(
-            enclosed(command, place, self.hidden), cwd=folder, env=environment, start_new_session=True,
+            enclose_command(command, place, self.hidden), cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         clock, most, has_started, stopped = FairClock(), IMPORTS_TAKE, False, 0
@@ -95,7 +97,7 @@ class Guard:
                     )
             elif stopped > STOPPED_FOR:
                 why = "it stopped itself, or one of its processes (SIGSTOP)"
-            elif (written := _written(place)) > self.memory:
+            elif (written := _folder_bytes(place)) > self.memory:
                 why = f"it wrote {written / 2**30:.1f} GiB; {self.memory / 2**30:g} are allowed"
             else:
                 why = self.exceeded(running)
@@ -118,7 +120,7 @@ class Guard:
         return ""
 
 
-def enclosed(
+def enclose_command(
     command: Sequence[str], place: Path, hidden: Sequence[str] = (), way: str | None = None
 ) -> list[str]:
     """Return a command that runs the given one enclosed, as far as the system can.
@@ -175,8 +177,8 @@ def _works(way: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="mpkit-grade-") as name:
         place, ranks = Path(name), Path(name, "ranks")
         ranks.mkdir()
-        rank = enclosed([sys.executable, "-c", RANK, str(ranks / "x")], ranks, [], way)
-        judge = enclosed([sys.executable, "-c", JUDGE, *rank], place, [], way)
+        rank = enclose_command([sys.executable, "-c", RANK, str(ranks / "x")], ranks, [], way)
+        judge = enclose_command([sys.executable, "-c", JUDGE, *rank], place, [], way)
         return not subprocess.run(judge, cwd=place, capture_output=True, timeout=60).returncode
 
 
@@ -194,18 +196,18 @@ def others(keep: Keep) -> list[psutil.Process]:
     """Return the descendants of this process, without those to keep and their descendants."""
     children = psutil.Process().children()
     kept = keep()  # evaluated last, so that it has a process that was only just started
-    return _below([child for child in children if child.pid not in kept])
+    return _find_descendants([child for child in children if child.pid not in kept])
 
 
-def below(pid: int) -> list[psutil.Process]:
+def list_descendants(pid: int) -> list[psutil.Process]:
     """Return a process and its descendants."""
     try:
-        return _below([psutil.Process(pid)])
+        return _find_descendants([psutil.Process(pid)])
     except psutil.Error:
         return []
 
 
-def _below(level: list[psutil.Process]) -> list[psutil.Process]:
+def _find_descendants(level: list[psutil.Process]) -> list[psutil.Process]:
     descendants: list[psutil.Process] = []
     while level:
         descendants += level
@@ -217,7 +219,7 @@ def _below(level: list[psutil.Process]) -> list[psutil.Process]:
     return descendants
 
 
-def _written(place: Path) -> int:
+def _folder_bytes(place: Path) -> int:
     """Return the bytes of the files in a folder; of a huge number of files, only some thousands are counted."""
     nbytes = 0
     for name, _, files in islice(os.walk(place), 100):

@@ -28,9 +28,9 @@ from mpkit.classroom.grading.shown import (
     predictions_kept,
     predictions_shown,
     questions_in,
+    read_justifications,
     tries_shown,
     variant_of,
-    written,
 )
 from mpkit.classroom.missing import MISSING
 from mpkit.classroom.progress import FILE
@@ -187,9 +187,10 @@ def _read(folder: Path, path: Path, student: str, asked: tuple[ExerciseEntry, ..
     checked = [each for source in cells for each, _ in checks_in(source)]
     progress = _progress(path)
     return HandedIn(
-        student, name, asked or _of(checked), tuple(cells), data, at=_time(path), tries=_tries(progress, data),
+        student, name, asked or _exercises_of(checked), tuple(cells), data, at=_time(path),
+        tries=_tries(progress, data),
         questions=questions_in(cells), predicted=predictions_shown(data) | predictions_kept(progress),
-        written=tuple(written(data)),
+        written=tuple(read_justifications(data)),
     )  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def _tries(progress: Any, data: bytes) -> dict[str, int]:
     return found
 
 
-def _of(names: list[str]) -> tuple[ExerciseEntry, ...]:
+def _exercises_of(names: list[str]) -> tuple[ExerciseEntry, ...]:
     """Return all exercises of the families to which the named ones belong."""
     entries: dict[str, ExerciseEntry] = {}
     for name in names:

@@ -32,10 +32,17 @@ import psutil
 
 from mpkit.classroom.catalogue import ExerciseEntry, find, solution_folders
 from mpkit.classroom.framework.room import Limits, PackedAnswer, Room
-from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, enclosed, sweep, way_to_enclose
+from mpkit.classroom.grading.guard import (
+    Guard,
+    adopt_orphans,
+    enclose_command,
+    list_descendants,
+    sweep,
+    way_to_enclose,
+)
 from mpkit.classroom.grading.ranks_apart import RanksApart
 from mpkit.classroom.judge import Checked, judge
-from mpkit.classroom.told import checked_of, told
+from mpkit.classroom.told import checked_of, verdict_json
 from mpkit.launch.process.fair_clock import FairClock
 from mpkit.support.undumpable import make_undumpable
 
@@ -107,7 +114,7 @@ class Judges:
         """End the judging process and all of its descendants."""
         if self._process is None:
             return
-        for each in reversed(below(self._process.pid)):
+        for each in reversed(list_descendants(self._process.pid)):
             with contextlib.suppress(psutil.Error):
                 each.kill()
         self._process.kill()
@@ -122,7 +129,7 @@ class Judges:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            command = enclosed(self._command, self._place, self._limits.hidden, self._way)
+            command = enclose_command(self._command, self._place, self._limits.hidden, self._way)
             with self._lock:
                 self._process = subprocess.Popen(
                     command, cwd=self._place, env=self._environment, start_new_session=True,
@@ -143,9 +150,9 @@ class Judges:
                     silence = FairClock()
                     *lines, pending = (pending + chunk).split(b"\n")
                     for line in lines:
-                        if line and (said := _said(line, token)):
+                        if line and (said := _verdict_line(line, token)):
                             return said, ""
-                running = below(process.pid)
+                running = list_descendants(process.pid)
                 if why := self._limits.exceeded(running):
                     return None, why
                 pids = [each.pid for each in running]
@@ -155,7 +162,7 @@ class Judges:
                     return None, "it stopped the process that judged it"
 
 
-def _said(line: bytes, token: str) -> dict[str, Any] | None:
+def _verdict_line(line: bytes, token: str) -> dict[str, Any] | None:
     """Return the verdict in a line, if it is one on this answer."""
     try:
         message = json.loads(line)
@@ -192,7 +199,7 @@ def main(folder: str, way: str) -> None:
             request = json.loads(line)
             entry = find(request["exercise"], request["variant"])
             answer = PackedAnswer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
-            verdict = told(judge(entry, answer, room, FAILURES, draw=False))
+            verdict = verdict_json(judge(entry, answer, room, FAILURES, draw=False))
             cluster.clear()
             sweep(lambda: room.pids)
             say(json.dumps({"token": request["token"], "verdict": verdict}).encode() + b"\n")

@@ -19,7 +19,7 @@ from mpkit.classroom.grading.guard import Guard
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.judge import Checked
 from mpkit.classroom.predictions.questions import POINTS, question
-from mpkit.classroom.told import checked_of, told
+from mpkit.classroom.told import checked_of, verdict_json
 
 __all__ = ["Grade", "GradeStore", "key_of"]
 
@@ -77,7 +77,7 @@ class Grade:
 
     def to_json(self) -> dict[str, Any]:
         """Return the grade as JSON's types."""
-        checked = {name: told(one) if one is not None else None for name, one in self.checked.items()}
+        checked = {name: verdict_json(one) if one is not None else None for name, one in self.checked.items()}
         said = {"notes": list(self.notes), "remarks": self.remarks, "predictions": self.predictions}
         return {"checked": checked, **said}
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from mpkit.api.cluster import Cluster
-from mpkit.classroom.grading.guard import below, enclosed
+from mpkit.classroom.grading.guard import enclose_command, list_descendants
 from mpkit.launch.process.fork_server_client import ForkServerClient
 
 __all__ = ["RanksApart"]
@@ -39,7 +39,7 @@ class RanksApart(Cluster):
     """
 
     def __init__(self, folder: Path, hidden: Sequence[str], way: str) -> None:
-        self._folder, self._within = folder, enclosed([], folder, hidden, way)
+        self._folder, self._within = folder, enclose_command([], folder, hidden, way)
         super().__init__(1, "cpu")
 
     def _new_fork_server(self) -> ForkServerClient:
@@ -71,7 +71,7 @@ class _EnclosedForkServer(ForkServerClient):
 
     def end_strays(self) -> None:
         """End all processes below the fork server, and those beside it that have lost their parent."""
-        here, kept = below(self.pid), {self.pid}
+        here, kept = list_descendants(self.pid), {self.pid}
         server = self._numbers().get(self.own_pid, ENDED)
         with contextlib.suppress(psutil.Error):
             kept |= {server, *(parent.pid for parent in psutil.Process(server).parents())}
@@ -84,7 +84,7 @@ class _EnclosedForkServer(ForkServerClient):
     def _numbers(self) -> dict[int, int]:
         """Return the process ids here, by those within."""
         found = {}
-        for process in below(self.pid):
+        for process in list_descendants(self.pid):
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 numbers = re.search(r"^NSpid:(.*)", status, re.M)

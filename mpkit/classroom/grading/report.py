@@ -105,7 +105,7 @@ class GradeReport:
         )
         for student, grades in theirs.items():
             points = [_points(grades, entry) for entry in self._entries.values()]
-            points += [_predicted(grades, name) for name in self._questions]
+            points += [_prediction_points(grades, name) for name in self._questions]
             notes = [note for grade in grades for note in grade.all_notes] + self._odd(student, grades)
             late = [late_text(self._late(student, grades))] if dated else []
             said = _plain("; ".join(map(visible, notes)))
@@ -179,7 +179,7 @@ def _points(grades: Sequence[Grade], entry: ExerciseEntry) -> int | str:
     return max(grade.points(entry.name) for grade in asked) if asked else ""
 
 
-def _predicted(grades: Sequence[Grade], name: str) -> int | str:
+def _prediction_points(grades: Sequence[Grade], name: str) -> int | str:
     asked = [grade.points_predicted(name) for grade in grades if name in grade.predictions]
     return max(asked) if asked else ""
 

@@ -17,7 +17,14 @@ from mpkit.classroom.predictions.predict import PREDICTED
 from mpkit.classroom.predictions.questions import QUESTIONS
 from mpkit.support.bounded import read_json
 
-__all__ = ["predictions_kept", "predictions_shown", "questions_in", "tries_shown", "variant_of", "written"]
+__all__ = [
+    "predictions_kept",
+    "predictions_shown",
+    "questions_in",
+    "read_justifications",
+    "tries_shown",
+    "variant_of",
+]
 
 LONGEST_TEXT = 20_000
 """The most characters of a justification that are kept."""
@@ -40,7 +47,7 @@ def variant_of(data: bytes) -> str:
     return ""
 
 
-def written(data: bytes) -> list[tuple[str, str]]:
+def read_justifications(data: bytes) -> list[tuple[str, str]]:
     """Return the justifications in a notebook: (exercise, text) of each cell that is marked as one.
 
     A cell is marked by the tag "justification"; which exercise it is about, the tag "for:NAME" says, or else the last

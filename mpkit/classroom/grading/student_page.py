@@ -45,7 +45,7 @@ def student_page(
         parts += [f"<section>{_exercise(grade, entry)}</section>" for entry in grade.handed_in.exercises]
         parts += [f"<section>{_prediction(grade, name)}</section>" for name in grade.predictions]
         about = [text for name, text in grade.handed_in.written if name not in grade.checked]
-        parts += [_written(text) for text in about]
+        parts += [_justification_html(text) for text in about]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(student)}</title>'
         f"<style>{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>"
@@ -63,7 +63,9 @@ def _exercise(grade: Grade, entry: ExerciseEntry) -> str:
         if tries > 1 and not checked.passed:
             said += f"<p>After {tries} tries, as the notebook says.</p>"
         said += f"<p><b>{escape(remark)}</b></p>" if remark else ""
-    return said + "".join(_written(text) for name, text in grade.handed_in.written if name == entry.name)
+    return said + "".join(
+        _justification_html(text) for name, text in grade.handed_in.written if name == entry.name
+    )
 
 
 def _prediction(grade: Grade, name: str) -> str:
@@ -77,5 +79,5 @@ def _prediction(grade: Grade, name: str) -> str:
     return f"{head}<p>{escape(asked.text)}<br>Predicted: {escape(said)}; it is {escape(right)}.</p>"
 
 
-def _written(text: str) -> str:
+def _justification_html(text: str) -> str:
     return f"<p>The student's justification:</p><blockquote>{escape(text)}</blockquote>"

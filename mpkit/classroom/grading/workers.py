@@ -29,7 +29,7 @@ from dataclasses import asdict, replace
 import psutil
 
 from mpkit.classroom.grading.grader import Grader
-from mpkit.classroom.grading.guard import Guard, adopt_orphans, below, sweep
+from mpkit.classroom.grading.guard import Guard, adopt_orphans, list_descendants, sweep
 from mpkit.classroom.grading.handed_in import HandedIn
 from mpkit.classroom.grading.kept import Grade
 from mpkit.support.undumpable import make_undumpable
@@ -117,7 +117,7 @@ class _Worker:
             process, self._process = self._process, None
         if process is None:
             return
-        for each in reversed(below(process.pid)):
+        for each in reversed(list_descendants(process.pid)):
             with contextlib.suppress(psutil.Error):
                 each.kill()
         process.kill()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpkit.classroom.framework.seen import Seen
     from mpkit.devices.hardware import Hardware
 
-__all__ = ["PUZZLES", "RUNS", "SAVED", "given", "near", "puzzle", "save_runs", "timeline"]
+__all__ = ["PUZZLES", "RUNS", "SAVED", "is_near", "puzzle", "read_answer", "save_runs", "timeline"]
 
 WIDTH = 4096
 
@@ -86,7 +86,7 @@ def timeline(
         host: the factor on the bandwidth between a device and its host.
         room: the room whose helper process runs it; None: the one that all checks share.
     """
-    whole = Timeline.of(_played(name, layers, host, room), _machine(name, link, host))
+    whole = Timeline.of(_play_run(name, layers, host, room), _machine(name, link, host))
     return whole.step(whole.steps[-1])
 
 
@@ -102,14 +102,14 @@ def _machine(name: str, link: float, host: float) -> Hardware:
     )
 
 
-def given(seen: Seen, question: str) -> Any:
+def read_answer(seen: Seen, question: str) -> Any:
     """Return the student's answer to a question; None if there is none."""
     return seen.got[0].get(question) if seen.got else None
 
 
-def near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
+def is_near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
     """Return whether the student's answer to a question is close to this wrong number, and closer than to the right."""
-    got, right = given(seen, question), seen.expected[0][question]
+    got, right = read_answer(seen, question), seen.expected[0][question]
     return (
         isinstance(got, int | float)
         and abs(got - value) <= within * abs(value)
@@ -129,18 +129,18 @@ def save_runs(folder: Path) -> None:
         trace.save(folder / name)
 
 
-def _played(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
+def _play_run(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
     from mpkit.classroom.framework.here import shared_room
 
     room, layers = room or shared_room(), layers or RUNS[name][1]
     file = f"{name}-{layers}-{host:g}.mpkit".replace(" ", "-")
     if file not in _TRACES:
-        _TRACES[file] = _play(name, layers, host, room) if room.has_ranks else _saved(file)
+        _TRACES[file] = _play(name, layers, host, room) if room.has_ranks else _save_trace(file)
     return _TRACES[file]
 
 
-def _saved(file: str) -> Trace:
+def _save_trace(file: str) -> Trace:
     path = Path(SAVED, file)
     if not path.is_file():
         raise needs_torch(f"this run, whose trace would be {path},")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpkit.kineto.opened import OpenedTrace
 
-__all__ = ["Arrival", "arrivals", "opened", "write"]
+__all__ = ["Arrival", "arrivals", "open_profiles", "write"]
 
 RANKS, STEPS, LAYERS, BUCKET = 8, 4, 6, 2
 LATE_STEP = 1
@@ -54,7 +54,7 @@ class _Kernel:
     took: float
 
 
-def _played(sheet: int) -> tuple[list[list[list[_Kernel]]], list[Arrival], list[float]]:
+def _play_kernels(sheet: int) -> tuple[list[list[list[_Kernel]]], list[Arrival], list[float]]:
     """Return the kernels by step and rank, the arrivals at all-reduces, and when each step begins."""
     slow, late, longer = PLANTED[sheet]
     draw = random.Random(8)
@@ -93,7 +93,7 @@ def arrivals(sheet: int = 0) -> list[Arrival]:
     >>> len(arrivals()), {len(arrival.at) for arrival in arrivals()}
     (12, {8})
     """
-    return _played(sheet)[1]
+    return _play_kernels(sheet)[1]
 
 
 def write(folder: Path, sheet: int = 0) -> None:
@@ -110,7 +110,7 @@ def write(folder: Path, sheet: int = 0) -> None:
 
 
 def _events(rank: int, sheet: int) -> Iterator[Event]:
-    kernels, came, begins = _played(sheet)
+    kernels, came, begins = _play_kernels(sheet)
     number = 0
     for step, of_step in enumerate(kernels):
         begin, end = begins[step], begins[step + 1]
@@ -152,10 +152,10 @@ def _all_reduce(rank: int, begin: float, took: float) -> Event:
     return _device("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, begin, took, args)
 
 
-def opened(sheet: int = 0) -> OpenedTrace:
+def open_profiles(sheet: int = 0) -> OpenedTrace:
     """Write the files into a folder that is thrown away, and open them as `mk.open` does.
 
-    >>> opened().world_size
+    >>> open_profiles().world_size
     8
     """
     import mpkit

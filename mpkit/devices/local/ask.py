@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed
+from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import QUERY, parse_gpus
 from mpkit.support.ask import ask
 
@@ -21,7 +21,7 @@ def inventory_of(kind: str) -> Inventory | None:
         return _gpus(count)
     if kind == "mps":
         return Inventory("mps", (LocalDevice("Apple GPU"),))
-    return unnamed(kind, count, os.environ)
+    return unnamed_devices(kind, count, os.environ)
 
 
 def _count(kind: str) -> int:
@@ -37,14 +37,14 @@ def _gpus(count: int) -> Inventory:
     import torch
 
     if torch.version.hip:
-        return unnamed("cuda", count, os.environ)
+        return unnamed_devices("cuda", count, os.environ)
     try:
         gpus = parse_gpus(_nvidia_smi())
     except ValueError:  # an old driver, whose nvidia-smi lacks a column
         gpus = []
     if not gpus:
         note = "nvidia-smi does not tell names and memory; `mpkit doctor` has the reason"
-        return unnamed("cuda", count, os.environ, (note,))
+        return unnamed_devices("cuda", count, os.environ, (note,))
     return inventory_of_gpus(gpus, os.environ, count)
 
 

@@ -79,7 +79,7 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
     kind = kinds[0] if kinds else next((each for each in KINDS if inventory(each) is not None), "cuda")
     if kind == "cpu":
         named = 0 if isinstance(devices, str) else len(asked)
-        return Chosen("cpu", (), _fitting(devices, ranks, named), named)
+        return Chosen("cpu", (), _fitting_ranks(devices, ranks, named), named)
     there = inventory(kind)
     if there is None:
         raise ValueError(_none(devices, kind, ranks or len(asked), inventory))
@@ -92,7 +92,7 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
         if number >= len(there.devices):
             raise ValueError(_beyond(devices, number, there))
     named = sum(one is not None for _, one in asked)
-    return Chosen(kind, tuple(numbers), _fitting(devices, ranks, len(numbers)), named)
+    return Chosen(kind, tuple(numbers), _fitting_ranks(devices, ranks, len(numbers)), named)
 
 
 def _each(devices: object) -> list[object]:
@@ -120,7 +120,7 @@ def _read(one: object, devices: object) -> tuple[str, int | None]:
     return word, int(match[2]) if match[2] is not None and word != "cpu" else None
 
 
-def _fitting(devices: object, ranks: int | None, count: int) -> int | None:
+def _fitting_ranks(devices: object, ranks: int | None, count: int) -> int | None:
     """Return the number of ranks, unless there are fewer of them than devices."""
     if ranks is not None and ranks < count:
         raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visible import visible
 
-__all__ = ["HIDERS", "KINDS", "Inventory", "LocalDevice", "inventory_of_gpus", "unnamed"]
+__all__ = ["HIDERS", "KINDS", "Inventory", "LocalDevice", "inventory_of_gpus", "unnamed_devices"]
 
 KINDS = ("cuda", "xpu", "hpu", "mps")
 """Kinds of accelerators, in the order in which numbers alone are looked up."""
@@ -72,15 +72,17 @@ def inventory_of_gpus(gpus: list[Gpu], environment: Mapping[str, str], seen_by_t
             f"torch sees {seen_by_torch} GPUs, and by nvidia-smi it should see {len(seen.gpus)} "
             f"({seen.decided_by}); mpkit doctor 'gpus not found' looks for the cause"
         )
-        return unnamed("cuda", seen_by_torch, environment, (*seen.wrong, note))
+        return unnamed_devices("cuda", seen_by_torch, environment, (*seen.wrong, note))
     devices = tuple(LocalDevice(gpu.name, gpu.uuid or gpu.bus_id, gpu.memory, gpu.index) for gpu in seen.gpus)
     return Inventory("cuda", devices, seen.decided_by, (*seen.wrong, *seen.notes))
 
 
-def unnamed(kind: str, count: int, environment: Mapping[str, str], notes: tuple[str, ...] = ()) -> Inventory:
+def unnamed_devices(
+    kind: str, count: int, environment: Mapping[str, str], notes: tuple[str, ...] = ()
+) -> Inventory:
     """Return the inventory of devices of which only the number is known.
 
-    >>> unnamed("xpu", 2, {"ZE_AFFINITY_MASK": "0,1"}).decided_by
+    >>> unnamed_devices("xpu", 2, {"ZE_AFFINITY_MASK": "0,1"}).decided_by
     'ZE_AFFINITY_MASK=0,1'
     """
     hiders = [f"{name}={environment[name]}" for name in HIDERS[kind] if name in environment]

@@ -70,7 +70,7 @@ def _text(each: Iterable[Sequence[str]], inventory: Inventory | None) -> str:
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    return visible("\n".join([*lines, *_below(inventory)]))
+    return visible("\n".join([*lines, *_lines_below(inventory)]))
 
 
 def _html(each: Iterable[Sequence[str]], inventory: Inventory | None) -> str:
@@ -79,11 +79,11 @@ def _html(each: Iterable[Sequence[str]], inventory: Inventory | None) -> str:
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
         for row in ((str(rank), *row) for rank, row in enumerate(each))
     )
-    below = "<br>".join(map(escape, _below(inventory)))
+    below = "<br>".join(map(escape, _lines_below(inventory)))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below}</p>"
 
 
-def _below(inventory: Inventory | None) -> list[str]:
+def _lines_below(inventory: Inventory | None) -> list[str]:
     if inventory is None:
         return []
     fake = [f"no real machine: {inventory.fake}"] if inventory.fake else []

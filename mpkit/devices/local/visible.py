@@ -49,7 +49,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Visible:
     >>> visible(cards, {"CUDA_VISIBLE_DEVICES": "1,7,2"}).wrong[0][:48]
     'CUDA_VISIBLE_DEVICES=1,7,2 names 7, which is no '
     """
-    ordered, notes, wrong = _ordered(gpus, environment)
+    ordered, notes, wrong = _order_gpus(gpus, environment)
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return Visible(ordered, "no variable is set: all GPUs are visible", wrong, notes)
     given = environment["CUDA_VISIBLE_DEVICES"]
@@ -84,7 +84,7 @@ def _why_not(entry: str, gpus: int) -> str:
 Ordered = tuple[tuple[Gpu, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def _ordered(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Ordered:
+def _order_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Ordered:
     """Return the GPUs in CUDA's order, and what is to be said about the order."""
     order = environment.get("CUDA_DEVICE_ORDER")
     by_bus = tuple(sorted(gpus, key=lambda gpu: gpu.index))

@@ -34,10 +34,10 @@ def constants(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[s
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := _name(node.func).rpartition(".")[2]) in sections:
             for argument in node.args:
-                yield f"{name}({_shown(argument)})", None  # which argument that is, only the class knows
+                yield f"{name}({_shorten(argument)})", None  # which argument that is, only the class knows
             for keyword in node.keywords:
                 if keyword.arg is None:
-                    yield f"{name}(**{_shown(keyword.value)})", None
+                    yield f"{name}(**{_shorten(keyword.value)})", None
                 else:
                     yield f"{sections[name]}.{keyword.arg}", _value(keyword.value, known)
 
@@ -80,7 +80,7 @@ def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name) and node.id in known:
         return known[node.id]
     if isinstance(node, ast.Call):
-        return Word(_name(node.func), reason=f"{_shown(node)} is not called: write the value, such as 2")
+        return Word(_name(node.func), reason=f"{_shorten(node)} is not called: write the value, such as 2")
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left, known), _value(node.right, known)
         if all(type(one) is int and abs(one) < 2**53 for one in (left, right)):
@@ -93,7 +93,7 @@ def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        return Word(_shown(node), reason="it is not calculated: write the value, such as 2")
+        return Word(_shorten(node), reason="it is not calculated: write the value, such as 2")
 
 
 def _name(node: ast.expr) -> str:
@@ -105,7 +105,7 @@ def _name(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
 
 
-def _shown(node: ast.expr) -> str:
+def _shorten(node: ast.expr) -> str:
     try:
         text = ast.unparse(node)
     except ValueError:  # a number of thousands of digits

@@ -58,7 +58,7 @@ class Shell:
                 if word in ("for", "select") and words:
                     self._values[_plain(words[0])] = [[_open(_plain(words[0]), "a loop sets it")]]
             for found in self._read(command, words, is_open=depth > 0 or depends):
-                yield [_joined(pieces) for pieces in found], depth > 0
+                yield [_join_pieces(pieces) for pieces in found], depth > 0
             tests = bool(words) and _plain(words[0]) in ("[", "[[", "test")
             depends = command.joint == "||" or (command.joint == "&&" and (tests or depends))
 
@@ -67,17 +67,17 @@ class Shell:
     ) -> Iterator[list[Pieces]]:
         """Yield what an assignment holds, in words, or the words of a command."""
         expanded = [pieces for word in words for pieces in self._expand(word)]
-        assigns = [] if command.array else [word for word in words if _assigned(word)]
+        assigns = [] if command.array else [word for word in words if _assigned_name(word)]
         if command.array:
             self._assign(command.array, expanded, is_open)
             yield expanded
         elif words and (len(assigns) == len(words) or _plain(words[0]) in _DECLARES):
             for word in assigns:
-                target = _assigned(word)
+                target = _assigned_name(word)
                 value = [WordPart(word[0].text[len(target) :]), *word[1:]]
                 pieces = [piece for found in self._expand(value, split=False) for piece in found]
                 self._assign(target, [pieces], is_open)
-                yield _divided(pieces)
+                yield _split_words(pieces)
         elif words:
             for word in words[1:] if _plain(words[0]) == "read" else ():
                 self._values[_plain(word)] = [[_open(_plain(word), "it is read from elsewhere")]]
@@ -104,7 +104,7 @@ class Shell:
                 continue
             values, is_array = self._value(part.text)
             if split and not part.is_quoted:
-                values = [pieces for value in values for pieces in _divided(value)]
+                values = [pieces for value in values for pieces in _split_words(value)]
             elif not (split and is_array):
                 values = [[piece for value in values for piece in (*value, Word(" "))][:-1]]
             for number, pieces in enumerate(values):
@@ -145,7 +145,7 @@ class Shell:
 
     def _number(self, name: re.Match[str]) -> str:
         value = self._values.get(name[1], [])
-        text = _joined(value[0]) if len(value) == 1 else ""
+        text = _join_pieces(value[0]) if len(value) == 1 else ""
         return text if re.fullmatch(r"[0-9]{1,18}", text) else "?"
 
     def _count(self, words: list[Pieces]) -> None:
@@ -177,17 +177,17 @@ def _plain(word: Sequence[WordPart]) -> str:
     return word[0].text if len(word) == 1 and not word[0].is_variable and not word[0].is_quoted else ""
 
 
-def _assigned(word: Sequence[WordPart]) -> str:
+def _assigned_name(word: Sequence[WordPart]) -> str:
     """Return what a word assigns to, such as "TP=" or "ARGS+="; "" if it assigns nothing."""
     found = ASSIGNS.match(word[0].text) if not (word[0].is_quoted or word[0].is_variable) else None
     return found[0] if found else ""
 
 
-def _joined(pieces: Pieces) -> Word:
+def _join_pieces(pieces: Pieces) -> Word:
     return Word("".join(pieces), reason=next((piece.reason for piece in pieces if piece.reason), ""))
 
 
-def _divided(pieces: Pieces) -> list[Pieces]:
+def _split_words(pieces: Pieces) -> list[Pieces]:
     """Return the words of a text, as bash divides a variable outside of quotes."""
     found: list[Pieces] = [[]]
     for piece in pieces:

@@ -84,7 +84,7 @@ def commands(text: str) -> Iterator[Command]:
             continue
         word = [] if word is None else word
         if token["double"]:
-            at = _quoted(text, at, word)
+            at = _read_quoted(text, at, word)
         elif token["variable"]:
             at = _variable(text, token.start(), token["variable"], word, is_quoted=False)
         elif token["single"] is not None:
@@ -97,7 +97,7 @@ def commands(text: str) -> Iterator[Command]:
     yield Command([*command.words, *([] if word is None else [word])])
 
 
-def _quoted(text: str, at: int, word: list[WordPart]) -> int:
+def _read_quoted(text: str, at: int, word: list[WordPart]) -> int:
     """Add the parts up to the closing quote, and return the place after it."""
     word.append(WordPart("", is_quoted=True))
     while token := _IN_QUOTES.match(text, at):

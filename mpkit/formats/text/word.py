@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Word", "agree", "shown"]
+__all__ = ["Word", "agree", "shorten"]
 
 
 class Word(str):
@@ -35,14 +35,14 @@ def agree(values: dict[str, Any], name: str, value: Any) -> None:
     """
     before = values.setdefault(name, value)
     if before != value and not (isinstance(before, Word) and before.reason):
-        both = f"{shown(before)} and {shown(value)}"
+        both = f"{shorten(before)} and {shorten(value)}"
         values[name] = Word(both, reason=f"the text says both {both}: write one of them")
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value as an error shows it: its beginning, if it is long.
 
-    >>> shown([1, 2]), shown(16**5000)
+    >>> shorten([1, 2]), shorten(16**5000)
     ('[1, 2]', 'a number of 20001 bits')
     """
     if isinstance(value, int) and value.bit_length() > 1000:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.kineto.inference.layers import exchanged, tensor_of
+from mpkit.kineto.inference.layers import note_all_to_alls, tensor_of
 from mpkit.kineto.inference.observed import AxisEvidence, Observed
 from mpkit.kineto.inference.pipeline import InferredPipeline, pipeline_of
 from mpkit.kineto.inference.replicas import replicas_of
@@ -64,7 +64,7 @@ def infer(trace: Trace) -> Inferred:
         "microbatches": _of_accumulation(seen) if pipeline is None else AxisEvidence(),
         "recompute": _of_recomputation(seen),
     }
-    evidence = [sentence for part in parts.values() for sentence in part.evidence] + exchanged(seen)
+    evidence = [sentence for part in parts.values() for sentence in part.evidence] + note_all_to_alls(seen)
     options, contradictions = _within_world(parts, seen.world)
     evidence += contradictions
     try:

@@ -7,7 +7,7 @@ from collections import Counter
 from mpkit.kineto.inference.observed import AxisEvidence, Observed
 from mpkit.trace import Kind
 
-__all__ = ["exchanged", "tensor_of"]
+__all__ = ["note_all_to_alls", "tensor_of"]
 
 
 def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
@@ -40,7 +40,7 @@ def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
     return AxisEvidence()
 
 
-def exchanged(seen: Observed) -> list[str]:
+def note_all_to_alls(seen: Observed) -> list[str]:
     """Return a sentence on all-to-alls within forwards; a Plan has no word for what they mean."""
     for number in range(len(seen.ranks)):
         found = seen.during(number, Kind.FORWARD, (Kind.ALL_TO_ALL,))

@@ -19,7 +19,7 @@ import numpy as np
 from mpkit.errors import TraceError
 from mpkit.kineto.reading.events import ANNOTATIONS, CATEGORIES, DEVICE, STEP, Events
 from mpkit.kineto.reading.read import EventStream
-from mpkit.kineto.reading.sound_event import count_of, is_text, shown, text_of, time_of
+from mpkit.kineto.reading.sound_event import count_of, is_text, show_value, text_of, time_of
 
 __all__ = ["read_events"]
 
@@ -46,8 +46,8 @@ def read_events(path: Path, progress: Callable[[int], None] = lambda done: None)
             reader.take(event)
         except (ValueError, TypeError) as error:
             raise TraceError(
-                f"{path}: event {number:,} ({shown(event.get('name'))}) cannot be read: {error}. It is "
-                f"{shown(event):.300}"
+                f"{path}: event {number:,} ({show_value(event.get('name'))}) cannot be read: {error}. It is "
+                f"{show_value(event):.300}"
             ) from None
     events.header = stream.header
     events.repairs = {what: count for what, count in stream.repairs.items() if count}
@@ -126,12 +126,12 @@ class _Reader:
                 return
             took = time_of(event, "ts") - time_of(began, "ts")
             if took < 0:
-                raise ValueError(f"it ends a span before that begins, which is {shown(began):.200}")
+                raise ValueError(f"it ends a span before that begins, which is {show_value(began):.200}")
             self._add("other", self._text(began, "name"), {**began, "dur": took})
         elif phase == "M" and event.get("name") == "process_name":
             self._events.processes[self._text(event, "pid")] = text_of(_args_of(event).get("name"))
         elif phase != "M":
-            self.phases[phase if type(phase) is str else shown(phase)] += 1
+            self.phases[phase if type(phase) is str else show_value(phase)] += 1
 
     def _text(self, event: dict[str, Any], key: str) -> str:
         """Return a name that an event has; what is none is written out, and counted."""
@@ -141,7 +141,7 @@ class _Reader:
         if is_text(value):
             return str(value)
         self.assumed[f"{key} that is no text"] += 1
-        return shown(value)
+        return show_value(value)
 
     def _thread(self, place: tuple[Any, Any]) -> int:
         """Return the number of a process's thread, or of a device's stream, that is seen for the first time."""
@@ -206,7 +206,7 @@ def _args_of(event: dict[str, Any]) -> dict[str, Any]:
     if args is None:
         return {}
     if not isinstance(args, dict):
-        raise TypeError(f"args={shown(args)} are no names and values")
+        raise TypeError(f"args={show_value(args)} are no names and values")
     return args
 
 

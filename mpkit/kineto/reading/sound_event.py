@@ -13,7 +13,7 @@ from typing import Any
 
 from mpkit.trace.sound import MOST_RANKS
 
-__all__ = ["count_of", "is_text", "shown", "sound_args", "text_of", "time_of", "whole_of"]
+__all__ = ["count_of", "is_text", "show_value", "sound_args", "text_of", "time_of", "whole_of"]
 
 LATEST = 9e15
 """Latest time, in us since 1970: that of the year 2255. int64 holds as many ns."""
@@ -30,10 +30,10 @@ _SCALARS = (str, int, float)
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Return a value of a file as Python writes it, however long and deep it is.
 
-    >>> shown({"ph": "X", "args": {"a": [[[[[[[1]]]]]]], "b": "x" * 1000}})
+    >>> show_value({"ph": "X", "args": {"a": [[[[[[[1]]]]]]], "b": "x" * 1000}})
     "{'ph': 'X', 'args': {'a': [[[[[...]]]]], 'b': 'xxxxxxxxxxxx...xxxxxxxxxxxxx'}}"
     """
     if isinstance(value, dict):  # in the order of the file
@@ -92,7 +92,7 @@ def time_of(event: Mapping[str, Any], name: str, *, least: float = -LATEST) -> f
             time = math.nan
         if least <= time <= LATEST:  # nan is not
             return time
-    raise ValueError(f"{name}={shown(value)} is no time")
+    raise ValueError(f"{name}={show_value(value)} is no time")
 
 
 def count_of(
@@ -117,7 +117,7 @@ def count_of(
             count = most + 1
         if (-most if least is None else least) <= count <= most:
             return count
-    raise ValueError(f"{name}={shown(value)} is no number up to {most:,}")
+    raise ValueError(f"{name}={show_value(value)} is no number up to {most:,}")
 
 
 def sound_args(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,14 +128,14 @@ def sound_args(args: Mapping[str, Any]) -> dict[str, Any]:
             sound[name] = count_of(args, name, -1, most)
     for name in _LISTS:
         if not isinstance(args.get(name, []), list):
-            raise ValueError(f"{name}={shown(args[name])} is no list")
+            raise ValueError(f"{name}={show_value(args[name])} is no list")
     for shape in args.get("Input Dims", []):
         _check_shape(shape)
     if "Input Dims" in args and len(args.get("Input type", args["Input Dims"])) > MOST_RANKS:
         raise ValueError("Input type is too long")
     for name in _WORDS:
         if not is_text(args.get(name)):
-            raise ValueError(f"{name}={shown(args[name])} is no name")
+            raise ValueError(f"{name}={show_value(args[name])} is no name")
     for name in _LISTS[1:]:
         if name in args:
             sound[name] = [text_of(each) for each in args[name]]
@@ -145,7 +145,7 @@ def sound_args(args: Mapping[str, Any]) -> dict[str, Any]:
         or len(listed) > 8 * MOST_RANKS
         or (isinstance(listed, list) and not all(type(rank) in (int, str) for rank in listed))
     ):
-        raise ValueError(f"Process Group Ranks={shown(listed)} are no ranks")
+        raise ValueError(f"Process Group Ranks={show_value(listed)} are no ranks")
     return sound
 
 
@@ -158,4 +158,4 @@ def _check_shape(shape: Any) -> None:
             not all(type(length) is int and 0 <= length <= MOST for length in lengths)
             or math.prod(lengths) > MOST
         ):
-            raise ValueError(f"Input Dims: {shown(each)} is no shape")
+            raise ValueError(f"Input Dims: {show_value(each)} is no shape")

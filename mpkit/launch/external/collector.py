@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.external.mirror import FileMirror
 from mpkit.launch.external.verdict import Verdict
-from mpkit.launch.failure import failure, lost
+from mpkit.launch.failure import failure, lost_rank
 from mpkit.launch.hang.hang import Patience
 from mpkit.launch.hang.hang_watch import HangWatch
 from mpkit.launch.process.folder import read_error
@@ -206,7 +206,7 @@ class Collector:
         }
         if any(seconds > limit for seconds in silent.values()):
             first = max(silent, key=lambda rank: silent[rank])
-            return lost(first, self.trace, self._names[first], silent[first], len(silent) - 1)
+            return lost_rank(first, self.trace, self._names[first], silent[first], len(silent) - 1)
         if self._trouble is None or now - self._trouble < LOST_SOON + 1.0:
             return None
         if failed:

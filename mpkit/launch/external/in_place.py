@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mpkit.comm.current import left
+from mpkit.comm.current import forget_group
 from mpkit.comm.release import free_kept
 from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.results import Results
@@ -91,7 +91,7 @@ def _group(place: LauncherPlace, settings: Settings, store: SignedStore) -> Iter
         signed.restore()
         joined.restore()
         if dist.is_initialized():
-            left()
+            forget_group()
     free_kept()
     if own:
         dist.destroy_process_group()  # and all groups within it

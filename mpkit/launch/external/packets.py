@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mpkit.launch.process.folder import part, read_error
 from mpkit.trace import HEADER, MEMORY, OP
-from mpkit.trace.files import mapped
+from mpkit.trace.files import map_file
 from mpkit.trace.records import VALUE
 
 __all__ = ["GROWING", "MOST_OPS", "WINDOW", "Sender", "records"]
@@ -130,7 +130,7 @@ class Sender:
 
 def records(path: Path, size: int) -> tuple[Array, int]:
     """Return the complete records of a file as rows of bytes, and its state."""
-    data = mapped(path)
+    data = map_file(path)
     if len(data) < HEADER.itemsize:
         return np.empty((0, size), np.uint8), 0
     head = data[: HEADER.itemsize].view(HEADER)[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mpkit.launch.hang.cells import in_cells
 from mpkit.launch.hang.progress import FINISHED, Sight
-from mpkit.launch.hang.unmatched import missing, never, waited_for
+from mpkit.launch.hang.unmatched import missing_ranks, never, waited_for
 from mpkit.launch.hang.waiting import stopped_words
 from mpkit.launch.hang.why import reasons
 from mpkit.support.tracebacks import fold_stack
@@ -114,7 +114,7 @@ class Patience:
         if self.timeout is not None:
             return self.timeout
         waits = (waited_for(number, rank) for number, rank in enumerate(trace.ranks))
-        unmet = any(missing(call, trace) for call in waits if call is not None)
+        unmet = any(missing_ranks(call, trace) for call in waits if call is not None)
         return (self.grace / 2 if unmet else self.grace) + slowest(trace)
 
 
@@ -164,12 +164,12 @@ def _each_rank(trace: Trace, stacks: dict[int, str], now: int) -> Iterator[str]:
             since = (now - int(rank.ops[-1]["start"])) / 1e9
             yield f"rank {number} waits in {waits}{waits.at}, for {since:.1f} s"
         else:
-            yield f"rank {number} is not waiting{_doing(rank)}"
+            yield f"rank {number} is not waiting{_describe_last(rank)}"
             if stacks.get(number):
                 yield from ("    " + line for line in fold_stack(stacks[number]).splitlines())
 
 
-def _doing(rank: RankTrace) -> str:
+def _describe_last(rank: RankTrace) -> str:
     if not len(rank.ops):
         return "; it has recorded nothing yet"
     last = rank.ops[-1]

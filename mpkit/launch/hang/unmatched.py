@@ -17,7 +17,7 @@ from mpkit.launch.hang.cells import in_cells
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import Issued, find_issued, fits, why_not
 
-__all__ = ["first_mismatch", "members", "missing", "never", "unanswered", "waited_for"]
+__all__ = ["first_mismatch", "members", "missing_ranks", "never", "unanswered_calls", "waited_for"]
 
 FROM_ROOT = (Kind.BROADCAST, Kind.SCATTER)
 TO_ROOT = (Kind.REDUCE, Kind.GATHER)
@@ -71,12 +71,12 @@ def waited_for(rank: int, recorded: RankTrace) -> Issued | None:
     return Issued.of(rank, recorded, last) if last["number"] >= 0 else None
 
 
-def unanswered(rank: int, trace: Trace) -> list[Issued]:
+def unanswered_calls(rank: int, trace: Trace) -> list[Issued]:
     """Return what a rank has issued and some other rank has not reached, the newest first."""
-    return [call for _, call in reversed(list(_open(rank, trace.ranks[rank]))) if missing(call, trace)]
+    return [call for _, call in reversed(list(_open(rank, trace.ranks[rank]))) if missing_ranks(call, trace)]
 
 
-def missing(call: Issued, trace: Trace) -> list[int]:
+def missing_ranks(call: Issued, trace: Trace) -> list[int]:
     """Return the ranks of a call that have not reached it, or whose own call does not match and was not started."""
     others = [rank for rank in members(call) if rank != call.rank]
     theirs = [find_issued(rank, trace.ranks[rank], call.group, call.number) for rank in others]
@@ -102,7 +102,7 @@ def never(trace: Trace) -> set[int]:
 
 def _needs(call: Issued, trace: Trace) -> set[int]:
     """Return the ranks that this call cannot complete without and that have not reached it."""
-    absent = set(missing(call, trace))
+    absent = set(missing_ranks(call, trace))
     if len(members(call)) == 2:  # nothing is delivered to a rank that has not posted a receive
         return absent
     if call.kind in FROM_ROOT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.launch.hang.unmatched import missing, unanswered, waited_for
+from mpkit.launch.hang.unmatched import missing_ranks, unanswered_calls, waited_for
 from mpkit.trace import Kind, Trace
 from mpkit.trace.mismatch import Issued
 
@@ -17,7 +17,7 @@ def reasons(trace: Trace) -> Iterator[str]:
         call = waited_for(rank, recorded)
         if call is None:
             continue
-        for other in missing(call, trace):
+        for other in missing_ranks(call, trace):
             if call.is_message:
                 done = "never sent it" if call.kind == Kind.RECV else "never received it"
                 what = f"rank {rank} waits for message {call.group} number {call.number}; rank {other} {done}"
@@ -39,7 +39,7 @@ def _nearest(call: Issued, trace: Trace) -> str:
     if not call.is_message:
         return ""
     wanted = Kind.SEND if call.kind == Kind.RECV else Kind.RECV
-    there = [other for other in unanswered(call.peer, trace) if other.kind == wanted]
+    there = [other for other in unanswered_calls(call.peer, trace) if other.kind == wanted]
     same_ends = [other for other in there if other.peer == call.rank]
     same_tag = [other for other in there if other.tag == call.tag]
     for other in (same_ends or same_tag)[:1]:

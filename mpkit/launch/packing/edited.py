@@ -22,11 +22,11 @@ def edited_functions(names: Iterable[str | None]) -> list[str]:
         if module is None or type(loader) is not SourceFileLoader or name.partition(".")[0] == "mpkit":
             continue
         if name != "__main__" and not is_installed(name):
-            found += (f"{name}.{function}" for function in _edited(module, Path(loader.path)))
+            found += (f"{name}.{function}" for function in _edited_functions(module, Path(loader.path)))
     return found
 
 
-def _edited(module: ModuleType, file: Path) -> Iterator[str]:
+def _edited_functions(module: ModuleType, file: Path) -> Iterator[str]:
     try:
         now = dict(_codes(compile(file.read_bytes(), str(file), "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError):

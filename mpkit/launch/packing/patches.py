@@ -80,7 +80,7 @@ class Patch:
         if not (self.users or hasattr(owner, last) or self.home in {"", *sys.modules}):
             return
         value = pickle.loads(self.value)
-        if _written(vars(owner).get(last)) != _written(value):
+        if _source_place(vars(owner).get(last)) != _source_place(value):
             setattr(owner, last, value)
 
 
@@ -163,15 +163,15 @@ def _is_users(module: str, value: Any) -> bool:
 def is_installed(module: str) -> bool:
     """Return whether a module is Python's or an installed package's, and not the user's own."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and file.startswith(_installed())
+    return file is not None and file.startswith(_installed_files())
 
 
 @cache
-def _installed() -> tuple[str, ...]:
+def _installed_files() -> tuple[str, ...]:
     return tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 
 
-def _written(value: Any) -> Any:
+def _source_place(value: Any) -> Any:
     """Return where something was written: equal for what two processes import from the same file."""
     inner = _function(value)
     if isinstance(inner, FunctionType):

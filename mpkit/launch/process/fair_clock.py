@@ -35,7 +35,7 @@ class FairClock:
 
     def look(self, pids: Iterable[int]) -> float:
         """Let the time pass that these processes had since the last look; return `seconds`."""
-        now, seen = time.monotonic(), {pid: (cpu_seconds(pid) or 0.0, _queued(pid)) for pid in pids}
+        now, seen = time.monotonic(), {pid: (cpu_seconds(pid) or 0.0, _queued_time(pid)) for pid in pids}
         wall, self._looked = now - self._looked, now
         changes = [
             (cpu - self._seen[pid][0], queued - self._seen[pid][1])
@@ -49,7 +49,7 @@ class FairClock:
         return self.seconds
 
 
-def _queued(pid: int) -> float:
+def _queued_time(pid: int) -> float:
     """Return the seconds that a process's main thread has waited for a core; 0 where the system does not say."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:

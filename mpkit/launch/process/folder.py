@@ -135,7 +135,7 @@ def write_error(folder: Path, rank: int, error: dict[str, Any]) -> None:
 def read_error(folder: Path, rank: int) -> dict[str, Any] | None:
     """Return what `write_error` wrote, or None."""
     try:
-        return dict(json.loads(_written(part(folder, rank, "error"))))
+        return dict(json.loads(_read_written(part(folder, rank, "error"))))
     except ValueError:
         return None
 
@@ -159,7 +159,7 @@ def write_note(folder: Path, rank: int, text: str) -> None:
 
 def read_note(folder: Path, rank: int) -> str:
     """Return what `write_note` wrote, or ""."""
-    return _written(part(folder, rank, "note"))
+    return _read_written(part(folder, rank, "note"))
 
 
 def _overwrite(path: Path, text: str) -> None:
@@ -174,7 +174,7 @@ def _overwrite(path: Path, text: str) -> None:
         os.close(file)
 
 
-def _written(path: Path) -> str:
+def _read_written(path: Path) -> str:
     try:
         return path.read_bytes().rstrip(b"\0").decode("utf-8", "replace")
     except FileNotFoundError:

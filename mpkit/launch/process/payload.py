@@ -19,7 +19,7 @@ from mpkit.launch.process.folder import Settings
 from mpkit.support.caught import report
 from mpkit.support.cores import cores
 
-__all__ = ["here", "pack", "unpack"]
+__all__ = ["pack", "settings_here", "unpack"]
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
@@ -63,7 +63,7 @@ def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[A
     return function, args
 
 
-def here(
+def settings_here(
     ranks: int,
     device: str,
     backend: str,

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from mpkit.comm.call_checks import CallChecks
 from mpkit.comm.communicator import Communicator
-from mpkit.comm.current import joined
+from mpkit.comm.current import note_group
 from mpkit.comm.wire import Wire
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.context import Context
@@ -49,7 +49,7 @@ from mpkit.support.disk import FULL, full_disk, write_whole
 from mpkit.support.private import NO_LINK, create
 from mpkit.support.tracebacks import fold_chain
 
-__all__ = ["context_of", "device_of", "main", "report", "spawned"]
+__all__ = ["context_of", "device_of", "main", "report", "run_spawned"]
 
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
@@ -80,7 +80,7 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
         os._exit(1)
 
 
-def spawned(config: str) -> None:
+def run_spawned(config: str) -> None:
     """Run one rank in a fresh interpreter, where ranks are not forked."""
     main(*json.loads(config))
 
@@ -170,7 +170,7 @@ def context_of(
     checks = CallChecks(recorder.folder, rank) if compares else None
     comm = Communicator(Wire(rank, settings.ranks, recorder, device, settings.backend, checks))
     context = Context(rank, settings.ranks, device, comm, recorder)
-    joined(comm)
+    note_group(comm)
     if device.type == "cuda":
         _enter_context(device)
     return context

@@ -36,7 +36,7 @@ __all__ = [
     "is_own",
     "is_unfinished",
     "number_of",
-    "opened",
+    "open_folder",
     "read_head",
     "regular_files",
     "step_of",
@@ -141,14 +141,14 @@ def is_own(path: Path, training: str) -> bool:
 def is_unfinished(path: Path) -> bool:
     """Return whether a folder holds nothing but files that a save writes."""
     try:
-        with opened(path) as handle:
+        with open_folder(path) as handle:
             return all(map(WRITTEN.fullmatch, regular_files(handle)))
     except OSError:
         return False
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[int]:
+def open_folder(folder: Path) -> Iterator[int]:
     """Open a folder that is no link."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

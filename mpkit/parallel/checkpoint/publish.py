@@ -15,7 +15,7 @@ from mpkit.parallel.checkpoint.files import (
     is_own,
     is_unfinished,
     number_of,
-    opened,
+    open_folder,
     regular_files,
     step_of,
 )
@@ -91,7 +91,7 @@ def _discard(path: Path) -> None:
 
 def _delete(path: Path) -> None:
     """Delete a folder of files that a save writes; one that holds anything else, or is none, stays as it is."""
-    with contextlib.suppress(OSError), opened(path) as handle:
+    with contextlib.suppress(OSError), open_folder(path) as handle:
         names = regular_files(handle)
         if all(map(WRITTEN.fullmatch, names)):
             for name in names:

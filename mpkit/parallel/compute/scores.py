@@ -24,10 +24,10 @@ from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.stage.stage import cast
 from mpkit.parallel.stage.to_device import onto_device
 
-__all__ = ["ScoredForward", "ScoredPartForward", "measured", "scores"]
+__all__ = ["ScoredForward", "ScoredPartForward", "measure_scores", "scores"]
 
 
-def measured(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
+def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
     """Return what a metric function measures, by name: "" where it returns a single value."""
     value = metric(output, targets)
     return {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {"": value}
@@ -53,7 +53,7 @@ def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int)
     if evaluation.metric is not None:
         if job.plan.precision != "full":
             output = cast(output, torch.float32)
-        values = measured(evaluation.metric, output, targets)
+        values = measure_scores(evaluation.metric, output, targets)
         _check(tuple(values), evaluation.names[1:])
         for value in values.values():
             counted = as_pair(value)

@@ -11,7 +11,7 @@ from mpkit.parallel.stage.stage import Stage
 from mpkit.parallel.stage.to_device import track
 from mpkit.record.flops import Flops
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import Saved, saving
+from mpkit.record.saved import Saved, count_saved
 from mpkit.schedule import Action
 from mpkit.trace import Kind
 
@@ -81,7 +81,7 @@ class StageRecord:
         """
         # What recomputed blocks save is released within a backward, so no count can be reused.
         every = bool(self._stage.recomputed)
-        return saving(self.recorder, self._stage.number, (key, split), every=every)
+        return count_saved(self.recorder, self._stage.number, (key, split), every=every)
 
     def block_costs(self, key: Hashable) -> Callable[[str], tuple[float, int]]:
         """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""

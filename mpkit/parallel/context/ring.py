@@ -116,7 +116,7 @@ class _Ring(torch.autograd.Function):
         order: str,
     ) -> Tensor:
         tiles = _Tiles(group, is_causal, order)
-        queries = tiles.cut(wide(_grouped(q, k)) * scale)
+        queries = tiles.cut(wide(_group_heads(q, k)) * scale)
         merged: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
         block = _pack(k, v)
         for r in range(group.size):
@@ -140,8 +140,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group, tiles = ctx.group, ctx.tiles
-        do, out = wide(_grouped(do, k)), wide(_grouped(out, k))
-        rows = wide(_grouped(q, k)) * ctx.scale, lse, do, (do * out).sum(-1)
+        do, out = wide(_group_heads(do, k)), wide(_group_heads(out, k))
+        rows = wide(_group_heads(q, k)) * ctx.scale, lse, do, (do * out).sum(-1)
         queries, lses, dos, deltas = (tiles.cut(tensor, 3) for tensor in rows)
         dq = torch.zeros_like(rows[0])
         dqs = tiles.cut(dq, 3)
@@ -222,7 +222,7 @@ class _Moving:
         return self._received.wait()
 
 
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
+def _group_heads(q: Tensor, k: Tensor) -> Tensor:
     """Group the heads: [b, h g, s, d] -> [b, h, g, s, d]."""
     grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
     return grouped

@@ -65,7 +65,10 @@ class Loader:
         op = self._record.begin(Kind.DATA, "data") if self._records else -1
         parts = self._next() if self._workers else self._steps[step]
         if self._pins and not self._workers:
-            parts = {which: (_pinned(inputs), _pinned(targets)) for which, (inputs, targets) in parts.items()}
+            parts = {
+                which: (_pin_memory(inputs), _pin_memory(targets))
+                for which, (inputs, targets) in parts.items()
+            }
         if self._records:
             nbytes = sum(t.nbytes for x, y in parts.values() for t in (*leaves(x), *leaves(y)))
             self._record.end(op, nbytes=nbytes)
@@ -103,7 +106,7 @@ class _Steps(Dataset[Parts]):
         }
 
 
-def _pinned(value: Value) -> Value:
+def _pin_memory(value: Value) -> Value:
     return map_tensors(Tensor.pin_memory, value)
 
 

@@ -202,7 +202,7 @@ class DP(GradientSync):
             return {}
         given: list[list[Tensor]] = []
         if gradients is not None:
-            parts = [_there(gradients[i]).split(scattered.rows) for i in wanted]
+            parts = [_require_gradient(gradients[i]).split(scattered.rows) for i in wanted]
             given = [list(share) for share in zip(*parts, strict=True)]
         mine = self._scatter_rows(scattered, [specs[i] for i in wanted], given)
         return dict(zip(wanted, mine, strict=True))
@@ -261,6 +261,6 @@ class DP(GradientSync):
         return self.stages[0].state_dict() if self._rank == 0 else {}
 
 
-def _there(gradient: Tensor | None) -> Tensor:
+def _require_gradient(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient

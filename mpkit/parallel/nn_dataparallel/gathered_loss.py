@@ -12,13 +12,13 @@ from mpkit.parallel.compute.loss_share import loss_share
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.nn_dataparallel.scatter_feed import ScatteredMicroBatch
 from mpkit.parallel.stage.to_device import onto_device, track
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["gathered_loss", "joined"]
+__all__ = ["gathered_loss", "join_shares"]
 
 
 def gathered_loss(
@@ -43,7 +43,7 @@ def gathered_loss(
         The share of the loss, with its count if it has one; and the gradient of each output, None where it has none.
     """
     record = context.record
-    targets = onto_device(joined([targets for _, targets in scattered.by_rank]), context.device, record)
+    targets = onto_device(join_shares([targets for _, targets in scattered.by_rank]), context.device, record)
     flops = [
         job.where.numbers[key][-1].flops
         for key, rows in zip(scattered.keys, scattered.rows, strict=True)
@@ -59,7 +59,7 @@ def gathered_loss(
         Kind.FORWARD, "loss", microbatch=m,
         flops=sum(f.forward for f in flops), nbytes=sum(f.forward_bytes for f in flops),
     )  # fmt: skip
-    with saving(record, -1, tuple(scattered.keys)) as saved:
+    with count_saved(record, -1, tuple(scattered.keys)) as saved:
         loss, *count = loss_share(job, boundary.pack(ends), targets, scattered.whole)
     record.end(op)
     # ---- backward
@@ -75,7 +75,7 @@ def gathered_loss(
     return [loss.item(), *(each.item() for each in count)], gradients
 
 
-def joined(values: list[Value]) -> Value:
+def join_shares(values: list[Value]) -> Value:
     """Concatenate the shares."""
     parts = [iter(leaves(value)) for value in values]
     return map_tensors(lambda _: torch.cat([next(part) for part in parts]), values[0])

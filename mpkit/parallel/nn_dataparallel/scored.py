@@ -11,7 +11,7 @@ from mpkit.parallel.compute.scores import scores
 from mpkit.parallel.job.feed import MicroBatch
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.nn_dataparallel.dp import DP
-from mpkit.parallel.nn_dataparallel.gathered_loss import joined
+from mpkit.parallel.nn_dataparallel.gathered_loss import join_shares
 from mpkit.parallel.nn_dataparallel.scatter_feed import ScatteredMicroBatch
 from mpkit.parallel.nn_dataparallel.share_forward import ShareForward
 from mpkit.parallel.stage.to_device import onto_device
@@ -56,7 +56,7 @@ class ScoredShares:
         if self._context.rank != 0:
             return None
         targets = onto_device(
-            joined([targets for _, targets in scattered.by_rank]), self._context.device, record
+            join_shares([targets for _, targets in scattered.by_rank]), self._context.device, record
         )
         output = self._job.where.boundary(scattered.keys[0], 0).pack(whole)
         return torch.stack(scores(self._job, output, targets, scattered.whole, size))

@@ -163,10 +163,10 @@ class Forward(ForwardWalk):
             return before
         spec = self._graph.specs[promised.number]
         if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (spec.shape, spec.dtype):
-            made = _described(spec_of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__
+            made = _describe_spec(spec_of(leaf)) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise _another_way(
-                f"{node.name} made {made}, and {_described(spec)} in the dry run: what goes from block to block may "
-                "depend on the shapes of the data, and not on its values"
+                f"{node.name} made {made}, and {_describe_spec(spec)} in the dry run: what goes from block to block "
+                "may depend on the shapes of the data, and not on its values"
             )
         if promised.number not in fresh:
             fresh[promised.number] = Value(spec, self._device, promised.number, leaf)
@@ -204,5 +204,5 @@ def _another_way(what: str) -> MpkitError:
     )
 
 
-def _described(spec: Spec) -> str:
+def _describe_spec(spec: Spec) -> str:
     return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"

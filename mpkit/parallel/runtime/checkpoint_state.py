@@ -31,7 +31,7 @@ from mpkit.parallel.stage.gradient_sync import Piece
 if TYPE_CHECKING:
     from mpkit.parallel.runtime.train import Training
 
-__all__ = ["held", "put_back", "random_states", "room_for", "set_random_states", "tensor_in"]
+__all__ = ["held_entries", "put_back", "random_states", "room_for", "set_random_states", "tensor_in"]
 
 State = dict[str, Slice]
 
@@ -39,7 +39,7 @@ State = dict[str, Slice]
 # ---- to save -------------------------------------------------------------------------------------------------
 
 
-def held(training: Training, *, first: bool, first_of_tp: bool) -> State:
+def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State:
     """Return this rank's part of the entries of a checkpoint.
 
     Args:

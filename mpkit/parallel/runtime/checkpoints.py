@@ -36,7 +36,7 @@ from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, 
 from mpkit.parallel.checkpoint.publish import clean, next_number, partial_of, publish
 from mpkit.parallel.job.job import TrainJob
 from mpkit.parallel.runtime.checkpoint_state import (
-    held,
+    held_entries,
     put_back,
     random_states,
     room_for,
@@ -105,11 +105,11 @@ class Checkpoints:
         context = self._context
         partial = partial_of(Path(saving.folder), step)
         # ---- collect
-        state = held(self._training, first=self._first, first_of_tp=self._first_of_tp)
+        state = held_entries(self._training, first=self._first, first_of_tp=self._first_of_tp)
         drawn = random_states(context.device)
         state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
         if self._training.after.state:
-            kept = packed(self._training.after.state)
+            kept = pack_kept(self._training.after.state)
             state[f"callback/{context.rank}"] = Slice(kept, kept.shape)
         # ---- write
         try:
@@ -200,7 +200,7 @@ class Checkpoints:
         self._record.end(op)
 
 
-def packed(kept: dict[str, Any]) -> torch.Tensor:
+def pack_kept(kept: dict[str, Any]) -> torch.Tensor:
     """Return what `on_step` keeps as the bytes of a JSON text.
 
     Raises:

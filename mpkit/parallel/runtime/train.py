@@ -49,7 +49,7 @@ from mpkit.parallel.update.update import Update
 from mpkit.parallel.update.whole import free, trained_parameters
 from mpkit.parallel.zero import zero_sync
 from mpkit.record.hooks import watch
-from mpkit.watch.compared import compared
+from mpkit.watch.compared import compare_calls
 
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
@@ -73,7 +73,7 @@ def train(context: Context, job: TrainJob) -> Trained:
     if job.how.on_step is None and job.how.evaluation is None:
         return _train(context, job)
     checks = CallChecks(context.record.folder, context.rank)
-    with compared(context.comm, checks):
+    with compare_calls(context.comm, checks):
         return _train(context, job, checks)
 
 
@@ -94,12 +94,12 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
     state = training.state_dict()
     if job.how.ema is None:
         return Trained(state, None)
-    state = {name: _copied(value) for name, value in state.items()}  # they may be the model's own memory
+    state = {name: _copy_state(value) for name, value in state.items()}  # they may be the model's own memory
     training.update.take_average()
     return Trained(state, training.state_dict())
 
 
-def _copied(value: Any) -> Any:
+def _copy_state(value: Any) -> Any:
     if isinstance(value, PartOfWhole):
         return value._replace(tensor=value.tensor.clone())
     return value.clone() if isinstance(value, Tensor) else value  # a state of a module's own

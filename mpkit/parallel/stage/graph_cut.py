@@ -38,7 +38,7 @@ class GraphCut:
     """
 
     def __init__(self, roots: list[GradientEdge], inputs: Sequence[Tensor]) -> None:
-        below = _below(root.node for root in roots)
+        below = _nodes_below(root.node for root in roots)
         # ---- path
         leads, leaves, path = _lead(below, inputs)
         self.path = path or {node: None for node in below if leads[node].bit_count() > 1}
@@ -59,7 +59,7 @@ class GraphCut:
         beside = [(i, r) for i, r in enumerate(roots) if r.node not in self.path and leads[r.node]]
         # ---- met
         crossing = [edge for edges in leaving.values() for edge in edges] + [edge for _, edge in beside]
-        met = _meeting(crossing, leads, above)
+        met = _meeting_weights(crossing, leads, above)
         self.met = [leaves[i] for i in _bits(met)]
         self.beside = [(i, edge) for i, edge in beside if not leads[edge.node] & met]
         # ---- frontier
@@ -76,7 +76,7 @@ class GraphCut:
             node: [] if mine & twice else [_weight(leaves[i]) for i in _bits(mine)]
             for node, mine in weights.items()
         }
-        self.ends = set() if path else self.frontier.keys() - _over(below, {*self.frontier, *self.met})
+        self.ends = set() if path else self.frontier.keys() - _nodes_over(below, {*self.frontier, *self.met})
 
 
 def _lead(
@@ -102,7 +102,7 @@ def _lead(
     return leads, leaves, path
 
 
-def _over(below: dict[Node, list[tuple[Node, int]]], wanted: set[Node]) -> set[Node]:
+def _nodes_over(below: dict[Node, list[tuple[Node, int]]], wanted: set[Node]) -> set[Node]:
     """Return the nodes that lead to a wanted node."""
     nodes: set[Node] = set()
     for node, edges in below.items():
@@ -134,7 +134,7 @@ def _bits(weights: int) -> Iterator[int]:
         weights ^= lowest
 
 
-def _below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
+def _nodes_below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
     """Return every node that the roots lead to, with its edges, after all nodes that it leads to."""
     edges: dict[Node, list[tuple[Node, int]]] = {}
     edges_below: dict[Node, list[tuple[Node, int]]] = {}
@@ -149,7 +149,7 @@ def _below(roots: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
     return edges_below
 
 
-def _meeting(
+def _meeting_weights(
     crossing: list[GradientEdge], leads: dict[Node, int], above: dict[Node, set[Node | None]]
 ) -> int:
     """Return the weights whose gradients meet up to the end of the path, and those that share an edge with them."""

@@ -17,7 +17,7 @@ from mpkit.models.randomness import OtherState
 from mpkit.parallel.stage.second_forward import StartingPoint
 from mpkit.parallel.stage.split_backward import WeightGrads, input_grads
 from mpkit.record.recorder import Recorder
-from mpkit.record.saved import saving
+from mpkit.record.saved import count_saved
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class BlockCall:
             self.setting.again(),
             around.modes(),
             self.start.again(),
-            saving(record, stage, ("block", self.block.name), every=True) as saved,
+            count_saved(record, stage, ("block", self.block.name), every=True) as saved,
         ):
             made = self._made(self.compute(inputs)[0])
         record.end(op)

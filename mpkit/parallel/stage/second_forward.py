@@ -70,7 +70,9 @@ class StartingPoint:
     """
 
     def __init__(self, module: nn.Module, written: Collection[nn.Module] | None) -> None:
-        self._states = {each: _copied((each._buffers, _attributes(each)), {}) for each in module.modules()}
+        self._states = {
+            each: _copy_containers((each._buffers, _attributes(each)), {}) for each in module.modules()
+        }
         self._versions = {each: [(t, t._version) for t in _tensors(s)] for each, s in self._states.items()}
         cloned = self._versions if written is None else written
         self._clones = {id(t): t.clone() for each in cloned for t, _ in self._versions[each]}
@@ -89,7 +91,7 @@ class StartingPoint:
         """Let the module work on copies of what was there; afterwards it has again what it has now."""
         now = {each: (dict(each._buffers), _attributes(each)) for each in self._states}
         for each, state in self._states.items():
-            _put(each, _copied(state, self._clones))
+            _put(each, _copy_containers(state, self._clones))
         try:
             yield
         finally:
@@ -112,15 +114,15 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in INTERNAL}
 
 
-def _copied(value: Any, clones: Mapping[int, Tensor]) -> Any:
+def _copy_containers(value: Any, clones: Mapping[int, Tensor]) -> Any:
     """Return a copy of the containers in a value, with clones in the places of tensors."""
     if isinstance(value, Tensor):
         return clones.get(id(value), value)
     if type(value) in (list, tuple, set, deque):
-        return type(value)(_copied(part, clones) for part in value)
+        return type(value)(_copy_containers(part, clones) for part in value)
     if isinstance(value, dict):
         copied = copy.copy(value)
-        copied.update((key, _copied(part, clones)) for key, part in value.items())
+        copied.update((key, _copy_containers(part, clones)) for key, part in value.items())
         return copied
     return value
 

@@ -184,7 +184,7 @@ def _let_go(node: Node) -> None:
                 held.drop()
             elif isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter):
                 with suppress(RuntimeError):  # what was packed otherwise, such as by checkpointing, stays
-                    saved.register_hooks(_nothing, _nothing)
+                    saved.register_hooks(_do_nothing, _do_nothing)
 
 
 @cache
@@ -192,5 +192,5 @@ def _saved_by(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _nothing(_: Any) -> None:
+def _do_nothing(_: Any) -> None:
     return None

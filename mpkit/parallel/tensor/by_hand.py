@@ -67,7 +67,7 @@ def tensor_parallel(
         group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).of("tp")
     sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
     if sequence and may_draw(model):
-        model.forward = _drawing(model.forward, sharded.draws)
+        model.forward = _with_draws(model.forward, sharded.draws)
     model.to(ctx.device)
     for name, parameter in model.named_parameters():
         if name in sharded.partial and parameter.requires_grad:
@@ -75,7 +75,7 @@ def tensor_parallel(
     return model
 
 
-def _drawing(inner: Callable[..., Any], draws: OwnDraws) -> Callable[..., Any]:
+def _with_draws(inner: Callable[..., Any], draws: OwnDraws) -> Callable[..., Any]:
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with TokenDraws(draws):

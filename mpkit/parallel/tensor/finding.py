@@ -59,7 +59,7 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
         kinds = _kinds(module)
         # ---- known
         for kind in kinds:
-            regions += [_below(name, region) for region in BLOCKS.get(kind, ())]
+            regions += [_region_below(name, region) for region in BLOCKS.get(kind, ())]
             if kind in EMBEDDINGS:
                 embeddings.append(_join(name, EMBEDDINGS[kind]))
             if kind in HEADS:
@@ -94,7 +94,7 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _below(prefix: str, region: Region) -> Region:
+def _region_below(prefix: str, region: Region) -> Region:
     """Return a block's region with the model's names."""
     column = tuple(_join(prefix, name) for name in region.column)
     row = None if region.row is None else _join(prefix, region.row)
@@ -113,7 +113,7 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
     """Return the regions, with those of equal layers merged into one with `*`."""
     alike: dict[Region, list[Region]] = {}
     for region in regions:
-        alike.setdefault(_starred(region), []).append(region)
+        alike.setdefault(_star_names(region), []).append(region)
     merged: list[Region] = []
     for starred, ones in alike.items():
         shape = re.compile(re.escape(starred.entry).replace(r"\*", "[^.]*"))
@@ -122,7 +122,7 @@ def _with_stars(regions: list[Region], names: list[str]) -> list[Region]:
     return merged
 
 
-def _starred(region: Region) -> Region:
+def _star_names(region: Region) -> Region:
     """Return the region with `*` for the number of the layer, if all of its names contain that."""
     layer = re.match(r"(?:[^.]*?\.)*?[^.]*?(\d+)(?=\.|$)", region.entry)
     if layer is None:

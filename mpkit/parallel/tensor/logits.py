@@ -115,7 +115,7 @@ class DividedLogits(Tensor):
             if name in ELEMENTWISE and not any(isinstance(arg, cls) for arg in args[1:]):
                 return own._like(func(own.part, *args[1:], **kwargs))
             if name in SHAPING:
-                shaped = _shaped(own, func, name, args[1:], kwargs)
+                shaped = _reshape_part(own, func, name, args[1:], kwargs)
                 if shaped is not None:
                     return own._like(shaped)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
@@ -145,7 +145,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _shaped(logits: DividedLogits, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
+def _reshape_part(logits: DividedLogits, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
     """Return the part in another shape, or None if that shape splits the vocabulary."""
     part = logits.part
     if name == "__getitem__":

@@ -93,7 +93,7 @@ def _instead(s: int, t: int) -> str:
 
 def f(group: ProcessGroup, x: Tensor) -> Tensor:
     """Enter a region; the gradients of x are partial sums, one per rank."""
-    return _conjugate(group, x, _nothing, _sum)
+    return _conjugate(group, x, _identity, _sum)
 
 
 def g(group: ProcessGroup, y: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ Exchange: TypeAlias = Callable[[ProcessGroup, Tensor], Tensor]
 """One of the functions above, or one of the two below."""
 
 
-def _nothing(group: ProcessGroup, x: Tensor) -> Tensor:
+def _identity(group: ProcessGroup, x: Tensor) -> Tensor:
     return x.view_as(x)  # autograd needs a new tensor object
 
 

@@ -176,7 +176,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
         ctx.flight.start(dx)
-        return None, _nothing(dx, ctx.shape)
+        return None, _placeholder(dx, ctx.shape)
 
 
 class _Weight(torch.autograd.Function):
@@ -190,7 +190,7 @@ class _Weight(torch.autograd.Function):
         ctx.save_for_backward(part)
         b_s = (part.shape[0], part.shape[1] * flight.group.size, *part.shape[2:-1])
         shape = b_s if flight.sequence else part.shape[:-1]
-        return _nothing(part, (*shape, weight.shape[1 if across else 0]))
+        return _placeholder(part, (*shape, weight.shape[1 if across else 0]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,6 +236,6 @@ class _Column(torch.autograd.Function):
         return None, dx, None, dy if wanted else None, None, None, None
 
 
-def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
+def _placeholder(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a placeholder of that shape, which has the memory of one element."""
     return like.new_zeros(()).expand(tuple(shape))

@@ -53,7 +53,7 @@ def check(model: nn.Module, t: int, plan: TensorPlan, *, sequence: bool = False)
     regions = tuple(
         one for region in plan.regions for one in _expand(region, names) if _is_wide(one, names, t)
     )
-    embeddings = tuple(name for pattern in plan.embeddings for name, _ in _matching(pattern, names))
+    embeddings = tuple(name for pattern in plan.embeddings for name, _ in _match_modules(pattern, names))
     named = [plan.head] if plan.head else []
     for name in (*named, *(plan.sequence or ())):
         _get(names, name)
@@ -105,7 +105,7 @@ def widths(layer: nn.Module | nn.Parameter) -> tuple[int, int]:
 # ---- names --------------------------------------------------------------------------------------------------
 
 
-def _matching(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
+def _match_modules(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
     """Return the modules that match a pattern, each with what its `*` stand for."""
     if "*" not in pattern:
         _get(names, pattern)
@@ -123,7 +123,7 @@ def _matching(pattern: str, names: Names) -> list[tuple[str, tuple[str, ...]]]:
 
 def _expand(region: Region, names: Names) -> Iterator[Region]:
     """Yield one region for each module that the region's entry matches."""
-    for entry, stars in _matching(region.entry, names):
+    for entry, stars in _match_modules(region.entry, names):
         column = tuple(_fill(name, stars, region, names) for name in region.column)
         if region.row is None:  # gathered, each layer by itself: any division works
             yield Region(entry, column)
@@ -133,19 +133,19 @@ def _expand(region: Region, names: Names) -> Iterator[Region]:
             heads = _attribute(names[entry], entry, heads)
         row = _fill(region.row, stars, region, names)
         # Not every layer has one: only the first has a relative position bias.
-        there = {_named(name, stars, region): name for name in region.per_head}
+        there = {_fill_name(name, stars, region): name for name in region.per_head}
         per_head = tuple(name for name in there if name in names)
         yield replace(region, entry=entry, column=column, row=row, heads=heads, per_head=per_head)
 
 
 def _fill(pattern: str, stars: tuple[str, ...], region: Region, names: Names) -> str:
     """Return the name with the entry's `*` filled in, after checking that the model has it."""
-    name = _named(pattern, stars, region)
+    name = _fill_name(pattern, stars, region)
     _get(names, name)
     return name
 
 
-def _named(pattern: str, stars: tuple[str, ...], region: Region) -> str:
+def _fill_name(pattern: str, stars: tuple[str, ...], region: Region) -> str:
     """Return the name with the entry's `*` filled in."""
     parts = pattern.split("*")
     if len(parts) > len(stars) + 1:

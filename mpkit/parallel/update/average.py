@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mpkit.parallel.update.optimizer import OptimizerFunction, described
+from mpkit.parallel.update.optimizer import OptimizerFunction, describe_optimizer
 
-__all__ = ["KEY", "Average", "averaging"]
+__all__ = ["KEY", "Average", "with_average"]
 
 KEY = "ema"
 """The name of the average among an optimizer's states."""
@@ -50,9 +50,9 @@ class Average:
                     state[KEY] = parameter.detach().clone()
 
 
-def averaging(function: Callable[[Any], Any], decay: float) -> OptimizerFunction:
+def with_average(function: Callable[[Any], Any], decay: float) -> OptimizerFunction:
     """Return a function that makes the same optimizer, which also averages the weights."""
-    made = described(function)
+    made = describe_optimizer(function)
 
     def make(parameters: Any) -> Any:
         optimizer = made(parameters)

@@ -22,9 +22,16 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from mpkit.parallel.update.several import SeveralOptimizers
-from mpkit.parallel.update.whole import WholeParameter, nothing, stand_in
+from mpkit.parallel.update.whole import WholeParameter, empty_whole, stand_in
 
-__all__ = ["OptimizerFunction", "UpdatedPart", "by_name", "described", "elementwise", "make_optimizer"]
+__all__ = [
+    "OptimizerFunction",
+    "UpdatedPart",
+    "by_name",
+    "describe_optimizer",
+    "elementwise",
+    "make_optimizer",
+]
 
 Take = Callable[[Tensor], Tensor]
 
@@ -68,10 +75,10 @@ class OptimizerFunction:
         return self(list(named.items()) if self.by_name else list(named.values()))
 
 
-def described(function: Callable[[Any], Any]) -> OptimizerFunction:
+def describe_optimizer(function: Callable[[Any], Any]) -> OptimizerFunction:
     """Return the function with what is known about it.
 
-    >>> described(lambda params: None).by_name, described(lambda named_parameters: None).by_name
+    >>> describe_optimizer(lambda params: None).by_name, describe_optimizer(lambda named_parameters: None).by_name
     (False, True)
     """
     if isinstance(function, OptimizerFunction):
@@ -101,7 +108,7 @@ def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFuncti
     Args:
         function: function(pairs) -> torch.optim.Optimizer; `pairs` is a list.
     """
-    return replace(described(function), by_name=True)
+    return replace(describe_optimizer(function), by_name=True)
 
 
 def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
@@ -117,7 +124,7 @@ def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFu
     >>> import mpkit as mk
     >>> optimizer = mk.optimizer.elementwise(lambda params: torch.optim.AdamW(params, lr=1e-3))
     """
-    return replace(described(function), elementwise=True)
+    return replace(describe_optimizer(function), elementwise=True)
 
 
 def make_optimizer(
@@ -137,9 +144,9 @@ def make_optimizer(
     if some is None:
         return None
     # ---- whole, held
-    given = {each.name: _given(each, held.get(each.name), some.device) for each in whole}
+    given = {each.name: _stand_in_for(each, held.get(each.name), some.device) for each in whole}
     with _standing_in(whole, some.device):
-        optimizer: torch.optim.Optimizer = described(function).of(given)
+        optimizer: torch.optim.Optimizer = describe_optimizer(function).of(given)
     # ---- divide
     parts = {
         id(p): held.get(name)
@@ -159,7 +166,7 @@ def make_optimizer(
     return optimizer if optimizer.param_groups else None
 
 
-def _given(whole: WholeParameter, held: UpdatedPart | None, device: torch.device) -> nn.Parameter:
+def _stand_in_for(whole: WholeParameter, held: UpdatedPart | None, device: torch.device) -> nn.Parameter:
     """Return what the user's function is given for a parameter."""
     if whole.original is not None:
         return whole.original
@@ -174,7 +181,7 @@ def _standing_in(whole: Sequence[WholeParameter], device: torch.device) -> Itera
         before = [(parameter, parameter.data) for parameter, _ in originals]
         kinds = [type(parameter) for parameter, _ in originals]
         for parameter, each in originals:
-            parameter.data = nothing(each, device)
+            parameter.data = empty_whole(each, device)
             parameter.__class__ = each.kind
     try:
         yield

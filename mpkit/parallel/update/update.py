@@ -85,7 +85,7 @@ class Update:
     ) -> torch.optim.Optimizer | None:
         """Make the user's optimizer for this rank's pieces, grouped as the whole model's."""
         held = {
-            first_names[piece.name]: UpdatedPart(self.masters.of(piece), _taking(piece))
+            first_names[piece.name]: UpdatedPart(self.masters.of(piece), _part_taker(piece))
             for piece in self._sync.pieces
         }
         if job.plan.precision != "full":  # masters are in 32 bits
@@ -191,7 +191,7 @@ class Update:
                 gradient.mul_(factor)
 
 
-def _taking(piece: Piece) -> Take | None:
+def _part_taker(piece: Piece) -> Take | None:
     """Return a function that takes the piece's part of a whole tensor, or None where the piece is all of it."""
     shape = piece.held.shape
     if piece.shard is None and piece.held is piece.parameter:

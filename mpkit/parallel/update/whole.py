@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WholeParameter", "free", "like", "nothing", "stand_in", "trained_parameters"]
+__all__ = ["WholeParameter", "empty_whole", "free", "like", "stand_in", "trained_parameters"]
 
 
 class WholeParameter(NamedTuple):
@@ -61,12 +61,12 @@ def free(whole: Sequence[WholeParameter], used: Collection[nn.Parameter]) -> Non
     """Free the memory of originals that this rank does not compute with, though a user's function may keep them."""
     for each in whole:
         if each.original is not None and each.original not in used:
-            each.original.data = nothing(each, each.original.device)
+            each.original.data = empty_whole(each, each.original.device)
 
 
 def stand_in(whole: WholeParameter, device: torch.device | None = None) -> nn.Parameter:
     """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
-    return like(whole, nothing(whole, device))
+    return like(whole, empty_whole(whole, device))
 
 
 def like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
@@ -77,6 +77,6 @@ def like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
     return parameter
 
 
-def nothing(whole: WholeParameter, device: torch.device | None) -> Tensor:
+def empty_whole(whole: WholeParameter, device: torch.device | None) -> Tensor:
     """Return zeros of the whole shape that take no memory."""
     return torch.zeros((), dtype=whole.dtype, device=device).expand(whole.shape)

@@ -13,7 +13,7 @@ from mpkit.data.batches import Batches
 from mpkit.data.microbatch import batch_size, part
 from mpkit.data.stream import is_stream
 from mpkit.loss.quotient import as_pair
-from mpkit.parallel.compute.scores import measured
+from mpkit.parallel.compute.scores import measure_scores
 from mpkit.parallel.job.evaluation import EvaluationData
 from mpkit.parallel.stage.stage import call
 from mpkit.prepare.arguments.arguments import a_kind_of
@@ -122,7 +122,7 @@ def _names(model: nn.Module, batches: Any, metric: Callable[[Any, Any], Any]) ->
             model.eval()
             output = call(model, part(inputs, few), first=True)
         with torch.no_grad():
-            values = measured(metric, output, part(targets, few))
+            values = measure_scores(metric, output, part(targets, few))
             for value in values.values():
                 if as_pair(value) is None:
                     float(value)

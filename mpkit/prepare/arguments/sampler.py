@@ -27,7 +27,7 @@ def check_undivided(data: Any) -> None:
     Traceback (most recent call last):
     ValueError: data is a DataLoader with a DistributedSampler of num_replicas=2, ...
     """
-    for part in _within(data):
+    for part in _objects_within(data):
         for name in SHARES:
             shares = whole(getattr(part, name, None))
             if shares is not None and shares > 1:
@@ -41,7 +41,7 @@ def check_undivided(data: Any) -> None:
                 )
 
 
-def _within(data: Any) -> Iterator[Any]:
+def _objects_within(data: Any) -> Iterator[Any]:
     """Yield the data, its samplers, and the objects that those wrap."""
     waiting, seen = [data], set()
     while waiting:

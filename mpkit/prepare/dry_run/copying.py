@@ -20,17 +20,17 @@ from torch._subclasses.fake_tensor import (
 from mpkit.parallel.partition.walk import HOOKS
 from mpkit.support.caught import one_line
 
-__all__ = ["copied", "without_content"]
+__all__ = ["copy_model", "without_content"]
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of the model.
 
     >>> def doubled(model):
     ...     model.forward = lambda x: nn.Linear.forward(model, x) * 2
     ...     return model
     >>> model = doubled(nn.Linear(2, 2))
-    >>> copied(model).forward.__closure__[0].cell_contents is model
+    >>> copy_model(model).forward.__closure__[0].cell_contents is model
     False
 
     Args:
@@ -83,7 +83,7 @@ def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
-    return copied(model, memo)
+    return copy_model(model, memo)
 
 
 def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:

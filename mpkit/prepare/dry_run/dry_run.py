@@ -22,7 +22,7 @@ from mpkit.parallel.data_parallel.sync_batchnorm import Alone, batch_norms, over
 from mpkit.parallel.partition.boundary import Boundary, LayerNumbers
 from mpkit.parallel.stage.stage import PRECISIONS, call, cast
 from mpkit.prepare.arguments.arguments import CROSS_ENTROPY
-from mpkit.prepare.dry_run.copying import copied, without_content
+from mpkit.prepare.dry_run.copying import copy_model, without_content
 from mpkit.prepare.dry_run.count import Passed, count_layers
 from mpkit.prepare.dry_run.quiet import quiet
 from mpkit.record.fake_mode import FakeMode
@@ -68,13 +68,13 @@ def dry_run(
     if dtype is not None:
         model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
     if whole_statistics and batch_norms(model):
-        model = copied(model)
+        model = copy_model(model)
         over_whole_batch(model, Alone())
     fakes = _Fakes(model)
     for key, (inputs, targets) in shapes.items():
         x, y = cut(inputs if dtype is None else cast(inputs, dtype)), cut(targets)
         with attention():
-            passed = _passed(fakes, model, x, y, loss)
+            passed = _walk_parts(fakes, model, x, y, loss)
             numbers[key] = (
                 count_layers(model, x, y, loss, passed)
                 if counts
@@ -83,7 +83,7 @@ def dry_run(
     return numbers
 
 
-def _passed(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
+def _walk_parts(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
     # If the model refuses its inputs, it does so again on real tensors, with the error that the user knows.
     return fakes_or_real(
         lambda: fakes.walk(x, y, loss),
@@ -99,7 +99,7 @@ def narrow_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         narrow = cast(tensor.detach(), dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(narrow, tensor.requires_grad) if is_parameter else narrow
-    return copied(model, memo)
+    return copy_model(model, memo)
 
 
 def of_wide_outputs(loss: Loss) -> Loss:
@@ -145,7 +145,7 @@ class _DoubtDtypes(TorchDispatchMode):
 
 
 def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
-    held = copied(model)
+    held = copy_model(model)
     x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
     return _walk(held, x, y, loss)
 

@@ -18,7 +18,7 @@ from mpkit.parallel.context.sequence import sequence_part
 from mpkit.parallel.runtime.local_model import attention_over, localize
 from mpkit.parallel.stage.shard import Sharded
 from mpkit.plan.plan import Plan
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copy_model
 from mpkit.support.caught import one_line
 
 __all__ = ["Localized", "local_copy"]
@@ -63,7 +63,7 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
         # The tensors remain the caller's: shards are copies, and nothing else is written into.
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         try:
-            model = copied(model, dict(tensors))
+            model = copy_model(model, dict(tensors))
         except (TypeError, RuntimeError, AttributeError, pickle.PicklingError) as error:
             raise ValueError(
                 f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "

@@ -46,7 +46,7 @@ def meta_of(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan
             "kv_bytes": _keys_and_values(model, plan, batch, held, dtype.itemsize),
             "loss_bytes": [sent * _evenly(plan, batch) for sent in resolved.loss_sends],
             "partial_bytes": _partial(model, resolved, held, max(4, dtype.itemsize)),
-            "tied_bytes": _tied(model, resolved, dtype.itemsize),
+            "tied_bytes": _tied_bytes(model, resolved, dtype.itemsize),
             "split": _split(resolved),
         },
         "shards": _shards(resolved),
@@ -138,7 +138,7 @@ def _partial(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[s
     ]
 
 
-def _tied(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
+def _tied_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
     """Return, by place along pp, the bytes of tied weights sent per step.
 
     Gradients go to the owner, and weights to the borrowers.

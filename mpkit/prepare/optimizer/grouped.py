@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trace_fake.py guards it
 
 from mpkit.launch.packing.packing import Packer
-from mpkit.parallel.update.optimizer import described
+from mpkit.parallel.update.optimizer import describe_optimizer
 from mpkit.prepare.optimizer.plain import plain
 from mpkit.support.caught import one_line, report
 
@@ -88,7 +88,7 @@ def check_grouped(
     trained = {name: every[name] for name in stand_ins}
     frozen = [name for name in every if name not in trained]
     there = _options(made, stand_ins)
-    here = _options(_of(optimizer, trained), trained)
+    here = _options(_make_optimizer(optimizer, trained), trained)
     name = _differs(here, there, trained)
     if name is not None:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_grouped(
     if not frozen:
         return
     try:
-        every_one = _options(_of(optimizer, every), every)
+        every_one = _options(_make_optimizer(optimizer, every), every)
     except Exception as error:
         report(
             f"optimizer: given the frozen {frozen[0]} too, as in model.parameters(), the function raises "
@@ -118,9 +118,9 @@ def check_grouped(
         )
 
 
-def _of(optimizer: Callable[[Any], Any], parameters: Parameters) -> Any:
+def _make_optimizer(optimizer: Callable[[Any], Any], parameters: Parameters) -> Any:
     with _hooks_as_before(parameters):
-        return described(optimizer).of(parameters)
+        return describe_optimizer(optimizer).of(parameters)
 
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any], names: Mapping[str, Any]) -> str | None:

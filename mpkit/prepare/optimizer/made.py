@@ -10,7 +10,7 @@ from torch.optim import optimizer as torch_optimizers
 
 from mpkit.models.hooks import hook_name, hooks_on
 from mpkit.parallel.update.average import Average
-from mpkit.parallel.update.optimizer import described
+from mpkit.parallel.update.optimizer import describe_optimizer
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of, parts_of
 from mpkit.parallel.update.whole import stand_in, trained_parameters
 from mpkit.prepare.arguments.arguments import ADAM, a_kind_of
@@ -88,7 +88,7 @@ def check_optimizer(
 
 
 def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    function = described(optimizer)
+    function = describe_optimizer(optimizer)
     given = "named_parameters" if function.by_name else "params"
     try:
         made = function.of(params)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # private: test
 
 from mpkit.parallel.job.resolved import ResolvedPlan
 from mpkit.parallel.stage.shard import Shard
-from mpkit.parallel.update.optimizer import OptimizerFunction, described
+from mpkit.parallel.update.optimizer import OptimizerFunction, describe_optimizer
 from mpkit.parallel.update.several import kind_of
 from mpkit.parallel.update.whole import stand_in, trained_parameters
 from mpkit.plan.plan import Plan
@@ -79,7 +79,9 @@ def examine_optimizer(
             return Examined()
         known = is_elementwise(made)
         steps = 1 if known else len(SCALES)
-        checks = _Checks(described(optimizer), plan, OptimizerTrial(described(optimizer), whole, steps))
+        checks = _Checks(
+            describe_optimizer(optimizer), plan, OptimizerTrial(describe_optimizer(optimizer), whole, steps)
+        )
         # ---- tried, and divided as the plan says
         expected = checks.tried()
         if expected is None:

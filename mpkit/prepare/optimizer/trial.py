@@ -94,7 +94,7 @@ class OptimizerTrial:
         torch.manual_seed(seed)
         takes: Division = {w.name: None for w in self.whole} if division is None else division
         held = {
-            w.name: UpdatedPart(like(w, _taken(takes[w.name], _values(w, i)).clone()), takes[w.name])
+            w.name: UpdatedPart(like(w, _take_part(takes[w.name], _values(w, i)).clone()), takes[w.name])
             for i, w in enumerate(self.whole)
             if w.name in takes
         }
@@ -107,12 +107,12 @@ class OptimizerTrial:
                     if (i, step) not in self._gradients:
                         self._gradients[i, step] = _gradient(w, i, step) * scale
                     gradient = self._gradients[i, step]
-                    held[w.name].parameter.grad = _taken(held[w.name].take, gradient).clone()
+                    held[w.name].parameter.grad = _take_part(held[w.name].take, gradient).clone()
             if optimizer is not None:
                 optimizer.step()
             steps.append({name: each.parameter.detach().clone() for name, each in held.items()})
         if division is None and optimizer is not None:
-            self.examined = _examined(optimizer, before)
+            self.examined = _examine(optimizer, before)
         return steps
 
     def off_by(
@@ -127,14 +127,14 @@ class OptimizerTrial:
         for wholes, parts in zip(expected, actual, strict=True):
             for key, part in parts.items():
                 reach = float((wholes[key] - before[key]).nan_to_num().abs().max()) if part.numel() else 0.0
-                off = _off(_taken(division[key], wholes[key]), part, reach)
+                off = _relative_error(_take_part(division[key], wholes[key]), part, reach)
                 if off > worst:
                     worst, name = off, key
             before = wholes
         return worst, name
 
 
-def _off(expected: Tensor, actual: Tensor, reach: float) -> float:
+def _relative_error(expected: Tensor, actual: Tensor, reach: float) -> float:
     if not actual.numel() or torch.equal(expected, actual):
         return 0.0
     same = (expected == actual) | (expected.isnan() & actual.isnan())
@@ -144,7 +144,7 @@ def _off(expected: Tensor, actual: Tensor, reach: float) -> float:
     return min(difference / reach, 1.0) if reach else float(difference > 0)
 
 
-def _examined(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> Examined:
+def _examine(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> Examined:
     after = _besides(made)
     changed = [name for name in after if after[name] != before.get(name)]
     states = {str(key) for state in made.state.values() if isinstance(state, dict) for key in state}
@@ -170,7 +170,7 @@ def _besides(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return facts
 
 
-def _taken(take: Take | None, tensor: Tensor) -> Tensor:
+def _take_part(take: Take | None, tensor: Tensor) -> Tensor:
     return tensor if take is None else take(tensor)
 
 

@@ -22,7 +22,7 @@ from mpkit.parallel.partition.graph import Graph, PartitionedModel
 from mpkit.parallel.partition.walk import prepare_modules
 from mpkit.parallel.stage.stage import PRECISIONS, cast
 from mpkit.plan.plan import Plan
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copy_model
 from mpkit.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
 from mpkit.prepare.partition.calls import stages_of_blocks, starts
 from mpkit.prepare.partition.choice import PartitionChoice, choose
@@ -184,7 +184,7 @@ class _DryRuns:
             memo[id(parameter)] = nn.Parameter(of(parameter.detach()), parameter.requires_grad)
         for buffer in self._model.buffers():
             memo[id(buffer)] = of(buffer.detach())
-        made = copied(self._model, memo)
+        made = copy_model(self._model, memo)
         for name, block in prepare_modules(made, *self._choice).items():
             tell_if_entered(name, block)
         return made

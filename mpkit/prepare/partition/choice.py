@@ -71,7 +71,7 @@ class _Chooser:
 
     def visit(self, name: str, module: nn.Module) -> None:
         self.opened.append(name)
-        for child in _called(module):
+        for child in _called_modules(module):
             inner = self._names[child]
             if inner not in self._closed and self._opens(inner, child):
                 self.visit(inner, child)
@@ -85,9 +85,9 @@ class _Chooser:
             return True
         if is_chain(module) and not self._is_entry(name):
             return True
-        inner = [child for child in _called(module) if _has_state(child)]
+        inner = [child for child in _called_modules(module) if _has_state(child)]
         while len(inner) == 1:  # skip wrappers
-            inner = [child for child in _called(inner[0]) if _has_state(child)]
+            inner = [child for child in _called_modules(inner[0]) if _has_state(child)]
         weight = _weight(module)
         return len(inner) > 1 and (weight > self._share or (2 * weight > self._share and _has_list(module)))
 
@@ -96,11 +96,11 @@ class _Chooser:
         return name.rpartition(".")[2].isdigit()
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that a module may call: its children, and those of its lists."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(child)
+            yield from _called_modules(child)
         else:
             yield child
 

@@ -72,20 +72,22 @@ def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
         node = graph.nodes[k]
         if k not in of_blocks:
             latest = min((s for number in node.made for s in users.get(number, ())), default=earliest[k])
-            if latest > earliest[k] and _received(graph, node, users, latest) <= _sent(graph, node):
+            if latest > earliest[k] and _received_bytes(graph, node, users, latest) <= _sent_bytes(
+                graph, node
+            ):
                 placed[k] = latest
         for number in node.arguments:
             users.setdefault(number, []).append(placed[k])
     return placed
 
 
-def _received(graph: Graph, node: CallNode, users: dict[int, list[int]], stage: int) -> int:
+def _received_bytes(graph: Graph, node: CallNode, users: dict[int, list[int]], stage: int) -> int:
     """Return the bytes that a stage must receive to run the node, besides what it receives anyway."""
     missing = {number for number in node.arguments if stage not in users.get(number, ())}
     return sum(_nbytes(graph.specs[number]) for number in missing)
 
 
-def _sent(graph: Graph, node: CallNode) -> int:
+def _sent_bytes(graph: Graph, node: CallNode) -> int:
     return sum(_nbytes(graph.specs[number]) for number in node.made)
 
 

@@ -47,7 +47,9 @@ def find(
         graph = next(iter(partition.divisions.values())).graph
         # ---- cost
         start, end = split(batch_size(batches[0][0]), plan.microbatches)[0]
-        taken = _taken(model, partition.modules, partition.blocks, part(batches[0][0], slice(start, end)))
+        taken = _measure_calls(
+            model, partition.modules, partition.blocks, part(batches[0][0], slice(start, end))
+        )
         calls, groups = calls_of(graph), groups_of(graph)
         modules = dict(model.named_modules())
         sizes = [sum(p.numel() for p in modules[calls[group[0]][0]].parameters()) for group in groups]
@@ -82,7 +84,7 @@ def find(
     return Cut(points, by, stages_found, sends, tied)
 
 
-def _taken(
+def _measure_calls(
     model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], inputs: Value
 ) -> list[CallCost]:
     """Measure each call of a block on this machine, on one thread, since idle threads would spin."""

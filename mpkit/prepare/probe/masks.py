@@ -46,19 +46,19 @@ def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[MaskedData]:
             called = str(name or "").lower()
             labels = side == 1 or "label" in called or "target" in called
             if leaf.dtype == torch.bool and (labels or "mask" in called):
-                yield MaskedData(_changed(data, side, place, _without), Masked(side, place, None))
+                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), Masked(side, place, None))
             elif leaf.is_floating_point() and labels:
-                yield MaskedData(_changed(data, side, place, _weighted), Masked(side, place, None))
-                yield MaskedData(_changed(data, side, place, _without), Masked(side, place, None))
+                yield MaskedData(_change_leaf(data, side, place, _weight_samples), Masked(side, place, None))
+                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), Masked(side, place, None))
             elif labels and not leaf.is_floating_point() and not leaf.is_complex():
                 for number in numbers:
-                    changed = _changed(data, side, place, partial(_filled, number=number))
+                    changed = _change_leaf(data, side, place, partial(_fill_uneven, number=number))
                     yield MaskedData(changed, Masked(side, place, number))
             elif "mask" in called and side == 0:
-                yield MaskedData(_changed(data, side, place, _without), Masked(side, place, None))
+                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), Masked(side, place, None))
 
 
-def _changed(
+def _change_leaf(
     data: tuple[Value, Value], side: int, place: int, change: Callable[[Tensor], Tensor]
 ) -> tuple[Value, Value]:
     number = iter(range(len(leaves(data[side]))))
@@ -75,14 +75,14 @@ def _uneven(tensor: Tensor) -> Tensor:
     return (torch.arange(width)[None] < hidden[:, None]).view(tensor.shape)
 
 
-def _filled(tensor: Tensor, *, number: int) -> Tensor:
+def _fill_uneven(tensor: Tensor, *, number: int) -> Tensor:
     return tensor.masked_fill(_uneven(tensor), number)
 
 
-def _without(tensor: Tensor) -> Tensor:
+def _zero_uneven(tensor: Tensor) -> Tensor:
     return tensor.masked_fill(_uneven(tensor), 0)
 
 
-def _weighted(tensor: Tensor) -> Tensor:
+def _weight_samples(tensor: Tensor) -> Tensor:
     factors = 1 + torch.arange(tensor.shape[0], dtype=tensor.dtype) / 2
     return tensor * factors.view(-1, *[1] * (tensor.dim() - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpkit.data.microbatch import share, split
 from mpkit.plan.plan import Plan
 
-__all__ = ["Parts", "division", "scattered"]
+__all__ = ["Parts", "division", "scatter_samples"]
 
 Parts = list[list[int]]
 """The numbers of the samples in each part."""
@@ -42,10 +42,10 @@ def division(size: int, plan: Plan, flops: float) -> tuple[int, int, int]:
     return wanted, micro, replicas
 
 
-def scattered(samples: int, microbatches: int, replicas: int) -> Parts:
+def scatter_samples(samples: int, microbatches: int, replicas: int) -> Parts:
     """Return the samples of each part as `mpkit.parallel.job.feed` distributes them, without stand-ins.
 
-    >>> scattered(5, 2, 2)
+    >>> scatter_samples(5, 2, 2)
     [[0, 2], [1], [3], [4]]
     """
     return [

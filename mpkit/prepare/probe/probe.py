@@ -24,7 +24,7 @@ from mpkit.prepare.probe.compare import differ
 from mpkit.prepare.probe.explain import explain
 from mpkit.prepare.probe.heard import MeanLossDetector
 from mpkit.prepare.probe.masked_data import try_masked
-from mpkit.prepare.probe.parts import Parts, division, scattered
+from mpkit.prepare.probe.parts import Parts, division, scatter_samples
 from mpkit.prepare.probe.sequences import check_sequence_loss
 from mpkit.prepare.probe.trial import ProbeResult, ProbeTrial
 from mpkit.support.caught import one_line
@@ -35,7 +35,7 @@ __all__ = [
     "Probe",
     "ProbedLoss",
     "Untried",
-    "copied",
+    "copy_loss",
     "in_one_part",
     "of_samples",
 ]
@@ -101,12 +101,12 @@ class Probe:
             wanted, micro, replicas = self.size, plan.microbatches, plan.dp
         self.first = first
         self.all = [list(range(wanted))]
-        self.parts = scattered(wanted, micro, replicas)
+        self.parts = scatter_samples(wanted, micro, replicas)
         self.data = part(first[0], slice(wanted)), part(first[1], slice(wanted))
-        self.trial = ProbeTrial(model, copied(loss), self.data)
+        self.trial = ProbeTrial(model, copy_loss(loss), self.data)
         # Rank 0 of DP, and a loss of the whole batch, see the outputs of all replicas.
         self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(loss, WholeBatchLoss)
-        self.of_loss = scattered(wanted, micro, 1) if self.gathers else self.parts
+        self.of_loss = scatter_samples(wanted, micro, 1) if self.gathers else self.parts
 
     def verdict(self) -> ProbedLoss:
         """Try model and loss, and return the resulting objective."""
@@ -227,7 +227,7 @@ class Probe:
         return before, after
 
 
-def copied(loss: Loss) -> Loss:
+def copy_loss(loss: Loss) -> Loss:
     """Return a copy of the loss as a rank receives it, so that the state of the original does not change.
 
     Raises:

@@ -22,7 +22,7 @@ from mpkit.loss.quotient import as_pair
 from mpkit.models.chain import layers_of
 from mpkit.parallel.data_parallel.sync_batchnorm import batch_norms
 from mpkit.parallel.stage.stage import call
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copy_model
 from mpkit.prepare.probe.draws import SameDraws
 
 __all__ = ["ProbeResult", "ProbeTrial", "rows_of"]
@@ -83,7 +83,7 @@ class ProbeTrial:
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        self.model = copied(model, memo)
+        self.model = copy_model(model, memo)
         self.loss, self.data = loss, data
         self.still = False  # whether draws must be replaced by constants
         self.seed = 0  # of Python's and NumPy's random numbers, for each part
@@ -91,7 +91,7 @@ class ProbeTrial:
     def wide(self) -> ProbeTrial:
         """Return this trial in float64."""
         made = copy.copy(self)
-        made.model = copied(self.model).double()
+        made.model = copy_model(self.model).double()
         made.data = _wide(self.data[0]), _wide(self.data[1])
         if isinstance(self.loss, nn.Module):
             made.loss = copy.deepcopy(self.loss).double()
@@ -112,7 +112,7 @@ class ProbeTrial:
     def evaluating(self) -> ProbeTrial:
         """Return this trial with the model in evaluation mode."""
         made = copy.copy(self)
-        made.model = copied(self.model).eval()
+        made.model = copy_model(self.model).eval()
         return made
 
     def repeats(self, parts: Sequence[Samples]) -> bool:

@@ -31,7 +31,7 @@ def _parts(plan: Plan) -> str:
     return " and ".join(parts)
 
 
-def _found(plan: Plan, whole: float, parts: float) -> str:
+def _describe_difference(plan: Plan, whole: float, parts: float) -> str:
     return (
         f"{plan} computes a batch in parts ({_parts(plan)}), and this loss of a few samples of the first batch is "
         f"{whole:.6g}, but {parts:.6g} when put together from parts."
@@ -40,7 +40,7 @@ def _found(plan: Plan, whole: float, parts: float) -> str:
 
 def for_loss(plan: Plan, kind: str, whole: float, parts: float, samples: int) -> str:
     """Return the message for a loss that is wrong for the first samples, of one of the kinds of `kind_of`."""
-    figures = _found(plan, whole, parts)
+    figures = _describe_difference(plan, whole, parts)
     if kind == "sum":
         return (
             f"The loss is a sum over the samples. {figures} mpkit weights each part by its share of the samples, which "

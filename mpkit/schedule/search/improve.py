@@ -8,7 +8,7 @@ from random import Random
 from mpkit.schedule.action import Action
 from mpkit.schedule.activations import live
 from mpkit.schedule.core import Schedule
-from mpkit.schedule.play import timed
+from mpkit.schedule.play import time_actions
 
 __all__ = ["improve", "span"]
 
@@ -19,9 +19,9 @@ def span(
     """Return the seconds from the first action of any rank to the end of the last; infinite if it does not finish.
 
     Args:
-        schedule, slots, hop, again: as for `mpkit.schedule.play.timed`.
+        schedule, slots, hop, again: as for `mpkit.schedule.play.time_actions`.
     """
-    rows, stuck = timed(schedule, slots, hop, again)
+    rows, stuck = time_actions(schedule, slots, hop, again)
     if stuck:
         return float("inf")
     return max(row[-1].end for row in rows if row) - min(row[0].start for row in rows if row)
@@ -58,7 +58,7 @@ def improve(
         rows = list(best.rows)
         for _ in range(random.choice((1, 1, 2, 3))):
             rank = random.randrange(len(rows))
-            moved = _moved(rows[rank], random)
+            moved = _move_action(rows[rank], random)
             if moved is not None and max(live(moved, activation)) <= max_live[rank]:
                 rows[rank] = moved
         if tuple(rows) == best.rows:
@@ -70,7 +70,7 @@ def improve(
     return best
 
 
-def _moved(row: tuple[Action, ...], random: Random) -> tuple[Action, ...] | None:
+def _move_action(row: tuple[Action, ...], random: Random) -> tuple[Action, ...] | None:
     """Move one action elsewhere in the row; None if its stage's order for the micro-batch forbids that."""
     if len(row) < 2:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.display import Drawn, data_frame, draw, written
+from mpkit.support.display import Drawn, data_frame, draw, write_text
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.dependencies.waiting import StepWaiting, waiting_of
@@ -187,7 +187,7 @@ class CriticalPath(Drawn):
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return a page with the path over the timeline and its table; write it to `path` as well if given."""
-        return written(draw(self, "html"), path)
+        return write_text(draw(self, "html"), path)
 
 
 def critical_path(timeline: Replayed, step: int) -> CriticalPath:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mpkit.trace import Kind, Lane
 
-__all__ = ["ISSUE", "PIECE", "WAIT", "Item", "items_of", "within"]
+__all__ = ["ISSUE", "PIECE", "WAIT", "Item", "items_of", "lies_within"]
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +49,7 @@ def items_of(spans: Array, rows: Array, measured: bool) -> list[Item]:
     waits = kind == Kind.WAIT
     actions = (lane == Lane.COMPUTE) & (depth == 0) & ~waits
     copies, loads, comm = lane == Lane.HOST, lane == Lane.DATA, lane == Lane.COMM
-    inside = within(mine, copies, actions)
+    inside = lies_within(mine, copies, actions)
     waited = _Cover(mine["start"][waits], mine["end"][waits])
     acted, busy = (
         _Cover(mine["start"][these], mine["end"][these]) for these in (actions, actions | (copies & ~inside))
@@ -88,7 +88,7 @@ def _cut(row: int, start: float, end: float, cuts: list[float]) -> list[Item]:
     return [Item(PIECE, row, a, b) for a, b in pairwise(bounds)]
 
 
-def within(spans: Array, these: Array, actions: Array) -> Array:
+def lies_within(spans: Array, these: Array, actions: Array) -> Array:
     """Return which of these spans lie within an action of the same rank."""
     starts, ends = spans["start"][actions], spans["end"][actions]
     order = np.argsort(starts, kind="stable")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpkit.support.display import Drawn, data_frame, draw, written
+from mpkit.support.display import Drawn, data_frame, draw, write_text
 from mpkit.timeline.dependencies.critical import CriticalPath
 from mpkit.timeline.findings.finding import Finding
 
@@ -63,7 +63,7 @@ class Diagnosis(Drawn):
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return a page with the findings, each shown in the timeline; write it to `path` as well if that is given."""
-        return written(draw(self, "html"), path)
+        return write_text(draw(self, "html"), path)
 
     def __repr__(self) -> str:
         first = f": {self.findings[0].kind} first" if self.findings else ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.core import Replay
-from mpkit.timeline.replay.measured import measured
+from mpkit.timeline.replay.measured import as_measured
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Replayed
 from mpkit.trace import TIMED_BY_EVENTS, Trace
 
@@ -45,7 +45,7 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
     if clock is None:
         clock = "measured" if hardware is None and trace.meta.get("device") in TIMED_BY_EVENTS else "virtual"
     if clock == "measured":
-        return measured(trace)
+        return as_measured(trace)
     replaying = Replay(trace.world_size, hardware, meta=trace.meta)
     for rank, recorded in enumerate(trace.ranks):
         samples = (

@@ -27,7 +27,7 @@ from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.rank import RankReplay
 from mpkit.timeline.replay.samples import placed_samples
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Names, Replayed
-from mpkit.timeline.replay.waiting import waiting
+from mpkit.timeline.replay.waiting import waiting_ranks
 from mpkit.trace import TIMED_BY_EVENTS
 
 __all__ = ["Replay"]
@@ -148,7 +148,7 @@ class Replay:
                 for this in self._ranks
             )
             self.notes.append(f"Not finished: {'; '.join(unfinished)}. {left:,} ops have no time here.")
-            self._meta["waiting"] = waiting(self._ranks)
+            self._meta["waiting"] = waiting_ranks(self._ranks)
         return spans
 
     def replayed(self) -> Replayed:

@@ -43,7 +43,7 @@ def machine(
     if "fake" in meta:
         return _machine_of_fake(wanted, meta, world_size)
     on_gpu = meta.get("device") in TIMED_BY_EVENTS
-    measured = (_launched if "imported" in meta else _on_gpu) if on_gpu else _on_cpu
+    measured = (_launched_time if "imported" in meta else _on_gpu) if on_gpu else _on_cpu
     own = find(meta["hardware"] if meta.get("hardware") in find() else "cpu")
     chosen = own if wanted is None else find(wanted)
     is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
@@ -89,7 +89,7 @@ def _machine_of_imported(
             "catalogue, so it takes its measured time. Only communication is that of the other machine; "
             f"{_in_words(chosen.link)}."
         ]
-        return chosen, lambda rank: _launched, notes
+        return chosen, lambda rank: _launched_time, notes
 
     def modelled(rank: int) -> Cost:
         device = chosen.device_of(rank)
@@ -210,7 +210,7 @@ def _on_gpu(ops: Array) -> Array:
     return (ops["end"] - ops["start"]) * 1e-9  # type: ignore[no-any-return]
 
 
-def _launched(ops: Array) -> Array:
+def _launched_time(ops: Array) -> Array:
     """Return the time that kernels of an imported trace took, and that an action stood still for its host."""
     return _on_cpu(ops) + _by_host(ops)
 
@@ -220,7 +220,7 @@ def _by_host(ops: Array) -> Array:
     return np.where(ops["kind"] < Kind.WAIT, ops["value"], 0.0)
 
 
-MEASURED = (_on_cpu, _on_gpu, _launched)
+MEASURED = (_on_cpu, _on_gpu, _launched_time)
 """The costs that are measured; any other is modelled."""
 
 

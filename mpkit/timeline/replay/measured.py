@@ -11,12 +11,12 @@ from mpkit.timeline.replay.samples import measured_samples
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, NameLines, Names, Replayed, spans_of
 from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
 
-__all__ = ["measured"]
+__all__ = ["as_measured"]
 
 Array = npt.NDArray[Any]
 
 
-def measured(trace: Trace) -> Replayed:
+def as_measured(trace: Trace) -> Replayed:
     """Return a trace as it was measured, with time 0 where the first op began. Ranks of one machine share a clock.
 
     Communication lasts from when it was issued until it was seen to be complete: longer than its bytes were under
@@ -33,7 +33,7 @@ def measured(trace: Trace) -> Replayed:
         lines = NameLines(names)
         lines.extend(rank.names)
         spans.append(_spans(number, rank, lines, origin, row=sum(map(len, spans))))
-        held.append(_held(number, rank, origin))
+        held.append(_held_changes(number, rank, origin))
     meta = dict(trace.meta)
     samples = [measured_samples(number, rank.samples, origin) for number, rank in enumerate(trace.ranks)]
     return Replayed(
@@ -57,7 +57,7 @@ def _spans(number: int, rank: RankTrace, lines: NameLines, origin: int, row: int
     return spans
 
 
-def _held(number: int, rank: RankTrace, origin: int) -> Array:
+def _held_changes(number: int, rank: RankTrace, origin: int) -> Array:
     changes = np.zeros(len(rank.memory), HELD)
     changes["time"] = (rank.memory["time"] - origin) * 1e-9
     changes["rank"], changes["category"] = number, rank.memory["category"]

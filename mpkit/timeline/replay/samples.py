@@ -23,7 +23,7 @@ def measured_samples(rank: int, samples: Array, origin: int) -> Array:
         samples: its samples.
         origin: ns of the machine's monotonic clock at time 0.
     """
-    return _at(rank, samples, (samples["time"] - origin) * 1e-9)
+    return _sample_at(rank, samples, (samples["time"] - origin) * 1e-9)
 
 
 def placed_samples(rank: int, samples: Array, ops: Array, spans: Array) -> Array:
@@ -45,10 +45,10 @@ def placed_samples(rank: int, samples: Array, ops: Array, spans: Array) -> Array
     if not len(wall):
         return np.zeros(0, DEVICE_SAMPLE)
     there = samples[(samples["time"] >= wall[0]) & (samples["time"] <= wall[-1])]
-    return _at(rank, there, np.interp(there["time"] - wall[0], wall - wall[0], clock))
+    return _sample_at(rank, there, np.interp(there["time"] - wall[0], wall - wall[0], clock))
 
 
-def _at(rank: int, samples: Array, time: Array) -> Array:
+def _sample_at(rank: int, samples: Array, time: Array) -> Array:
     placed = np.zeros(len(samples), DEVICE_SAMPLE)
     for name in DEVICE_SAMPLE.names or ():
         if name not in ("time", "rank"):

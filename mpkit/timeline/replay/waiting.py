@@ -8,13 +8,13 @@ from typing import Any
 from mpkit.timeline.replay.rank import RankReplay
 from mpkit.trace import Kind
 
-__all__ = ["waiting"]
+__all__ = ["waiting_ranks"]
 
 
-def waiting(ranks: Sequence[RankReplay]) -> list[dict[str, Any]]:
+def waiting_ranks(ranks: Sequence[RankReplay]) -> list[dict[str, Any]]:
     """Return {"rank", "start" in seconds, "words"} of each rank that waits in vain.
 
-    >>> waiting([])
+    >>> waiting_ranks([])
     []
     """
     stuck = [(this, where) for this in ranks if (where := this.stuck()) is not None]

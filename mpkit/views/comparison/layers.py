@@ -32,7 +32,7 @@ def layers_text(found: LayerStrategies) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([_title(found), "", *lines, "", _beside(found), LEGEND])
+    return "\n".join([_title(found), "", *lines, "", _one_dimension(found), LEGEND])
 
 
 def layers_html(found: LayerStrategies) -> str:
@@ -45,7 +45,7 @@ def layers_html(found: LayerStrategies) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(word)}</td>" for word in row) + "</tr>" for row in _cells(found)
     )
-    words = "<br>".join(map(escape, (_beside(found), LEGEND)))
+    words = "<br>".join(map(escape, (_one_dimension(found), LEGEND)))
     return f"<b>{escape(_title(found))}</b><table><tr>{head}</tr>{body}</table><small>{words}</small>"
 
 
@@ -57,7 +57,7 @@ def _title(found: LayerStrategies) -> str:
     )
 
 
-def _beside(found: LayerStrategies) -> str:
+def _one_dimension(found: LayerStrategies) -> str:
     """Return what one dimension for all layers would take."""
     told = []
     for name, choice in found.uniform.items():

@@ -29,7 +29,7 @@ def what_if_text(found: WhatIf) -> str:
     lines += [
         "Each change is on top of those above it. Compute, exposed communication and idle time are averaged over",
         "ranks and sum to the step time, which is on the virtual clock: each rank on a device of its own.",
-        f"Predicted: {seconds(found.step_time)} per step, {_signed(whole)} ({relative:+.1%}); {_error(found)}.",
+        f"Predicted: {seconds(found.step_time)} per step, {_sign(whole)} ({relative:+.1%}); {_error(found)}.",
         *_memory(found),
     ]
     return "\n".join(lines)
@@ -38,7 +38,7 @@ def what_if_text(found: WhatIf) -> str:
 def _cells(row: PredictedStep, change: float | None) -> list[str]:
     return [
         seconds(row.step_time),
-        "" if change is None else _signed(change),
+        "" if change is None else _sign(change),
         seconds(row.compute),
         seconds(row.exposed),
         seconds(max(0.0, row.idle)),
@@ -46,7 +46,7 @@ def _cells(row: PredictedStep, change: float | None) -> list[str]:
     ]
 
 
-def _signed(value: float) -> str:
+def _sign(value: float) -> str:
     return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
 
 

@@ -75,7 +75,7 @@ def charts_svg(
     for i, panel in enumerate(shown):
         x = MARGIN + i % across * (each + GAP)
         y = MARGIN + i // across * (HEAD + PANEL + FOOT)
-        body.append(_drawn(panel, x, y, each))
+        body.append(_draw_panel(panel, x, y, each))
     height = MARGIN + -(-len(shown) // across) * (HEAD + PANEL + FOOT) + 4
     if len(panels) > len(shown):
         more = ", ".join(panel.name for panel in panels[MOST:])
@@ -101,7 +101,7 @@ def _classes() -> dict[str, dict[str, str]]:
     return {name: {f"l{i}": look(name, key) for i, key in enumerate(LINES)} for name in THEMES}
 
 
-def _drawn(panel: Panel, x: float, y: float, width: float) -> str:
+def _draw_panel(panel: Panel, x: float, y: float, width: float) -> str:
     """Draw one panel with its axes, its upper left corner at (x, y)."""
     finite = [v for values in panel.lines.values() for v in values.values() if math.isfinite(v)]
     steps = [step for values in panel.lines.values() for step in values]

@@ -23,7 +23,7 @@ __all__ = [
     "output",
     "progress",
     "sparkline",
-    "starting",
+    "starting_html",
     "static",
     "theory",
     "trouble",
@@ -52,10 +52,10 @@ def head(title: str, status: str, proof: Proof | None = None) -> str:
     )
 
 
-def starting(ranks: int) -> str:
+def starting_html(ranks: int) -> str:
     """Return the status of a run of which nothing has been recorded yet.
 
-    >>> starting(1), starting(4)
+    >>> starting_html(1), starting_html(4)
     ('starting 1 process', 'starting 4 processes')
     """
     return f"starting {ranks} process{'es' if ranks > 1 else ''}"

@@ -80,7 +80,7 @@ class Dashboard:
         self._losses: list[float] = []
         self._started = False
         self._proof: Proof | None = None
-        self._head = ipywidgets.HTML(parts.head(title, parts.starting(len(labels))))
+        self._head = ipywidgets.HTML(parts.head(title, parts.starting_html(len(labels))))
         self._bar = ipywidgets.IntProgress(value=0, max=max(steps or 1, 1), layout={"width": "220px"})
         if steps is None:
             self._bar.layout.display = "none"
@@ -206,7 +206,7 @@ class Dashboard:
             static = self._static or (
                 parts.head(
                     self.title,
-                    "running" if self._started else parts.starting(len(self.timeline.labels)),
+                    "running" if self._started else parts.starting_html(len(self.timeline.labels)),
                     self._proof,
                 ),
                 f"{self.title}: running, in a widget that this front end does not show",

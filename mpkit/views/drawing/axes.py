@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AXIS_INKS", "ink_of", "on", "tint"]
+__all__ = ["AXIS_INKS", "ink_of", "legible_on", "tint"]
 
 AXIS_INKS = {"pp": "#0072b2", "dp": "#009e73", "cp": "#e69f00", "tp": "#d55e00"}
 """Okabe and Ito's colours, as in colours.py; legible on light and dark backgrounds."""
@@ -25,10 +25,10 @@ def tint(ink: str, share: float) -> str:
     return "#" + "".join(f"{round(255 - strength * (255 - part)):02x}" for part in _parts(ink))
 
 
-def on(ink: str) -> str:
+def legible_on(ink: str) -> str:
     """Return black or white, whichever is more legible on a colour.
 
-    >>> on("#0072b2"), on("#ebf4f9")
+    >>> legible_on("#0072b2"), legible_on("#ebf4f9")
     ('#ffffff', '#000000')
     """
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _shares(ink)]

@@ -64,10 +64,10 @@ def matrices(*line: Shape | str, title: str) -> Matrices:
     Raises:
         ValueError: there is no such way, or a half would not be a whole number.
     """
-    return Matrices(title, tuple(one if isinstance(one, str) else _checked(*one) for one in line))
+    return Matrices(title, tuple(one if isinstance(one, str) else _check_matrix(*one) for one in line))
 
 
-def _checked(name: str, rows: int, columns: int, way: str = "both") -> tuple[str, int, int, str]:
+def _check_matrix(name: str, rows: int, columns: int, way: str = "both") -> tuple[str, int, int, str]:
     given = f"matrices(({name!r}, {rows}, {columns}, {way!r}))"
     if way not in WAYS:
         raise ValueError(f"{given}: ranks have a matrix in one of the ways {', '.join(map(repr, WAYS))}")
@@ -100,7 +100,7 @@ def picture(drawn: Matrices) -> str:
             )
             x += wide
         else:
-            parts, wide = _held(*one, x, HEAD + (tallest - one[1] * CELL) / 2)
+            parts, wide = _draw_matrix(*one, x, HEAD + (tallest - one[1] * CELL) / 2)
             body += parts
             x += wide
     width = max(x, end + 170.0) + MARGIN
@@ -109,7 +109,7 @@ def picture(drawn: Matrices) -> str:
     )
 
 
-def _held(name: str, rows: int, columns: int, way: str, x: float, y: float) -> tuple[list[str], float]:
+def _draw_matrix(name: str, rows: int, columns: int, way: str, x: float, y: float) -> tuple[list[str], float]:
     """Draw one matrix; returns its elements and its width."""
     all_of_it: Box = ((0, rows), (0, columns))
     if way == "sum":

@@ -69,7 +69,7 @@ def matrix(
         f'<tspan class="faint" dx="5" font-size="10" font-style="normal">{size}</tspan></text>'
     )
     parts = [label] if name else []
-    boxes = [None if box is None else _filled(box) for box in held]
+    boxes = [None if box is None else _fill_box(box) for box in held]
     for sample in range(samples):
         top = y + sample * (rows * down + apart)
         row_edges = _edges([box[1] for box in boxes if box], rows, each)
@@ -88,7 +88,7 @@ def matrix(
     return f"<g>{told}{''.join(parts)}</g>", columns * across, bottom
 
 
-def _filled(box: Box) -> Box:
+def _fill_box(box: Box) -> Box:
     """Extend a box to three dimensions."""
     return ((0, 1),) * (3 - len(box)) + box
 

@@ -81,7 +81,7 @@ def curve(
         track: what is drawn of it.
         points: the most moments.
     """
-    samples = _of(timeline, rank)
+    samples = _samples_of(timeline, rank)
     levels = np.stack([samples[column] for column in track.columns], axis=1)
     known = ~np.isnan(levels).any(axis=1)
     times, levels = samples["time"][known], levels[known]
@@ -113,7 +113,7 @@ def device_lines(timeline: Timeline) -> list[str]:
     ]
     for rank in ranks:
         cells = [_mean_and_most(_total(timeline, rank, track), track.unit) for track in tracks]
-        rows.append([rank_label(timeline, rank), *cells, str(len(_of(timeline, rank)))])
+        rows.append([rank_label(timeline, rank), *cells, str(len(_samples_of(timeline, rank)))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -123,7 +123,7 @@ def device_lines(timeline: Timeline) -> list[str]:
     ]
 
 
-def _of(timeline: Timeline, rank: int) -> npt.NDArray[Any]:
+def _samples_of(timeline: Timeline, rank: int) -> npt.NDArray[Any]:
     samples = timeline.device_samples
     mine: npt.NDArray[Any] = samples[samples["rank"] == rank]
     return mine
@@ -131,7 +131,7 @@ def _of(timeline: Timeline, rank: int) -> npt.NDArray[Any]:
 
 def _total(timeline: Timeline, rank: int, track: DeviceTrack) -> npt.NDArray[Any]:
     """Return the sum of the track's columns in each sample of a rank's GPU."""
-    samples = _of(timeline, rank)
+    samples = _samples_of(timeline, rank)
     return np.sum([samples[column] for column in track.columns], axis=0)  # type: ignore[no-any-return]
 
 

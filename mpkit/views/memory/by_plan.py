@@ -78,7 +78,7 @@ def by_plan_svg(memory: MemoryByPlan, width: int = 960) -> str:
     for name, bars in shown.items():
         middle = x + each * len(bars) / 2
         for bar in bars:
-            parts.append(_drawn(bar, x, each, base, highest, f"{name}, rank {bar.rank}", any_timeline))
+            parts.append(_draw_bar(bar, x, each, base, highest, f"{name}, rank {bar.rank}", any_timeline))
             x += each
         parts.append(
             f'<text class="words" x="{middle:.1f}" y="{base + 36:g}" text-anchor="middle">{escape(name)}</text>'
@@ -102,7 +102,7 @@ def _bars(timeline: Timeline) -> list[Bar]:
     return bars
 
 
-def _drawn(
+def _draw_bar(
     bar: Bar, x: float, width: float, base: float, highest: float, label: str, timeline: Timeline
 ) -> str:
     """Draw one bar, with the words that the pointer is shown and a screen reader is told."""

@@ -84,7 +84,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
         )
         figure.add_trace(peak, **place)
     figure.update_annotations(font={"size": 12}, yshift=4)
-    return _dressed(figure, 90 + 130 * down, timeline)
+    return _dress_chart(figure, 90 + 130 * down, timeline)
 
 
 def _bars(ranks: int, timeline: Timeline) -> Any:
@@ -96,10 +96,10 @@ def _bars(ranks: int, timeline: Timeline) -> Any:
         held = np.array([memory.levels[memory.peak, number] for memory in memories], np.float32)
         figure.add_trace(go.Bar(x=labels, y=held, name=category, marker_color=CATEGORY_INKS[category][0]))
     figure.update_layout(barmode="stack", bargap=0.15)
-    return _dressed(figure, 280, timeline)
+    return _dress_chart(figure, 280, timeline)
 
 
-def _dressed(figure: Any, height: int, timeline: Timeline) -> Any:
+def _dress_chart(figure: Any, height: int, timeline: Timeline) -> Any:
     """Give the chart the same plain look as the other pictures, on any background."""
     unit = "" if timeline.clock == "simulated" else "B"
     figure.update_layout(

@@ -88,7 +88,7 @@ def html(
     highest = max(map(highest_of, compared))
     common = _common_notes(named)
     widest = widest_label(named.values())
-    shown = {name: _shown(timeline, steps.get(name)) for name, timeline in named.items()}
+    shown = {name: _shown_step(timeline, steps.get(name)) for name, timeline in named.items()}
     sections = [
         _section(number, name, timeline, steps.get(name), captions.get(name, ""), highest, widest, common)
         for number, (name, timeline) in enumerate(named.items())
@@ -104,12 +104,12 @@ def html(
         css=css(),
         summary=_summary(shown, facts, base) if len(named) > 1 or facts else "",
         sections="\n".join([*sections, *([trial(*try_it)] if try_it else [])]),
-        look=_embedded(look()),
+        look=_embed_json(look()),
         script=esm(TRIAL if try_it else ()),
     )
 
 
-def _shown(timeline: Timeline, step: int | None) -> Timeline:
+def _shown_step(timeline: Timeline, step: int | None) -> Timeline:
     """Return the step whose figures are shown; the whole timeline, whose figures are its last step's, without one."""
     return timeline if step is None else timeline.step(step)
 
@@ -125,7 +125,7 @@ def _section(
     common: list[str],
 ) -> str:  # fmt: skip
     """Return one timeline: the SVG that is shown until the canvas is drawn, the data, and the memory."""
-    batches, counter, shown = SpanBatches(), BubbleCounter(timeline.world_size), _shown(timeline, step)
+    batches, counter, shown = SpanBatches(), BubbleCounter(timeline.world_size), _shown_step(timeline, step)
     batches.add(timeline.spans, timeline.names)
     counter.add(timeline.spans)
     ((head, buffer),) = batches.since(0, counter.extents, most=max(len(timeline.spans), 1))
@@ -146,10 +146,10 @@ def _section(
     tracks = ""
     if len(timeline.device_samples):  # memory has pictures of its own below
         state["tracks_head"], values = pack_tracks(replace(timeline, held=timeline.held[:0]))
-        tracks = f'<script type="text/plain" data-tracks="{number}">{_packed(values)}</script>'
+        tracks = f'<script type="text/plain" data-tracks="{number}">{_pack_bytes(values)}</script>'
     if has_path(timeline) and len(metrics.active(shown.spans)) <= MOST:
         state["path_head"], slack = path_of(timeline, step)
-        tracks += f'<script type="text/plain" data-path="{number}">{_packed(slack)}</script>'
+        tracks += f'<script type="text/plain" data-path="{number}">{_pack_bytes(slack)}</script>'
     still = svg(timeline, fold=timeline.world_size > FOLDED)
     heading = f"<h2>{escape(name)}</h2>" if name else ""
     if proof_notes(timeline.meta) and set(proof_notes(timeline.meta)) <= set(
@@ -161,13 +161,13 @@ def _section(
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
         f'<div class="host" data-number="{number}"><div class="static scroll">{still}</div></div>'
-        f'<script type="application/json" data-of="{number}">{_embedded({"head": head, "state": state})}</script>'
-        f'<script type="text/plain" data-spans="{number}">{_packed(buffer)}</script>'
+        f'<script type="application/json" data-of="{number}">{_embed_json({"head": head, "state": state})}</script>'
+        f'<script type="text/plain" data-spans="{number}">{_pack_bytes(buffer)}</script>'
         f"{tracks}{memory}</section>"
     )
 
 
-def _packed(values: bytes) -> str:
+def _pack_bytes(values: bytes) -> str:
     """Compress bytes for a script element, from which `unpacked` (page.html) reads them."""
     return b64encode(gzip.compress(values, 6, mtime=0)).decode()
 
@@ -240,7 +240,7 @@ def _variables() -> str:
     return f":root{{{block('light')}}}@media (prefers-color-scheme: dark){{:root{{{block('dark')}}}}}"
 
 
-def _embedded(value: Any) -> str:
+def _embed_json(value: Any) -> str:
     """Encode a value as JSON that cannot end the script element around it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -23,7 +23,7 @@ from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.wire import COLUMNS
 
-__all__ = ["LINK", "MICROBATCHES", "RANKS", "packed", "title", "trial"]
+__all__ = ["LINK", "MICROBATCHES", "RANKS", "pack_schedules", "title", "trial"]
 
 RANKS, MICROBATCHES = range(2, 9), range(1, 17)
 """What the sliders reach: p ranks, m micro-batches."""
@@ -78,7 +78,7 @@ def trial(p: int, m: int) -> str:
         f"{''.join(_slider(name, slider) for name, slider in sliders.items())}</div>"
         f'<p class="intro words">{escape(SCHEDULES[FIRST].words)}</p>'
         f'<div class="trial"><div class="static scroll">{still}</div></div>'
-        f'<script type="text/plain" data-schedules>{packed()}</script></section>'
+        f'<script type="text/plain" data-schedules>{pack_schedules()}</script></section>'
     )
 
 
@@ -97,7 +97,7 @@ def title(name: str) -> str:
     return entry.title + ("" if entry.can_have(1) else ", 2 stages per rank")
 
 
-def packed() -> str:
+def pack_schedules() -> str:
     """Return what the script needs, as JSON in gzip in base64: schedules by name and "p m", words, columns, keys."""
     data = {
         "schedules": {

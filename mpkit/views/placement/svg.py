@@ -19,7 +19,7 @@ from mpkit.support.visible import escape
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet
-from mpkit.views.placement.text import divided, groups_words, link_words, shape_words
+from mpkit.views.placement.text import divided_layers, groups_words, link_words, shape_words
 from mpkit.views.placement.zero import zero_svg
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _legend(placement: Placement, y: float) -> tuple[list[str], float]:
 
 def _table(placement: Placement, y: float) -> tuple[list[str], float]:
     """List what tp divides, one line per layer; returns the elements and the y below them."""
-    rows = divided(placement)
+    rows = divided_layers(placement)
     if not rows:
         return [], y
     left, name = MARGIN + 10, max(len(name) for name, _ in rows) * 6.8 + 24

@@ -12,7 +12,7 @@ from mpkit.views.placement.zero import zero_text
 if TYPE_CHECKING:
     from mpkit.analysis.placed_ranks import Placement
 
-__all__ = ["divided", "link_words", "placement_text", "shape_words"]
+__all__ = ["divided_layers", "link_words", "placement_text", "shape_words"]
 
 MOST = 64
 """The most ranks, and the most layers, that are listed."""
@@ -38,7 +38,7 @@ def placement_text(placement: Placement) -> str:
         lines += ["", "who talks to whom"]
         lines += [f"  {talk.axis}  {groups_words(talk)}{link_words(talk)}" for talk in placement.talks]
     lines += zero_text(placement)
-    if rows := divided(placement):
+    if rows := divided_layers(placement):
         lines += ["", "what tp divides"]
         wide = max(len(name) for name, _ in rows)
         lines += [f"  {name:<{wide}}  {' | '.join(parts)}" for name, parts in rows[:MOST]]
@@ -78,7 +78,7 @@ def link_words(talk: Talk) -> str:
     return f", {talk.link.name} {where}, {talk.link.bandwidth / 1e9:.3g} GB/s"
 
 
-def divided(placement: Placement) -> list[tuple[str, list[str]]]:
+def divided_layers(placement: Placement) -> list[tuple[str, list[str]]]:
     """Return what tp divides: the names of layers, and for each the part of every tp rank.
 
     Layers that differ only in numbers and are divided in the same way are put together, with a * for the number. Biases

@@ -117,7 +117,7 @@ def _exchange(way: Way, y: float) -> list[str]:
     for phase in ("forward", "backward"):
         parts.append(f'<text class="faint" x="{EXCHANGE:g}" y="{y:g}">{phase}</text>')
         sent = [each for each in way.sent if each.phase == phase]
-        words = "; ".join(map(_sent, sent)) if sent else "nothing is sent"
+        words = "; ".join(map(_describe_sent, sent)) if sent else "nothing is sent"
         look = 'class="words" font-weight="600"' if sent else 'class="faint"'
         parts.append(f'<text {look} x="{EXCHANGE + 84:g}" y="{y:g}">{escape(words)}</text>')
         if sent:
@@ -135,6 +135,6 @@ def _exchange(way: Way, y: float) -> list[str]:
     return parts
 
 
-def _sent(sent: Sent) -> str:
+def _describe_sent(sent: Sent) -> str:
     times = f" in {sent.times} messages" if sent.times > 1 else ""
     return f"{VERBS[sent.kind]} {sent.what}: {bytes_text(sent.payload)}{times}"

@@ -41,7 +41,7 @@ class BubbleCounter:
         """Add a batch; returns the steps that it changed."""
         for step in spans["step"][spans["kind"] == Kind.STEP].tolist():
             self._marks[step] = self._marks.get(step, 0) + 1
-        done = metrics.done(spans)
+        done = metrics.own_spans(spans)
         changed: list[int] = np.unique(done["step"]).tolist()
         for step in changed:
             mine = done[done["step"] == step] if len(changed) > 1 else done

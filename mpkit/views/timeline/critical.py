@@ -22,7 +22,7 @@ from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical import CriticalPath, PathOp
 
-__all__ = ["critical_html", "critical_svg", "critical_text", "outlined"]
+__all__ = ["critical_html", "critical_svg", "critical_text", "outline_path"]
 
 LONGEST = 10
 """How many operations of a path are listed."""
@@ -37,7 +37,7 @@ def critical_text(path: CriticalPath) -> str:
     whole = path.step_time or 1.0
     lines = [heading(path), f"{'on the path':>11}  {'share':>7}  {'if free':>9}  kind"]
     lines += [
-        f"{seconds(on):>11}  {percent(on / whole):>7}  {_without(path, kind):>9}  {kind.replace('_', ' ')}"
+        f"{seconds(on):>11}  {percent(on / whole):>7}  {_gain_without(path, kind):>9}  {kind.replace('_', ' ')}"
         for kind, on in path.by_kind.items()
     ]
     shares = (
@@ -87,7 +87,7 @@ def _gain(path: CriticalPath, op: PathOp) -> str:
     return "" if op.kind in NO_OPERATION else _less(path.if_free(rows=np.array([op.row])))
 
 
-def _without(path: CriticalPath, kind: str) -> str:
+def _gain_without(path: CriticalPath, kind: str) -> str:
     """Return by how much the step would be shorter without all operations of a kind, on the path or not."""
     return "" if kind in NO_OPERATION else _less(path.if_free(kind=kind))
 
@@ -104,10 +104,10 @@ def critical_svg(path: CriticalPath, width: int = 960) -> str:
     timeline = path.timeline
     assert isinstance(timeline, Timeline)
     title = "Critical path" + (f" of step {path.step}" if path.step >= 0 else "")
-    return svg(timeline, width, title=title, over=lambda pic, tops, plot: outlined(path, pic, tops, plot))
+    return svg(timeline, width, title=title, over=lambda pic, tops, plot: outline_path(path, pic, tops, plot))
 
 
-def outlined(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot) -> str:
+def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot) -> str:
     """Return outlines around the path's operations, and lines from rank to rank."""
     scale = plot.span / pic.duration if pic.duration else 0.0
     late = path.graph.begin - pic.origin

@@ -21,7 +21,7 @@ INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
 def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return [start, end] of each step, merged where they overlap; (n, 2), sorted. Work outside any step is one."""
-    work = metrics.done(spans)
+    work = metrics.own_spans(spans)
     if np.any(work["step"] >= 0):
         work = work[work["step"] >= 0]
     _, where = np.unique(work["step"], return_inverse=True)
@@ -29,7 +29,7 @@ def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     extents["start"], extents["end"] = np.inf, -np.inf
     np.minimum.at(extents["start"], where, work["start"])
     np.maximum.at(extents["end"], where, work["end"])
-    return metrics.covered(extents)
+    return metrics.covered_times(extents)
 
 
 def outside(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -45,10 +45,10 @@ def outside(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any
         return np.empty((0, 2))
     pieces = np.stack([cuts[:-1], cuts[1:]], axis=1)
     middle = pieces.mean(axis=1)
-    keep = _within(middle, outer) & ~_within(middle, inner)
+    keep = _spans_within(middle, outer) & ~_spans_within(middle, inner)
     joined = np.empty(int(keep.sum()), INTERVAL)
     joined["start"], joined["end"] = pieces[keep].T
-    return metrics.covered(joined)
+    return metrics.covered_times(joined)
 
 
 def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -58,11 +58,13 @@ def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[
         mine: the rank's spans.
         extents: those of the steps of all ranks, as `step_extents` returns them.
     """
-    working = outside(metrics.covered(metrics.waits_within(mine)), metrics.covered(metrics.work(mine)))
+    working = outside(
+        metrics.covered_times(metrics.waits_within(mine)), metrics.covered_times(metrics.work(mine))
+    )
     return outside(working, extents)
 
 
-def _within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _spans_within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not len(intervals):
         return np.zeros(len(times), bool)
     at = np.searchsorted(intervals[:, 0], times, side="right") - 1

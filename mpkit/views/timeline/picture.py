@@ -254,7 +254,7 @@ def _around_waits(
     cut = np.zeros(len(boxes), bool)
     pieces = []
     for rank in np.unique(waits["rank"]).tolist():
-        idle = metrics.covered(waits[waits["rank"] == rank])
+        idle = metrics.covered_times(waits[waits["rank"] == rank])
         first = np.searchsorted(idle[:, 1], boxes["start"], side="right")
         after = np.searchsorted(idle[:, 0], boxes["end"], side="left")
         mine = np.flatnonzero((ranks == rank) & (boxes["key"] < Key.COMM) & (after > first))

@@ -80,7 +80,7 @@ class TerminalView:
         step = _newest(timeline)
         if step is not None and width >= 40:
             pic = picture(timeline, step, fold=timeline.world_size > FOLDED)
-            rows += [_coloured(row) for row in cells(pic, width)]
+            rows += [_colour_row(row) for row in cells(pic, width)]
             if run.done:
                 rows.append(_legend(timeline, step))
         return Group(*rows)
@@ -126,7 +126,7 @@ def _progress(title: str, run: Run, losses: list[float], timeline: Timeline) -> 
     return line
 
 
-def _coloured(row: Cells) -> Text:
+def _colour_row(row: Cells) -> Text:
     """Colour a row of cells; runs of equal keys share a style."""
     text = Text(no_wrap=True)
     text.append(f"{row.label} ", style="dim bold" if row.heads else "dim")

@@ -178,12 +178,12 @@ def _caption(pic: Picture, step: int | None, steps: int) -> str:
     words = [f"step {step} ({steps} steps in all)"] if step is not None and steps > 1 else []
     words += [f"{name} {value}" for name, value in pic.figures.items() if name != "clock"]
     of = pic.timeline if step is None else pic.timeline.step(step)
-    words += _hidden(of)
+    words += _hidden_line(of)
     words += [f"data loading {seconds(max(of.data_time))}"] * any(of.data_time)
     return " · ".join([*words, pic.figures["clock"]])
 
 
-def _hidden(timeline: Timeline) -> list[str]:
+def _hidden_line(timeline: Timeline) -> list[str]:
     """Report how much of all ranks' communication was hidden behind compute; nothing if none was."""
     kinds = timeline.spans["kind"]
     if not np.any((kinds >= Kind.ALL_REDUCE) & (kinds < Kind.BARRIER)) or timeline.overlap < 0.005:

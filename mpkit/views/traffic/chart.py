@@ -10,7 +10,7 @@ from mpkit.support.needs import needs_notebook
 from mpkit.support.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, tint
 from mpkit.views.drawing.chart_look import LOOK
-from mpkit.views.traffic.text import scaled
+from mpkit.views.traffic.text import suitable_unit
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -67,13 +67,13 @@ def traffic_figure(matrix: CommMatrix) -> Any:
 
 
 def _title(axis: str, amounts: npt.NDArray[np.float64]) -> str:
-    unit = f", cells in {scaled(amounts)[1]}" if len(amounts) <= NUMBERED else ""
+    unit = f", cells in {suitable_unit(amounts)[1]}" if len(amounts) <= NUMBERED else ""
     return f"<b>{axis}</b>  {bytes_text(amounts.sum())}{unit}"
 
 
 def _heatmap(matrix: CommMatrix, axis: str, highest: float) -> Any:
     amounts, ink = matrix.by_axis[axis], ink_of(axis)
-    factor, _ = scaled(amounts)
+    factor, _ = suitable_unit(amounts)
     stops = np.linspace(0.0, 1.0, 11)
     ranks = range(len(amounts))
     names = [

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from mpkit.support.units import bytes_text
 from mpkit.support.visible import escape
-from mpkit.views.drawing.axes import ink_of, on, tint
+from mpkit.views.drawing.axes import ink_of, legible_on, tint
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet
-from mpkit.views.traffic.text import scaled
+from mpkit.views.traffic.text import suitable_unit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +56,7 @@ def _panel(
 ) -> str:
     """Draw one axis: its name and sum, the ranks on two sides, the cells."""
     n = len(amounts)
-    factor, unit = scaled(amounts)
+    factor, unit = suitable_unit(amounts)
     left, top, side = x + LABEL, y + HEAD, cell * n
     every = max(1, 2 ** ceil(log2(24 / cell)))  # of many ranks, only some are numbered
     numbered = cell >= 28
@@ -93,6 +93,6 @@ def _cell(place: tuple[float, float], cell: float, gap: float, fill: str, words:
     if words:
         drawn += (
             f'<text x="{x + cell / 2:.1f}" y="{y + cell / 2 + 3.5:.1f}" text-anchor="middle" font-size="10" '
-            f'fill="{on(fill)}" pointer-events="none">{words}</text>'
+            f'fill="{legible_on(fill)}" pointer-events="none">{words}</text>'
         )
     return drawn

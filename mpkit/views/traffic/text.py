@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.traffic import CommMatrix
 
-__all__ = ["scaled", "traffic_text"]
+__all__ = ["suitable_unit", "traffic_text"]
 
 MOST = 16
 """The most ranks for which each pair is printed."""
@@ -30,10 +30,10 @@ def traffic_text(matrix: CommMatrix) -> str:
     return "\n".join(lines if matrix.by_axis else [f"{matrix.title}."])
 
 
-def scaled(amounts: npt.NDArray[np.float64]) -> tuple[float, str]:
+def suitable_unit(amounts: npt.NDArray[np.float64]) -> tuple[float, str]:
     """Return the unit that suits all amounts of a matrix: the divisor and the unit's name.
 
-    >>> scaled(np.array([[0.0, 131072.0]]))
+    >>> suitable_unit(np.array([[0.0, 131072.0]]))
     (1000.0, 'kB')
     """
     most = float(amounts.max(initial=0.0))
@@ -44,7 +44,7 @@ def scaled(amounts: npt.NDArray[np.float64]) -> tuple[float, str]:
 
 
 def _table(amounts: npt.NDArray[np.float64]) -> list[str]:
-    factor, unit = scaled(amounts)
+    factor, unit = suitable_unit(amounts)
     words = [[f"{value / factor:.3g}" if value else "·" for value in row] for row in amounts.tolist()]
     width = 2 + max(len(word) for row in words for word in row)
     head = f"{unit:>4} |" + "".join(f"{column:>{width}}" for column in range(len(words)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mpkit.models.nested import ATOMS, flatten
 
-__all__ = ["apart_from_graph", "kept", "kept_of_graph", "settings", "tensors_of"]
+__all__ = ["apart_from_graph", "kept_attributes", "kept_of_graph", "settings", "tensors_of"]
 
 OF_TORCH = {key for key in vars(nn.Module()) if key != "training"}
 """Attributes that are PyTorch's own."""
@@ -33,7 +33,7 @@ def settings(module: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def kept(module: nn.Module) -> Iterator[tuple[str, str, list[Any], Any]]:
+def kept_attributes(module: nn.Module) -> Iterator[tuple[str, str, list[Any], Any]]:
     """Yield the attributes of a module's modules that hold tensors: module, name, leaves and structure."""
     for name, inner in module.named_modules():
         for key, value in list(vars(inner).items()):
@@ -46,7 +46,7 @@ def kept(module: nn.Module) -> Iterator[tuple[str, str, list[Any], Any]]:
 
 def kept_of_graph(module: nn.Module) -> list[Tensor]:
     """Return the tensors that layers keep of a forward, with its graph: a term of the loss, a state."""
-    leaves = (leaf for _, _, leaves, _ in kept(module) for leaf in leaves)
+    leaves = (leaf for _, _, leaves, _ in kept_attributes(module) for leaf in leaves)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
 
 

@@ -25,7 +25,7 @@ from mpkit.wrap.loop_proof.attributes import settings
 from mpkit.wrap.loop_proof.gradients import StepGradients
 from mpkit.wrap.loop_proof.plain_copy import CLOSE, PlainCopy, PlainForward, wide
 
-__all__ = ["apart", "compare_forward", "compare_gradients", "compare_start"]
+__all__ = ["compare_forward", "compare_gradients", "compare_start", "largest_difference"]
 
 
 def compare_start(plain: PlainCopy, module: nn.Module, before: Mapping[str, Tensor], first: int) -> list[str]:
@@ -49,7 +49,7 @@ def compare_start(plain: PlainCopy, module: nn.Module, before: Mapping[str, Tens
     for name, tensor in plain.parameters.items():
         if not torch.equal(before[name], tensor.detach()):
             found.append(
-                f"{name}, once wrapped, is not what it was on rank {first}: {apart(tensor, before[name])}."
+                f"{name}, once wrapped, is not what it was on rank {first}: {largest_difference(tensor, before[name])}."
             )
     return found
 
@@ -87,14 +87,14 @@ def compare_forward(
         if by > few:
             noise = noise or plain.noise_of_forward(seen)
             if by > few + SPREADS * noise[i]:
-                return [f"{what}: {apart(one, other)}. {plain.mode_of(seen, outputs)}"]
+                return [f"{what}: {largest_difference(one, other)}. {plain.mode_of(seen, outputs)}"]
     return []
 
 
-def apart(one: Tensor, other: Tensor) -> str:
+def largest_difference(one: Tensor, other: Tensor) -> str:
     """Return in words by which element two tensors differ most.
 
-    >>> apart(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+    >>> largest_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
     'an element is 2 and not 2.5'
     """
     a, b = one.detach().reshape(-1), other.detach().reshape(-1)
@@ -124,7 +124,7 @@ class Differences:
         by = distance(got, wanted)
         self.worst = max(self.worst, by / size if size else 0.0)
         if by > few:
-            self.found.append((name, by, few, f"the gradient of {name}: {apart(got, wanted)}."))
+            self.found.append((name, by, few, f"the gradient of {name}: {largest_difference(got, wanted)}."))
         if wanted.numel() and largest(wanted) > 0:
             top = int(wanted.abs().argmax())
             factor = got[top] / wanted[top]
@@ -170,12 +170,12 @@ def compare_gradients(
     names = [name for name, parameter in step.plain.parameters.items() if parameter.requires_grad]
     sizes = ranks.most(torch.tensor(_sizes(step, names), dtype=torch.float64, device=device)).cpu()
     if dropped:
-        return _dropped(step, ranks, float(sizes[:, 0].max()) * scale), 0.0
+        return _explain_dropped(step, ranks, float(sizes[:, 0].max()) * scale), 0.0
     eps = max((step.plain.eps(seen) for seen, *_ in step.seen), default=0.0)
     eps = max(eps, torch.finfo(coarsest([held.tensor for held in step.held.values()])).eps)
     differ = Differences()
     for name, (size, there) in zip(names, sizes.tolist(), strict=True):
-        wanted, own = _expected(step, ranks, name, average)
+        wanted, own = _expected_elements(step, ranks, name, average)
         if wanted is None or own is None:
             continue
         got = _got(step, name, average)
@@ -203,7 +203,7 @@ def _sizes(step: StepGradients, names: list[str]) -> list[list[float]]:
     return [[max(map(largest, of), default=0.0), float(bool(of))] for of in terms]
 
 
-def _expected(
+def _expected_elements(
     step: StepGradients, ranks: Agreement, name: str, average: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the expected elements on this rank, flat, and what they are without the other ranks."""
@@ -230,7 +230,7 @@ def _got(step: StepGradients, name: str, average: bool) -> Tensor | None:
     return None if gradient is None else wide(gradient)
 
 
-def _dropped(step: StepGradients, ranks: Agreement, largest_scaled: float) -> list[str]:
+def _explain_dropped(step: StepGradients, ranks: Agreement, largest_scaled: float) -> list[str]:
     finite = all(bool(gradient.isfinite().all()) for gradient in step.copied.values())
     near = 2 * ranks.size * largest_scaled > torch.finfo(torch.float16).max
     if ranks.any(not finite, step.plain.device) or near:

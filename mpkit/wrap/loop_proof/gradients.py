@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mpkit.models.hooks import hooks_on, is_ours
 from mpkit.models.nested import flatten, rebuild
 from mpkit.parallel.tensor.logits import DividedLogits
-from mpkit.wrap.loop_proof.attributes import kept
-from mpkit.wrap.loop_proof.plain_copy import PlainCopy, PlainForward, Seen, added, wide
+from mpkit.wrap.loop_proof.attributes import kept_attributes
+from mpkit.wrap.loop_proof.plain_copy import PlainCopy, PlainForward, Seen, add_gradients, wide
 from mpkit.wrap.loop_proof.weights import HeldElements
 
 __all__ = ["StepGradients"]
@@ -95,11 +95,11 @@ class StepGradients:
         if not self._open:
             if torch._C._current_graph_task_id() != self._early_task:
                 self._early_task, self._early = torch._C._current_graph_task_id(), {}
-            added(self._early, {name: wide(gradient)})
+            add_gradients(self._early, {name: wide(gradient)})
             return
-        added(self._total_now, {name: wide(gradient)})
+        add_gradients(self._total_now, {name: wide(gradient)})
         if torch._C._current_graph_task_id() != self._task:  # of a reentrant checkpoint in the module
-            added(self._inside_now, {name: wide(gradient)})
+            add_gradients(self._inside_now, {name: wide(gradient)})
 
     def hear_outputs(
         self, module: nn.Module, seen: PlainForward, output: Any, made: list[Tensor], of_all: OfAll
@@ -120,7 +120,7 @@ class StepGradients:
         }
         self._hear_inside(seen, copies.values())
         modules = dict(module.named_modules())
-        for name, key, leaves, shape in kept(module):
+        for name, key, leaves, shape in kept_attributes(module):
             if any(id(leaf) in copies for leaf in leaves):
                 modules[name].__dict__[key] = rebuild(shape, [copies.get(id(leaf), leaf) for leaf in leaves])
         leaves, shape = flatten(output)
@@ -173,7 +173,7 @@ class StepGradients:
         for i, name in into.items():
             gradient = made[i]
             if gradient is not None and self._open:
-                added(self._inside_now, {name: wide(gradient)})
+                add_gradients(self._inside_now, {name: wide(gradient)})
 
     # ---- backward
 
@@ -191,7 +191,7 @@ class StepGradients:
     def end(self, scale: float) -> None:
         """Do the copy's backward."""
         self._open = False
-        added(self._inside, self._inside_now)
+        add_gradients(self._inside, self._inside_now)
         if self._names:
             self.heard = {
                 name: self._total_now.get(name) if before is None else before + self._total_now.get(name, 0)
@@ -204,7 +204,7 @@ class StepGradients:
         for seen, gradients in received:
             self.plain.backward(seen, gradients, scale)
             self.seen.append((seen, gradients, scale))
-        added(self.copied, self.plain.take(scale))
+        add_gradients(self.copied, self.plain.take(scale))
 
     def outside(self, name: str) -> Tensor | None:
         """Return what this rank's gradient has besides what comes through the module's outputs."""

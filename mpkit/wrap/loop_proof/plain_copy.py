@@ -18,13 +18,19 @@ from torch import Tensor, nn
 from mpkit.models.heard_draws import GivenDraws
 from mpkit.models.nested import flatten, rebuild
 from mpkit.parallel.stage.stage import call, cast
-from mpkit.prepare.dry_run.copying import copied
+from mpkit.prepare.dry_run.copying import copy_model
 from mpkit.proof.draws import CannotReplay, StepDraws
 from mpkit.proof.rounding import Rounded, coarsest, distance, largest
-from mpkit.wrap.loop_proof.attributes import apart_from_graph, kept, kept_of_graph, settings, tensors_of
+from mpkit.wrap.loop_proof.attributes import (
+    apart_from_graph,
+    kept_attributes,
+    kept_of_graph,
+    settings,
+    tensors_of,
+)
 from mpkit.wrap.loop_proof.random_states import RandomStates
 
-__all__ = ["Gradients", "PlainCopy", "PlainForward", "Seen", "added", "wide"]
+__all__ = ["Gradients", "PlainCopy", "PlainForward", "Seen", "add_gradients", "wide"]
 
 REPETITIONS = 3
 """How often a result is computed again to find out what rounding does to it."""
@@ -79,7 +85,7 @@ class PlainCopy:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, loss: Loss | None = None) -> None:
-        self.module, self._dtype, self._loss = copied(module), dtype, loss
+        self.module, self._dtype, self._loss = copy_model(module), dtype, loss
         self.module.to(dtype)
         self.parameters = dict(self.module.named_parameters())
         self.device = next(iter(self.parameters.values())).device
@@ -94,7 +100,7 @@ class PlainCopy:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlainForward:
         """Note what is there before a forward of the wrapped module."""
         modes = {name: self._followed(name, now) for name, now in settings(module).items()}
-        for name, key, leaves, shape in kept(module):
+        for name, key, leaves, shape in kept_attributes(module):
             modes[name][key] = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
         leaves, shape = flatten((args, kwargs))
         args, kwargs = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
@@ -203,7 +209,7 @@ class PlainCopy:
                     with Rounded(seed):
                         self.backward(seen, received, scale)
                     seen.outputs = outputs
-                    added(total, self.take(scale))
+                    add_gradients(total, self.take(scale))
                 for name, gradient in total.items():
                     if name in gradients:
                         spread[name] = max(spread[name], distance(gradient, gradients[name]))
@@ -226,7 +232,7 @@ def _never(shape: tuple[int, ...], probability: float | None) -> Tensor:
     raise CannotReplay("a forward that a backward repeats draws random numbers, and ranks draw their own")
 
 
-def added(total: Gradients, more: Gradients) -> None:
+def add_gradients(total: Gradients, more: Gradients) -> None:
     """Add gradients to a total."""
     for name, gradient in more.items():
         total[name] = total[name] + gradient if name in total else gradient

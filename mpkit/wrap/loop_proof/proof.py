@@ -22,9 +22,9 @@ from mpkit.models.nested import flatten, is_opaque
 from mpkit.parallel.runtime.evidence import digest_of
 from mpkit.parallel.tensor.logits import DividedLogits
 from mpkit.plan.plan import Plan
-from mpkit.proof.attempt import running
+from mpkit.proof.attempt import run_user_code
 from mpkit.proof.draws import CannotReplay, SharedDraws, StepDraws
-from mpkit.trace.proof import numbered, power
+from mpkit.trace.proof import number_steps, power
 from mpkit.wrap.loop_proof.agreement import Agreement
 from mpkit.wrap.loop_proof.attributes import kept_of_graph, tensors_of
 from mpkit.wrap.loop_proof.comparison import compare_forward, compare_gradients, compare_start
@@ -163,7 +163,7 @@ class LoopProof:
         """Repeat a forward, and compare; return whether that is possible."""
         if not self._why_not:
             try:
-                with running("forward"):
+                with run_user_code("forward"):
                     seen.outputs = self._plain.forward(seen)
                 self._ranks.findings += compare_forward(self._plain, seen, self._module, got)
             except (CannotReplay, SharedDraws) as error:
@@ -191,7 +191,7 @@ class LoopProof:
         if not self.active:
             return
         try:
-            with running("backward"):
+            with run_user_code("backward"):
                 self._gradients.end(scale)
         except CannotReplay as error:
             self._why_not = str(error)
@@ -232,7 +232,7 @@ class LoopProof:
         self._step += 1
         self._new_step()
         if self._step > self._steps:
-            steps = numbered(tuple(range(1, self._steps + 1)))
+            steps = number_steps(tuple(range(1, self._steps + 1)))
             self._close(f"equal to plain PyTorch in {steps}: gradients within {power(self._worst)}")
 
     def _agree(self) -> None:

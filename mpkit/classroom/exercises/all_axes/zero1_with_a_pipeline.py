@@ -31,7 +31,7 @@ from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.serial import adam
 from mpkit.classroom.framework.serial import model as network
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import record_stage
 from mpkit.plan.mesh import Mesh
 
 
@@ -104,7 +104,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     assert callable(answer)
     place = Mesh(pp=case.ranks // case["dp"], dp=case["dp"]).place(ctx.rank)
     stage, n = stages(case)[place.pp], case["dp"]
-    staged(ctx, stage, place.pp)
+    record_stage(ctx, stage, place.pp)
     widths = [part[0].in_features for part in stages(case)]
     with Memory(ctx, stage.parameters()):
         zero = answer(ctx, stage, n, adam)

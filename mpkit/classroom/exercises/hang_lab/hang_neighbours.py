@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import calls, collectives, messages, payload, sent
+from mpkit.classroom.framework.measures import calls, collectives, messages, payload, sent_bytes
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
@@ -103,7 +103,7 @@ EXERCISE = OnRanks(
     result="its part of the convolution",
     budgets=(
         Budget("collectives", collectives, 0),
-        Budget("bytes that a rank sends", sent, 2 * 2 * 8, "bytes"),
+        Budget("bytes that a rank sends", sent_bytes, 2 * 2 * 8, "bytes"),
     ),
     after="01-pipeline-bubbles",
     place=20,

@@ -32,7 +32,7 @@ from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 from mpkit.classroom.framework.serial import fill
-from mpkit.classroom.framework.staged import calls_the_library, checkpoint_by_hand, staged
+from mpkit.classroom.framework.staged import calls_the_library, checkpoint_by_hand, record_stage
 from mpkit.trace import Kind
 
 
@@ -90,7 +90,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     assert callable(answer)
     blocks, x, dy = given(case)
     for number, block in enumerate(blocks):
-        staged(ctx, block, number)
+        record_stage(ctx, block, number)
     with Memory(ctx, nn.ModuleList(blocks).parameters()), checkpoint_by_hand():
         dx = answer(blocks, x, dy)
     return gradients(blocks, dx)

@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Case, Mistake
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.serial import mlp
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import record_stage
 
 
 # %% answer
@@ -58,7 +58,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     if ctx.rank > 0:
         ctx.comm.recv(x, ctx.rank - 1)
     with torch.no_grad():
-        x = staged(ctx, stage)(x)
+        x = record_stage(ctx, stage)(x)
     if ctx.rank + 1 < ctx.world_size:
         ctx.comm.send(x, ctx.rank + 1)
     return {**result, "output": x}

@@ -22,7 +22,7 @@ from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import messages
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.serial import mlp
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import record_stage
 
 
 # %% answer
@@ -64,7 +64,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     x, y = batch(case)
     x = x if ctx.rank == 0 else torch.full_like(x, torch.nan)
     y = y if ctx.rank == ctx.world_size - 1 else torch.full_like(y, torch.nan)
-    answer(ctx, staged(ctx, stage), x, y)
+    answer(ctx, record_stage(ctx, stage), x, y)
     return {name: parameter.grad for name, parameter in stage.named_parameters()}
 
 

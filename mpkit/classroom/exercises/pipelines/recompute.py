@@ -30,7 +30,7 @@ from mpkit.classroom.framework.measures import peak
 from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.serial import fill
-from mpkit.classroom.framework.staged import calls_the_library, checkpoint_by_hand, staged
+from mpkit.classroom.framework.staged import calls_the_library, checkpoint_by_hand, record_stage
 
 
 # %% answer
@@ -93,7 +93,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     stage, (xs, ys) = stages(case)[ctx.rank], batches(case)
     first, last = ctx.rank == 0, ctx.rank == case.ranks - 1
     torch.manual_seed(ctx.rank)
-    staged(ctx, stage, microbatches=case["microbatches"])
+    record_stage(ctx, stage, microbatches=case["microbatches"])
     with Memory(ctx, stage.parameters()), checkpoint_by_hand():
         again, gradients, inputs, on_its_way = answer(stage), [], [], {}
         for i, (x, y) in enumerate(zip(xs, ys, strict=True)):

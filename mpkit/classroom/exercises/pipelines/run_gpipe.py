@@ -30,7 +30,7 @@ from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import collectives, messages
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import record_stage
 
 
 # %% answer
@@ -90,7 +90,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Run one step; return what this rank did, and the gradients of its stage."""
     assert callable(answer)
     stage, (xs, ys), row = rows.stages(case)[ctx.rank], rows.batches(case), row_of(case)
-    done, like = rows.observe(staged(ctx, stage), row), torch.full_like(xs[0], torch.nan)
+    done, like = rows.observe(record_stage(ctx, stage), row), torch.full_like(xs[0], torch.nan)
     first, last = ctx.rank == 0, ctx.rank == ctx.world_size - 1
     answer(ctx, stage, list(row), xs if first else [], ys if last else [], like)
     gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}

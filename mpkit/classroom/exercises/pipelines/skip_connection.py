@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import messages, sent
+from mpkit.classroom.framework.measures import messages, sent_bytes
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.serial import mlp
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import record_stage
 
 
 # %% answer
@@ -90,7 +90,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     x, y = batch(case)
     x = x if ctx.rank == 0 else torch.full_like(x, torch.nan)
     y = y if ctx.rank == ctx.world_size - 1 else torch.full_like(y, torch.nan)
-    answer(ctx, staged(ctx, stage), x, y)
+    answer(ctx, record_stage(ctx, stage), x, y)
     return {name: parameter.grad for name, parameter in stage.named_parameters()}
 
 
@@ -111,7 +111,7 @@ EXERCISE = OnRanks(
     result="the gradients of the stage",
     budgets=(
         Budget("messages that a rank sends", messages, 2),
-        Budget("bytes of messages that a rank sends", sent, 2 * 4 * 6 * 8, "bytes"),
+        Budget("bytes of messages that a rank sends", sent_bytes, 2 * 4 * 6 * 8, "bytes"),
     ),
     after="05-real-models",
     place=120,

@@ -25,7 +25,7 @@ from mpkit.classroom.framework.exercise import Budget, Case, Mistake
 from mpkit.classroom.framework.measures import collectives, payload
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.serial import mlp
-from mpkit.classroom.framework.staged import staged
+from mpkit.classroom.framework.staged import record_stage
 
 
 # %% answer
@@ -57,7 +57,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Run two steps of naive model parallelism; return this rank's parameters after them."""
     assert callable(answer)
     tokens, following, start_weight, layers = start(case)
-    layer, first, last = staged(ctx, layers[ctx.rank]), ctx.rank == 0, ctx.rank == ctx.world_size - 1
+    layer, first, last = record_stage(ctx, layers[ctx.rank]), ctx.rank == 0, ctx.rank == ctx.world_size - 1
     weight = nn.Parameter(start_weight) if first or last else None
     optimizer = torch.optim.SGD([*layer.parameters(), *([weight] if weight is not None else [])], lr=0.3)
     for _ in range(STEPS):

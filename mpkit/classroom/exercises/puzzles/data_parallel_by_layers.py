@@ -15,7 +15,7 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.classroom.exercises.puzzles import Layers
 from mpkit.classroom.framework.exercise import Case, Mistake
-from mpkit.classroom.framework.layers import MEMORY, TIME, budgets, play, trained
+from mpkit.classroom.framework.layers import MEMORY, TIME, budgets, play, train_layers
 from mpkit.classroom.framework.measures import calls
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
@@ -44,7 +44,7 @@ def data_parallel_by_layers(ctx: mk.Context, layers: Layers) -> dict[int, Tensor
 # %% checks
 def expected(case: Case) -> list[dict[int, Tensor]]:
     """Return the trained weights, for every rank."""
-    return [dict(enumerate(trained(case)))] * case.ranks
+    return [dict(enumerate(train_layers(case)))] * case.ranks
 
 
 def updates_first(seen: Seen) -> bool:

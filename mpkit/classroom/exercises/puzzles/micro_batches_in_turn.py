@@ -14,7 +14,7 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.classroom.exercises.puzzles import Layers
 from mpkit.classroom.framework.exercise import Case, Mistake
-from mpkit.classroom.framework.layers import MEMORY, budgets, play, trained, whole_batch
+from mpkit.classroom.framework.layers import MEMORY, budgets, play, train_layers, whole_batch
 from mpkit.classroom.framework.on_ranks import OnRanks
 
 
@@ -46,7 +46,7 @@ def micro_batches_in_turn(ctx: mk.Context, layers: Layers) -> dict[int, Tensor]:
 # %% checks
 def expected(case: Case) -> list[dict[int, Tensor]]:
     """Return the trained weights."""
-    return [dict(enumerate(trained(case)))]
+    return [dict(enumerate(train_layers(case)))]
 
 
 EXERCISE = OnRanks(

@@ -15,7 +15,7 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.classroom.exercises.puzzles import Layers
 from mpkit.classroom.framework.exercise import Case, Mistake
-from mpkit.classroom.framework.layers import MEMORY, TIME, budgets, play, trained
+from mpkit.classroom.framework.layers import MEMORY, TIME, budgets, play, train_layers
 from mpkit.classroom.framework.on_ranks import OnRanks
 
 
@@ -40,7 +40,7 @@ def one_device(ctx: mk.Context, layers: Layers) -> dict[int, Tensor]:
 # %% checks
 def expected(case: Case) -> list[dict[int, Tensor]]:
     """Return the trained weights."""
-    return [dict(enumerate(trained(case)))]
+    return [dict(enumerate(train_layers(case)))]
 
 
 EXERCISE = OnRanks(

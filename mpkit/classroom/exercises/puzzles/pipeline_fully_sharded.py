@@ -28,7 +28,7 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.classroom.exercises.puzzles import Layers
 from mpkit.classroom.framework.exercise import Case, Mistake
-from mpkit.classroom.framework.layers import MEMORY, TIME, budgets, in_turn, play, trained
+from mpkit.classroom.framework.layers import MEMORY, TIME, budgets, in_turn, play, train_layers
 from mpkit.classroom.framework.measures import calls
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
@@ -87,7 +87,7 @@ def run(ctx: mk.Context, answer: object, case: Case) -> object:
 
 def expected(case: Case) -> list[dict[int, Tensor]]:
     """Return, by rank, its part of the rows of each trained weight of its stage."""
-    weights, d = trained(case), case["replicas"]
+    weights, d = train_layers(case), case["replicas"]
     k = case["layers"] * d // case.ranks
     places = [divmod(rank, d) for rank in range(case.ranks)]
     return [{i: weights[i].chunk(d)[r] for i in range(stage * k, (stage + 1) * k)} for stage, r in places]

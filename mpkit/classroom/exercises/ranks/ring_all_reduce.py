@@ -29,7 +29,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import collectives, messages, sent
+from mpkit.classroom.framework.measures import collectives, messages, sent_bytes
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.classroom.framework.seen import Seen
 from mpkit.trace import Kind
@@ -128,7 +128,7 @@ EXERCISE = OnRanks(
     result="the sum",
     budgets=(
         Budget("collectives", collectives, 0),
-        Budget(VOLUME, sent, volume, "bytes"),
+        Budget(VOLUME, sent_bytes, volume, "bytes"),
         Budget("messages that a rank sends", messages, lambda case: 2 * (case.ranks - 1)),
     ),
     after="02-data-parallel",

@@ -20,7 +20,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import given, near
+from mpkit.classroom.lab import is_near, read_answer
 
 # %% given
 FORWARD = (1.0, 1.2, 2.6, 1.2)  # seconds of a forward, by stage
@@ -122,7 +122,7 @@ EXERCISE = Questions(
                 "The rank that never waits is the one that all others wait for. Look for the largest `.busy`.",
             ),
             [("FORWARD.index(slowest)", "0")],
-            when=lambda seen: given(seen, SLOW) == 0,
+            when=lambda seen: read_answer(seen, SLOW) == 0,
         ),
         Mistake(
             "more-micro-batches-cure-it",
@@ -134,7 +134,9 @@ EXERCISE = Questions(
                 f"{M} × 3 × {max(FORWARD)} s of work for stage {STAGE}, and half of what comes before and after it.",
             ),
             [("work + (step - work) / 2", "step / 2")],
-            when=lambda seen: isinstance(given(seen, MORE), int | float) and given(seen, MORE) < 0.995 * WORK,
+            when=lambda seen: (
+                isinstance(read_answer(seen, MORE), int | float) and read_answer(seen, MORE) < 0.995 * WORK
+            ),
         ),
         Mistake(
             "no-bubble-when-equal",
@@ -144,7 +146,7 @@ EXERCISE = Questions(
                 "fills and drains: m+p-1 slots, not m.",
             ),
             [("(M + 3) * 3", "M * 3")],
-            when=lambda seen: near(seen, EQUAL, M * 3 * EQUAL_SHARE),
+            when=lambda seen: is_near(seen, EQUAL, M * 3 * EQUAL_SHARE),
         ),
         Mistake(
             "equal-to-the-others",
@@ -154,7 +156,7 @@ EXERCISE = Questions(
                 f"{sum(FORWARD):g} seconds of forward, {EQUAL_SHARE:g} for each stage.",
             ),
             [("(M + 3) * 3 * whole / 4", "(M + 3) * 3 * (whole - slowest) / 3")],
-            when=lambda seen: near(seen, EQUAL, (M + 3) * 3 * OF_OTHERS),
+            when=lambda seen: is_near(seen, EQUAL, (M + 3) * 3 * OF_OTHERS),
         ),
         Mistake(
             "half-the-step-with-twice-the-gpu",
@@ -165,7 +167,7 @@ EXERCISE = Questions(
                 f"{M} × 3 × {max(FORWARD) / 2:g} s for stage {STAGE}, and a forward and a backward of the other three.",
             ),
             [("work / 2 + 3 * (whole - slowest)", "step / 2")],
-            when=lambda seen: near(seen, FASTER, run().makespan / 2) or near(seen, FASTER, WORK / 2),
+            when=lambda seen: is_near(seen, FASTER, run().makespan / 2) or is_near(seen, FASTER, WORK / 2),
         ),
     ),
     otherwise=(

@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import near, puzzle
+from mpkit.classroom.lab import is_near, puzzle
 
 # %% given
 SHEET = "ABC"  # which run has which letter
@@ -86,7 +86,7 @@ EXERCISE = Questions(
                 ("0.0928 - 0.0005 * (1 - 1 / FACTOR)", "0.0928 / FACTOR"),
                 ("0.288", "0.288 / FACTOR"),
             ],
-            when=lambda seen: any(near(seen, letter, run(letter).step_time / FACTOR) for letter in "ABC"),
+            when=lambda seen: any(is_near(seen, letter, run(letter).step_time / FACTOR) for letter in "ABC"),
         ),
         Mistake(
             "halves-what-is-exposed",
@@ -98,7 +98,7 @@ EXERCISE = Questions(
                 "exposed.",
             ),
             [("0.0233 - 0.0110 + (0.0155 / FACTOR - 0.0045)", "0.0233 - 0.0110 * (1 - 1 / FACTOR)")],
-            when=lambda seen: near(seen, PCIE, run(PCIE).step_time - run(PCIE).exposed_comm[0] * SAVED),
+            when=lambda seen: is_near(seen, PCIE, run(PCIE).step_time - run(PCIE).exposed_comm[0] * SAVED),
         ),
         Mistake(
             "all-communication-goes",
@@ -108,7 +108,7 @@ EXERCISE = Questions(
                 f"15 ms / {FACTOR} are still longer than the 4 ms that the backward hides.",
             ),
             [(" + (0.0155 / FACTOR - 0.0045)", "")],
-            when=lambda seen: near(seen, PCIE, run(PCIE).step_time - run(PCIE).exposed_comm[0]),
+            when=lambda seen: is_near(seen, PCIE, run(PCIE).step_time - run(PCIE).exposed_comm[0]),
         ),
         Mistake(
             "a-pipeline-waits-for-its-link",
@@ -119,7 +119,7 @@ EXERCISE = Questions(
                 f"{PIPELINE} stays as it is.",
             ),
             [("0.288", "0.288 - 0.146 * (1 - 1 / FACTOR)")],
-            when=lambda seen: near(
+            when=lambda seen: is_near(
                 seen, PIPELINE, run(PIPELINE).step_time * (1 - run(PIPELINE).bubble * SAVED), 0.05
             ),
         ),
@@ -131,7 +131,7 @@ EXERCISE = Questions(
                 "shorter.",
             ),
             [("0.0233 - 0.0110 + (0.0155 / FACTOR - 0.0045)", "0.0233")],
-            when=lambda seen: near(seen, PCIE, run(PCIE).step_time),
+            when=lambda seen: is_near(seen, PCIE, run(PCIE).step_time),
         ),
     ),
     otherwise=(

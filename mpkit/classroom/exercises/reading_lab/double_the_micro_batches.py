@@ -21,7 +21,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import given, near
+from mpkit.classroom.lab import is_near, read_answer
 
 # %% given
 P = 4  # stages
@@ -104,7 +104,7 @@ EXERCISE = Questions(
                 f"{P - 1}/{BEFORE} becomes {P - 1}/{AFTER}, and not {P - 1}/{2 * BEFORE}.",
             ),
             [("(P - 1) / (2 * M + P - 1)", "(P - 1) / (2 * (M + P - 1))")],
-            when=lambda seen: near(seen, BUBBLE, (P - 1) / (2 * BEFORE)),
+            when=lambda seen: is_near(seen, BUBBLE, (P - 1) / (2 * BEFORE)),
         ),
         Mistake(
             "megatron-s-bubble",
@@ -114,7 +114,7 @@ EXERCISE = Questions(
                 "span, as GPipe has it: (p-1)/(m+p-1).",
             ),
             [("(P - 1) / (2 * M + P - 1)", "(P - 1) / (2 * M)")],
-            when=lambda seen: near(seen, BUBBLE, (P - 1) / TWICE),
+            when=lambda seen: is_near(seen, BUBBLE, (P - 1) / TWICE),
         ),
         Mistake(
             "half-the-step",
@@ -126,7 +126,7 @@ EXERCISE = Questions(
             ),
             [("1.5 * (2 * M + P - 1)", "1.5 * (M + P - 1)")],
             when=lambda seen: any(
-                near(seen, SAME, wrong) for wrong in (1.5 * BEFORE, 3.0 * BEFORE, 1.5 * TWICE)
+                is_near(seen, SAME, wrong) for wrong in (1.5 * BEFORE, 3.0 * BEFORE, 1.5 * TWICE)
             ),
         ),
         Mistake(
@@ -137,7 +137,7 @@ EXERCISE = Questions(
                 f"m+p-1 = {AFTER} slots of 3 seconds, not 2 × {BEFORE}.",
             ),
             [("3.0 * (2 * M + P - 1)", "6.0 * (M + P - 1)")],
-            when=lambda seen: near(seen, LONGER, 6.0 * BEFORE) or near(seen, LONGER, 3.0 * TWICE),
+            when=lambda seen: is_near(seen, LONGER, 6.0 * BEFORE) or is_near(seen, LONGER, 3.0 * TWICE),
         ),
         Mistake(
             "1f1b-grows-with-m",
@@ -147,7 +147,7 @@ EXERCISE = Questions(
                 "forwards at the latest: it holds p, however many there are.",
             ),
             [('1F1B": P', '1F1B": 2 * M')],
-            when=lambda seen: given(seen, ONE) == TWICE or given(seen, GPIPE) == P,
+            when=lambda seen: read_answer(seen, ONE) == TWICE or read_answer(seen, GPIPE) == P,
         ),
         Mistake(
             "the-more-the-better",
@@ -157,7 +157,7 @@ EXERCISE = Questions(
                 f"smaller, and every one of them costs its {PRICE} s: at some m it is too many.",
             ),
             [("(m + P - 1) * (PRICE + (1 - PRICE) * M / m)", "-m")],
-            when=lambda seen: isinstance(given(seen, BEST), int),
+            when=lambda seen: isinstance(read_answer(seen, BEST), int),
         ),
     ),
     otherwise=(

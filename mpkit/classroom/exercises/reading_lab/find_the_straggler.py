@@ -26,7 +26,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import given, near
+from mpkit.classroom.lab import is_near, read_answer
 from mpkit.classroom.lab.profiled import arrivals
 
 # %% given
@@ -35,9 +35,9 @@ SHEET = 0  # which trace
 
 def trace() -> mk.Trace:
     """Return the trace of eight ranks, opened from torch.profiler's files."""
-    from mpkit.classroom.lab.profiled import opened
+    from mpkit.classroom.lab.profiled import open_profiles
 
-    return opened(SHEET)
+    return open_profiles(SHEET)
 
 
 # %% answer
@@ -113,7 +113,9 @@ EXERCISE = Questions(
                 "Per all-reduce, find the rank with the last start.",
             ),
             [('"rank": rank', '"rank": next(r for r in range(8) if r not in (rank, late))')],
-            when=lambda seen: isinstance(given(seen, RANK), int) and given(seen, RANK) not in (rank, late),
+            when=lambda seen: (
+                isinstance(read_answer(seen, RANK), int) and read_answer(seen, RANK) not in (rank, late)
+            ),
         ),
         Mistake(
             "once-is-no-straggler",
@@ -122,7 +124,7 @@ EXERCISE = Questions(
                 "In one. The straggler makes them wait in all the others, each time for less, and for more in the end.",
             ),
             [('"rank": rank', '"rank": late'), ('late once": late', 'late once": rank')],
-            when=lambda seen: given(seen, RANK) == late,
+            when=lambda seen: read_answer(seen, RANK) == late,
         ),
         Mistake(
             "the-straggler-twice",
@@ -131,7 +133,7 @@ EXERCISE = Questions(
                 "The straggler comes last in three of four steps. In the other one look at the last starts once more.",
             ),
             [('late once": late', 'late once": rank')],
-            when=lambda seen: given(seen, LATE) == rank,
+            when=lambda seen: read_answer(seen, LATE) == rank,
         ),
         Mistake(
             "sending-is-no-waiting",
@@ -142,7 +144,7 @@ EXERCISE = Questions(
                 "start, not to the end.",
             ),
             [('waited for it": seconds', 'waited for it": seconds + 9 * 7 * 0.0007')],
-            when=lambda seen: near(seen, WAITED, seconds + 9 * 7 * SENDING),
+            when=lambda seen: is_near(seen, WAITED, seconds + 9 * 7 * SENDING),
         ),
         Mistake(
             "seven-ranks-wait",
@@ -151,7 +153,7 @@ EXERCISE = Questions(
                 "Seven, and the question is about all of them together.",
             ),
             [('waited for it": seconds', 'waited for it": seconds / 7')],
-            when=lambda seen: near(seen, WAITED, seconds / 7),
+            when=lambda seen: is_near(seen, WAITED, seconds / 7),
         ),
         Mistake(
             "one-step-only",
@@ -160,13 +162,13 @@ EXERCISE = Questions(
                 "There are four, and the straggler comes last in three of them: add up all twelve all-reduces.",
             ),
             [('waited for it": seconds', 'waited for it": seconds / 3')],
-            when=lambda seen: near(seen, WAITED, seconds / 3, 0.05),
+            when=lambda seen: is_near(seen, WAITED, seconds / 3, 0.05),
         ),
         Mistake(
             "percent",
             ("Is 0.5 or 50 a half?", "The question is about a share: between 0 and 1."),
             [('waiting": share', 'waiting": 100 * share')],
-            when=lambda seen: near(seen, SHARE, 100 * share) or given(seen, SHARE) > 1,
+            when=lambda seen: is_near(seen, SHARE, 100 * share) or read_answer(seen, SHARE) > 1,
         ),
         Mistake(
             "share-of-the-all-reduces",
@@ -177,7 +179,7 @@ EXERCISE = Questions(
                 "straggler over what you charge to anybody.",
             ),
             [('waiting": share', 'waiting": seconds / (seconds / share + 12 * 8 * 0.0007)')],
-            when=lambda seen: near(seen, SHARE, seconds / (seconds / share + 12 * 8 * SENDING), 0.03),
+            when=lambda seen: is_near(seen, SHARE, seconds / (seconds / share + 12 * 8 * SENDING), 0.03),
         ),
     ),
     otherwise=(

@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import near, timeline
+from mpkit.classroom.lab import is_near, timeline
 from mpkit.trace import Kind, Lane
 
 # %% given
@@ -122,7 +122,7 @@ EXERCISE = Questions(
                 "Both do, one before the optimizer's step and one after it. Both get faster.",
             ),
             [("step - 2 * copy * (1", "step - copy * (1")],
-            when=lambda seen: near(seen, HOST, step - copy * SAVED, 0.01),
+            when=lambda seen: is_near(seen, HOST, step - copy * SAVED, 0.01),
         ),
         Mistake(
             "twice-the-link-half-the-step",
@@ -132,7 +132,7 @@ EXERCISE = Questions(
                 "that is saved.",
             ),
             [("step - 2 * copy * (1 - 1 / FACTOR)", "step / FACTOR")],
-            when=lambda seen: near(seen, HOST, step / FACTOR) or near(seen, LINK, step / FACTOR),
+            when=lambda seen: is_near(seen, HOST, step / FACTOR) or is_near(seen, LINK, step / FACTOR),
         ),
         Mistake(
             "copies-go-over-the-gpus-link",
@@ -142,7 +142,7 @@ EXERCISE = Questions(
                 "exposed of their communication gets shorter there.",
             ),
             [("step - exposed * (1", "step - 2 * copy * (1")],
-            when=lambda seen: near(seen, LINK, step - 2 * copy * SAVED),
+            when=lambda seen: is_near(seen, LINK, step - 2 * copy * SAVED),
         ),
         Mistake(
             "without-copies-one-is-left",
@@ -151,7 +151,7 @@ EXERCISE = Questions(
                 "None: the gradients stay where they are, and so do the parameters. Both copies are saved.",
             ),
             [("step - 2 * copy,", "step - copy,")],
-            when=lambda seen: near(seen, WITHOUT, step - copy),
+            when=lambda seen: is_near(seen, WITHOUT, step - copy),
         ),
     ),
     otherwise=("Print `run()`, and look for what is between the backward and the optimizer, and after it.",),

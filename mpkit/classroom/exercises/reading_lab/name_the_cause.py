@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import given, puzzle
+from mpkit.classroom.lab import puzzle, read_answer
 from mpkit.trace import Lane
 
 # %% given
@@ -137,7 +137,7 @@ EXERCISE = Questions(
                 "backward ends.",
             ),
             [('"exposed communication"', '"bubble"')],
-            when=lambda seen: given(seen, EXPOSED) in ("bubble", "imbalance", "host copy", "nothing"),
+            when=lambda seen: read_answer(seen, EXPOSED) in ("bubble", "imbalance", "host copy", "nothing"),
         ),
     ),
     otherwise=(

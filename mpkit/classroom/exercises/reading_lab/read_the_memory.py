@@ -22,7 +22,7 @@ from itertools import permutations
 from mpkit.classroom.framework.exercise import Mistake
 from mpkit.classroom.framework.questions import Questions
 from mpkit.classroom.framework.room import Room
-from mpkit.classroom.lab import PUZZLES, given, near, timeline
+from mpkit.classroom.lab import PUZZLES, is_near, read_answer, timeline
 
 # %% given
 SHEET = "ABCD"  # which run has which letter
@@ -104,7 +104,7 @@ EXERCISE = Questions(
                 "lent, and counted as buffers. What a GPU keeps of the parameters is a shard.",
             ),
             [('SHEET[2]: "zero 3"', 'SHEET[2]: "ddp"'), ('SHEET[1]: "ddp"', 'SHEET[1]: "zero 3"')],
-            when=lambda seen: given(seen, THREE) == "ddp" or given(seen, DDP) == "zero 3",
+            when=lambda seen: read_answer(seen, THREE) == "ddp" or read_answer(seen, DDP) == "zero 3",
         ),
         Mistake(
             "bytes-for-parameters",
@@ -113,7 +113,7 @@ EXERCISE = Questions(
                 "What `held` says are bytes. A parameter in fp32 has 4 of them.",
             ),
             [("LAYERS // 4", "LAYERS")],
-            when=lambda seen: near(seen, "parameters", 4 * PSI),
+            when=lambda seen: is_near(seen, "parameters", 4 * PSI),
         ),
         Mistake(
             "adam-keeps-one-number",
@@ -123,7 +123,7 @@ EXERCISE = Questions(
                 f"of {MORE} GPUs holds one part of {MORE} of these.",
             ),
             [("134_217_728 * LAYERS", "67_108_864 * LAYERS")],
-            when=lambda seen: near(seen, STATES, 8 * PSI + 4 * PSI // MORE, 0.0001),
+            when=lambda seen: is_near(seen, STATES, 8 * PSI + 4 * PSI // MORE, 0.0001),
         ),
         Mistake(
             "zero-1-shards-everything",
@@ -138,7 +138,7 @@ EXERCISE = Questions(
                     "(67_108_864 * LAYERS * 2 + 134_217_728 * LAYERS) // MORE",
                 )
             ],
-            when=lambda seen: near(seen, STATES, 16 * PSI / MORE),
+            when=lambda seen: is_near(seen, STATES, 16 * PSI / MORE),
         ),
         Mistake(
             "keeps-the-old-number-of-gpus",
@@ -147,7 +147,7 @@ EXERCISE = Questions(
                 f"In run {ONE} each GPU has a fourth of the states. With {MORE} GPUs it is 8 ψ / {MORE}.",
             ),
             [("LAYERS // MORE", "LAYERS // 4")],
-            when=lambda seen: near(seen, STATES, 10 * PSI, 0.0001),
+            when=lambda seen: is_near(seen, STATES, 10 * PSI, 0.0001),
         ),
         Mistake(
             "counts-categories-not-gpus",
@@ -157,7 +157,7 @@ EXERCISE = Questions(
                 "ZeRO holds.",
             ),
             [('"GPUs": 4', '"GPUs": 2')],
-            when=lambda seen: isinstance(given(seen, "GPUs"), int) and given(seen, "GPUs") != 4,
+            when=lambda seen: isinstance(read_answer(seen, "GPUs"), int) and read_answer(seen, "GPUs") != 4,
         ),
     ),
     otherwise=("Put the four dicts side by side, one row per category.",),

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import collectives, messages, peak, sent
+from mpkit.classroom.framework.measures import collectives, messages, peak, sent_bytes
 from mpkit.classroom.framework.memory import Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 
@@ -105,7 +105,7 @@ EXERCISE = OnRanks(
     budgets=(
         Budget(CALLS, collectives, 0),
         Budget("messages that a rank sends", messages, lambda case: 2 * (case.ranks - 1)),
-        Budget("bytes that a rank sends", sent, lambda case: (case.ranks - 1) * BLOCK, "bytes"),
+        Budget("bytes that a rank sends", sent_bytes, lambda case: (case.ranks - 1) * BLOCK, "bytes"),
         Budget(HELD, peak("activations", "buffers"), 12 * BLOCK, "bytes"),
     ),
     after="06-tensor-parallel",

@@ -29,7 +29,7 @@ import mpkit as mk
 from mpkit.classroom.exercises.zero import flat, unflat
 from mpkit.classroom.framework import serial
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.measures import copied, peak, ring
+from mpkit.classroom.framework.measures import copied_bytes, peak, ring
 from mpkit.classroom.framework.memory import Host, Memory
 from mpkit.classroom.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
@@ -101,8 +101,8 @@ EXERCISE = OnRanks(
     result=f"the weights after {STEPS} steps",
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), 0, "bytes"),
-        Budget(UP, copied(Kind.COPY_TO_DEVICE), lambda case: STEPS * shard_bytes(case), "bytes"),
-        Budget(DOWN, copied(Kind.COPY_TO_HOST), lambda case: (STEPS + 1) * shard_bytes(case), "bytes"),
+        Budget(UP, copied_bytes(Kind.COPY_TO_DEVICE), lambda case: STEPS * shard_bytes(case), "bytes"),
+        Budget(DOWN, copied_bytes(Kind.COPY_TO_HOST), lambda case: (STEPS + 1) * shard_bytes(case), "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
     after="03-zero",
