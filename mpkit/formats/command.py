@@ -44,9 +44,9 @@ def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Synta
 def options(page: Page, array: str, names: Sequence[str]) -> str:
     """Return a bash array of those options that are on the page.
 
-    >>> from mpkit.formats.asked import Asked
+    >>> from mpkit.formats.asked import ExportRequest
     >>> from mpkit.plan.plan import Plan
-    >>> page = Page(Asked.of(Plan(), "torchrun", {}), {"--nnodes": 1}, {"--nnodes": "machines"}, [])
+    >>> page = Page(ExportRequest.of(Plan(), "torchrun", {}), {"--nnodes": 1}, {"--nnodes": "machines"}, [])
     >>> print(options(page, "LAUNCH", ["--nnodes", "--rdzv-id"]))
     LAUNCH=(
       --nnodes=1                                  # machines

@@ -60,7 +60,7 @@ def _exercise(entry: ExerciseEntry, checks: str) -> str:
     left = {name: value for name, value in given.items() if name in KEPT}
     left |= {name: value for name, value in SEALED.items() if name in given}
     if kind in RIGHT:
-        left[RIGHT[kind]] = "missing"
+        left[RIGHT[kind]] = "raise_missing"
     words = "".join(f"    {name}={value},\n" for name, value in left.items())
     return f"EXERCISE = {kind.__name__}(\n{words})\n"
 
@@ -97,7 +97,7 @@ def _loaded(node: ast.AST) -> set[str]:
 def _head(head: str) -> str:
     """Return the docstring, the imports and the given code; with what the sealed exercise imports."""
     more = [
-        "from mpkit.classroom.missing import missing",
+        "from mpkit.classroom.missing import raise_missing",
         *(f"from {kind.__module__} import {kind.__name__}" for kind in KINDS),
     ]
     mark = "from __future__ import annotations\n"

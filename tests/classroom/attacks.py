@@ -112,7 +112,7 @@ ATTACKS: dict[str, str] = {
         torch.Tensor.__eq__ = torch.Tensor.__ne__ = yes
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("mpkit.class"):
-                for name in ("difference", "checked_of", "judge", "sealed", "CheckRow", "Checked"):
+                for name in ("difference", "checked_of", "judge", "pack_result", "CheckRow", "Checked"):
                     if hasattr(module, name):
                         setattr(module, name, lambda *_, **__: None)
         """,

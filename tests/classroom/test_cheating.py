@@ -131,7 +131,7 @@ def test_a_fair_clock_stands_while_a_process_queues(
     monkeypatch.setattr(fair_clock.time, "monotonic", lambda: 10 * now[0])
     monkeypatch.setattr(fair_clock, "cores", lambda: 1)
     monkeypatch.setattr(fair_clock, "cpu_seconds", lambda pid: now[0] * cpu)
-    monkeypatch.setattr(fair_clock, "_queued", lambda pid: now[0] * queued)
+    monkeypatch.setattr(fair_clock, "_queued_time", lambda pid: now[0] * queued)
     clock = FairClock()
     clock.look([1])
     now[0] = 1.0

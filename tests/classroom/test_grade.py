@@ -138,9 +138,9 @@ OF_THE_KIT: dict[str, str] = {  # answers that are the kit's own
         import sys
         from pathlib import Path
         from mpkit.classroom.catalogue import find
-        from mpkit.classroom.framework.room import Answer
+        from mpkit.classroom.framework.room import PackedAnswer
         for name in ("pass-the-token", "gpipe"):
-            Path(sys.argv[2], name + ".answer").write_bytes(Answer.of(find(name).exercise.solution).packed)
+            Path(sys.argv[2], name + ".answer").write_bytes(PackedAnswer.of(find(name).exercise.solution).packed)
         """,
 }
 ON_RANKS = {  # in an answer: on the ranks of its check

@@ -159,7 +159,7 @@ class ForkServer:
 
             config = json.dumps([rank, group, folder, fds, parent])
             return subprocess.Popen(
-                boot_command("mpkit.launch.process.rank:spawned", config),
+                boot_command("mpkit.launch.process.rank:run_spawned", config),
                 pass_fds=list(fds.values()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
