@@ -46,7 +46,7 @@ class SourceLines:
         Return None if `ctx.comm` is running, which records its own communication.
         """
         frame: FrameType | None = sys._getframe(2)
-        known, innermost, direct = self._whose, True, True
+        known, innermost, calls, direct = self._whose, True, True, True
         self.by_python = False
         while frame is not None:
             code = frame.f_code
@@ -55,7 +55,9 @@ class SourceLines:
                 whose = self._learn(code)
             if innermost:
                 self.by_python = whose in (_PROGRAM, _CALL)
-            innermost = whose == _MODE  # a mode has called the operator: who has called the mode?
+            # A mode has called the operator, itself or as torch calls operators: who has called the mode?
+            calls = calls and whose in (_CALL, _MODE)
+            innermost = calls and whose == _MODE
             if whose == _PROGRAM:
                 self.is_direct = direct
                 key = (

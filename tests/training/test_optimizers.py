@@ -231,8 +231,10 @@ RIGHT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("what", RIGHT)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=() if what.startswith("reads") else pytest.mark.soak) for what in RIGHT],
+)
 def test_right_where_it_has_all_that_it_looks_at(train: Train, what: str) -> None:
     optimizer, kind = RIGHT[what]
     optimizer = mk.optimizer.by_name(optimizer) if optimizer is named else optimizer

@@ -145,7 +145,7 @@ def make_optimizer(
         return None
     # ---- whole, held
     given = {each.name: _stand_in_for(each, held.get(each.name), some.device) for each in whole}
-    with _standing_in(whole, some.device):
+    with _standing_in(whole, held, some.device):
         optimizer: torch.optim.Optimizer = describe_optimizer(function).of(given)
     # ---- divide
     parts = {
@@ -174,14 +174,23 @@ def _stand_in_for(whole: WholeParameter, held: UpdatedPart | None, device: torch
 
 
 @contextmanager
-def _standing_in(whole: Sequence[WholeParameter], device: torch.device) -> Iterator[None]:
-    """Give originals their whole shape without memory, inside the block; after it they have what they had."""
+def _standing_in(
+    whole: Sequence[WholeParameter], held: Mapping[str, UpdatedPart], device: torch.device
+) -> Iterator[None]:
+    """Give originals the values that this rank updates whole, inside the block; others have their shape without memory.
+
+    After it they have what they had.
+    """
     originals = [(each.original, each) for each in whole if each.original is not None]
     with DisableTorchFunctionSubclass():  # a sharded parameter refuses to be looked at
         before = [(parameter, parameter.data) for parameter, _ in originals]
         kinds = [type(parameter) for parameter, _ in originals]
         for parameter, each in originals:
-            parameter.data = empty_whole(each, device)
+            part = held.get(each.name)
+            if part is not None and part.take is None:
+                parameter.data = part.parameter.data
+            else:
+                parameter.data = empty_whole(each, device)
             parameter.__class__ = each.kind
     try:
         yield
