@@ -72,7 +72,7 @@ class Layer:
 
     >>> linear = Layer("fc1", 1024, 4096, flops=2 * 1024 * 4096, parameters=1024 * 4096 + 4096, parameter=4096)
     >>> linear.layout_in(Split(2, 1, 1, 4)), linear.layout_out(Split(2, 1, 1, 4))
-    (Layout(sample=2, attribute=1, channel=1), Layout(sample=2, attribute=1, channel=4))
+    (TensorLayout(sample=2, attribute=1, channel=1), TensorLayout(sample=2, attribute=1, channel=4))
 
     Attributes:
         name: what it is called.

@@ -157,60 +157,32 @@ def _changes(now: Situation) -> Iterator[Change]:
     }
     for stage in range(plan.zero + 1, 4) if replicas > 1 else ():
         ddp = {"data_parallel": "ddp"} if plan.data_parallel == "dp" else {}
-        yield (
-            "zero",
-            _change_plan(plan, zero=stage, **ddp),
-            f"{what[stage]} divided by {replicas}",
-            traffic[stage],
-        )
+        sharded = _change_plan(plan, zero=stage, **ddp)
+        yield "zero", sharded, f"{what[stage]} divided by {replicas}", traffic[stage]
     for more in (2 * m, 4 * m):
         if not now.batch or more * plan.dp <= now.batch:
-            yield (
-                "microbatches",
-                _change_plan(plan, microbatches=more),
-                "activations of fewer samples",
-                "smaller kernels",
-            )
+            smaller = _change_plan(plan, microbatches=more)
+            yield "microbatches", smaller, "activations of fewer samples", "smaller kernels"
     if plan.recompute != "full":
-        yield (
-            "recompute",
-            _change_plan(plan, recompute="full"),
-            "activations inside blocks",
-            "one more forward per step",
-        )
+        again = _change_plan(plan, recompute="full")
+        yield "recompute", again, "activations inside blocks", "one more forward per step"
     if plan.pp > 1 and isinstance(plan.schedule, str) and SCHEDULES[plan.schedule].holds_all:
         lean = _change_plan(plan, schedule=ONE_F_ONE_B, virtual_stages=1)
         yield "schedule", lean, "activations of p micro-batches, not of m", "nothing"
     if plan.precision == "full" and now.itemsize > 2:
-        yield (
-            "precision",
-            _change_plan(plan, precision="bf16"),
-            "activations and gradients in 16 bits",
-            "rounding",
-        )
+        narrow = _change_plan(plan, precision="bf16")
+        yield "precision", narrow, "activations and gradients in 16 bits", "rounding"
     if plan.offload == "none" and not now.on_host:
-        yield (
-            "offload",
-            _change_plan(plan, offload="optimizer"),
-            "optimizer states on the host",
-            "copies, and the CPU's step",
-        )
+        on_host = _change_plan(plan, offload="optimizer")
+        yield "offload", on_host, "optimizer states on the host", "copies, and the CPU's step"
     if plan.ranks == 1:
-        yield (
-            "zero",
-            _change_plan(plan, dp=2, zero=3, schedule=GPIPE),
-            "half of the states and of the batch",
-            "a second GPU",
-        )
+        halves = _change_plan(plan, dp=2, zero=3, schedule=GPIPE)
+        yield "zero", halves, "half of the states and of the batch", "a second GPU"
     elif plan.pp == 1 and plan.dp > 1 and not plan.zero:
-        stages: dict[str, Any] = {
-            "pp": plan.dp,
-            "dp": 1,
-            "schedule": ONE_F_ONE_B,
-            "microbatches": max(m, 2 * plan.dp),
-        }
-        if not now.batch or stages["microbatches"] <= now.batch:
-            yield "pipeline", _change_plan(plan, **stages), "a stage in place of a replica", "a bubble"
+        more = max(m, 2 * plan.dp)
+        if not now.batch or more <= now.batch:
+            stages = _change_plan(plan, pp=plan.dp, dp=1, schedule=ONE_F_ONE_B, microbatches=more)
+            yield "pipeline", stages, "a stage in place of a replica", "a bubble"
 
 
 def _change_plan(plan: Plan, **fields: Any) -> Callable[[], Plan]:
