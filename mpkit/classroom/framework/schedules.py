@@ -27,7 +27,7 @@ from mpkit.timeline.simulation import simulate
 if TYPE_CHECKING:
     from mpkit.launch.process.context import Context
 
-__all__ = ["ONE_ROW", "SHAPE", "Schedules", "bubble", "live"]
+__all__ = ["ONE_ROW", "SHAPE", "Schedules", "bubble", "in_turns", "live"]
 
 STEPS = 2
 SHAPE = "the order of the schedule"
@@ -44,6 +44,16 @@ def live(seen: Seen) -> float:
     """Return the largest number of micro-batches whose activations one rank holds."""
     assert seen.schedule is not None
     return max(seen.schedule.peak_live)
+
+
+def in_turns(schedule: Schedule, case: Case) -> str:
+    """Return which rank does not hold every p-th stage, beginning with its own number; "" if all do."""
+    p = case.ranks
+    for rank in range(p):
+        held = [stage for stage, holder in enumerate(schedule.stage_to_rank) if holder == rank]
+        if held != (asked := list(range(rank, schedule.stages, p))):
+            return f"rank {rank} holds the stages {held}, not {asked}"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,9 +70,10 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     cut = [[int(sample) for sample in each] for each in cut]
     model, x, y = data(case)
     used = torch.zeros(case["batch"], dtype=torch.float64)
-    for each in cut:
-        for sample in each:
-            used[sample] += 1
+    for sample in (sample for each in cut for sample in each):
+        if not 0 <= sample < case["batch"]:
+            raise IndexError(f"there is no sample {sample}: the batch has 0 to {case['batch'] - 1}")
+        used[sample] += 1
     # ---- gradient
     for each in cut:
         torch.autograd.backward(F.mse_loss(model(x[each]), y[each]) / len(cut))

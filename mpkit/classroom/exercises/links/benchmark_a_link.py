@@ -82,7 +82,7 @@ def benchmark(link: TimedLink, sizes: list[int]) -> dict[str, float | str]:
 
 
 # %% checks
-SIZES = [4096, 131072]
+SIZES = [4096, 32768, 131072]
 KEYS = ("latency", "bandwidth", "algorithm")
 
 
@@ -118,6 +118,7 @@ EXERCISE = OnRanks(
         Case(2, 1, {"latency": 20.0, "bandwidth": 12.5, "all_reduce": "ring"}),
         Case(4, 2, {"latency": 5.0, "bandwidth": 3.0, "all_reduce": "tree"}),
         Case(4, 3, {"latency": 8.0, "bandwidth": 25.0, "all_reduce": "ring"}),
+        Case(4, 4, {"latency": 60.0, "bandwidth": 40.0, "all_reduce": "tree"}),
     ),
     play=play,
     expected=expected,

@@ -53,9 +53,7 @@ class LossScale:
         ### END SOLUTION
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step, if all gradients are finite, with the gradients of the loss itself; change the scale; return "
-        "whether.
-        """
+        """Step with the loss's own gradients, if all are finite; change the scale; return whether it stepped."""
         ### BEGIN SOLUTION
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not all(torch.isfinite(p.grad).all() for p in parameters):

@@ -42,9 +42,7 @@ def train(
     make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
 ) -> list[float]:
-    """Train `model`, whose weights are bf16, in place: one step per batch of fp32 (inputs, targets); return "
-    "the losses.
-    """
+    """Train `model`, whose weights are bf16, in place, a step per batch of fp32 (inputs, targets); return losses."""
     ### BEGIN SOLUTION
     weights = list(model.parameters())
     masters = [weight.detach().float() for weight in weights]
@@ -85,6 +83,11 @@ def optimizer_of(tensors: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(list(tensors), lr=5e-4, eps=1e-3)
 
 
+def relative_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss that is another one if outputs and targets are swapped."""
+    return ((outputs - targets) ** 2 / (1 + targets**2)).mean()
+
+
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Return losses, weights, and the dtypes that layers, loss and optimizer have seen."""
     assert callable(answer)
@@ -100,7 +103,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
         dtypes["loss"] |= {str(outputs.dtype), str(targets.dtype)}
-        return serial.mse(outputs, targets)
+        return relative_error(outputs, targets)
 
     for layer in trained.children():
         layer.register_forward_hook(watch)
@@ -119,7 +122,7 @@ def expected(case: Case) -> list[dict[str, object]]:
         rounded = [master.detach().bfloat16().requires_grad_() for master in masters]
         names = [name for name, _ in trained.named_parameters()]
         out = torch.func.functional_call(trained, dict(zip(names, rounded, strict=True)), (x.bfloat16(),))
-        loss = serial.mse(out.float(), y)
+        loss = relative_error(out.float(), y)
         for master, grad in zip(masters, torch.autograd.grad(loss, rounded), strict=True):
             master.grad = grad.float()
         optimizer.step()

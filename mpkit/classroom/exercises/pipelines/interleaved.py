@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from mpkit.classroom.exercises.pipelines import one_by_one
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.schedules import Schedules, bubble, live
+from mpkit.classroom.framework.schedules import Schedules, bubble, in_turns, live
 from mpkit.classroom.framework.seen import Seen
 
 
@@ -60,6 +60,7 @@ EXERCISE = Schedules(
         Case(2, 3, {"microbatches": 6, "virtual_stages": 3}),
     ),
     also=("virtual_stages",),
+    shape=in_turns,
     budgets=(
         Budget(
             "bubble",

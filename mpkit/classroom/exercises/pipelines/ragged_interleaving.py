@@ -1,7 +1,8 @@
 """Interleaving with any number of micro-batches.
 
 Interleaved 1F1B goes in turns of p micro-batches, and so wants p to divide m. A batch rarely asks. Write the schedule
-for any m >= p: v stages per rank, and the bubble of the paper, (p-1)/(vm+p-1), all the same.
+for any m >= p: v stages per rank, on rank r the stages r, r + p, r + 2p ..., and still the bubble of the paper,
+(p-1)/(vm+p-1).
 
 Turns need not have p micro-batches each:
 
@@ -24,7 +25,7 @@ import re
 
 from mpkit.classroom.exercises.pipelines import one_by_one
 from mpkit.classroom.framework.exercise import Budget, Case, Mistake
-from mpkit.classroom.framework.schedules import Schedules, bubble, live
+from mpkit.classroom.framework.schedules import Schedules, bubble, in_turns, live
 from mpkit.classroom.framework.seen import Seen
 
 
@@ -78,6 +79,7 @@ EXERCISE = Schedules(
         Case(2, 3, {"microbatches": 3, "virtual_stages": 3}),
     ),
     also=("virtual_stages",),
+    shape=in_turns,
     budgets=(
         Budget(
             "bubble",
