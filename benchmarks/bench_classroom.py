@@ -19,7 +19,7 @@ LIMIT, LONGEST = 3.0, 10.0
 
 def seconds(entry: ExerciseEntry, code: str, room: Room) -> float:
     """Return the seconds of one check."""
-    answer = PackedAnswer.of(run_cell(code, entry.exercise.name_of_answer, entry.name, entry.given))
+    answer = PackedAnswer.pack(run_cell(code, entry.exercise.name_of_answer, entry.name, entry.given_code))
     start = time.perf_counter()
     judge(entry, answer, room)
     return time.perf_counter() - start

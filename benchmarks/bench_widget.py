@@ -104,7 +104,7 @@ def _messages(spans: Any) -> list[tuple[dict[str, Any], str]]:
         part = spans[at:after]
         batches.add(part, [""])
         steps = {step: counter.extents[step] for step in counter.add(part)}
-        found += [(head, b64encode(buffer).decode()) for head, buffer in batches.since(at, steps, 1)]
+        found += [(head, b64encode(buffer).decode()) for head, buffer in batches.messages_since(at, steps, 1)]
     return found
 
 

@@ -108,7 +108,7 @@ def readme_table(steps: Sequence[Observation]) -> str:
     ]
     for key, rows in sorted(_grouped(steps, key_of).items(), key=lambda item: -len(item[1])):
         preset = preset_for(*key)
-        errors = [abs(row.predicted(preset.constants) / row.seconds - 1) for row in rows]
+        errors = [abs(row.predict_seconds(preset.constants) / row.seconds - 1) for row in rows]
         lines.append(
             f"| {key[1]} on {key[0]} | {len(rows)} | {', '.join(preset.fitted)} | {np.mean(errors):.1%} "
             f"| {preset.error:.1%} | ±{preset.band:.0%} |"
@@ -126,7 +126,8 @@ def _write_readme(steps: Sequence[Observation]) -> None:
 def _report(steps: list[Observation], left: list[str]) -> None:
     console = Console(width=130)
     shipped = {
-        id(step): step.predicted(preset_for(*key_of(step)).constants) / step.seconds - 1 for step in steps
+        id(step): step.predict_seconds(preset_for(*key_of(step)).constants) / step.seconds - 1
+        for step in steps
     }
     band = {id(step): preset_for(*key_of(step)).band for step in steps}
     groups = _grouped(steps, key_of)
@@ -192,7 +193,7 @@ def stacks_left_out(steps: list[Observation]) -> np.ndarray:
     errors = []
     for step in steps:
         others = [one for one in presets().values() if _family(one.stack) != _family(step.stack.name)]
-        errors.append(abs(step.predicted(prior_of(step.stack.name, others)) / step.seconds - 1))
+        errors.append(abs(step.predict_seconds(prior_of(step.stack.name, others)) / step.seconds - 1))
     return np.array(errors)
 
 

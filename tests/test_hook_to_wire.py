@@ -123,7 +123,7 @@ def test_ranks_are_those_of_the_communicator(
 
 
 def alone(ctx: Any) -> tuple[bool, list[float]]:
-    one = MeshAxes(ctx.comm, ctx.device, Mesh(dp=2)).of("tp")
+    one = MeshAxes(ctx.comm, ctx.device, Mesh(dp=2)).communicator_of("tp")
     x, out = torch.ones(2), torch.zeros(2)
     same = one.all_reduce(x), one.all_gather(x), one.reduce_scatter(x), one.broadcast(x), one.gather(x)
     later = one.all_reduce(x, async_op=True).wait(), one.all_gather(x, async_op=True, out=out).wait()

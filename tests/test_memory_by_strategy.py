@@ -90,7 +90,7 @@ def test_of_runs_that_are_there_already(clusters: Clusters) -> None:
     run = clusters(1).train(
         MLP(2, 3), spirals(8, 1), mk.Plan.serial(), loss=F.cross_entropy, optimizer=adamw, steps=1
     ).wait()  # fmt: skip
-    found = MemoryByStrategy.of({"mine": run.timeline()})
+    found = MemoryByStrategy.from_timelines({"mine": run.timeline()})
     assert found.rows[0].states == sum(found.rows[0].formula.values())
 
 

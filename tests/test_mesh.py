@@ -44,7 +44,7 @@ def test_every_axis_talks_to_its_own(clusters: Any) -> None:
         axes = MeshAxes(ctx.comm, ctx.device, mesh)
         found = []
         for names in wanted:
-            axis, mine = axes.of(*names), torch.tensor([float(ctx.rank)])
+            axis, mine = axes.communicator_of(*names), torch.tensor([float(ctx.rank)])
             gathered = axis.all_gather(mine)
             part = axis.reduce_scatter(torch.ones(axis.size) * ctx.rank).item()
             assert part == sum(axis.ranks)

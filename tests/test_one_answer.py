@@ -74,7 +74,7 @@ def of_an_estimate(guess: Estimate) -> None:
     assert timeline.step_time == pytest.approx(guess.step_time, rel=1e-9)
     assert sum(guess.because.values()) == pytest.approx(guess.step_time, rel=1e-9)
     shape = replace(guess.plan, tp=1, dp=1, zero=0, recompute="none")
-    forward, backward, hop = step.played
+    forward, backward, hop = step.played_times
     halves = [time / 2 for time in backward]
     simulated = mk.simulate(shape, forward, halves, halves, hop)
     assert simulated.step_time == pytest.approx(step.pipeline, rel=1e-9)

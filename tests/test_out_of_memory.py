@@ -170,7 +170,7 @@ def measured(clusters: Callable[[int], mk.Cluster]) -> Iterator[Callable[[mk.Pla
 def test_predicted_savings_are_those_that_trainings_have(plan: mk.Plan, measured: Any) -> None:
     """Model states to the byte where replicas are even; all in all within a fifth."""
     peaks, meta = measured(plan)
-    now = Situation.of(meta, plan.ranks, 0, {category: peaks[0][category] for category in CATEGORIES})
+    now = Situation.from_meta(meta, plan.ranks, 0, {category: peaks[0][category] for category in CATEGORIES})
     assert now is not None and now.states == pytest.approx(2.0)
     assert now.model_states(plan) == pytest.approx(
         sum(peaks[0][each] for each in ("params", "grads", "optimizer"))

@@ -378,7 +378,7 @@ def test_a_job_travels() -> None:
 
 def test_a_job_is_never_changed() -> None:
     job = prepared(plan=mk.Plan(tp=2), ranks=2)
-    here = job.on(1)
+    here = job.for_place(1)
     assert (job.where.place, here.where.place) == (0, 1)
     for part in (job, job.what, job.how, job.where):
         with pytest.raises(FrozenInstanceError):

@@ -217,7 +217,7 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(run: Run, shell: Interactive
 @pytest.mark.soak
 def test_ranks_that_are_gone_are_replaced(run: Run, shell: InteractiveShell) -> None:
     run("%%ranks 3 --device cpu\npass")
-    if not session(shell).over:
+    if not session(shell).has_ended:
         run("%%ranks\nif rank == 1:\n    comm.barrier()", fails=True)
     shown = run("%%ranks\nrank", fails=False)
     assert "3 new ranks" in shown.stdout and len(texts(shown)) == 3

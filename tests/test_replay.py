@@ -533,7 +533,7 @@ def test_any_program_is_placed_as_by_one_event_after_the_other(ranks: list[Rank]
     assert ours.keys() == theirs.keys()
     for op, (start, end) in theirs.items():
         assert ours[op] == (pytest.approx(start), pytest.approx(end))
-    assert sum(len(rank.ops) for rank in ranks) == len(replaying.replayed().spans)
+    assert sum(len(rank.ops) for rank in ranks) == len(replaying.collect().spans)
 
 
 @given(programs(), st.data())
@@ -605,7 +605,7 @@ def test_it_does_not_matter_where_layers_and_steps_are_cut(cut: int) -> None:
         recorded = rank.trace()
         replaying.feed(number, recorded.ops, recorded.names, recorded.memory)
     late = replaying.finish()
-    timeline, expected = (Timeline.from_replay(each.replayed()) for each in (replaying, whole(layered())))
+    timeline, expected = (Timeline.from_replay(each.collect()) for each in (replaying, whole(layered())))
     assert len(early) + len(late) == len(expected.spans) == 2 * 8 + 2 * 9
     assert timeline.spans.tolist() == expected.spans.tolist()
     assert timeline.held.tolist() == expected.held.tolist()
@@ -624,7 +624,7 @@ def test_a_gap_between_records_is_refused() -> None:
 
 @given(programs())
 def test_lanes_never_do_two_things_at_once_and_nobody_waits_too_short(ranks: list[Rank]) -> None:
-    timeline = Timeline.from_replay(whole(ranks).replayed())
+    timeline = Timeline.from_replay(whole(ranks).collect())
     spans = timeline.spans
     for rank, recorded in enumerate(ranks):
         mine = spans[spans["rank"] == rank]

@@ -255,7 +255,7 @@ def test_it_is_what_a_replay_of_the_ranks_records_comes_to(
         script = recorded(schedule, rank, row, seconds, recompute)
         replay.feed(rank, script.ops, script.names, script.memory)
     replay.finish()
-    replayed = mk.Timeline.from_replay(replay.replayed())
+    replayed = mk.Timeline.from_replay(replay.collect())
     plan = mk.Plan.from_schedule(schedule, recompute="full" if recompute else "none")
     simulated = mk.simulate(plan, f, i, w, hop)
     assert spans_of(simulated) == spans_of(replayed)

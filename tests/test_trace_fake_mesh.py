@@ -139,7 +139,7 @@ def test_a_mirror_names_the_ranks_that_it_would_talk_to_itself(
     ops = np.zeros(2, OP)
     ops["kind"], ops["group"], ops["peer"] = (Kind.FORWARD, Kind.BROADCAST), (0, 1), (-1, theirs[0])
     recorded = RankTrace(ops, np.zeros(0, MEMORY), ["", ",".join(map(str, theirs))])
-    mirrored = RankMirror(recorded, played, mesh).of(other)
+    mirrored = RankMirror(recorded, played, mesh).trace_of(other)
     assert mirrored.names[1] == ",".join(map(str, expected))
     assert mirrored.ops["peer"].tolist() == [-1, expected[0]]
     assert recorded.ops["peer"].tolist() == [-1, theirs[0]]

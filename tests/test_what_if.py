@@ -227,8 +227,10 @@ def test_causes_sum_to_the_change(ask: Callable[..., WhatIf]) -> None:
         found.step_time - found.before.step_time
     )
     for row in found.rows:
-        assert row.compute + row.exposed + row.idle == pytest.approx(row.step_time)
-    assert found.rows[1].exposed == pytest.approx(100 * found.rows[0].exposed, rel=0.01)
+        assert row.compute + row.exposed_communication + row.idle == pytest.approx(row.step_time)
+    assert found.rows[1].exposed_communication == pytest.approx(
+        100 * found.rows[0].exposed_communication, rel=0.01
+    )
 
 
 def test_recomputation_takes_forwards_again_and_less_memory(ask: Callable[..., WhatIf]) -> None:
@@ -241,10 +243,12 @@ def test_recomputation_takes_forwards_again_and_less_memory(ask: Callable[..., W
 def test_factors_of_a_played_plan_on_itself_change_nothing(clusters: Callable[[int], mk.Cluster]) -> None:
     plan = mk.Plan.pipeline("zb_h1", 2, 4)
     trace = mk.trace_fake(mlp, plan, batch=BATCH, hardware="cpu", cluster=clusters(2), **HOW)
-    same = Factors.of(trace, 0, trace).applied(trace)
+    same = Factors.from_traces(trace, 0, trace).apply_to(trace)
     for before, after in zip(trace.ranks, same.ranks, strict=True):
         assert (abs(before.ops["cpu"] - after.ops["cpu"]) <= 1).all()
-    twice = Factors.of(scale_trace(trace, lambda *_: 2.0, {Kind.INPUT_GRAD}), 0, trace).applied(trace)
+    twice = Factors.from_traces(scale_trace(trace, lambda *_: 2.0, {Kind.INPUT_GRAD}), 0, trace).apply_to(
+        trace
+    )
     grads = twice.ranks[0].ops[twice.ranks[0].ops["kind"] == Kind.INPUT_GRAD]
     assert grads["cpu"].sum() == pytest.approx(
         2 * trace.ranks[0].ops["cpu"][trace.ranks[0].ops["kind"] == Kind.INPUT_GRAD].sum(), rel=1e-3

@@ -121,7 +121,7 @@ class Advice(HasChart):
         for part in draw(self, "parts"):
             display(part)  # type: ignore[no-untyped-call]
 
-    def held(self, guess: Estimate) -> float:
+    def fullest_bytes(self, guess: Estimate) -> float:
         """Return the bytes of an estimate's fullest rank, with what fragmentation takes."""
         return guess.peak_memory * (1 + FRAGMENTATION)
 

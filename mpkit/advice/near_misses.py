@@ -50,10 +50,10 @@ class NearMiss:
 
 def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
-    room, took = float(priced.hardware.device.memory), priced.screened(best)
+    room, took = float(priced.hardware.device.memory), priced.screened_seconds(best)
     nearest: dict[str, tuple[bool, float, float, Layout]] = {}
     for change, layout in _changes(priced, best, offers_of(priced.stack.name)):
-        seconds_, excess = priced.screened(layout), priced.memory(layout) - room
+        seconds_, excess = priced.screened_seconds(layout), priced.memory(layout) - room
         if seconds_ >= took if excess > 0 else seconds_ <= took:
             continue  # it neither fits nor is faster; or it is as good as the best
         this = excess > 0, seconds_, excess, layout

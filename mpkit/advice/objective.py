@@ -31,10 +31,10 @@ class Objective:
     by: str = "time"
     price: float = 1.0
 
-    def of(self, took: float, devices: int) -> tuple[float, float]:
+    def value_of(self, took: float, devices: int) -> tuple[float, float]:
         """Return what is to be least, of a step that takes so long on so many devices; and the seconds.
 
-        >>> Objective("cost", 2.0).of(1800.0, 8)  # half an hour of eight
+        >>> Objective("cost", 2.0).value_of(1800.0, 8)  # half an hour of eight
         (8.0, 1800.0)
         """
         if self.by == "cost":
@@ -52,7 +52,9 @@ class Objective:
             considered += tried
             if some and self.by == "devices":
                 break
-        return best_played(priced, found, lambda each: self.of(each.seconds, each.layout.ranks)), considered
+        return best_played(
+            priced, found, lambda each: self.value_of(each.seconds, each.layout.ranks)
+        ), considered
 
     def words(self, best: FoundLayout, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""
@@ -62,11 +64,11 @@ class Objective:
         hours = best.seconds * used / 3600
         return f"{hours * self.price:.4g} per step on {used} of {devices} devices: {seconds(best.seconds)} x {used}."
 
-    def against(self, took: float, devices: int, best: FoundLayout) -> str:
+    def explain_rejection(self, took: float, devices: int, best: FoundLayout) -> str:
         """Say what stands against a plan that fits, beside the best one; by cost or devices."""
         if self.by == "devices" and devices > best.layout.ranks:
             return f"it uses {devices} devices, where {best.layout.ranks} are enough"
-        cost, least = self.of(took, devices)[0], self.of(best.seconds, best.layout.ranks)[0]
+        cost, least = self.value_of(took, devices)[0], self.value_of(best.seconds, best.layout.ranks)[0]
         if self.by == "cost":
             return f"a step costs {cost:.4g}, {percent(cost / least - 1)} more"
         return f"a step takes {percent(took / best.seconds - 1)} longer on as many devices"

@@ -98,13 +98,13 @@ class LayoutPrices:
 
     def step(self, layout: Layout) -> StepTime:
         """Return the time of a step."""
-        return step_time(*self._asked(layout), LONGEST)
+        return step_time(*self._step_arguments(layout), LONGEST)
 
-    def screened(self, layout: Layout) -> float:
+    def screened_seconds(self, layout: Layout) -> float:
         """Return about the seconds per step, in a fraction of the time."""
-        return screened_time(*self._asked(layout))
+        return screened_time(*self._step_arguments(layout))
 
-    def _asked(
+    def _step_arguments(
         self, layout: Layout
     ) -> tuple[Architecture, Layout, int, Hardware, Stack, Constants, ParameterShares]:
         asked = self.asked
@@ -126,7 +126,7 @@ def search(priced: LayoutPrices, devices: int) -> tuple[list[FoundLayout], int]:
             if priced.memory(_relieve(layout, *reliefs[-1])) > room:
                 break
             fitting = _fitting_layouts(priced, layout, reliefs, room)
-            found += [FoundLayout(each, priced.screened(each), memory) for each, memory in fitting]
+            found += [FoundLayout(each, priced.screened_seconds(each), memory) for each, memory in fitting]
     return found, considered
 
 

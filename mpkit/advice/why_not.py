@@ -32,17 +32,17 @@ def why_not(advice: Advice, plan: Plan) -> str:
     missing = missing_feature(advice.priced.stack.name, this.layout)
     if missing:
         return f"{plan!r} cannot work: {missing}."
-    needed, room = advice.held(this), float(advice.priced.hardware.device.memory)
+    needed, room = advice.fullest_bytes(this), float(advice.priced.hardware.device.memory)
     if needed > room:
         stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
         largest = max(stage, key=stage.__getitem__)
         return f"{plan!r} does not fit: {out_of_memory(needed, room, largest)}."
-    if advice.best is None or advice.objective.of(this.step_time, plan.ranks) <= advice.objective.of(
-        advice.found[0].seconds, advice.best.ranks
-    ):
+    if advice.best is None or advice.objective.value_of(
+        this.step_time, plan.ranks
+    ) <= advice.objective.value_of(advice.found[0].seconds, advice.best.ranks):
         return f"{plan!r} is as good as any: {seconds(this.step_time)} per step."
     if advice.objective.by != "time":
-        against = advice.objective.against(this.step_time, plan.ranks, advice.found[0])
+        against = advice.objective.explain_rejection(this.step_time, plan.ranks, advice.found[0])
         return f"{plan!r} fits, but {against}, beside {advice.best!r}."
     best = advice.estimate(advice.best)
     more = {name: part - best.because.get(name, 0.0) for name, part in this.because.items()}

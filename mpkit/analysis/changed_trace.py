@@ -32,14 +32,16 @@ def faster(machine: Hardware, factor: float) -> Hardware:
     if factor == 1:
         return machine
 
-    def of(link: Link) -> Link:
+    def speed_up(link: Link) -> Link:
         return replace(
             link, latency=link.latency / factor, bandwidth=link.bandwidth * factor, ramp=link.ramp / factor,
             bus={kind: rate * factor for kind, rate in link.bus.items()},
         )  # fmt: skip
 
-    between = None if machine.between is None else of(machine.between)
-    return replace(machine, name=f"{machine.name}, link x{factor:g}", link=of(machine.link), between=between)
+    between = None if machine.between is None else speed_up(machine.between)
+    return replace(
+        machine, name=f"{machine.name}, link x{factor:g}", link=speed_up(machine.link), between=between
+    )
 
 
 def without_overlap(trace: Trace) -> Trace:
@@ -55,7 +57,7 @@ def _add_waits(rank: RankTrace) -> RankTrace:
         waits[name] = 0
     waits["kind"], waits["number"], waits["peer"] = Kind.WAIT, -1, -1
     waits["end"] = waits["start"]
-    waits["depth"] = _inside(ops)[issued]
+    waits["depth"] = _lies_in_action(ops)[issued]
     # Where each op and each wait is afterwards: behind all waits that were added before it.
     moved = np.arange(len(ops)) + np.searchsorted(issued, np.arange(len(ops)))
     waits["ref"] = moved[issued]
@@ -67,7 +69,7 @@ def _add_waits(rank: RankTrace) -> RankTrace:
     return replace(rank, ops=longer, memory=memory)
 
 
-def _inside(ops: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _lies_in_action(ops: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return 1 for each communication that was issued within an action, else 0."""
     outer = (ops["kind"] < Kind.SEND) & (ops["depth"] == 0)
     last = np.maximum.accumulate(np.where(outer, np.arange(len(ops)), -1))

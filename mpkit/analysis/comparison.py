@@ -47,7 +47,7 @@ class ComparedStep:
     idle: Mapping[str, float]
 
     @classmethod
-    def of(cls, name: str, timeline: Timeline) -> ComparedStep:
+    def from_timeline(cls, name: str, timeline: Timeline) -> ComparedStep:
         """Compute the figures of a timeline's last complete step."""
         one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
         idle = dict(zip(CAUSES, idle_by_cause(timeline).mean(axis=0).tolist(), strict=True))
@@ -78,7 +78,7 @@ class Comparison(Drawn, HasChart):
         {'forward of stage 0': -1.0, 'forward of stage 1': -1.0, 'forward of stage 2': -1.0,
          'backward of stage 0': -2.0, 'backward of stage 1': -2.0, 'backward of stage 2': -2.0}
         """
-        first, second = self._named(a, self.rows[0]), self._named(b, self.rows[-1])
+        first, second = self._find_row(a, self.rows[0]), self._find_row(b, self.rows[-1])
         work = [first.work, second.work]
         if _splits(first) != _splits(
             second
@@ -88,7 +88,7 @@ class Comparison(Drawn, HasChart):
         differences = {op: work[1].get(op, 0.0) - work[0].get(op, 0.0) for op in ops}
         return differences | {f"idle: {cause}": second.idle[cause] - first.idle[cause] for cause in CAUSES}
 
-    def _named(self, name: str | None, default: ComparedStep) -> ComparedStep:
+    def _find_row(self, name: str | None, default: ComparedStep) -> ComparedStep:
         if name is None:
             return default
         for row in self.rows:
@@ -149,7 +149,9 @@ def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Co
         raise ValueError(
             "compare(): nothing to compare; give Timelines or finished Runs, such as compare(run)"
         )
-    return Comparison(tuple(ComparedStep.of(name, timeline) for name, timeline in timelines.items()))
+    return Comparison(
+        tuple(ComparedStep.from_timeline(name, timeline) for name, timeline in timelines.items())
+    )
 
 
 def simulate_means(timeline: Timeline) -> Timeline:

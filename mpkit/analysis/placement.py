@@ -159,6 +159,6 @@ def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
 
 
 def _words(shard: Shard) -> str:
-    return f"{shard.along} " + ", ".join(
+    return f"{shard.axis_name} " + ", ".join(
         f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part)
     )

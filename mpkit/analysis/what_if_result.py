@@ -43,14 +43,14 @@ class PredictedStep:
         return sum(self.timeline.busy) / self.timeline.world_size
 
     @property
-    def exposed(self) -> float:
+    def exposed_communication(self) -> float:
         """Seconds in which a rank communicates and does not compute."""
         return sum(self.timeline.exposed_comm) / self.timeline.world_size
 
     @property
     def idle(self) -> float:
         """Seconds in which a rank does neither: it waits for what others compute, or for data."""
-        return self.step_time - self.compute - self.exposed
+        return self.step_time - self.compute - self.exposed_communication
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from mpkit.api.cluster import Cluster
 
-__all__ = ["lent", "lent_of_any_size"]
+__all__ = ["borrow_cluster", "borrow_clusters"]
 
 
 @contextmanager
-def lent(given: Cluster | None, ranks: int = 1) -> Iterator[Cluster]:
+def borrow_cluster(given: Cluster | None, ranks: int = 1) -> Iterator[Cluster]:
     """Yield the given cluster, or a new one of `ranks` CPU ranks that is closed afterwards.
 
-    >>> with lent(None, 2) as cluster:
+    >>> with borrow_cluster(None, 2) as cluster:
     ...     cluster.run(lambda ctx: ctx.rank)
     [0, 1]
     """
@@ -26,14 +26,14 @@ def lent(given: Cluster | None, ranks: int = 1) -> Iterator[Cluster]:
 
 
 @contextmanager
-def lent_of_any_size(
+def borrow_clusters(
     given: Callable[[int], Cluster] | None, device: str = "auto"
 ) -> Iterator[Callable[[int], Cluster]]:
     """Yield `clusters(ranks)` for consecutive runs of different sizes.
 
     It is the given function, or one whose clusters share a helper process that is closed afterwards.
 
-    >>> with lent_of_any_size(None, "cpu") as clusters:
+    >>> with borrow_clusters(None, "cpu") as clusters:
     ...     [clusters(ranks).run(lambda ctx: ctx.world_size) for ranks in (1, 2)]
     [[1], [2, 2]]
     """

@@ -310,16 +310,16 @@ class Cluster:
             from mpkit.api.run import Run
             from mpkit.prepare.prepare import prepare
 
-            job = self._agreed(
+            job = self._agree_on_job(
                 prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss,
                 optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
                 checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
                 resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema, verify=verify,
             )  # fmt: skip
         self._turns.training = Run(self, job, timeout=timeout, show=show)
-        return self._worked(self._turns.training)
+        return self._run_own_rank(self._turns.training)
 
-    def _agreed(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
+    def _agree_on_job(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
         """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same.
 
         Warn if the plan's features work against each other, if it is estimated to need more memory than GPUs have, or
@@ -343,7 +343,7 @@ class Cluster:
         warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)
         return job
 
-    def _worked(self, training: Run) -> Run:
+    def _run_own_rank(self, training: Run) -> Run:
         """Return the Run; under a launcher, once this process's rank and all others have finished."""
         if self._session is not None and self._turns.latest is not None:
             self._turns.latest.work()

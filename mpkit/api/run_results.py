@@ -130,7 +130,7 @@ class RunResults:
         A rank without samples, such as one in the middle of a pipeline, has the digest of no data. The steps are
         those that every rank has begun, from `first_step` on.
         """
-        return self._taken()[0]
+        return self._read_taken()[0]
 
     @property
     def samples_seen(self) -> list[list[list[str]]]:
@@ -139,9 +139,9 @@ class RunResults:
         No sample was lost and none seen twice if the digests of all ranks together are those of the whole batch,
         and over an epoch those that `mk.digest.sample_digests` returns for the whole dataset.
         """
-        return self._taken()[1]
+        return self._read_taken()[1]
 
-    def _taken(self) -> tuple[list[list[str]], list[list[list[str]]]]:
+    def _read_taken(self) -> tuple[list[list[str]], list[list[list[str]]]]:
         if not self._launch.leads:
             raise MpkitError("what all ranks took is known on rank 0: `if cluster.rank == 0:`")
         return read_taken(self._launch.folder, self._launch.ranks)

@@ -35,7 +35,7 @@ class Turns:
         Raises:
             ValueError: the cluster is busy, and `on_busy` is "raise".
         """
-        if self.latest is None or self.latest.over:
+        if self.latest is None or self.latest.has_ended:
             return
         earlier = self.training if self.training is not None and not self.training.done else None
         check_on_busy(on_busy)

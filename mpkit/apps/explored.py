@@ -51,10 +51,10 @@ class ExplorerSetting:
         v = known.stages_per_rank(self.virtual_stages) if known else 1
         return Plan(pp=self.ranks, schedule=self.schedule, microbatches=self.microbatches, virtual_stages=v)
 
-    def explored(self) -> Explored:
+    def simulate(self) -> Explored:
         """Simulate the schedule.
 
-        >>> ExplorerSetting("zbv").explored().figures
+        >>> ExplorerSetting("zbv").simulate().figures
         {'bubble': '5.9 %', 'step': '25.5 s', 'peak activations': '4', 'throughput': '0.314 micro-batches/s'}
 
         Raises:

@@ -89,9 +89,9 @@ class Side:
         self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
         self.explored: Explored | None = None
         self.stale = False
-        self.schedule.observe(self._chosen, names="value")
-        self.apply.on_click(self._applied)
-        self.train.on_click(self._started)
+        self.schedule.observe(self._on_choice, names="value")
+        self.apply.on_click(self._on_apply)
+        self.train.on_click(self._on_train)
         self.box = ipywidgets.VBox(
             [
                 self.schedule, self.figures, self.problem, self.view, self.rows,
@@ -104,7 +104,7 @@ class Side:
         """Simulate with these degrees and times; if they cannot work, say why and mark the picture as stale."""
         chosen = self._own if self.schedule.value == OWN else self.schedule.value
         try:
-            self.explored = replace(setting, schedule=chosen).explored()
+            self.explored = replace(setting, schedule=chosen).simulate()
         except ValueError as error:
             self.problem.value = _problem(str(error))
             self._mark_stale()
@@ -134,19 +134,19 @@ class Side:
         self.view.note = STALE
         self.view.stale = True
 
-    def _chosen(self, _: Any) -> None:
+    def _on_choice(self, _: Any) -> None:
         if self.schedule.value == OWN and not self._own:
             self._own = self.rows.value
         self._redraw()
 
-    def _applied(self, _: Any) -> None:
+    def _on_apply(self, _: Any) -> None:
         self._own = self.rows.value
         if self.schedule.value == OWN:
             self._redraw()
         else:
             self.schedule.value = OWN  # this redraws, too
 
-    def _started(self, _: Any) -> None:
+    def _on_train(self, _: Any) -> None:
         if self.explored is None:
             return
         self.train.disabled = True
@@ -178,9 +178,9 @@ class Explorer(ipywidgets.VBox):
     ) -> None:
         self._job = model, data, loss, optimizer
         self.sliders = {name: _slider(name, getattr(settings[0], name)) for name in SLIDERS}
-        self.sides = [Side(setting, self._changed, self._train) for setting in settings]
+        self.sides = [Side(setting, self._on_change, self._train) for setting in settings]
         for slider in self.sliders.values():
-            slider.observe(lambda _: self._changed(), names="value")
+            slider.observe(lambda _: self._on_change(), names="value")
         super().__init__(
             [
                 ipywidgets.Box(
@@ -191,7 +191,7 @@ class Explorer(ipywidgets.VBox):
                 ),
             ]
         )
-        self._changed()
+        self._on_change()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, together with what is shown where no kernel runs."""
@@ -202,7 +202,7 @@ class Explorer(ipywidgets.VBox):
         fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
         return {**(data or {}), **fallback}, metadata
 
-    def _changed(self) -> None:
+    def _on_change(self) -> None:
         setting = ExplorerSetting(**{name: slider.value for name, slider in self.sliders.items()})
         for side in self.sides:
             side.set(setting)

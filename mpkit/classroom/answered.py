@@ -45,4 +45,4 @@ def questions_left(seen: Seen, asked: tuple[str, ...]) -> list[str]:
     """Return the questions that have no value."""
     values = seen.got[0] if seen.got is not None else None
     given = values if isinstance(values, dict) else {}
-    return [name for name in asked if given.get(name, ...) in (..., "...")] if seen.finished else []
+    return [name for name in asked if given.get(name, ...) in (..., "...")] if seen.is_finished else []

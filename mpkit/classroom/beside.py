@@ -71,7 +71,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
             f"compare({name!r}, {answer!r}): give your function too: mk.compare({name!r}, train)"
         )
     case = replace(exercise.cases[0], seed=0)
-    packed, begin = PackedAnswer.of(answer), exercise.expected(_limit_steps(case, 0))
+    packed, begin = PackedAnswer.pack(answer), exercise.expected(_limit_steps(case, 0))
     rows = []
     for step in range(case["steps"]):
         # Each row trains from the beginning: the weights after a step are those that the answer leaves behind.
@@ -100,7 +100,7 @@ class _StepRow:
     def cells(self) -> dict[str, Any]:
         """Return the cells of the row, by column."""
         losses = {f"loss, rank {r}": _number(one["losses"][-1]) for r, one in enumerate(self.got)}
-        apart = self._apart()
+        apart = self._largest_errors()
         return {
             "step": self.step,
             "loss, serial": _number(self.expected[0]["losses"][-1]),
@@ -112,7 +112,7 @@ class _StepRow:
             "they moved, × serial's": ", ".join(f"{moved:.2f}" for _, moved in apart.values()),
         }
 
-    def _apart(self) -> dict[str, tuple[float, float]]:
+    def _largest_errors(self) -> dict[str, tuple[float, float]]:
         """Return, by name, the largest error of each wrong weight, and how far it moved relative to serial training."""
         errors: dict[str, tuple[float, float]] = {}
         for begin, right, mine in zip(self.begin, self.expected, self.got, strict=True):

@@ -59,7 +59,7 @@ class ExerciseEntry:
         return exercise
 
     @property
-    def given(self) -> str:
+    def given_code(self) -> str:
         """The code that a student has before the answer's cell: the family's, and the exercise's own."""
         package = import_module(self.module.rpartition(".")[0])
         return f"{given_in(getsource(package))}\n\n{self.source.given}\n"
@@ -67,10 +67,10 @@ class ExerciseEntry:
     @cached_property
     def source(self) -> ExerciseSource:
         """The exercise's file, in its parts."""
-        return ExerciseSource.of(*self._file)
+        return ExerciseSource.from_module(*self._file)
 
     @property
-    def sealed(self) -> bool:
+    def is_sealed(self) -> bool:
         """Whether the solution and all that tells it are missing here, as on a student's machine in an exam."""
         return bool(getattr(_home(), "SEALED", False))
 

@@ -55,11 +55,11 @@ def check(
             "PyTorch (in a browser there is none to install). mk.progress() lists the exercises that work here. On a "
             "computer of your own, pip install mpkit brings PyTorch."
         )
-    packed = PackedAnswer.of(answer)
+    packed = PackedAnswer.pack(answer)
     done = Progress.read()
     if entry.varies:
         done = _of_student(done, name, variant)
-    if exam or entry.sealed:
+    if exam or entry.is_sealed:
         done.write()
         return look(entry, packed, shared_room() if cluster is None else Room(cluster))
     before = done.done.get(name, ExerciseProgress())
@@ -67,7 +67,7 @@ def check(
     stub = is_stub(entry, packed)
     checked = judge(entry, packed, room, 0 if stub else before.earlier(packed.print))
     counts = not stub and checked.mistake not in UNCOUNTED
-    done.after(name, checked.passed, packed.print, counts=counts).write()
+    done.add_check(name, checked.passed, packed.print, counts=counts).write()
     return checked
 
 

@@ -20,7 +20,7 @@ MOST_LINES = 12
 def verdict(checked: Checked) -> str:
     """Return the verdict in a few words."""
     if checked.exam:
-        return ANSWERED if checked.answered else NOT_ANSWERED
+        return ANSWERED if checked.has_answer else NOT_ANSWERED
     if checked.passed:
         return "solved" + (f", at the {_ordinal(checked.tries)} try" if checked.tries > 1 else "")
     return "not yet"

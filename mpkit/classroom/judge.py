@@ -77,7 +77,7 @@ class Checked:
     exam: bool = False
 
     @property
-    def answered(self) -> bool:
+    def has_answer(self) -> bool:
         """Whether there is an answer that runs."""
         return self.rows[-1].ok
 
@@ -140,10 +140,10 @@ def judge(
 def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
     """Say whether there is an answer that runs, and nothing of whether it is right: a check in an exam."""
     exercise = entry.exercise
-    seen = exercise.tried(answer, room)
-    stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given)
-    untouched = exercise.untouched(seen) or PackedAnswer.of(stub).print == answer.print
-    row = answered_row(seen, untouched, exercise.asked(stub))
+    seen = exercise.try_answer(answer, room)
+    stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given_code)
+    untouched = exercise.is_untouched(seen) or PackedAnswer.pack(stub).print == answer.print
+    row = answered_row(seen, untouched, exercise.questions_of(stub))
     lines = () if untouched or row.ok else tuple(lesson(seen))
     return Checked(
         entry.name, entry.source.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
@@ -154,7 +154,7 @@ def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequ
     """Return the name of the mistake that shows, and its hints."""
     exercise = entry.exercise
     if seen is not None:
-        if exercise.untouched(seen):
+        if exercise.is_untouched(seen):
             return STUB, (exercise.start,)
         if _is_typing_error(seen):
             return SLIP, ()
@@ -169,9 +169,9 @@ def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequ
 def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
     """Return whether an answer is the program that the student was given to mend."""
     if not entry.source.has_instead:
-        return False  # the stub raises NotImplementedError, which `untouched` sees
-    stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given)
-    return PackedAnswer.of(stub).print == answer.print
+        return False  # the stub raises NotImplementedError, which `is_untouched` sees
+    stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given_code)
+    return PackedAnswer.pack(stub).print == answer.print
 
 
 def _is_typing_error(seen: Seen) -> bool:
@@ -183,10 +183,10 @@ def _is_typing_error(seen: Seen) -> bool:
 def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
     if mistake.when is None:
         wrong = run_cell(
-            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given
+            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given_code
         )
-        other = entry.exercise.again(PackedAnswer.of(wrong), seen, room) if seen.finished else None
-        return other is not None and entry.exercise.alike(seen, other)
+        other = entry.exercise.try_again(PackedAnswer.pack(wrong), seen, room) if seen.is_finished else None
+        return other is not None and entry.exercise.same_result(seen, other)
     try:
         return bool(mistake.when(seen))
     except (*UNFORESEEN, AssertionError):  # there is nothing to look at: no results, no trace
@@ -198,7 +198,7 @@ def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timel
     seen = row.seen
     if seen is None or seen.trace is None:
         return None
-    target = seen.target or exercise.again(PackedAnswer.of(exercise.solution), seen, room)
+    target = seen.target or exercise.try_again(PackedAnswer.pack(exercise.solution), seen, room)
     traces = {"yours": seen, "target": target}
     shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
     return shown or None

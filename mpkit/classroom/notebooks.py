@@ -120,7 +120,7 @@ def write_variants(
             target = folder / home / folders[plainly(name)]
             target.mkdir(parents=True, exist_ok=True)
             for package in families():
-                book = notebook(package, kind, str(Variant.of(course, name)))
+                book = notebook(package, kind, str(Variant.for_student(course, name)))
                 if exam and kind == "student":
                     _for_exam(book)
                 if justify and kind == "student":

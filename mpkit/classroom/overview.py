@@ -46,12 +46,12 @@ class Overview:
         return "".join(parts)
 
     def _head(self, title: str, entries: tuple[ExerciseEntry, ...]) -> str:
-        solved = sum(self._done(entry).passed for entry in entries)
+        solved = sum(self._progress_of(entry).passed for entry in entries)
         return f"{title}: {solved} of {len(entries)}"
 
     def _mark(self, entry: ExerciseEntry) -> str:
-        one = self._done(entry)
+        one = self._progress_of(entry)
         return "✔" if one.passed else "✗" if one.tries else "·"
 
-    def _done(self, entry: ExerciseEntry) -> Any:
+    def _progress_of(self, entry: ExerciseEntry) -> Any:
         return self.done.get(entry.name, ExerciseProgress())

@@ -92,7 +92,7 @@ class Progress:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             return cls(_put_aside(path, error), {})
 
-    def after(self, name: str, passed: bool, answer: str = "", *, counts: bool = True) -> Progress:
+    def add_check(self, name: str, passed: bool, answer: str = "", *, counts: bool = True) -> Progress:
         """Return the progress after one more check of an exercise.
 
         Args:
@@ -110,7 +110,7 @@ class Progress:
         now = replace(before, tries=tries, failures=failures, passed=ever, wrong=wrong)
         return replace(self, done={**self.done, name: now})
 
-    def predicting(self, name: str, predicted: StudentPrediction) -> Progress:
+    def add_prediction(self, name: str, predicted: StudentPrediction) -> Progress:
         """Return the progress with a prediction."""
         return replace(self, predictions={**self.predictions, name: predicted})
 

@@ -96,7 +96,7 @@ def output_tensor(
         ValueError: `out` has another shape or dtype, or is not contiguous.
     """
     if out is None or comm.wire.staged:
-        return comm.wire.incoming(shape, like)
+        return comm.wire.make_buffer(shape, like)
     if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
         raise ValueError(
             f"{what}(out=...) fills a contiguous tensor of shape {shape} and {like.dtype}; this one has shape "

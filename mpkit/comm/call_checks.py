@@ -158,7 +158,7 @@ class CallChecks:
         """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart."""
         return Collective(
             self, self._table(ranks), number,
-            self._fingerprints.of(kind, tensor.dtype, tensor.shape, root, reduction, group),
+            self._fingerprints.look_up(kind, tensor.dtype, tensor.shape, root, reduction, group),
         )  # fmt: skip
 
     def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:
@@ -173,7 +173,7 @@ class CallChecks:
     ) -> CheckedCall:
         """Return the check of one end of a message to or from `peer`."""
         key = tag_number(tag) | (SENT if kind == Kind.SEND else 0)
-        fingerprint = self._fingerprints.of(Kind.SEND, tensor.dtype, tensor.shape)
+        fingerprint = self._fingerprints.look_up(Kind.SEND, tensor.dtype, tensor.shape)
         return MessageEnd(self, key, peer, channel, number, fingerprint)
 
     @property

@@ -70,11 +70,11 @@ def all_reduce(
         raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
     reducible(tensor, op)
     # ---- outgoing
-    sent = wire.outgoing(tensor)
+    sent = wire.prepare_send(tensor)
     # ---- record, publish, start
-    result = partial(wire.arrived, sent, tensor)
+    result = partial(wire.finish_receive, sent, tensor)
     work = wire.issue(
-        group.next(Kind.ALL_REDUCE, tensor, reduction=op),
+        group.next_collective(Kind.ALL_REDUCE, tensor, reduction=op),
         tensor.nbytes,
         partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True),
         partial(_divide_result, result, group.size) if op == "mean" else result,
@@ -111,13 +111,13 @@ def all_gather(
         out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
     """
     group, wire = member(group or self, "all_gather"), self.wire
-    sent = wire.outgoing(tensor if tensor.dim() else tensor[None])
+    sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
     whole = output_tensor(self, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
     work = wire.issue(
-        group.next(Kind.ALL_GATHER, sent),
+        group.next_collective(Kind.ALL_GATHER, sent),
         group.size * tensor.nbytes,
         partial(start_all_gather, group, whole, sent),
-        partial(wire.arrived, whole, out),
+        partial(wire.finish_receive, whole, out),
         waits=not async_op,
     )
     return work if async_op else work.wait()
@@ -147,13 +147,13 @@ def reduce_scatter(
     """
     group, wire = member(group or self, "reduce_scatter"), self.wire
     part = part_shape(group, tensor, "reduce_scatter")
-    sent = wire.outgoing(tensor)
+    sent = wire.prepare_send(tensor)
     mine = output_tensor(self, out, part, sent, "reduce_scatter")
     work = wire.issue(
-        group.next(Kind.REDUCE_SCATTER, tensor),
+        group.next_collective(Kind.REDUCE_SCATTER, tensor),
         tensor.nbytes,
         partial(start_reduce_scatter, group, mine, sent),
-        partial(wire.arrived, mine, out),
+        partial(wire.finish_receive, mine, out),
         waits=not async_op,
     )
     return work if async_op else work.wait()
@@ -168,13 +168,13 @@ def all_to_all(self: Communicator, tensor: Tensor, group: Communicator | None = 
     """
     group, wire = member(group or self, "all_to_all"), self.wire
     part_shape(group, tensor, "all_to_all")
-    sent = wire.outgoing(tensor)
-    swapped = wire.incoming(sent.shape, sent)
+    sent = wire.prepare_send(tensor)
+    swapped = wire.make_buffer(sent.shape, sent)
     return wire.issue(
-        group.next(Kind.ALL_TO_ALL, tensor),
+        group.next_collective(Kind.ALL_TO_ALL, tensor),
         tensor.nbytes,
         partial(dist.all_to_all_single, swapped, sent, group=group.handle, async_op=True),
-        partial(wire.arrived, swapped),
+        partial(wire.finish_receive, swapped),
         waits=True,
     ).wait()
 
@@ -184,7 +184,7 @@ def barrier(self: Communicator, group: Communicator | None = None) -> None:
     group = member(group or self, "barrier")
     nothing = torch.empty(0)
     self.wire.issue(
-        group.next(Kind.BARRIER, nothing),
+        group.next_collective(Kind.BARRIER, nothing),
         0,
         partial(dist.barrier, group.handle, async_op=True),
         lambda: nothing,

@@ -13,8 +13,8 @@ The methods are written as functions, by concept:
 
 All of them have the same phases:
 
-    check       the caller is a member, roots exist, parts are equal; the call gets its number (`arguments`, `next`)
-    outgoing    the tensor as the backend takes it (`Wire.outgoing`)
+    check       the caller is a member, roots exist, parts are equal; the call gets its number (`next_collective`)
+    stage       the tensor as the backend takes it (`Wire.prepare_send`)
     record      the op begins in the trace, with the source line of the call (these three are `Wire.issue`)
     publish     the call is compared with what its peers have published
     start       torch.distributed is called
@@ -105,7 +105,7 @@ class Communicator:
     adopt = groups.adopt
     device_mesh = groups.device_mesh
 
-    def next(self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "") -> Numbered:
+    def next_collective(self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "") -> Numbered:
         """Return this group's next collective, which takes its number.
 
         Args:

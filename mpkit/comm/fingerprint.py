@@ -40,17 +40,18 @@ class Fingerprint(NamedTuple):
 class Fingerprints:
     """The fingerprints of one rank's calls, each computed once.
 
-    >>> of = Fingerprints().of
-    >>> of(Kind.ALL_REDUCE, torch.float32, torch.Size([2, 3]), -1, "sum").text
+    >>> fingerprint = Fingerprints().look_up
+    >>> fingerprint(Kind.ALL_REDUCE, torch.float32, torch.Size([2, 3]), -1, "sum").text
     'float32[2, 3], op="sum"'
-    >>> of(Kind.BROADCAST, torch.int64, torch.Size([]), 0) == of(Kind.BROADCAST, torch.int64, torch.Size([]), 1)
+    >>> zero, one = (fingerprint(Kind.BROADCAST, torch.int64, torch.Size([]), root) for root in (0, 1))
+    >>> zero == one
     False
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, torch.dtype, torch.Size, int, str, str], Fingerprint] = {}
 
-    def of(
+    def look_up(
         self, kind: int, dtype: torch.dtype, shape: torch.Size, root: int = -1, reduction: str = "", group: str = ""
     ) -> Fingerprint:  # fmt: skip
         """Return the fingerprint of a call; for both ends of a message, `kind` is `Kind.SEND`."""

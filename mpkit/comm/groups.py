@@ -69,7 +69,9 @@ def _torch_group(self: Communicator, ranks: tuple[int, ...]) -> Any:
     number = world.issued
     world.issued += 1
     call = wire.checks.group(world.ranks, number, ranks)
-    waiting = wire.record.begin(Kind.WAIT, call.text, group=world.name, number=number, where=wire.where())
+    waiting = wire.record.begin(
+        Kind.WAIT, call.text, group=world.name, number=number, where=wire.find_source_line()
+    )
     call.publish()
     handle = dist.new_group(list(ranks))
     call.compare()

@@ -28,8 +28,8 @@ class MeshAxes:
 
     >>> import mpkit as mk
     >>> def axes(ctx):
-    ...     axes = MeshAxes(ctx.comm, ctx.device, Mesh(pp=2, tp=2))
-    ...     return axes.of("tp").ranks, axes.of("pp").ranks, axes.of("pp", "tp").size, axes.of("dp").size
+    ...     of = MeshAxes(ctx.comm, ctx.device, Mesh(pp=2, tp=2)).communicator_of
+    ...     return of("tp").ranks, of("pp").ranks, of("pp", "tp").size, of("dp").size
     >>> with mk.Cluster(ranks=4, device="cpu") as cluster:
     ...     cluster.run(axes)[1]
     ((0, 1), (1, 3), 4, 1)
@@ -51,7 +51,7 @@ class MeshAxes:
             shape = {axis: getattr(mesh, axis) for axis in self._long}
             self._mesh = comm.device_mesh(device, shape)
 
-    def of(self, *axes: str) -> Communicator:
+    def communicator_of(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.
 
         All ranks request the same groups in the same order.

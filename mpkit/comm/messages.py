@@ -34,8 +34,8 @@ def isend(self: Communicator, tensor: Tensor, dst: int, tag: int | str = 0) -> W
         tag: an integer, or a letter and an integer such as "F3"; the matching `irecv` must use the same tag.
     """
     other = peer(self, dst, "isend")
-    numbered = _next(self.wire, Kind.SEND, other, tag, tensor)
-    sent = self.wire.outgoing(tensor)
+    numbered = _next_message(self.wire, Kind.SEND, other, tag, tensor)
+    sent = self.wire.prepare_send(tensor)
     start = partial(dist.isend, sent, other, tag=tag_number(tag))
     return self.wire.issue(numbered, tensor.nbytes, start, lambda: tensor)
 
@@ -47,10 +47,10 @@ def irecv(self: Communicator, buffer: Tensor, src: int, tag: int | str = 0) -> W
         raise ValueError(
             f"irecv needs a contiguous buffer, not one of strides {buffer.stride()}: torch.empty"
         )
-    numbered = _next(self.wire, Kind.RECV, other, tag, buffer)
-    filled = self.wire.incoming(buffer.shape, buffer) if self.wire.staged else buffer
+    numbered = _next_message(self.wire, Kind.RECV, other, tag, buffer)
+    filled = self.wire.make_buffer(buffer.shape, buffer) if self.wire.staged else buffer
     start = partial(dist.irecv, filled, other, tag=tag_number(tag))
-    return self.wire.issue(numbered, buffer.nbytes, start, partial(self.wire.arrived, filled, buffer))
+    return self.wire.issue(numbered, buffer.nbytes, start, partial(self.wire.finish_receive, filled, buffer))
 
 
 def send(self: Communicator, tensor: Tensor, dst: int, tag: int | str = 0) -> None:
@@ -63,7 +63,7 @@ def recv(self: Communicator, buffer: Tensor, src: int, tag: int | str = 0) -> Te
     return self.irecv(buffer, src, tag).wait()
 
 
-def _next(wire: Wire, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> Numbered:
+def _next_message(wire: Wire, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> Numbered:
     """Return the next message to or from a global rank, which takes its number in the channel."""
     tag_number(tag)  # raises if the tag is malformed
     src, dst = (wire.rank, other) if kind == Kind.SEND else (other, wire.rank)

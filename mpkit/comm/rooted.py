@@ -37,12 +37,12 @@ def broadcast(self: Communicator, tensor: Tensor, src: int = 0, group: Communica
     """
     group, wire = member(group or self, "broadcast"), self.wire
     source = root(self, group, src, "broadcast")
-    sent = wire.outgoing(tensor)
+    sent = wire.prepare_send(tensor)
     return wire.issue(
-        group.next(Kind.BROADCAST, tensor, source),
+        group.next_collective(Kind.BROADCAST, tensor, source),
         tensor.nbytes,
         partial(dist.broadcast, sent, source, group.handle, async_op=True),
-        partial(wire.arrived, sent, tensor),
+        partial(wire.finish_receive, sent, tensor),
         waits=True,
     ).wait()
 
@@ -65,12 +65,12 @@ def reduce(
     """
     group, wire = member(group or self, "reduce"), self.wire
     target = root(self, group, dst, "reduce")
-    sent = wire.outgoing(tensor)
+    sent = wire.prepare_send(tensor)
     if not in_place:
         sent = sent.clone()  # gloo leaves partial sums in every rank's tensor
-    at_root = partial(wire.arrived, sent, tensor if in_place else None)
+    at_root = partial(wire.finish_receive, sent, tensor if in_place else None)
     return wire.issue(
-        group.next(Kind.REDUCE, tensor, target),
+        group.next_collective(Kind.REDUCE, tensor, target),
         tensor.nbytes,
         partial(dist.reduce, sent, target, group=group.handle, async_op=True),
         at_root if self.rank == target else lambda: tensor,
@@ -88,15 +88,15 @@ def gather(self: Communicator, tensor: Tensor, dst: int = 0, group: Communicator
     """
     group, wire = member(group or self, "gather"), self.wire
     target = root(self, group, dst, "gather")
-    sent = wire.outgoing(tensor if tensor.dim() else tensor[None])
+    sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
     rows = group.size * sent.shape[0] if self.rank == target else 0
-    whole = wire.incoming((rows, *sent.shape[1:]), sent)
+    whole = wire.make_buffer((rows, *sent.shape[1:]), sent)
     parts = list(whole.chunk(group.size)) if self.rank == target else None
     return wire.issue(
-        group.next(Kind.GATHER, sent, target),
+        group.next_collective(Kind.GATHER, sent, target),
         group.size * tensor.nbytes,
         partial(dist.gather, sent, parts, target, group.handle, async_op=True),
-        partial(wire.arrived, whole),
+        partial(wire.finish_receive, whole),
         waits=True,
     ).wait()
 
@@ -113,13 +113,13 @@ def scatter(self: Communicator, tensor: Tensor, src: int = 0, group: Communicato
     group, wire = member(group or self, "scatter"), self.wire
     source = root(self, group, src, "scatter")
     part = part_shape(group, tensor, "scatter")
-    sent = wire.outgoing(tensor) if self.rank == source else tensor
-    mine = wire.incoming(part, sent)
+    sent = wire.prepare_send(tensor) if self.rank == source else tensor
+    mine = wire.make_buffer(part, sent)
     parts = list(sent.chunk(group.size)) if self.rank == source else None
     return wire.issue(
-        group.next(Kind.SCATTER, tensor, source),
+        group.next_collective(Kind.SCATTER, tensor, source),
         tensor.nbytes,
         partial(dist.scatter, mine, parts, source, group.handle, async_op=True),
-        partial(wire.arrived, mine),
+        partial(wire.finish_receive, mine),
         waits=True,
     ).wait()

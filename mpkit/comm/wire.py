@@ -5,8 +5,8 @@
     start       call torch.distributed, which returns a handle
     wait        now or later, by `Work.wait`; the call is compared once more
 
-Where ranks share a GPU, their backend (gloo) takes host memory only: `outgoing`, `incoming` and `arrived` stage tensors
-through it, and record the copies.
+Where ranks share a GPU, their backend (gloo) takes host memory only: `prepare_send`, `make_buffer` and
+`finish_receive` stage tensors through it, and record the copies.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Wire:
             self.before()
         # ---- record
         kind, group, number, peer, call = numbered
-        record, where = self.record, self.where()
+        record, where = self.record, self.find_source_line()
         text = "" if call is None else call.text
         op = record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
         # ---- publish
@@ -128,26 +128,26 @@ class Wire:
             call.publish()
         # ---- start
         if not waits:
-            with self._unseen(kind):
+            with self._hide_from_watch(kind):
                 handle = start()
             return Work(record, op, handle, result, where, -1, call)
         waiting = record.begin(Kind.WAIT, ref=op, where=where)
         try:
-            with self._unseen(kind):
+            with self._hide_from_watch(kind):
                 handle = start()
         except BaseException:
             record.end(waiting)
             raise
         return Work(record, op, handle, result, where, waiting, call)
 
-    def _unseen(self, kind: Kind) -> AbstractContextManager[Any]:
+    def _hide_from_watch(self, kind: Kind) -> AbstractContextManager[Any]:
         """Keep `mpkit.watch` from listening to a call that is recorded here: passing through it takes time."""
         unseen = self.gloo and kind in _ALLOCATE_NOTHING
         return _EXCLUDE(_WATCHED) if unseen else nullcontext()
 
     # ---- tensors as the backend takes them ----------------------------------------------------------------
 
-    def outgoing(self, tensor: Tensor) -> Tensor:
+    def prepare_send(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in a form that the backend can send: contiguous, detached, in host memory if staged."""
         tensor = (
             tensor.detach().resolve_conj().resolve_neg()
@@ -158,11 +158,11 @@ class Wire:
             self.record.end(op)
         return tensor.contiguous()
 
-    def incoming(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+    def make_buffer(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Return an empty tensor that the backend can fill."""
         return torch.empty(shape, dtype=like.dtype, device="cpu" if self.staged else like.device)
 
-    def arrived(self, filled: Tensor, into: Tensor | None = None) -> Tensor:
+    def finish_receive(self, filled: Tensor, into: Tensor | None = None) -> Tensor:
         """Return what the backend filled, on this rank's device, copied `into` a tensor if one is given."""
         if into is None:
             if not self.staged:
@@ -177,7 +177,7 @@ class Wire:
 
     # ---- the line of the call -----------------------------------------------------------------------------
 
-    def where(self) -> str:
+    def find_source_line(self) -> str:
         """Return the source line of the call: the innermost one outside this package."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__package__") == __package__:

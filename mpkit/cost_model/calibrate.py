@@ -55,7 +55,7 @@ class Observation:
     memory: float = 0.0
     source: str = ""
 
-    def predicted(self, constants: Constants) -> float:
+    def predict_seconds(self, constants: Constants) -> float:
         """Return the seconds that these constants predict."""
         return step_time(self.model, self.layout, self.sequence, self.hardware, self.stack, constants).seconds
 
@@ -84,7 +84,7 @@ def fit(rows: Sequence[Observation], prior: Constants = PRIOR, names: Sequence[s
 
     def residuals(x: np.ndarray) -> np.ndarray:
         now = constants(x)
-        errors = [log(row.predicted(now) / row.seconds) / NEAR for row in rows]
+        errors = [log(row.predict_seconds(now) / row.seconds) / NEAR for row in rows]
         return np.array([*errors, *(x / widths)])
 
     x = np.zeros(len(names))
@@ -109,7 +109,7 @@ def left_out(rows: Sequence[Observation], prior: Constants, names: Sequence[str]
     for i, row in enumerate(rows):
         others = [*rows[:i], *rows[i + 1 :]]
         constants = fit(others, prior, names) if others else prior
-        errors.append(row.predicted(constants) / row.seconds - 1)
+        errors.append(row.predict_seconds(constants) / row.seconds - 1)
     return errors
 
 

@@ -134,7 +134,7 @@ class Estimate:
             pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
             virtual_stages=self.plan.virtual_stages,
         )  # fmt: skip
-        forward, backward, hop = self.step.played
+        forward, backward, hop = self.step.played_times
         halves = [time / 2 for time in backward]
         reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
         kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}

@@ -124,13 +124,13 @@ class Fits(Drawn):
         """The change, or the two, that make the plan fit at the least cost in time; None if it fits, or none do."""
         if self:
             return None
-        single = list(self._changed(self.estimate.plan))
+        single = list(self._changed_plans(self.estimate.plan))
         working = [remedy for remedy in single if Fits(remedy.estimate)]
         if not working:
             working = [
                 replace(second, change=f"{first.change}, {second.change}")
                 for first in single
-                for second in self._changed(first.plan)
+                for second in self._changed_plans(first.plan)
                 if Fits(second.estimate)
             ]
         return min(working, key=lambda remedy: remedy.estimate.step_time, default=None)
@@ -160,7 +160,7 @@ class Fits(Drawn):
                 lines.append(f"  {change:+8.2f} GiB  {name}: {MEANING[name]}")
         return "\n".join(lines)
 
-    def _changed(self, plan: Plan) -> Iterator[Remedy]:
+    def _changed_plans(self, plan: Plan) -> Iterator[Remedy]:
         """Yield the plans that differ from one in one thing."""
         layout = self.estimate.layout
         for change, values in changes(plan, layout.microbatch):
@@ -189,7 +189,7 @@ class Fits(Drawn):
         """Return the bytes that fragmentation takes beside this memory."""
         return FRAGMENTATION * sum(memory.values())
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the answer in words."""
         e, memory = self.estimate, self.memory[self.fullest]
         name = e.model.name or "the model"

@@ -83,7 +83,7 @@ class StepTime:
         return dict(sorted(there, key=lambda each: -each[1]))
 
     @property
-    def played(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+    def played_times(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         """Seconds of each stage's forward and backward and of a message, as they are played."""
         return _with_sends(self.forward, self.backward, self.hop, self.blocking)
 

@@ -171,7 +171,7 @@ class Batches:
 
     def _load(self, indices: list[int], step: int) -> tuple[Value, Value]:
         samples = []
-        with self._draws.apart():
+        with self._draws.preserve_states():
             for i in indices:
                 self._draws.begin(step, i)
                 samples.append(self.dataset[i])

@@ -57,7 +57,7 @@ class Feeder:
                 f"data that come one after the other reach the ranks through a socket in {folder}: {error}. A shorter "
                 "TMPDIR helps, such as /tmp; or give the data as a list."
             ) from None
-        for target in (self._reading, self._accepting):
+        for target in (self._read_batches, self._accept_ranks):
             threading.Thread(target=target, name=f"mpkit-data{target.__name__}", daemon=True).start()
 
     @property
@@ -91,7 +91,7 @@ class Feeder:
 
     # ---- read -----------------------------------------------------------------------------------------------
 
-    def _reading(self) -> None:
+    def _read_batches(self) -> None:
         batches = self._stream.read()
         try:
             for step in range(self._steps.stop):
@@ -121,17 +121,17 @@ class Feeder:
 
     # ---- serve ----------------------------------------------------------------------------------------------
 
-    def _accepting(self) -> None:
+    def _accept_ranks(self) -> None:
         with self._listener:
             for _ in range(self._ranks):
                 connection = self._listener.accept()
                 if self._over:
                     return
                 threading.Thread(
-                    target=self._serving, args=(connection,), name="mpkit-data", daemon=True
+                    target=self._serve_rank, args=(connection,), name="mpkit-data", daemon=True
                 ).start()
 
-    def _serving(self, connection: Connection[Any, Any]) -> None:
+    def _serve_rank(self, connection: Connection[Any, Any]) -> None:
         with contextlib.suppress(OSError, EOFError), connection:  # the rank has exited
             while True:
                 rank, step, which = pickle.loads(connection.recv_bytes())

@@ -55,7 +55,7 @@ class SampleDraws:
                 generator.seed(seed)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def preserve_states(self) -> Iterator[None]:
         """Restore the random states of torch, NumPy and Python afterwards."""
         state, others = torch.default_generator.get_state(), OtherState.now()
         try:

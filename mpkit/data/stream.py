@@ -96,7 +96,7 @@ class Stream:
         number, came = len(self.first), len(self.first)
         while True:
             for item in self._iterator:
-                yield self._fitting(item, number)
+                yield self._check_item(item, number)
                 number, came = number + 1, came + 1
             if not self._begins_anew or not came:
                 return
@@ -106,7 +106,7 @@ class Stream:
         """Stop reading, which also ends the workers of a DataLoader."""
         self._iterator = iter(())
 
-    def _fitting(self, item: Any, number: int) -> tuple[Value, Value]:
+    def _check_item(self, item: Any, number: int) -> tuple[Value, Value]:
         try:
             batch = checked_batch(item, number)
         except ValueError as error:

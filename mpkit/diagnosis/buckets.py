@@ -66,7 +66,7 @@ def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
     same = [each for each in late if each.number == first.number]
     behind = len({each.number for each in late}) - 1
     more = f", and so do {behind} others" if behind > 1 else ", and so does another one" if behind else ""
-    yield evidence.finding(
+    yield evidence.make_finding(
         "late bucket",
         f"Bucket {first.number} of {first.of} starts after the backward has ended{more}: about "
         f"{seconds(first.seconds)} after its gradients were there.",

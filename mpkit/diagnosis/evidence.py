@@ -78,7 +78,7 @@ class Evidence:
         return self.path.step
 
     @property
-    def waiting(self) -> StepWaiting:
+    def waits(self) -> StepWaiting:
         """Who waits for whom."""
         return self.path.waiting
 
@@ -125,7 +125,9 @@ class Evidence:
         """Return by how many seconds the step would be shorter with other durations, (n,) by piece of the graph."""
         return self.path.step_time - self.graph.time_with(took)
 
-    def scaled(self, rows: Iterable[int], factors: Iterable[float], took: Array | None = None) -> Array:
+    def scale_durations(
+        self, rows: Iterable[int], factors: Iterable[float], took: Array | None = None
+    ) -> Array:
         """Return (n,) durations in which some operations take so many times as long.
 
         Args:
@@ -149,7 +151,7 @@ class Evidence:
         """Return seconds as a percentage of the step."""
         return percent(time / self.path.step_time) if self.path.step_time else "0 %"
 
-    def named(self, ranks: Iterable[int]) -> str:
+    def name_ranks(self, ranks: Iterable[int]) -> str:
         """Name ranks as the program numbers them, as in "Ranks 0 and 1"."""
         return list_ranks(self.whole.rank_number(rank) for rank in sorted(ranks))
 
@@ -157,7 +159,7 @@ class Evidence:
         """Return whether so many seconds are worth a finding."""
         return gain >= WORTH * self.path.step_time and gain > 0
 
-    def finding(
+    def make_finding(
         self, kind: str, words: str, *, reason: str, remedy: str, gain: float, rows: Iterable[int] = (),
         ranks: Iterable[int] | None = None, check: str = "", by: str = "replay", urgent: bool = False,
     ) -> Finding:  # fmt: skip
@@ -169,7 +171,7 @@ class Evidence:
             kind, words, reason, remedy, gain, by, self.step, tuple(where), ops, check.replace("{step}", number), urgent
         )  # fmt: skip
 
-    def explained(self, rows: Iterable[int], before: Sequence[Finding]) -> float:
+    def explained_seconds(self, rows: Iterable[int], before: Sequence[Finding]) -> float:
         """Return the most seconds that an earlier finding on any of these operations explains."""
         mine = set(map(int, rows))
         return max((each.gain for each in before if mine & set(each.ops)), default=0.0)

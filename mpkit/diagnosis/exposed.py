@@ -37,14 +37,14 @@ def exposed_communication(evidence: Evidence, before: Sequence[Finding]) -> Iter
         rows = evidence.rows(*((Kind.SEND, Kind.RECV) if kind == Kind.RECV else (kind,)))
         if not len(rows):
             continue
-        whole = evidence.gain(evidence.graph.without(evidence.graph.nodes_of(rows)))
-        gain = whole - evidence.explained(rows, before)
+        whole = evidence.gain(evidence.graph.durations_without(evidence.graph.nodes_of(rows)))
+        gain = whole - evidence.explained_seconds(rows, before)
         if not evidence.worth(gain):
             continue
         word = "messages between stages" if kind == Kind.RECV else kind.word.replace("_", "-")
         busy = float(np.mean(evidence.one.comm_time))
         hidden = float(np.mean(np.array(evidence.one.comm_time) - np.array(evidence.one.exposed_comm)))
-        yield evidence.finding(
+        yield evidence.make_finding(
             "exposed communication",
             f"{evidence.share(whole)} of the step is {word} that nothing hides: {seconds(whole)}, {len(rows)} "
             f"operations. "

@@ -37,14 +37,16 @@ def synchronizing_calls(evidence: Evidence, before: Sequence[Finding]) -> Iterab
     barriers = [row for row in rows if spans["kind"][row] == Kind.BARRIER]
     if not rows:
         return
-    took = graph.without(np.concatenate([graph.nodes_of(rows), _gaps_behind(evidence, rows)]).astype(int))
+    took = graph.durations_without(
+        np.concatenate([graph.nodes_of(rows), _gaps_behind(evidence, rows)]).astype(int)
+    )
     dropped = set(graph.nodes_of(barriers).tolist())
     gain = evidence.path.step_time - float(graph.play(took, without=dropped).max(initial=0.0))
     if not evidence.worth(gain):
         return
     count = len(rows) / max(len({int(spans["rank"][row]) for row in rows}), 1)
     what = "barriers" if barriers else "copies of a few bytes to the host"
-    yield evidence.finding(
+    yield evidence.make_finding(
         "synchronizing call",
         f"Each rank makes {count:g} synchronizing calls a step ({what}); without them the step would be "
         f"{seconds(gain)} "
@@ -86,7 +88,7 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
     idle = float(graph.took[gaps].sum()) / len(ranks)
     trains = bool(np.isin(evidence.spans["kind"], (Kind.BACKWARD, Kind.OPTIMIZER)).any())
     larger = "larger micro-batches, fused optimizers" if trains else "larger batches"
-    yield evidence.finding(
+    yield evidence.make_finding(
         "host-bound",
         f"Devices stand still for {seconds(idle)} a step ({percent(idle / evidence.path.step_time)}) between "
         f"operations, in "

@@ -25,7 +25,7 @@ UNLIKE = 2.0
 def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding if ranks wait for their share of the batch."""
     rows = evidence.rows(Kind.DATA)
-    gain = evidence.gain(evidence.graph.without(evidence.graph.nodes_of(rows)))
+    gain = evidence.gain(evidence.graph.durations_without(evidence.graph.nodes_of(rows)))
     if not evidence.worth(gain):
         return
     times = np.array(evidence.one.data_time)
@@ -35,9 +35,9 @@ def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
     median = seconds(float(np.median(times)))
     others = f"; the median rank loads for {median}; {lost_time(evidence, slowest)}" if alone else ""
     load = "loads" if len(ranks) == 1 else "load"
-    yield evidence.finding(
+    yield evidence.make_finding(
         "data loading",
-        f"{evidence.named(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before "
+        f"{evidence.name_ranks(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before "
         f"computing{others}.",
         reason="A rank that loads its samples itself does nothing else meanwhile, and the others wait for it in "
         "the first "
@@ -52,15 +52,15 @@ def copies(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding if ranks wait for copies between device and host."""
     rows = evidence.rows(Kind.COPY_TO_DEVICE, Kind.COPY_TO_HOST)
     rows = np.array([row for row in rows.tolist() if not is_synchronizing(evidence, row)], int)
-    gain = evidence.gain(evidence.graph.without(evidence.graph.nodes_of(rows)))
+    gain = evidence.gain(evidence.graph.durations_without(evidence.graph.nodes_of(rows)))
     if not evidence.worth(gain):
         return
     spans = evidence.spans[rows]
     ranks = np.unique(spans["rank"]).tolist()
     each = float((spans["end"] - spans["start"]).sum()) / len(ranks)
-    yield evidence.finding(
+    yield evidence.make_finding(
         "copies",
-        f"{evidence.named(ranks)} cop{'y' if len(ranks) > 1 else 'ies'} "
+        f"{evidence.name_ranks(ranks)} cop{'y' if len(ranks) > 1 else 'ies'} "
         f"{bytes_text(float(spans['bytes'].sum()) / len(ranks))} a "
         f"step between device and host, {seconds(each)}{' each' * (len(ranks) > 1)}, while computing nothing.",
         reason="Copies over PCIe are slow beside the device's own memory, and here nothing overlaps with them.",

@@ -44,7 +44,7 @@ class Late(NamedTuple):
 
 def late_ranks(evidence: Evidence) -> Iterable[Late]:
     """Yield each rank for which the others wait, because it came last to at least half of the collectives."""
-    graph, waiting, step = evidence.graph, evidence.waiting, evidence.path.step_time
+    graph, waiting, step = evidence.graph, evidence.waits, evidence.path.step_time
     everyone = range(graph.world_size)
     lane = np.where(graph.row >= 0, evidence.spans["lane"][graph.row], Lane.NONE)
     work = graph.kind == Node.WORK
@@ -89,13 +89,13 @@ def on_time(evidence: Evidence, late: Iterable[Late]) -> np.ndarray[tuple[int, .
 
 def arrives_last(evidence: Evidence, rank: int) -> str:
     """Say to how many collectives a rank came last; "" if to none."""
-    last, of = evidence.waiting.last[rank], evidence.waiting.collectives
+    last, of = evidence.waits.last[rank], evidence.waits.collectives
     return f"arrives last in {last} of {of} collectives" if last else ""
 
 
 def lost_time(evidence: Evidence, rank: int) -> str:
     """Say what the others lose until a rank comes."""
-    waiting = evidence.waiting
+    waiting = evidence.waits
     for_it = np.delete(waiting.ranks[:, rank], rank)
     total = float(np.delete(waiting.ranks.sum(axis=1) + waiting.under_way, rank).sum())
     of_all = f", {percent(float(for_it.sum()) / total)} of their waiting" if total else ""

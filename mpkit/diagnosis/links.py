@@ -70,7 +70,7 @@ def slow_links(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
             factors = [
                 min(usual[met] / met.took, 1.0) if met.took else 1.0 for met in known for _ in met.rows
             ]
-            gain = evidence.gain(evidence.scaled(rows, factors))
+            gain = evidence.gain(evidence.scale_durations(rows, factors))
             if evidence.worth(gain):
                 yield _slow(evidence, link, took, should, known, gain, rows)
 
@@ -87,9 +87,9 @@ def _slow(
 ) -> Finding:  # fmt: skip
     nodes = {evidence.machine.node_of(rank) for rank in link} if evidence.machine is not None else set()
     across = " They are on different nodes." if len(nodes) > 1 else ""
-    named = evidence.named(link)
+    named = evidence.name_ranks(link)
     size = float(np.mean([met.nbytes for met in mets]))
-    return evidence.finding(
+    return evidence.make_finding(
         "slow link",
         f"Between {named[0].lower()}{named[1:]}, {bytes_text(size)} take {seconds(took / len(mets))}, "
         f"{took / should:.1f} times as long as between other ranks.{across}",
@@ -116,10 +116,10 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
         saved = share * float(np.mean(taking)) * (1 - 1 / MERGED)
         rows = [row for met in mets for row in met.rows]
         factors = [max(1 - saved / met.took, 0.0) if met.took else 1.0 for met in mets for _ in met.rows]
-        gain = evidence.gain(evidence.scaled(rows, factors))
+        gain = evidence.gain(evidence.scale_durations(rows, factors))
         if evidence.worth(gain):
             word = Kind(kind).word.replace("_", "-")
-            yield evidence.finding(
+            yield evidence.make_finding(
                 "small messages",
                 f"{len(mets)} {word}s a step of {bytes_text(float(np.mean([met.nbytes for met in mets])))} on "
                 f"average take "

@@ -46,9 +46,9 @@ def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> Iterable
         return
     memory, peak = machine.device_of(rank).memory, peaks[rank]
     largest = max(CATEGORIES, key=lambda name: peak[name])
-    yield evidence.finding(
+    yield evidence.make_finding(
         "memory near the limit",
-        f"{evidence.named([rank])} holds {bytes_text(peak['total'])} of its device's {bytes_text(memory)} "
+        f"{evidence.name_ranks([rank])} holds {bytes_text(peak['total'])} of its device's {bytes_text(memory)} "
         f"({percent(shares[rank])}), "
         f"most of it {largest} ({bytes_text(peak[largest])}).",
         reason="Near the limit the allocator frees and asks again, which stops the device; a longer sequence "
@@ -95,7 +95,7 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
         else f", {percent(kept[rank] / max(peaks[rank], 1))} more"
     )
     rows = np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE)
-    yield evidence.finding(
+    yield evidence.make_finding(
         "useless recomputation",
         f"Recomputation takes {seconds(gain)} a step ({evidence.share(gain)}), and without it rank "
         f"{evidence.whole.rank_number(rank)}, the fullest, would hold about "
@@ -113,7 +113,7 @@ def _without_recomputation(evidence: Evidence) -> Array | None:
     if not len(again):
         return None
     outer = again[spans["depth"][again] == 0]
-    took = graph.without(graph.nodes_of(outer))
+    took = graph.durations_without(graph.nodes_of(outer))
     back = evidence.work.row[np.isin(evidence.work.kind, BACKWARDS)]
     for row in again[spans["depth"][again] > 0].tolist():
         length = float(spans["end"][row] - spans["start"][row])
@@ -134,11 +134,11 @@ def _kept_bytes(evidence: Evidence, rank: int) -> float:
     if not len(again) or not len(changes):
         return 0.0
 
-    def at(times: Array) -> Array:
+    def total_at(times: Array) -> Array:
         rows = np.searchsorted(changes["time"], times, side="right") - 1
         return np.asarray(changes["total"][np.maximum(rows, 0)])
 
-    makes = float(np.maximum(at(again["end"]).astype(float) - at(again["start"]), 0.0).sum())
+    makes = float(np.maximum(total_at(again["end"]).astype(float) - total_at(again["start"]), 0.0).sum())
     forwards = own[(own["kind"] == Kind.FORWARD) & (own["depth"] == 0)]
     backs = own[np.isin(own["kind"], (Kind.BACKWARD, Kind.INPUT_GRAD)) & (own["depth"] == 0)]
     times = np.concatenate([forwards["end"], backs["end"]])

@@ -56,16 +56,16 @@ def imbalance(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding
     largest = int(there[np.argmax(total[there])])
     over = float(total[largest] / total[there].mean())
     rows = work.row[staged]
-    gain = evidence.gain(evidence.scaled(rows, factor[staged]))
+    gain = evidence.gain(evidence.scale_durations(rows, factor[staged]))
     if over < UNEVEN or not evidence.worth(gain):
         return
     stages = sorted(set(work.stage[staged & (work.rank == largest)].tolist()))
     named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     unit = "FLOPs" if by_flops else "time"
     seconds_of = np.bincount(work.rank[staged], work.took[staged], minlength=evidence.graph.world_size)
-    yield evidence.finding(
+    yield evidence.make_finding(
         "unbalanced stages",
-        f"{evidence.named([largest])} with {named} has {over:.2f} times the mean {unit} of a rank: it works "
+        f"{evidence.name_ranks([largest])} with {named} has {over:.2f} times the mean {unit} of a rank: it works "
         f"{percent(float(seconds_of[largest]) / evidence.path.step_time)} of the step, the others "
         f"{percent(float(np.delete(seconds_of[there], np.argmax(total[there])).mean()) / evidence.path.step_time)}.",
         reason="A pipeline runs at the pace of its largest stage; all others wait for it in each micro-batch.",
@@ -105,7 +105,7 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     expects = (
         f"{percent(float(theory))} by the theory of {plan.schedule}" if theory is not None else plan.schedule
     )
-    yield evidence.finding(
+    yield evidence.make_finding(
         "schedule's bubble",
         f"With equal stages ranks are idle for {percent(even.bubble)}, {expects} with {p} ranks and {m} "
         f"micro-batch{'es' * (m > 1)}; {more}{f' of {schedule}' * (schedule != plan.schedule)} would "

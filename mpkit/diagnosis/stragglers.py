@@ -61,7 +61,7 @@ def _slow(evidence: Evidence, awaited_ranks: set[int]) -> Iterable[Finding]:
         if should <= 0 or took < (AWAITED if rank in awaited_ranks else SLOWER) * should:
             continue
         factor = np.divide(usual, work.took, out=np.ones(len(usual)), where=work.took > 0)
-        gain = evidence.gain(evidence.scaled(work.row[mine], np.minimum(factor[mine], 1.0)))
+        gain = evidence.gain(evidence.scale_durations(work.row[mine], np.minimum(factor[mine], 1.0)))
         if evidence.worth(gain):
             yield _slow_rank(evidence, rank, took / should, gain, work.row[mine])
 
@@ -100,7 +100,7 @@ def _paces(work: StepWork, of_kind: Array) -> dict[int, float]:
 def _slow_rank(evidence: Evidence, rank: int, ratio: float, gain: float, rows: Array) -> Finding:
     arrives = f"{last}: it " if (last := arrives_last(evidence, rank)) else ""
     words = (
-        f"{evidence.named([rank])} {arrives}takes {ratio:.2f} times as long as ranks that do the same, and "
+        f"{evidence.name_ranks([rank])} {arrives}takes {ratio:.2f} times as long as ranks that do the same, and "
         f"{lost_time(evidence, rank)}."
     )
     remedy = (
@@ -125,8 +125,8 @@ def _late(evidence: Evidence, late: Late, gain: float) -> Finding:
         why = f"it starts late: it begins the step {after} after its peers, and until then {until}"
         remedy = "what it does between two steps: loading, logging, evaluation, checkpoints."
     words = (
-        f"{evidence.named([late.rank])} {arrives_last(evidence, late.rank)}, and {lost_time(evidence, late.rank)}. "
-        f"Above all, {why}."
+        f"{evidence.name_ranks([late.rank])} {arrives_last(evidence, late.rank)}, and "
+        f"{lost_time(evidence, late.rank)}. Above all, {why}."
     )
     remedy = f"Compare rank {evidence.whole.rank_number(late.rank)}'s host with the others: {remedy}"
     rows = evidence.graph.row[late.nodes]
@@ -134,7 +134,7 @@ def _late(evidence: Evidence, late: Late, gain: float) -> Finding:
 
 
 def _straggler(evidence: Evidence, rank: int, words: str, remedy: str, gain: float, rows: Array) -> Finding:
-    return evidence.finding(
+    return evidence.make_finding(
         "straggler", words,
         reason="A collective begins when its last member has come, and a stage when it has its inputs: all go at the "
         "pace of the slowest.",

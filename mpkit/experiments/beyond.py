@@ -65,17 +65,17 @@ class Beyond:
                     f"more: beyond=[{2 * most}, {4 * most}]"
                 )
         for plan in (*measured, *self.plans):
-            self._priced(plan)
+            self._estimate_plan(plan)
 
     def predict(self, measured: Sequence[tuple[Plan, float]]) -> list[Estimate]:
         """Return the estimates of the plans, from the measured seconds of others."""
         prior = preset_as_played(self.hardware.device).constants
-        found = calibrate(((self._priced(plan), took) for plan, took in measured), prior=prior)
+        found = calibrate(((self._estimate_plan(plan), took) for plan, took in measured), prior=prior)
         if len(measured) < ENOUGH:
             found = replace(found, band=max(UNFITTED, found.band))
-        return [self._priced(plan, found) for plan in self.plans]
+        return [self._estimate_plan(plan, found) for plan in self.plans]
 
-    def _priced(self, plan: Plan, preset: Preset | None = None) -> Estimate:
+    def _estimate_plan(self, plan: Plan, preset: Preset | None = None) -> Estimate:
         return estimate(
             self.model, plan, self.hardware, global_batch=self.batch_of(plan.ranks), sequence=self.sequence,
             stack="mpkit", preset=preset,

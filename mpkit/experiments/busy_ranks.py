@@ -61,7 +61,7 @@ class BusyRanks:
     taken: float
     issue: Mapping[Kind, tuple[float, float]]
 
-    def issued(self, kinds: Array, nbytes: Array) -> Array:
+    def issue_seconds(self, kinds: Array, nbytes: Array) -> Array:
         """Return the seconds of its own CPU that a rank spends on communications, (n,), from kinds and bytes, (n,).
 
         One whose kind was not measured takes what an all-reduce does.

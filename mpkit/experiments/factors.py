@@ -117,7 +117,7 @@ class Factors:
     split: float = 1.0
 
     @classmethod
-    def of(cls, measured: Trace, step: int, counted: Trace) -> Factors:
+    def from_traces(cls, measured: Trace, step: int, counted: Trace) -> Factors:
         """Pair the times of a step with what is counted for the same plan.
 
         Args:
@@ -140,7 +140,7 @@ class Factors:
         hardware = str(measured.meta.get("hardware", ""))
         return cls(rows, measured.meta["stages"], hardware, 1.0 if events else SPLIT)
 
-    def applied(self, counted: Trace) -> Trace:
+    def apply_to(self, counted: Trace) -> Trace:
         """Return a played plan whose actions take as long as those of the run would.
 
         An action takes the factor of the run's action of its kind, of the stage with its layers, at the same fraction

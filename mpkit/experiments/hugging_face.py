@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mpkit.api.borrowed_cluster import lent
+from mpkit.api.borrowed_cluster import borrow_cluster
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.catalogue.tables import rows
@@ -101,7 +101,7 @@ class HFRow:
     timeline: Timeline
 
     @property
-    def fitted(self) -> bool:
+    def is_fitted(self) -> bool:
         """Whether a figure of the machine was chosen so that this row agrees with the guide (`fit`)."""
         return self.strategy == "DDP"
 
@@ -134,7 +134,7 @@ class HFExperiment:
                     "ratio": mine,
                     "published_ratio": published,
                     "off": mine / published - 1,
-                    "fitted": row.fitted,
+                    "fitted": row.is_fitted,
                 }
             )
         return data_frame(records)
@@ -145,7 +145,7 @@ class HFExperiment:
             mine, published = self.ratio(row)
             name = f"{row.strategy:4} {'with' if row.nvlink else 'without'} NVLink"
             times = f"{row.seconds * 1e3:5.0f} ms {row.published * 1e3:8.0f} ms {mine:7.3f} {published:9.3f}"
-            lines.append(f"{name:44} {times}   {'fitted' if row.fitted else 'predicted'}")
+            lines.append(f"{name:44} {times}   {'fitted' if row.is_fitted else 'predicted'}")
         return "\n".join(lines)
 
 
@@ -159,7 +159,7 @@ def hf_experiment(cluster: Cluster | None = None) -> HFExperiment:
     Returns:
         The three rows, together with the published times: `print` it, or call `to_dataframe()`.
     """
-    with lent(cluster) as used:
+    with borrow_cluster(cluster) as used:
         ddp = play(Plan.ddp(GPUS), hardware(NVLINK), used)
         dp = play(Plan(dp=GPUS, data_parallel="dp"), hardware(NVLINK), used)
     return HFExperiment(

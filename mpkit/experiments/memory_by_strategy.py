@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpkit.api.borrowed_cluster import lent_of_any_size
+from mpkit.api.borrowed_cluster import borrow_clusters
 from mpkit.api.cluster import Cluster
 from mpkit.experiments.scaling import strategy
 from mpkit.fake import trace_fake
@@ -83,7 +83,7 @@ class MemoryByStrategy(Charted):
     how: str
 
     @classmethod
-    def of(cls, timelines: Mapping[str, Timeline], states: float = 2) -> MemoryByStrategy:
+    def from_timelines(cls, timelines: Mapping[str, Timeline], states: float = 2) -> MemoryByStrategy:
         """Make the comparison from timelines of runs that exist already.
 
         Args:
@@ -157,7 +157,7 @@ def memory_by_strategy(
     states = states_of(optimizer)
     plays = not isinstance(model, nn.Module)
     rows: list[MemoryRow] = []
-    with lent_of_any_size(clusters) as sized:
+    with borrow_clusters(clusters) as sized:
         for name, plan in named.items():
             cluster = sized(1 if plays else plan.ranks)
             if isinstance(model, nn.Module):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mpkit.api.borrowed_cluster import lent
+from mpkit.api.borrowed_cluster import borrow_cluster
 from mpkit.api.cluster import Cluster
 from mpkit.support.tracebacks import public
 from mpkit.timeline.timeline import Timeline
@@ -103,7 +103,7 @@ def mean_and_std_at_once(
     with torch.no_grad():
         alone = F.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
     # ---- on two
-    with lent(cluster, RANKS) as used:
+    with borrow_cluster(cluster, RANKS) as used:
         outputs = used.run(on_a_rank, x, layer)
         trace = used.trace
     return OperatorsAtOnce(outputs, max(float((y - alone).abs().max()) for y in outputs), trace)

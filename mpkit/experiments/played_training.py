@@ -55,11 +55,11 @@ class PlayedTraining:
         """
         empty, batch = self._empty, self._batch
 
-        def made() -> torch.nn.Module:
+        def make_model() -> torch.nn.Module:
             return deepcopy(empty).to_empty(device="cpu")
 
         return trace_fake(
-            made, plan, batch=batch if samples is None else first_samples(samples, batch), loss=self._loss,
+            make_model, plan, batch=batch if samples is None else first_samples(samples, batch), loss=self._loss,
             optimizer=self._optimizer, steps=steps, hardware="cpu", max_grad_norm=self._max_grad_norm,
             cluster=cluster,
         )  # fmt: skip

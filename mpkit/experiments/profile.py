@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.api.borrowed_cluster import lent_of_any_size
+from mpkit.api.borrowed_cluster import borrow_clusters
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
 from mpkit.experiments.action_times import action_times, whole_model
@@ -99,7 +99,9 @@ class Profile:
         samples = max(1, round(self.samples / (plan.dp * plan.microbatches)))
         kinds = kinds_of(counted)
         factors = {kind: self._factor(LIKE.get(kind, kind), samples, cluster) for kind in kinds}
-        trace = scale_trace(counted, lambda rank, kind, ops: factors[kind], kinds, issued=self.busy.issued)
+        trace = scale_trace(
+            counted, lambda rank, kind, ops: factors[kind], kinds, issued=self.busy.issue_seconds
+        )
         # ---- share
         hardware = None if clock == "virtual" else replace(find("cpu"), name="cpu-busy", link=self.busy.link)
         alone = Timeline.of(trace, hardware)
@@ -107,13 +109,13 @@ class Profile:
         taken = self.busy.taken if clock == "measured" and plan.ranks >= cores() else 0.0
         copies = overlapped_share(alone, kinds, comm=True) if taken else {}
 
-        def shared(rank: int, kind: Kind, ops: Any) -> float:
+        def slow_down(rank: int, kind: Kind, ops: Any) -> float:
             beside = self.beside.get(LIKE.get(kind, kind), 1.0)
             return (1 + (beside - 1) * others.get((rank, kind), 0.0)) * (
                 1 + taken * copies.get((rank, kind), 0.0)
             )
 
-        return Timeline.of(scale_trace(trace, shared, kinds), hardware)
+        return Timeline.of(scale_trace(trace, slow_down, kinds), hardware)
 
     def train(self, plan: Plan, cluster: Cluster, *, steps: int) -> Run:
         """Start a training of the profiled model on its batch, to compare a prediction with it.
@@ -194,7 +196,7 @@ def profile(
     def train(plan: Plan, on: Cluster, steps: int) -> Run:
         return on.train(model, [batch], plan, loss=loss, optimizer=optimizer, steps=steps, show=False)
 
-    with lent_of_any_size(cluster.resized if cluster is not None else None, "cpu") as clusters:
+    with borrow_clusters(cluster.resized if cluster is not None else None, "cpu") as clusters:
 
         def trial(plan: Plan, sizes: Sequence[int], kinds: Collection[Kind]) -> dict[int, dict[Kind, float]]:
             def on_batches(turns: Sequence[int]) -> Timeline:

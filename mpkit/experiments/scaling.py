@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mpkit.api.borrowed_cluster import lent_of_any_size
+from mpkit.api.borrowed_cluster import borrow_clusters
 from mpkit.api.cluster import Cluster
 from mpkit.devices.hardware import Hardware
 from mpkit.experiments.beyond import Beyond, beyond_of
@@ -191,7 +191,7 @@ def scaling(
     more = [_plan_of(plan, "beyond") for plan in beyond]
     ahead = _ahead(model, data, asked, more, hardware, weak, device) if more else None
     figures = []
-    with lent_of_any_size(clusters, device) as sized:
+    with borrow_clusters(clusters, device) as sized:
         for plan in asked:
             grown = _grow_batches(data, plan.ranks, least, steps) if weak else data
             cluster = sized(plan.ranks)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.api.borrowed_cluster import lent
+from mpkit.api.borrowed_cluster import borrow_cluster
 from mpkit.api.cluster import Cluster
 from mpkit.experiments.soap_found import RANKS, Sent, Soap, Way, count_exchanged
 from mpkit.experiments.soap_operator import AlgebraicOperator, Box, Pieces, whole
@@ -93,7 +93,7 @@ def soap(
     }
     alone = _alone(operator, given)
     # ---- its parts
-    with lent(cluster, RANKS) as used:
+    with borrow_cluster(cluster, RANKS) as used:
         by_rank: list[dict[str, Pieces]] = used.run(on_a_rank, operator, given)
         trace = used.trace
     sent = count_exchanged(trace)
@@ -169,7 +169,7 @@ def _alone(operator: AlgebraicOperator, given: dict[str, Tensor]) -> dict[str, P
 
 
 def _way(name: str, by_rank: list[Pieces], sent: list[Sent], alone: Pieces) -> Way:
-    def apart(what: str, mine: Tensor, box: Box, all_of_it: Tensor) -> float:
+    def largest_error(what: str, mine: Tensor, box: Box, all_of_it: Tensor) -> float:
         there = all_of_it[tuple(slice(*edge) for edge in box)]
         assert mine.shape == there.shape, f"{name}: {what} is {mine.shape}, not {there.shape}"
         return float((mine - there).abs().max())
@@ -178,8 +178,10 @@ def _way(name: str, by_rank: list[Pieces], sent: list[Sent], alone: Pieces) -> W
     for has in by_rank:
         for what in ("Y", "Z"):
             if what in has.values:
-                outputs.append(apart(what, has.values[what], has.boxes[what], alone.values[what]))
-        gradients += [apart(f"∂{k}", v, has.boxes[k], alone.gradients[k]) for k, v in has.gradients.items()]
+                outputs.append(largest_error(what, has.values[what], has.boxes[what], alone.values[what]))
+        gradients += [
+            largest_error(f"∂{k}", v, has.boxes[k], alone.gradients[k]) for k, v in has.gradients.items()
+        ]
     tensors = dict.fromkeys(key for has in by_rank for key in has.boxes)
     held = {key: [has.boxes.get(key) for has in by_rank] for key in tensors}
     return Way(name, *ABOUT[name], held, sent, max(outputs), max(gradients))

@@ -64,7 +64,7 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
     # ---- memory
     run_memory = rows[0].timeline.peak_memory
     is_played = asked[-1].plan != run.plan
-    played_memory = Timeline.of(recorded.played(run.plan)).peak_memory if is_played else None
+    played_memory = Timeline.of(recorded.play_plan(run.plan)).peak_memory if is_played else None
     memory = rows[-1].timeline.peak_memory if is_played else run_memory
     return WhatIf(rows, recorded.band(asked), run_memory, played_memory, memory)
 
@@ -93,13 +93,15 @@ class _Recorded:
     def typical(self, setting: ChangedPlan) -> Timeline:
         """Return the step of median length in a setting."""
         if setting.plan == self.plan:
-            whole = self._replayed(self.trace, setting)
+            whole = self._replay_trace(self.trace, setting)
             found = [whole.step(number) for number in self.steps]
         else:
-            own, changed = self.played(self.plan), self.played(setting.plan)
+            own, changed = self.play_plan(self.plan), self.play_plan(setting.plan)
             last = last_step(changed)
             found = [
-                self._replayed(Factors.of(self.trace, number, own).applied(changed), setting).step(last)
+                self._replay_trace(
+                    Factors.from_traces(self.trace, number, own).apply_to(changed), setting
+                ).step(last)
                 for number in self.steps
             ]
         return sorted(found, key=lambda step: step.step_time)[(len(found) - 1) // 2]
@@ -110,7 +112,7 @@ class _Recorded:
             return 0.0
         return None if self._on_gpus else BAND
 
-    def played(self, plan: Plan) -> Trace:
+    def play_plan(self, plan: Plan) -> Trace:
         """Play two steps of a plan, of which the first sets up; each plan once."""
         key = plan.to_json()
         if key not in self._known:
@@ -124,7 +126,7 @@ class _Recorded:
             self._known[key] = counted if self._on_gpus else with_starts(counted, START)
         return self._known[key]
 
-    def _replayed(self, trace: Trace, setting: ChangedPlan) -> Timeline:
+    def _replay_trace(self, trace: Trace, setting: ChangedPlan) -> Timeline:
         if not setting.overlap:
             trace = without_overlap(trace)
         if setting.link == 1:

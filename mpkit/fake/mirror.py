@@ -42,17 +42,17 @@ class RankMirror:
         self._named, which = np.unique(named, axis=1, return_inverse=True)
         self._which = which.reshape(-1)
 
-    def of(self, other: int) -> RankTrace:
+    def trace_of(self, other: int) -> RankTrace:
         """Return what rank `other` would have recorded."""
         if other == self._rank:
             return self._recorded
         # ---- names of groups and messages
         names = list(self._recorded.names)
         for line in self._groups:
-            names[line] = self._renamed(names[line], other)
+            names[line] = self._rewrite_name(names[line], other)
         # ---- roots and other ends
         peers = [
-            peer if peer < 0 else self._moved(peer, _members(self._recorded.names[line]), other)
+            peer if peer < 0 else self._map_member(peer, _members(self._recorded.names[line]), other)
             for line, peer in self._named.T.tolist()
         ]
         ops = self._recorded.ops
@@ -61,15 +61,15 @@ class RankMirror:
             ops["peer"][self._talks] = np.array(peers)[self._which]
         return replace(self._recorded, ops=ops, names=names)
 
-    def _renamed(self, text: str, other: int) -> str:
+    def _rewrite_name(self, text: str, other: int) -> str:
         """Rewrite the name of a group or a message with the other rank's members."""
         _, hash_, tag = text.partition("#")
         members = _members(text)
-        moved = [self._moved(member, members, other) for member in members]
+        moved = [self._map_member(member, members, other) for member in members]
         assert other in moved, f"rank {self._rank} cannot stand for rank {other} in {text}"
         return (">" if hash_ else ",").join(map(str, moved)) + hash_ + tag
 
-    def _moved(self, member: int, members: Sequence[int], other: int) -> int:
+    def _map_member(self, member: int, members: Sequence[int], other: int) -> int:
         """Return the rank in the other rank's group that corresponds to `member` in the played rank's."""
         places = [self._mesh.place(each) for each in members]
         theirs, place = self._mesh.place(other), self._mesh.place(member)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpkit.api.borrowed_cluster import lent
+from mpkit.api.borrowed_cluster import borrow_cluster
 from mpkit.api.cluster import Cluster
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.enough import check_enough, enough_a100
@@ -86,7 +86,7 @@ def trace_fake(
     check_enough(machine, plan.ranks, "trace_fake")
     script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
     # ---- play
-    with lent(cluster) as used:
+    with borrow_cluster(cluster) as used:
         played = used.run(play, script)[0]
     if played.error:
         raise ValueError(played.error)
@@ -110,7 +110,7 @@ def _mirror_records(played: PlayedScript, plan: Plan, rank: int | None, machine:
     }  # fmt: skip
     assert played.ranks[first].state == "finished"
     mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in played.ranks.items()}
-    return Trace([mirrors[each].of(other) for other, each in enumerate(played.stands_for)], meta)
+    return Trace([mirrors[each].trace_of(other) for other, each in enumerate(played.stands_for)], meta)
 
 
 def _check(model_fn: Any, plan: Any, rank: Any) -> None:

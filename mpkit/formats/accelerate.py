@@ -45,7 +45,7 @@ def _in_mode(name: str) -> Callable[[ExportRequest], bool]:
     return lambda asked: mode(asked) == name
 
 
-def _where(name: str, write: Callable[[ExportRequest], Any]) -> Callable[[ExportRequest], Any]:
+def _write_for(name: str, write: Callable[[ExportRequest], Any]) -> Callable[[ExportRequest], Any]:
     """Return a writer that leaves its key out in other modes."""
     return lambda asked: write(asked) if mode(asked) == name else None
 
@@ -115,16 +115,16 @@ GENERAL: tuple[FormatKey, ...] = (
 )  # fmt: skip
 
 SHARDED: tuple[FormatKey, ...] = (
-    context(f"{FSDP}_version", "fully_shard", _where("FSDP", lambda asked: 2)),
+    context(f"{FSDP}_version", "fully_shard", _write_for("FSDP", lambda asked: 2)),
     context(f"{FSDP}_reshard_after_forward", "true: ZeRO-3; false: gathered parameters stay until the backward",
-            _where("FSDP", lambda asked: asked.plan.zero != 2)),
+            _write_for("FSDP", lambda asked: asked.plan.zero != 2)),
     context(f"{FSDP}_sharding_strategy", "as FSDP1 says it", lambda asked: None),
     context(f"{FSDP}_auto_wrap_policy", "each block is gathered by itself",
-            _where("FSDP", lambda asked: "TRANSFORMER_BASED_WRAP")),
+            _write_for("FSDP", lambda asked: "TRANSFORMER_BASED_WRAP")),
     FormatKey(f"{FSDP}_offload_params", "parameters, gradients and optimizer on the host",
-        _where("FSDP", lambda asked: asked.plan.offload == "params"), _true("offload", "params"), ("offload",)),
+        _write_for("FSDP", lambda asked: asked.plan.offload == "params"), _true("offload", "params"), ("offload",)),
     FormatKey(f"{FSDP}_activation_checkpointing", "recomputes each block in the backward",
-        _where("FSDP", lambda asked: asked.plan.recompute == "full"), _true("recompute", "full"), ("recompute",)),
+        _write_for("FSDP", lambda asked: asked.plan.recompute == "full"), _true("recompute", "full"), ("recompute",)),
     _parallel("dp_replicate_size", "replicas that are not sharded", lambda asked: 1),
     _parallel("dp_shard_size", "replicas, sharded", lambda asked: asked.plan.dp),
     _parallel("tp_size", "ranks that share each layer", lambda asked: asked.plan.tp, "tp"),
@@ -137,21 +137,21 @@ OTHERS: tuple[FormatKey, ...] = (
     number(f"{SPEED}.gradient_accumulation_steps", "microbatches", "micro-batches per optimizer step",
            _in_mode("DEEPSPEED")),
     FormatKey(f"{SPEED}.offload_optimizer_device", "where optimizer states are",
-        _where("DEEPSPEED", lambda asked: "none" if asked.plan.offload == "none" else "cpu"), _device("optimizer"),
+        _write_for("DEEPSPEED", lambda asked: "none" if asked.plan.offload == "none" else "cpu"), _device("optimizer"),
         ("offload",)),
     FormatKey(f"{SPEED}.offload_param_device", "where parameters are",
-        _where("DEEPSPEED", lambda asked: "cpu" if asked.plan.offload == "params" else "none"), _device("params"),
+        _write_for("DEEPSPEED", lambda asked: "cpu" if asked.plan.offload == "params" else "none"), _device("params"),
         ("offload",)),
     number(f"{MEGA}_tp_degree", "tp", "ranks that share each layer", _in_mode("MEGATRON_LM")),
     number(f"{MEGA}_pp_degree", "pp", "pipeline ranks", _in_mode("MEGATRON_LM")),
     number(f"{MEGA}_context_parallel_size", "cp", "ranks that share each sequence", _in_mode("MEGATRON_LM")),
     number(f"{MEGA}_num_micro_batches", "microbatches", "micro-batches per optimizer step", _in_mode("MEGATRON_LM")),
     FormatKey(f"{MEGA}_sequence_parallelism", "divides the sequence between layers too",
-        _where("MEGATRON_LM", lambda asked: asked.plan.sequence_parallel), _true("sequence_parallel", True),
+        _write_for("MEGATRON_LM", lambda asked: asked.plan.sequence_parallel), _true("sequence_parallel", True),
         ("sequence_parallel",)),
     FormatKey(f"{MEGA}_use_distributed_optimizer", "shards optimizer states among replicas (ZeRO-1)",
-        _where("MEGATRON_LM", lambda asked: asked.plan.zero > 0), _true("zero", 1), ("zero",)),
-    context(f"{MEGA}_gradient_clipping", "largest norm of the gradients", _where("MEGATRON_LM", lambda asked: 1.0)),
+        _write_for("MEGATRON_LM", lambda asked: asked.plan.zero > 0), _true("zero", 1), ("zero",)),
+    context(f"{MEGA}_gradient_clipping", "largest norm of the gradients", _write_for("MEGATRON_LM", lambda asked: 1.0)),
 )  # fmt: skip
 
 ACCELERATE = Format(

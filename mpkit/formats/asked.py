@@ -46,14 +46,14 @@ class ExportRequest:
     port: int = 29500
 
     @classmethod
-    def of(cls, plan: Plan, format: str, given: Mapping[str, Any]) -> ExportRequest:
+    def from_plan(cls, plan: Plan, format: str, given: Mapping[str, Any]) -> ExportRequest:
         """Check what was given, and fill in the rest.
 
         Raises:
             ValueError: there is no such argument, or numbers do not multiply to the plan's.
 
         >>> from mpkit.plan.plan import Plan
-        >>> asked = ExportRequest.of(Plan.ddp(16, microbatches=2), "torchrun", {"global_batch": 64})
+        >>> asked = ExportRequest.from_plan(Plan.ddp(16, microbatches=2), "torchrun", {"global_batch": 64})
         >>> asked.nodes, asked.gpus_per_node, asked.micro_batch, asked.master
         (2, 8, 2, 'node0')
         """

@@ -46,7 +46,7 @@ def options(page: Page, array: str, names: Sequence[str]) -> str:
 
     >>> from mpkit.formats.asked import ExportRequest
     >>> from mpkit.plan.plan import Plan
-    >>> page = Page(ExportRequest.of(Plan(), "torchrun", {}), {"--nnodes": 1}, {"--nnodes": "machines"}, [])
+    >>> page = Page(ExportRequest.from_plan(Plan(), "torchrun", {}), {"--nnodes": 1}, {"--nnodes": "machines"}, [])
     >>> print(options(page, "LAUNCH", ["--nnodes", "--rdzv-id"]))
     LAUNCH=(
       --nnodes=1                                  # machines

@@ -40,7 +40,7 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
         ValueError: there is no such format, or the framework would refuse the plan.
     """
     chosen = format_of(name)
-    asked = ExportRequest.of(plan, name, context)
+    asked = ExportRequest.from_plan(plan, name, context)
     chosen.check(asked)
     values = chosen.values_of(asked)
     cannot = _cannot_say(plan, chosen, values)
@@ -50,7 +50,9 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
         warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
     comments = {key.name: key.comment for key in chosen.keys if key.name in values}
     page = Page(asked, values, comments, _header(asked, chosen, effects))
-    return Config.of(chosen.syntax.dump(page), name, comments, cannot, chosen.syntax.annotate(page))
+    return Config.with_comments(
+        chosen.syntax.dump(page), name, comments, cannot, chosen.syntax.annotate(page)
+    )
 
 
 def _cannot_say(plan: Plan, chosen: Format, values: dict[str, Any]) -> dict[str, str]:

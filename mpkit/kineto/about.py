@@ -13,7 +13,7 @@ from mpkit.kineto.reading.sound_event import text_of
 from mpkit.support.bounded import read_json
 from mpkit.trace.sound import MOST_RANKS
 
-__all__ = ["About", "about"]
+__all__ = ["About", "read_header"]
 
 LONGEST = 1_000_000
 """The most characters of a mapping that is written as a text."""
@@ -49,7 +49,7 @@ class About:
         return tuple(range(self.world_size or 0)) or (() if self.rank is None else (self.rank,))
 
 
-def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
+def read_header(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
     """Read what the header of a file says.
 
     Args:
@@ -57,10 +57,10 @@ def about(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
         path: the file, whose name may tell the rank where the header does not.
         device: the number of the GPU that its kernels ran on.
 
-    >>> one = about({"distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8}}, Path("trace.json"))
+    >>> one = read_header({"distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8}}, Path("trace.json"))
     >>> one.rank, one.world_size
     (3, 8)
-    >>> about({}, Path("rank12.json")).rank, about({}, Path("trace.json")).rank
+    >>> read_header({}, Path("rank12.json")).rank, read_header({}, Path("trace.json")).rank
     (12, None)
     """
     said = _read_mapping(header.get("distributedInfo"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.errors import TraceError
-from mpkit.kineto.about import About, about
+from mpkit.kineto.about import About, read_header
 from mpkit.kineto.clocks import ClockAlignment, align
 from mpkit.kineto.communication import Comm, communications
 from mpkit.kineto.hardware import machine_of
@@ -48,7 +48,7 @@ def import_traces(
     parts: list[tuple[About, Events]] = []
     for path in paths:
         events = read_events(path, lambda done, path=path: progress(path, done))  # type: ignore[misc]
-        parts.append((about(events.header, path, _gpu_of(events)), events))
+        parts.append((read_header(events.header, path, _gpu_of(events)), events))
     if not any(events.is_kineto for _, events in parts):
         return plain_trace([(about.source, events) for about, events in parts])
     parts = _in_order(parts)

@@ -54,7 +54,7 @@ def place_of(events: Events, asked: Array) -> Array:
 
     def mark(rows: list[int], kind: Kind | None = None) -> tuple[Array, Array]:
         """Return which times lie in one of these annotations, and in which; set their kind."""
-        here, which = _inside(asked, said.start[rows], said.end[rows])
+        here, which = _find_inside(asked, said.start[rows], said.end[rows])
         if kind is not None:
             place["kind"][here] = kind
         return here, np.array(rows, np.int64)[which] if rows else which
@@ -96,7 +96,7 @@ def place_of(events: Events, asked: Array) -> Array:
     return place
 
 
-def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
+def _find_inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
     """Return which times lie within one of the intervals, and in which one: of several, the one that began last."""
     if not len(start):
         return np.zeros(len(times), bool), np.zeros(len(times), np.int64)
@@ -110,7 +110,7 @@ def _inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
 def _mark_backward(events: Events, asked: Array, place: Array) -> None:
     ops = events["op"]
     rows = _engine_rows(events)
-    here, _ = _inside(asked, ops.start[rows], ops.end[rows])
+    here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here] = Kind.BACKWARD
 
 
@@ -133,7 +133,7 @@ def recomputed_rows(events: Events) -> Array:
 
 def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
     ops, rows = events["op"], recomputed_rows(events)
-    here, _ = _inside(asked, ops.start[rows], ops.end[rows])
+    here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
 
 
@@ -209,7 +209,7 @@ def _mark_rest(events: Events, asked: Array, place: Array) -> None:
         kind[unknown] = Kind.COMPUTE if len(known) else Kind.FORWARD
     else:
         ops = events["op"]
-        recorded, _ = _inside(asked[order], ops.start[ops.records == 1], ops.end[ops.records == 1])
+        recorded, _ = _find_inside(asked[order], ops.start[ops.records == 1], ops.end[ops.records == 1])
         another = np.diff(step, prepend=step[:1]) != 0
         begins = np.flatnonzero(unknown & (another | ~np.concatenate([[False], unknown[:-1]])))
         over = np.concatenate([~unknown[1:] | another[1:], [True]])

@@ -139,11 +139,11 @@ def _with_stillness(rows: Sequence[OpRow], waits: Sequence[OpRow]) -> list[OpRow
     order = np.argsort(starts, kind="stable")
     assert (order == np.arange(len(order))).all(), "waits for the host are in order of time"
 
-    def within(row: OpRow) -> float:
+    def still_of(row: OpRow) -> float:
         return float(sums[np.searchsorted(starts, row.end)] - sums[np.searchsorted(starts, row.start)]) * 1e-9
 
     return [
-        row._replace(still=within(row)) if row.kind < Kind.WAIT and not row.depth else row for row in rows
+        row._replace(still=still_of(row)) if row.kind < Kind.WAIT and not row.depth else row for row in rows
     ]
 
 

@@ -75,7 +75,7 @@ class Launch:
         grace: float = GRACE,
     ) -> None:
         self.ranks = settings.ranks
-        self.over = False
+        self.has_ended = False
         self.error: Exception | None = None
         self.stopped = False
         self._sampler = sampler_for(settings)
@@ -122,7 +122,7 @@ class Launch:
         if self._trace is not None:
             return self._trace
         trace = Trace.read(self.folder)
-        if self.over:
+        if self.has_ended:
             self._trace = trace
         return trace
 
@@ -150,14 +150,14 @@ class Launch:
         The first call starts the ranks; if necessary it waits until the fork server has imported torch.
         """
         with self._polling:
-            if self._id is None and not self.over:
+            if self._id is None and not self.has_ended:
                 self._start()
-            if not self.over:
+            if not self.has_ended:
                 self._take_events(wait)
-            if not self.over and time.monotonic() - self._looked > LOOK_EVERY:
+            if not self.has_ended and time.monotonic() - self._looked > LOOK_EVERY:
                 self._looked = time.monotonic()
                 self._look()
-        return self.over
+        return self.has_ended
 
     def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
         """Poll until the launch is over; an exception meanwhile (Ctrl-C, an unreadable trace) ends the ranks first.
@@ -188,7 +188,7 @@ class Launch:
                 self._processes.statuses.setdefault(event["rank"], event["status"])
             elif event["event"] == "over":
                 self._finish(None)
-            if self.over:
+            if self.has_ended:
                 return
         if self._killed_at is not None and time.monotonic() - self._killed_at > KILL_TAKES:
             self._force(
@@ -198,7 +198,7 @@ class Launch:
     def goes_on(self, wait: float) -> bool:
         """Handle events for some seconds, and return whether the launch goes on."""
         self._take_events(wait)
-        return not self.over
+        return not self.has_ended
 
     def _look(self) -> None:
         self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._fork_server.pid) else 0
@@ -248,12 +248,12 @@ class Launch:
         if error is not None and self.error is None:
             self.error = error if isinstance(error, Exception) else MpkitError(_spell_interrupt(error))
         self.kill()
-        while not self.over:
+        while not self.has_ended:
             if self._polling.acquire(timeout=LOOK_EVERY):  # otherwise the polling thread handles it
                 try:
                     if self._id is None:
                         self._finish(None)
-                    elif not self.over:
+                    elif not self.has_ended:
                         self._take_events(0.05)
                 finally:
                     self._polling.release()
@@ -281,7 +281,7 @@ class Launch:
         except Exception as unreadable:
             self.error = unreadable
         finally:
-            self.over = True
+            self.has_ended = True
             self._hangs.close()
             if self._id is not None:
                 self._fork_server.forget(self._id)
@@ -315,7 +315,7 @@ class Launch:
         Raises:
             MpkitError: the launch was stopped before its end.
         """
-        assert self.over, "asked for results before the launch was over"
+        assert self.has_ended, "asked for results before the launch was over"
         self.raise_error()
         if self.stopped:
             raise MpkitError("this run was stopped before its end: there are no results")

@@ -28,7 +28,7 @@ def out_of_memory_text(rank: int, picture: Mapping[str, Mapping[str, int]], trac
     held = picture["held"]
     lines = [f"What rank {rank} held then, by category (the recorder's ledger):", *_bars(held)]
     lines += _allocator(picture.get("device") or {}, sum(held.values()))
-    now = Situation.of(trace.meta, trace.world_size, rank, held)
+    now = Situation.from_meta(trace.meta, trace.world_size, rank, held)
     if now is None:
         lines.append(
             "What would help: fewer samples at once, sharded states, recomputed activations; `mpkit doctor oom`."

@@ -37,14 +37,14 @@ class OutputReader:
         Args:
             last: nothing writes any more: yield everything, including lines without a line end.
         """
-        yield from self._printed(last)
+        yield from self._read_printed(last)
         for rank in range(self._ranks):
-            yield from self._bypassing(rank, last)
+            yield from self._read_std(rank, last)
         if last:
             for rank in range(self._ranks):
                 yield from _label_lines(rank, read_note(self._folder, rank))
 
-    def _printed(self, last: bool) -> Iterator[str]:
+    def _read_printed(self, last: bool) -> Iterator[str]:
         """Yield what was printed through Python, joining pieces of a line printed since the last read."""
         unfinished: dict[tuple[int, int], list[str]] = {}
         until = self._log.size  # of what is there by now, all is shown; more may be written all the time
@@ -56,7 +56,7 @@ class OutputReader:
         for (rank, _), pieces in unfinished.items():
             yield from _label_lines(rank, "".join(pieces))
 
-    def _bypassing(self, rank: int, last: bool) -> Iterator[str]:
+    def _read_std(self, rank: int, last: bool) -> Iterator[str]:
         """Yield what C++ code and child processes wrote."""
         file = self._std[rank]
         if file.place >= OUTPUT_LIMIT:

@@ -55,7 +55,7 @@ class Choice:
 
 def price_choice(costs: ChainCosts, splits: tuple[int, ...]) -> Choice:
     """Return a choice with its time and memory."""
-    return Choice(splits, *costs.of(splits))
+    return Choice(splits, *costs.costs_of(splits))
 
 
 def weigh_chain(costs: ChainCosts, price: float, seconds: float = 1.0) -> list[Array]:

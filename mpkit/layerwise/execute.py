@@ -89,12 +89,12 @@ class _Step:
         self.context, self.job, self.comm = context, job, context.comm
         # ---- shard
         self.local = [
-            self._sharded(layer, split) for (_, layer), split in zip(job.layers, job.splits, strict=True)
+            self._shard_layer(layer, split) for (_, layer), split in zip(job.layers, job.splits, strict=True)
         ]
         self.groups = [self._group(work_of(split)) for split in job.splits]
         self.exchanges = self._exchanges()
 
-    def _sharded(self, layer: nn.Module, split: Split) -> nn.Module:
+    def _shard_layer(self, layer: nn.Module, split: Split) -> nn.Module:
         """Return the layer with this rank's output channels."""
         local = copy.deepcopy(layer).to(self.context.device)
         if split.parameter > 1:

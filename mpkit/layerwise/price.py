@@ -55,7 +55,7 @@ class ChainCosts:
     memory: Sequence[Array]
     between: Sequence[Array]
 
-    def of(self, chosen: Sequence[int]) -> tuple[float, float]:
+    def costs_of(self, chosen: Sequence[int]) -> tuple[float, float]:
         """Return the time and the memory of a choice for each layer."""
         seconds = sum(float(self.time[i][split]) for i, split in enumerate(chosen))
         seconds += sum(float(m[chosen[i], chosen[i + 1]]) for i, m in enumerate(self.between))
@@ -102,7 +102,8 @@ class ChainPrices:
         for i, (layer, following) in enumerate(pairwise(self.layers)):
             if (layer.sizes, following.sizes) not in pairs:
                 rows = [
-                    [self.between(layer, a, following, b) for b in self.splits[i + 1]] for a in self.splits[i]
+                    [self.resharding_seconds(layer, a, following, b) for b in self.splits[i + 1]]
+                    for a in self.splits[i]
                 ]
                 pairs[layer.sizes, following.sizes] = np.array(rows)
         return ChainCosts(
@@ -151,7 +152,7 @@ class ChainPrices:
         kept = layer.inputs / layer.layout_in(split).parts + layer.saved / split.degree
         return states + ITEMSIZE[self.dtype] * self.batch * kept
 
-    def between(self, layer: Layer, split: Split, following: Layer, its_split: Split) -> float:
+    def resharding_seconds(self, layer: Layer, split: Split, following: Layer, its_split: Split) -> float:
         """Return the seconds of resharding between two layers, forward and backward."""
         there, wanted = layer.layout_out(split), following.layout_in(its_split)
         sums = following.partial_sums(its_split)

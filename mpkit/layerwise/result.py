@@ -82,7 +82,9 @@ class LayerStrategies:
             split = priced.splits[i][self.choice.splits[i]]
             seconds = {**priced.parts(layer, split), "resharding": 0.0}
             if made:
-                seconds["resharding"] = priced.between(made[-1].layer, made[-1].split, layer, split)
+                seconds["resharding"] = priced.resharding_seconds(
+                    made[-1].layer, made[-1].split, layer, split
+                )
             made.append(LayerChoice(layer, split, seconds, priced.memory(layer, split)))
         return made
 

@@ -32,13 +32,13 @@ class Masked:
         """Return the tensor of a batch that may be masked."""
         return leaves((inputs, targets)[self.side])[self.place]
 
-    def uneven(self, inputs: Value, targets: Value) -> bool:
+    def counts_unevenly(self, inputs: Value, targets: Value) -> bool:
         """Return whether the samples of this batch count differently."""
         leaf = self.leaf(inputs, targets)
         counted = leaf if self.number is None else leaf == self.number
         return bool((counted != counted[:1]).any())
 
-    def there(self, inputs: Value, targets: Value) -> bool:
+    def masks_part(self, inputs: Value, targets: Value) -> bool:
         """Return whether anything is masked in a part of a batch, which cannot be compared with the other parts."""
         leaf = self.leaf(inputs, targets)
         return bool(((leaf != 1) if self.number is None else (leaf == self.number)).any())
@@ -66,5 +66,5 @@ class Guarded:
         Raises:
             MpkitError: something in the micro-batch is masked.
         """
-        if any(masked.there(inputs, targets) for masked in self.masked):
+        if any(masked.masks_part(inputs, targets) for masked in self.masked):
             raise MpkitError(self.message)

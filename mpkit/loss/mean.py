@@ -146,11 +146,13 @@ class Reduced(TorchFunctionMode):
         deprecated = given.get("size_average") is not None or given.get("reduce") is not None
         if deprecated or given["reduction"] not in ("mean", "batchmean"):
             return func(*args, **(kwargs or {}))
-        total, count = self._indexed(func, given) if func in INDEXED else self._elementwise(func, given)
+        total, count = (
+            self._sum_indexed(func, given) if func in INDEXED else self._sum_elementwise(func, given)
+        )
         self.calls.append((total, count.detach(), func, given))
         return total
 
-    def _indexed(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _sum_indexed(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         if self._ignore is not None:
             given["ignore_index"] = self._ignore
         outputs, targets = given["input"], given["target"]
@@ -166,7 +168,7 @@ class Reduced(TorchFunctionMode):
             return total, valid.sum()
         return total, (weight[targets.where(valid, 0)] * valid).sum()
 
-    def _elementwise(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _sum_elementwise(self, func: Callable[..., Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         if self._weight is not None:
             raise ValueError(
                 f"mean_loss(weight=) is for classes, and {func.__name__} has none. With a weight for each element: "

@@ -62,7 +62,7 @@ class WholeBatchLoss:
         self.fn = fn
         self._group: ProcessGroup | None = None
 
-    def over(self, group: ProcessGroup) -> WholeBatchLoss:
+    def bind_group(self, group: ProcessGroup) -> WholeBatchLoss:
         """Return this loss for a rank that shares its batches with the other ranks of a group."""
         made = WholeBatchLoss(self.fn)
         made._group = group

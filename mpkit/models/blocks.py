@@ -46,7 +46,7 @@ def _blocks_within(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
         candidates = [
             child for child in candidates if not inner[id(child)] and not isinstance(child, CONTAINERS)
         ]
-    alike = _alike(candidates)
+    alike = _repeated_classes(candidates)
     if isinstance(module, nn.ModuleList):  # a list with one block, or with blocks that all differ
         blocks = {id(child) for child in candidates if alike or not inner[id(child)]}
     else:
@@ -63,7 +63,7 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def _alike(modules: list[nn.Module]) -> set[type]:
+def _repeated_classes(modules: list[nn.Module]) -> set[type]:
     """Return the classes of which at least two of the modules are alike."""
     by_class: dict[type, list[set[tuple[str, torch.Size]]]] = {}
     for module in modules:

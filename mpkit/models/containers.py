@@ -20,9 +20,9 @@ class Containers:
     >>> given, items = [], []
     >>> containers = Containers((items, {"a": 1}))
     >>> items.append(1)  # the function does this
-    >>> containers.lost(result=None), containers.lost(result=(items, 2))
+    >>> containers.lost_containers(result=None), containers.lost_containers(result=(items, 2))
     ([[1]], [])
-    >>> bring_back((given, {"a": 1}), ([1], 2), containers.returned(result=(items, 2)))
+    >>> bring_back((given, {"a": 1}), ([1], 2), containers.returned_containers(result=(items, 2)))
     >>> given
     [1]
     """
@@ -35,26 +35,30 @@ class Containers:
         leaves, shape = flatten(container, self._is_whole)
         return [id(leaf) for leaf in leaves], shape
 
-    def _changed(self) -> dict[int, Any]:
+    def _changed_containers(self) -> dict[int, Any]:
         """Return the containers whose parts are others than before, by number."""
         return {i: each for i, (each, parts) in enumerate(self._parts) if self._identity(each) != parts}
 
-    def returned(self, result: Any) -> list[tuple[int, int]]:
+    def returned_containers(self, result: Any) -> list[tuple[int, int]]:
         """Return which of the changed containers, by number, are which of those in a result."""
-        changed = self._changed()
+        changed = self._changed_containers()
         after = [id(each) for each in _containers(result, self._is_whole)] if changed else []
         return [(i, after.index(id(each))) for i, each in changed.items() if id(each) in after]
 
-    def lost(self, result: Any) -> list[Any]:
+    def lost_containers(self, result: Any) -> list[Any]:
         """Return the changed containers that are not in a result, or whose parts nobody can set."""
-        returned = {i for i, _ in self.returned(result)}
-        return [each for i, each in self._changed().items() if i not in returned or not _is_settable(each)]
+        returned = {i for i, _ in self.returned_containers(result)}
+        return [
+            each
+            for i, each in self._changed_containers().items()
+            if i not in returned or not _is_settable(each)
+        ]
 
 
 def bring_back(
     value: Any, result: Any, returned: Sequence[tuple[int, int]], is_whole: IsWhole = lambda _: False
 ) -> None:
-    """Give containers in a value the parts that their copies have, which are in a result (`Containers.returned`)."""
+    """Give containers in a value the parts of their copies in a result (`Containers.returned_containers`)."""
     if not returned:
         return
     before, after = list(_containers(value, is_whole)), list(_containers(result, is_whole))

@@ -142,12 +142,12 @@ class OwnDraws:
         self._open.clear()
 
     @property
-    def divided(self) -> tuple[int, ...] | None:
+    def token_shape(self) -> tuple[int, ...] | None:
         """Batch size and number of tokens where tokens are what is divided, else None."""
         return self.tokens.get(self._open[-1].name) if self._open else None
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def share_draws(self) -> Iterator[None]:
         """Draw what all ranks draw, inside the block."""
         span = self._open[0]
         inside = [(generator, generator.get_state()) for generator, _ in span.outside]
@@ -167,7 +167,7 @@ class OwnDraws:
         )
 
     @contextmanager
-    def again(self, kept: KeptSpans) -> Iterator[None]:
+    def reenter_spans(self, kept: KeptSpans) -> Iterator[None]:
         """Be in the spans of another time, inside the block."""
         before = self.keep()
         self._open[:], self.tokens = kept.spans, dict(kept.tokens)

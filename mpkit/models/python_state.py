@@ -33,7 +33,7 @@ class PythonState:
     >>> model = nn.Sequential(nn.Dropout())
     >>> state = PythonState(model, None)
     >>> _ = model[0].eval()
-    >>> state.changed()
+    >>> state.find_changes()
     ({('0', 'training'): False}, [])
     """
 
@@ -42,7 +42,7 @@ class PythonState:
         self._first = dict(self._values())
         self._marks = {place: _mark(value) for place, value in self._first.items()}
 
-    def changed(self) -> tuple[Remembered, list[str]]:
+    def find_changes(self) -> tuple[Remembered, list[str]]:
         """Return what has changed since this was made: values that can be sent, and in words the places of others."""
         values: Remembered = {}
         others = []

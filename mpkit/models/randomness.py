@@ -60,7 +60,7 @@ class Draws:
         self.own.enter(spans, self.device)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def preserve_state(self) -> Iterator[None]:
         """Restore the random state afterwards, so that layers draw inside without changing it."""
         states = [generator.get_state() for generator in self.generators]
         try:

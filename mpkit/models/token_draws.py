@@ -45,7 +45,7 @@ class TokenDraws(TorchFunctionMode):
 def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function; if it draws numbers for no token, with those that ranks share."""
     name = getattr(func, "__name__", "")
-    tokens = draws.divided if name in DRAWS or name in FACTORIES else None
+    tokens = draws.token_shape if name in DRAWS or name in FACTORIES else None
     if tokens is None:
         return func(*args, **kwargs)
     first = args[0] if args else kwargs.get("input")
@@ -56,7 +56,7 @@ def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str
         shape = first.shape
     if _has_tokens(shape, *tokens):
         return func(*args, **kwargs)
-    with draws.shared():
+    with draws.share_draws():
         return func(*args, **kwargs)
 
 

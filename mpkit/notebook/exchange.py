@@ -74,7 +74,7 @@ class Requests:
         self._pipe = os.open(path, os.O_RDWR)  # with a writer of its own, so that it never ends
         self._read = b""
 
-    def next(self) -> tuple[int, Request]:
+    def wait_for_request(self) -> tuple[int, Request]:
         """Sleep until there is a request, and return its number and the request."""
         while b"\n" not in self._read:
             self._read += os.read(self._pipe, 4096)

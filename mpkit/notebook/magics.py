@@ -65,9 +65,9 @@ class RankMagics(Magics):
         """Choose ranks, show them, or run one line on them; see the module."""
         text, options = _parse_line(line) if line.lstrip().startswith("--") else (line.strip(), {})
         if "timeline" in options:
-            return self._there().timeline()
+            return self._require_session().timeline()
         if not text:
-            print(self._about())
+            print(self._describe_session())
             return None
         if text == "all":
             self._chosen = text
@@ -88,7 +88,7 @@ class RankMagics(Magics):
         """Return the values of a variable by rank."""
         if not line.strip():
             raise UsageError("%ranks_get takes the name of a variable: %ranks_get x")
-        return self._there()[line.strip()]
+        return self._require_session()[line.strip()]
 
     @line_magic("ranks_reset")  # type: ignore[arg-type]
     @public
@@ -100,14 +100,14 @@ class RankMagics(Magics):
         self._close()
         if text:
             self._start(int(text), options)
-            print(self._about())
+            print(self._describe_session())
 
     # ---- how ----------------------------------------------------------------------------------------------
 
     def _choose(self, text: str, options: dict[str, str]) -> tuple[RankSession, list[int]]:
         """Return the session and the ranks that a line chooses; start ranks if there are none."""
         session = self.session
-        if session is None or session.over:
+        if session is None or session.has_ended:
             if not text.isdecimal() and session is not None:
                 print(f"mpkit: {session.ranks} new ranks; the variables of the earlier ones are gone")
                 number = session.ranks
@@ -169,20 +169,20 @@ class RankMagics(Magics):
         if note:
             print(f"mpkit: {note}")
 
-    def _there(self) -> RankSession:
+    def _require_session(self) -> RankSession:
         if self.session is None:
             raise UsageError(FIRST)
         return self.session
 
-    def _about(self) -> str:
-        if self.session is None or self.session.over:
+    def _describe_session(self) -> str:
+        if self.session is None or self.session.has_ended:
             return FIRST
         chosen = ranks_of(self._chosen, self.session.ranks)
         where = "" if len(chosen) == self.session.ranks else f"; cells run on {spelt(chosen)}"
         return f"{self.session!r}{where}"
 
     def _complete(self, text: str) -> list[str]:
-        if self.session is None or self.session.over:
+        if self.session is None or self.session.has_ended:
             return []
         return self.session.complete(text)
 

@@ -37,7 +37,7 @@ def serve(context: Context) -> None:
 def _answer_all(context: Context, requests: Requests, namespace: dict[str, Any]) -> None:
     folder, rank = context.record.folder, context.rank
     while True:
-        number, request = requests.next()
+        number, request = requests.wait_for_request()
         ops = context.record.count
         try:
             given = _do(context, request, namespace)

@@ -77,13 +77,13 @@ class RankSession:
             raise
 
     def __repr__(self) -> str:
-        state = "ended" if self.over else f"{self.cluster.device}, {self.cluster.backend}"
+        state = "ended" if self.has_ended else f"{self.cluster.device}, {self.cluster.backend}"
         return f"<{self.ranks} ranks ({state}): %%ranks runs a cell on all of them>"
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the ranks are gone."""
-        return self._launch.over
+        return self._launch.has_ended
 
     @property
     def pids(self) -> list[int]:
@@ -164,7 +164,7 @@ class RankSession:
     # ---- requests -----------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, ranks: list[int], *, timeout: float | None = None) -> dict[int, Reply]:
-        if self.over:
+        if self.has_ended:
             raise SessionEnded("these ranks are gone; the next %%ranks cell starts new ones")
         self._number += 1
         write_request(self._launch.folder, self._number, request)
@@ -188,7 +188,7 @@ class RankSession:
                     break
                 if self._launch.poll(POLL):
                     stuck = deadline is not None and isinstance(self._launch.error, Deadlock)
-                    raise self._gave_up(ranks, answers, None) if stuck else self._ended(ranks, answers)
+                    raise self._gave_up(ranks, answers, None) if stuck else self._explain_end(ranks, answers)
                 late = timeout is not None and time.monotonic() - began > timeout
                 if late or (deadline is not None and time.monotonic() > deadline):
                     self._launch.end()
@@ -213,7 +213,7 @@ class RankSession:
             if self.pids:
                 os.kill(self.pids[rank], signal.SIGINT)
 
-    def _ended(self, ranks: list[int], answers: dict[int, Reply]) -> Exception:
+    def _explain_end(self, ranks: list[int], answers: dict[int, Reply]) -> Exception:
         """Return why the session is over; what a rank raised before comes first, since others then waited in vain."""
         from mpkit.notebook.show import failure
 

@@ -36,7 +36,7 @@ class Config(str):
     annotated: str
 
     @classmethod
-    def of(
+    def with_comments(
         cls,
         text: str,
         kind: str,

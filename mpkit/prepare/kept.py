@@ -83,7 +83,7 @@ def _watch_block(name: str, block: nn.Module, forward: Callable[..., Any], *args
     ):  # so that autograd holds none of them
         output = forward(*args, **kwargs)
     who = f"{name} ({type(block).__name__})"
-    if lost := containers.lost(output):
+    if lost := containers.lost_containers(output):
         raise Keeps(f"{who} changes a {type(lost[0]).__name__} that it was given, of which it gets a copy")
     given, leaves = flatten((args, kwargs))[0], flatten(output)[0]
     for leaf in (*given, *leaves):

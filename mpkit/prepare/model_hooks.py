@@ -153,10 +153,10 @@ def _adds_up(model: nn.Module, hooks: list[Hook], inputs: Value) -> bool:
     parts = _gradients(model, hooks, inputs, [slice(i, i + 1) for i in range(count)], 1.0)
     if any(gradient is None for gradient in (*gradients, parts)):
         return False  # no output has a batch dimension: unknown
-    return all(_alike(gradients[0], gradient) for gradient in (*gradients[1:], parts))
+    return all(_are_alike(gradients[0], gradient) for gradient in (*gradients[1:], parts))
 
 
-def _alike(ones: Any, others: Any) -> bool:
+def _are_alike(ones: Any, others: Any) -> bool:
     if ones.keys() != others.keys():
         return False
     most = max((float(g.abs().max()) for g in ones.values() if g.numel()), default=0.0)

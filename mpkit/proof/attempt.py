@@ -55,16 +55,16 @@ class Attempt:
     loss_state: PythonState
 
     def __post_init__(self) -> None:
-        self._loss_remembers = self.loss_state.changed()[0]
+        self._loss_remembers = self.loss_state.find_changes()[0]
 
-    def again(self) -> Serial:
+    def begin_again(self) -> Serial:
         """Return the training at the beginning of the step once more, to be changed at will."""
         serial = copy.copy(self.serial)
         serial.model = copy_of(self.model)
         self.loss_state.restore(self._loss_remembers)
         return serial
 
-    def drawing(self) -> AbstractContextManager[Any]:
+    def use_draws(self) -> AbstractContextManager[Any]:
         """Return a context in which the ranks' draws are used, from the first one on."""
         self.draws.begin()
         return GivenDraws(self.draws.give)
@@ -85,12 +85,12 @@ class Attempt:
                 raise
             return self._in_parts(serial)
 
-    def rounded(self, seed: int | None) -> Found:
+    def repeat_rounded(self, seed: int | None) -> Found:
         """Return the same again, and the buffers afterwards by "buffer NAME"; with a seed, with other roundings.
 
         The loss has another scale then: the backwards of some operators, such as matrix_exp, stop where that says.
         """
-        serial = self.again()
+        serial = self.begin_again()
         attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
         with nullcontext() if seed is None else Rounded(seed):
             loss, found = attempt.run(serial)
@@ -99,7 +99,7 @@ class Attempt:
 
     def buffers_in_parts(self, replica: int) -> dict[str, Tensor]:
         """Return the model's buffers after a replica's shares of the micro-batches, one after another."""
-        serial = self.again()
+        serial = self.begin_again()
         for number, (which, _, draws) in enumerate(self.draws.parts()):
             if number % self.draws.plan.dp == replica:
                 inputs, targets = (part(value, which) for value in self.batch)
@@ -108,7 +108,7 @@ class Attempt:
 
     def in_32_bits(self) -> dict[str, Tensor]:
         """Return the gradients of a model that computes in 16 bits, in 32; none for any other, or where it cannot."""
-        serial = self.again()
+        serial = self.begin_again()
         if coarsest(serial.model) not in (torch.float16, torch.bfloat16):
             return {}
         serial.model, serial.dtype = serial.model.float(), torch.float32
@@ -175,17 +175,17 @@ class Noise:
         self._attempt = attempt
         self._spread: dict[str, float] = {}
 
-    def of(self, name: str) -> float:
+    def bound_of(self, name: str) -> float:
         """Return how far rounding may bring a gradient, a buffer ("buffer NAME") or the loss ("") from serial."""
         if not self._spread:
             self._spread = self._spreads()
         return self._spread[name]
 
     def _spreads(self) -> dict[str, float]:
-        loss, base = self._attempt.rounded(None)
+        loss, base = self._attempt.repeat_rounded(None)
         spread = dict.fromkeys(("", *base), 0.0)
         for seed in range(REPETITIONS):
-            value, gradients = self._attempt.rounded(seed)
+            value, gradients = self._attempt.repeat_rounded(seed)
             spread[""] = max(spread[""], distance(value, loss))
             for name, gradient in gradients.items():
                 known = base[name]

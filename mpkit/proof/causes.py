@@ -84,11 +84,11 @@ def cause_of_update(job: TrainJob, name: str) -> str:
 
 
 def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    serial = attempt.again()
+    serial = attempt.begin_again()
     inputs, targets = attempt.batch
-    with torch.no_grad(), attempt.drawing():
+    with torch.no_grad(), attempt.use_draws():
         outputs = serial.outputs(inputs)
-    with attempt.drawing():
+    with attempt.use_draws():
         value = serial.loss(outputs, targets)
     pair = as_pair(value)
     used = pair[0] if pair is not None else value
@@ -122,7 +122,7 @@ def _norm_parts(job: TrainJob) -> str:
 
 
 def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    count, serial = job.plan.microbatches, attempt.again()
+    count, serial = job.plan.microbatches, attempt.begin_again()
     if count == 1 and job.plan.recompute == "none":
         return ""
     (loss, first), (later, second) = attempt.run(serial), attempt.run(serial)
@@ -150,10 +150,10 @@ def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None])
 
 
 def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    if _equal(attempt, attempt.run(attempt.again())[1], gradients):
+    if _equal(attempt, attempt.run(attempt.begin_again())[1], gradients):
         return ""
     for name, change in (("evaluation", nn.Module.eval), ("training", nn.Module.train)):
-        serial = attempt.again()
+        serial = attempt.begin_again()
         change(serial.model)
         _, found = attempt.run(serial)
         if _equal(attempt, found, gradients):
@@ -162,7 +162,7 @@ def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) 
 
 
 def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    _, found = attempt.run(attempt.again())
+    _, found = attempt.run(attempt.begin_again())
     product = square = 0.0
     for name, wanted in found.items():
         got = gradients[name]
@@ -181,7 +181,7 @@ def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
 def _share(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
     for number, (which, share, draws) in enumerate(attempt.draws.parts()):
         inputs, targets = (part(value, which) for value in attempt.batch)
-        _, found = attempt.run(attempt.again(), (inputs, targets), draws)
+        _, found = attempt.run(attempt.begin_again(), (inputs, targets), draws)
         for weight in (1.0, share):
             scaled = {name: None if g is None else g * weight for name, g in found.items()}
             if _equal(attempt, scaled, gradients):

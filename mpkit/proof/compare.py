@@ -62,7 +62,7 @@ def compare_gradients(
             continue
         what = f"the gradient of {where.name} on rank {where.rank}"
         few = FEW * eps * largest(wanted)
-        same(what, got, where.take(wanted, count), few, partial(noise.of, where.name))
+        same(what, got, where.take(wanted, count), few, partial(noise.bound_of, where.name))
 
 
 def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
@@ -98,7 +98,7 @@ def compare_buffers(
         for name, got in held.items():
             if name not in wanted or got.shape != wanted[name].shape:
                 continue
-            what, more = f"the buffer {name} on rank {rank}", partial(noise.of, f"buffer {name}")
+            what, more = f"the buffer {name} on rank {rank}", partial(noise.bound_of, f"buffer {name}")
             allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
             try:
                 same(what, got, wanted[name], allowed, more)

@@ -57,7 +57,7 @@ class Prover:
         register(job.what.parameter_hooks, parameters)
         function = describe_optimizer(optimizer)
         self._serial = Serial(
-            model, loss, function.of, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
+            model, loss, function.make_optimizer, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
             dtype=PRECISIONS.get(job.plan.precision),
         )  # fmt: skip
         self._state, self._loss_state = PythonState(model, loss), PythonState(nn.Module(), loss)
@@ -71,12 +71,14 @@ class Prover:
 
     def ready(self, step: int) -> bool:
         """Return whether all ranks have finished a step, counted from 0."""
-        return all(a.exists() or b.exists() for a, b in zip(self._files(step), self._lost(step), strict=True))
+        return all(
+            a.exists() or b.exists() for a, b in zip(self._files(step), self._lost_files(step), strict=True)
+        )
 
     def _files(self, step: int) -> list[Path]:
         return files_of(self._folder, self._job.plan.ranks, step)
 
-    def _lost(self, step: int) -> list[Path]:
+    def _lost_files(self, step: int) -> list[Path]:
         return files_of(self._folder, self._job.plan.ranks, step, lost_of)
 
     def verify(self, step: int, loss: float) -> None:
@@ -89,7 +91,7 @@ class Prover:
         Raises:
             NotSerial: the step is not that of serial training.
         """
-        if lost := [rank for rank, path in enumerate(self._lost(step)) if path.exists()]:
+        if lost := [rank for rank, path in enumerate(self._lost_files(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
         found = assemble_step(self._files(step), self._shapes, self._serial.weights)
         try:
@@ -120,15 +122,15 @@ class Prover:
         attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
         eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
         value, gradients = attempt.run(serial)
-        loss_remembers = self._loss_state.changed()[0]
+        loss_remembers = self._loss_state.find_changes()[0]
         while attempt.scale > 1 and not found.skipped and not _finite(gradients):
             attempt.scale /= 2  # what overflows at once does not in parts
-            value, gradients = attempt.run(attempt.again())
+            value, gradients = attempt.run(attempt.begin_again())
         # ---- compare loss and gradients
         noise = Noise(attempt)
         few = FEW * torch.finfo(value.dtype).eps * largest(value)
         try:
-            same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.of(""))
+            same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.bound_of(""))
             if not found.skipped:
                 compare_gradients(found, gradients, noise, eps)
         except Difference as difference:

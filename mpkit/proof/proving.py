@@ -102,7 +102,7 @@ class Proving:
     def _work(self) -> None:
         for step in self._job.how.verified:
             try:
-                if not self._verified(step):
+                if not self._verify_step(step):
                     return
             except NotSerial as error:
                 self._know(replace(self._prover.proof, difference=str(error)))
@@ -124,7 +124,7 @@ class Proving:
             self._know(self._prover.proof)
             (self._folder / verdict_of(step)).touch()
 
-    def _verified(self, step: int) -> bool:
+    def _verify_step(self, step: int) -> bool:
         """Wait until all ranks have finished a step, and verify it; return False if they never will."""
         place = step - self._job.how.first_step
         while True:

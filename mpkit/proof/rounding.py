@@ -84,10 +84,10 @@ class Rounded(TorchDispatchMode):
         if name.endswith("_"):
             made = func(*args, **(kwargs or {}))
             return made.mul_(self._factor(made)) if _rounds(made) else made
-        made = func(*map(self._off, args), **(kwargs or {}))
-        return tuple(map(self._off, made)) if isinstance(made, tuple) else self._off(made)
+        made = func(*map(self._perturb, args), **(kwargs or {}))
+        return tuple(map(self._perturb, made)) if isinstance(made, tuple) else self._perturb(made)
 
-    def _off(self, value: Any) -> Any:
+    def _perturb(self, value: Any) -> Any:
         return value * self._factor(value) if _rounds(value) else value
 
     def _factor(self, like: Tensor) -> Tensor:

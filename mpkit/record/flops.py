@@ -56,10 +56,10 @@ class Flops:
     input_grad: float = 0.0
     input_grad_bytes: int = 0
 
-    def of(self, kind: Kind) -> tuple[float, int]:
+    def cost_of(self, kind: Kind) -> tuple[float, int]:
         """Return the FLOPs and bytes of an op of this kind.
 
-        >>> Flops(1.0, 2.0, 10, 20, input_grad=1.5).of(Kind.WEIGHT_GRAD)
+        >>> Flops(1.0, 2.0, 10, 20, input_grad=1.5).cost_of(Kind.WEIGHT_GRAD)
         (0.5, 20)
         """
         match kind:
@@ -91,7 +91,7 @@ def count(target: Callable[..., Any], *inputs: Any) -> Flops:
     (60.0, 120.0)
     """
     try:
-        with LOCK, _unseen(), warnings.catch_warnings():
+        with LOCK, _preserve_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself will show them
             return _count(target, inputs)
     except Exception as error:
@@ -227,7 +227,7 @@ class _Costs(TorchDispatchMode):
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def _preserve_random_states() -> Iterator[None]:
     """Restore every random state afterwards."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:

@@ -98,14 +98,14 @@ def watch_optimizer(
     name = type(optimizer).__name__
     index = states = touched = 0
 
-    def before(*_: Any) -> None:
+    def begin_step(*_: Any) -> None:
         nonlocal index
         made = recorder.savings.collect()
         if made:  # by a backward that was not released
             recorder.ledger.change(("grads", made))
         index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
 
-    def after(*_: Any) -> None:
+    def end_step(*_: Any) -> None:
         nonlocal states, touched
         count = sum(map(len, optimizer.state.values()))
         if (
@@ -114,7 +114,7 @@ def watch_optimizer(
             states, touched = count, _track_states(recorder, optimizer, elsewhere)
         recorder.end(index, nbytes=touched)
 
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    return [optimizer.register_step_pre_hook(begin_step), optimizer.register_step_post_hook(end_step)]
 
 
 def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer, elsewhere: bool) -> int:
@@ -165,7 +165,7 @@ def _watch_layer(
         stage, microbatch, _ = recorder.place()
         return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
 
-    def before(*_: Any) -> None:
+    def begin_forward(*_: Any) -> None:
         nonlocal index
         index = begin(Kind.FORWARD, flops[0])
 
@@ -173,9 +173,9 @@ def _watch_layer(
         recorder.end(watched._backward)
         watched._backward = begin(Kind.BACKWARD, flops[1])
 
-    def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         recorder.end(index)
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(gradient_arrived)
 
-    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    return [layer.register_forward_pre_hook(begin_forward), layer.register_forward_hook(end_forward)]

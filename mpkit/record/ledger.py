@@ -160,7 +160,7 @@ class Ledger:
         """
         self._change(*[(_NUMBER[category], delta) for category, delta in deltas])
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was resized in place at its new size; one that is not in the ledger stays out of it."""
         entry = self._entries.get(storage._cdata)
         if entry is not None and entry.nbytes != storage.nbytes():
@@ -222,7 +222,7 @@ class Ledger:
         key, nbytes = storage._cdata, storage.nbytes()
         entry = self._entries.get(key)
         if entry is None:
-            self._entries[key] = entry = _Entry(storage, self._died)
+            self._entries[key] = entry = _Entry(storage, self._note_release)
             entry.key, entry.category, entry.nbytes = key, category, nbytes
             entry.claim = entry.block = None
             entry.passing = passing
@@ -236,7 +236,7 @@ class Ledger:
             return entry, True
         return entry, False
 
-    def _died(self, entry: weakref.ref[Any]) -> None:
+    def _note_release(self, entry: weakref.ref[Any]) -> None:
         if TYPE_CHECKING:
             assert isinstance(entry, _Entry)
         if entry.claim is not None:

@@ -44,7 +44,7 @@ class SilentLedger(Ledger):
     def change(self, *deltas: tuple[str, int]) -> None:
         """Count nothing."""
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Count nothing."""
 
     def forget(self) -> None:

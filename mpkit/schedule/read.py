@@ -77,7 +77,7 @@ def read(source: Any, stage_to_rank: tuple[int, ...], name: str) -> Read:
     """
     given = _lines(source)
     if given and all(isinstance(action, Action) for action in given):
-        given = _dealt(given, stage_to_rank)
+        given = _split_by_rank(given, stage_to_rank)
     together: set[Action] = set()
     rows = tuple(
         tuple(
@@ -125,7 +125,7 @@ def _lines(source: Any) -> list[Any]:
     )
 
 
-def _dealt(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[Any]:
+def _split_by_rank(actions: Sequence[Action], stage_to_rank: tuple[int, ...]) -> list[Any]:
     """Split a list of actions in execution order by rank."""
     stages = 1 + max(action.stage for action in actions)
     rank_of = stage_to_rank if len(stage_to_rank) >= stages else range(stages)

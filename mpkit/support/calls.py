@@ -35,7 +35,7 @@ def answers(example: str, meant: Mapping[str, str] | None = None) -> Callable[[F
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def call_checked(*args: Any, **kwargs: Any) -> Any:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -45,7 +45,7 @@ def answers(example: str, meant: Mapping[str, str] | None = None) -> Callable[[F
                 raise ArgumentError(f"{said} Such as:\n{lines}") from None
             return function(*args, **kwargs)
 
-        return checked  # type: ignore[return-value]
+        return call_checked  # type: ignore[return-value]
 
     return decorate
 

@@ -82,7 +82,7 @@ def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def call_guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             try:
                 return function(*args, **kwargs)
@@ -95,7 +95,7 @@ def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
                 fold_chain(error)
             raise  # a bare raise does not add this frame again
 
-    return guarded
+    return call_guarded
 
 
 def fold_chain(error: BaseException) -> None:

@@ -54,7 +54,7 @@ class FormulaInputs:
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any], ranks: int) -> FormulaInputs | None:
+    def from_meta(cls, meta: Mapping[str, Any], ranks: int) -> FormulaInputs | None:
         """Read the inputs from a trace's meta, from its "plan" and "mesh"; None without a plan."""
         mesh = mesh_of(meta, ranks)
         if mesh is None:
@@ -79,7 +79,7 @@ class FormulaInputs:
         return int(self.plan.get("microbatches", 1))
 
     @property
-    def again(self) -> float:
+    def recomputations(self) -> float:
         """How often a block's forward is recomputed before its backward, on average."""
         recomputed, of = self.blocks
         return recomputed / of if of else self.ends_again
@@ -96,7 +96,7 @@ class FormulaInputs:
         """
         return int(not any(self.split))
 
-    def at(self, by_place: Sequence[float], rank: int) -> float:
+    def value_at(self, by_place: Sequence[float], rank: int) -> float:
         """Return the value for a rank's place along pp; 0 if it is not known."""
         return by_place[self.mesh.place(rank).pp] if by_place else 0.0
 

@@ -81,7 +81,7 @@ def _whole_sequence(known: FormulaInputs) -> dict[Kind, _Passes]:
     words = "all-reduces: of partial sums forward, of gradients backward"
     reduced, gathered = _of_loss(known)
     return {
-        Kind.ALL_REDUCE: _Passes(2 * (2 + known.again), others, more, words, reduced),
+        Kind.ALL_REDUCE: _Passes(2 * (2 + known.recomputations), others, more, words, reduced),
         Kind.ALL_GATHER: _Passes(0, (), "", "logits, for a loss that asks for the whole", gathered),
     }
 
@@ -101,9 +101,9 @@ def _divided_sequence(known: FormulaInputs) -> dict[Kind, _Passes]:
     return {
         Kind.ALL_REDUCE: _Passes(0, vocabulary, "2 an embedding or head", outside, reduced, step),
         Kind.ALL_GATHER: _Passes(
-            2 + known.gathers_again + known.again, ends, "1 at each end", gathers, gathered
+            2 + known.gathers_again + known.recomputations, ends, "1 at each end", gathers, gathered
         ),
-        Kind.REDUCE_SCATTER: _Passes(2 + known.again, (), "", scatters),
+        Kind.REDUCE_SCATTER: _Passes(2 + known.recomputations, (), "", scatters),
     }
 
 
@@ -162,7 +162,7 @@ def _pipeline(known: FormulaInputs) -> Formula | None:
 
     def volume(rank: int) -> float:
         place = known.mesh.place(rank).pp
-        tied = known.at(known.tied, rank) / known.shares
+        tied = known.value_at(known.tied, rank) / known.shares
         return sum(place in pair for pair in ends) * known.microbatches * message + tied
 
     words = "activations to the next stage, their gradients to the one before"
@@ -198,7 +198,7 @@ def _replicas(known: FormulaInputs, kind: Kind) -> Formula | None:
     times, symbols, words = by_kind[zero, kind]
 
     def volume(rank: int) -> float:
-        again = known.at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
+        again = known.value_at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
         return (times + again) * known.params[rank] * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
@@ -208,7 +208,7 @@ def _context(known: FormulaInputs) -> Formula | None:
     if not _by_stage(known, known.keys_values):
         return None
     c, wide = known.mesh.cp, max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
-    times = 2 + known.again + wide
+    times = 2 + known.recomputations + wide
     return Formula(
         f"{times:g} |K, V| (c-1)/c an attention a micro-batch",
         "keys and values round the ring: forward, backward, and their gradients",

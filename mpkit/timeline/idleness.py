@@ -158,7 +158,7 @@ class _IdleStep:
         return took
 
     @cached_property
-    def hidden(self) -> tuple[float, float]:
+    def hidden_seconds(self) -> tuple[float, float]:
         """Seconds by which the step's extent is longer than its pieces: loading at its begin or end, beside a wait."""
         graph, done = self.graph, self.work | self.loads
         start, end = metrics.extent(metrics.own_spans(self.spans))
@@ -178,7 +178,7 @@ class _IdleStep:
             return causes
         begin, end = (ends - took)[done].min(), ends[done].max()
         if (self.loads & done).any():
-            begin, end = begin - self.hidden[0], end + self.hidden[1]
+            begin, end = begin - self.hidden_seconds[0], end + self.hidden_seconds[1]
         on_lane = np.isin(graph.kind, (Node.WORK, Node.WAIT, Node.GAP, Node.BEFORE))
         for rank in range(graph.world_size):
             pieces = np.flatnonzero(on_lane & (graph.rank == rank))

@@ -60,7 +60,7 @@ class LiveFeed:
 
     def timeline(self) -> Timeline:
         """Return the timeline of everything so far."""
-        return Timeline.from_replay(self._replay.replayed())
+        return Timeline.from_replay(self._replay.collect())
 
     def _new_samples(self, rank: int) -> npt.NDArray[Any] | None:
         """Return the samples of a rank's GPU since the last call; None where no GPU is sampled."""

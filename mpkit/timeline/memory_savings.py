@@ -75,12 +75,14 @@ class Situation:
     on_host: bool = False
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any], ranks: int, rank: int, held: Mapping[str, int]) -> Situation | None:
+    def from_meta(
+        cls, meta: Mapping[str, Any], ranks: int, rank: int, held: Mapping[str, int]
+    ) -> Situation | None:
         """Read it from a trace's meta; None if that has no plan or no number of parameters."""
-        known = FormulaInputs.of(meta, ranks)
+        known = FormulaInputs.from_meta(meta, ranks)
         if known is None or not known.params or not known.element:
             return None
-        plan, psi = Plan.from_json(meta["plan"]), known.at(known.params, rank)
+        plan, psi = Plan.from_json(meta["plan"]), known.value_at(known.params, rank)
         one = sum(formula(plan, 1, 1.0, rank, known.element).values())
         none = sum(formula(plan, 1, 0.0, rank, known.element).values())
         masters = formula(plan, 1, 0.0, rank, known.element)["optimizer"]

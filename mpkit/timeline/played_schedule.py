@@ -43,7 +43,7 @@ class PlayedActions(NamedTuple):
     left: Array
 
     @classmethod
-    def of(cls, rows: list[list[Timed]]) -> PlayedActions:
+    def from_rows(cls, rows: list[list[Timed]]) -> PlayedActions:
         """Make the columns from what `mpkit.schedule.play.time_actions` returns."""
         ranks, actions, *times = zip(*(each for row in rows for each in row), strict=True)
         kinds, stages, microbatches = zip(*actions, strict=True)

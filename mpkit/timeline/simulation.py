@@ -80,7 +80,7 @@ def simulate(
     slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
     rows, stuck = time_actions(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
-    done = PlayedActions.of(rows)
+    done = PlayedActions.from_rows(rows)
     table, names = spans(done, schedule, hop, np.array(again), steps)
     meta = {"plan": plan.to_json(), "schedule": schedule.name}
     return Timeline(table, names, held_changes(done), schedule.ranks, "simulated", meta)
@@ -92,11 +92,13 @@ def _after_each_other(schedule: Schedule, steps: int) -> Schedule:
         return schedule
     m = schedule.microbatches
 
-    def of(step: int, actions: Iterable[Action]) -> list[Action]:
+    def number_actions(step: int, actions: Iterable[Action]) -> list[Action]:
         return [Action(kind, stage, i + step * m) for kind, stage, i in actions]
 
-    rows = [[action for step in range(steps) for action in of(step, row)] for row in schedule.rows]
-    together = [action for step in range(steps) for action in of(step, schedule.together)]
+    rows = [
+        [action for step in range(steps) for action in number_actions(step, row)] for row in schedule.rows
+    ]
+    together = [action for step in range(steps) for action in number_actions(step, schedule.together)]
     return Schedule(rows, schedule.name, schedule.stage_to_rank, together)
 
 

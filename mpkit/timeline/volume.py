@@ -88,7 +88,7 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
             f"comm_volume(rank={rank!r}): this timeline has ranks 0 to {n - 1}; None for their average"
         )
     ranks = range(n) if rank is None else [rank]
-    known = FormulaInputs.of(timeline.meta, n)
+    known = FormulaInputs.from_meta(timeline.meta, n)
     groups: dict[tuple[str, Kind], list[Flow]] = {}
     for flow in flows(timeline):
         if flow.rank in ranks and flow.payload:

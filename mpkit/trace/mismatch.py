@@ -49,7 +49,7 @@ class Issued:
     where: str
 
     @classmethod
-    def of(cls, rank: int, trace: RankTrace, op: Any) -> Issued:
+    def from_record(cls, rank: int, trace: RankTrace, op: Any) -> Issued:
         """Make an `Issued` from a record of a rank's trace."""
         return cls(
             rank, Kind(int(op["kind"])), trace.name(int(op["group"])), int(op["number"]), int(op["peer"]),
@@ -75,7 +75,7 @@ class Issued:
         return self.kind in (Kind.SEND, Kind.RECV)
 
     @property
-    def given(self) -> str:
+    def tensor_text(self) -> str:
         """The dtype and shape of its tensor, or at least its size."""
         return self.text or f"{self.nbytes:,} bytes"
 
@@ -87,15 +87,15 @@ class Issued:
         if self.kind == Kind.BARRIER:
             return "barrier()"
         root = f", {ROOT_ARGUMENT[self.kind]}={self.peer}" if self.kind in ROOT_ARGUMENT else ""
-        return f"{self.kind.word}({self.given}{root})"
+        return f"{self.kind.word}({self.tensor_text}{root})"
 
     @property
     def line(self) -> str:
         """The line alone: " at file.py:12"."""
-        return self.at.rpartition(" in ")[0]
+        return self.place_text.rpartition(" in ")[0]
 
     @property
-    def at(self) -> str:
+    def place_text(self) -> str:
         """The line and its function: " at file.py:12 in function"; "" if they are not known."""
         return f" at {self.where}" if self.where else ""
 
@@ -107,7 +107,7 @@ def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> Issued 
     issues = ((kind >= FIRST_COMM) & (kind <= LAST_COMM)) | (kind == Kind.WAIT)
     for op in ops[np.flatnonzero((ops["number"] == number) & issues)]:
         if trace.name(int(op["group"])) == group:
-            return Issued.of(rank, trace, op)
+            return Issued.from_record(rank, trace, op)
     return None
 
 
@@ -131,8 +131,8 @@ def why_not(a: Issued, b: Issued) -> str:
     if a.is_message:
         sent, received = (a, b) if a.kind == Kind.SEND else (b, a)
         return (
-            f"rank {received.rank} receives {received.given}{received.line} what rank {sent.rank} sent as "
-            f"{sent.given}{sent.line}. {_message_advice(sent, received)}"
+            f"rank {received.rank} receives {received.tensor_text}{received.line} what rank {sent.rank} sent as "
+            f"{sent.tensor_text}{sent.line}. {_message_advice(sent, received)}"
         )
     return (
         f"rank {a.rank} calls {a.call}{a.line}, where rank {b.rank} calls {b.call}{b.line}: both are call number "
@@ -141,7 +141,7 @@ def why_not(a: Issued, b: Issued) -> str:
 
 
 def _message_advice(sent: Issued, received: Issued) -> str:
-    tensor, buffer = _Tensor.of(sent.text), _Tensor.of(received.text)
+    tensor, buffer = _Tensor.parse(sent.text), _Tensor.parse(received.text)
     if tensor is None or buffer is None:
         return "A receive buffer has the dtype and shape of what is sent."
     tag = sent.tag
@@ -166,7 +166,7 @@ def _collective_advice(a: Issued, b: Issued) -> str:
     if a.kind in ROOT_ARGUMENT and a.peer != b.peer:
         name = ROOT_ARGUMENT[a.kind]
         return f"All ranks name the same root, such as {name}={min(a.peer, b.peer)}."
-    mine, theirs = _Tensor.of(a.text), _Tensor.of(b.text)
+    mine, theirs = _Tensor.parse(a.text), _Tensor.parse(b.text)
     if mine is None or theirs is None:
         return "All ranks call it with tensors of one size."
     if mine.dtype != theirs.dtype:
@@ -199,7 +199,7 @@ class _Tensor:
     group: str
 
     @classmethod
-    def of(cls, text: str) -> _Tensor | None:
+    def parse(cls, text: str) -> _Tensor | None:
         match = re.fullmatch(r'(\w+)\[([\d, ]*)\](?:, op="(\w+)")?(?:, group="(\w*)")?', text)
         if match is None:
             return None

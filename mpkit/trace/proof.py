@@ -66,7 +66,7 @@ class Proof:
         return asdict(self) | {"steps": list(self.steps)}
 
     @classmethod
-    def of(cls, kept: Any) -> Proof | None:
+    def from_trace(cls, kept: Any) -> Proof | None:
         """Return the proof that a trace keeps; None if it keeps none."""
         if not isinstance(kept, dict) or not isinstance(kept.get("steps"), list):
             return None

@@ -70,11 +70,11 @@ class Trace:
             for losses in (known.get(step, {}) for step in range(first, 1 + max(known, default=-1)))
         ]
 
-        def over(step: int, replica: int) -> bool:
+        def is_over(step: int, replica: int) -> bool:
             return replica in known.get(step, {}) or ended[step, replica] == len(replicas[replica])
 
         if len(replicas) > 1:  # some replicas are ahead of others
-            while complete and not all(over(first + len(complete) - 1, i) for i in range(len(replicas))):
+            while complete and not all(is_over(first + len(complete) - 1, i) for i in range(len(replicas))):
                 complete.pop()
         return complete
 

@@ -136,7 +136,7 @@ class Actions:
             self._losses.append(loss.detach())
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether an action is running."""
         return self._depth > 0
 

@@ -92,7 +92,7 @@ class Communication:
         direct_only = self._direct_only
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            where = lines.here()
+            where = lines.running_line()
             if where is None or (direct_only and not lines.is_direct):  # None: ctx.comm, which records it
                 return go_on(keyset & after, *args)
             by_python = lines.by_python
@@ -105,7 +105,7 @@ class Communication:
             if handle is None:  # monitored_barrier returns when it is complete
                 self._record.end(op)
             else:
-                completion.started(op, unbox(handle), where, args[0], by_python=by_python, call=call)
+                completion.follow(op, unbox(handle), where, args[0], by_python=by_python, call=call)
             return out
 
         return kernel

@@ -64,7 +64,7 @@ class Completion:
 
     def install(self) -> None:
         """Begin to see waits."""
-        see = self._waited
+        see = self._wait_for_handle
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             return see(work, args, kwargs)
@@ -80,7 +80,7 @@ class Completion:
 
     # ---- a communication starts
 
-    def started(
+    def follow(
         self, op: int, work: Any, where: str, filled: Any, *, by_python: bool, call: CheckedCall | None = None
     ) -> None:
         """Follow a communication whose op has begun.
@@ -106,18 +106,18 @@ class Completion:
 
     # ---- someone waits for it
 
-    def _waited(self, work: Any, args: Any, kwargs: Any) -> Any:
+    def _wait_for_handle(self, work: Any, args: Any, kwargs: Any) -> Any:
         """Wait for a handle as the program asks, and record the waiting."""
         if id(work) not in self._issued:  # of ctx.comm, waited for already, or from before the watching began
             return self._wait(work, *args, **kwargs)
-        return self._waiting(id(work), self._wait, work, *args, **kwargs)
+        return self._record_wait(id(work), self._wait, work, *args, **kwargs)
 
     def wait_for_output(self, tensor: torch.Tensor, wait: Callable[[], Any]) -> Any:
         """Wait for the functional collective that fills this tensor, and record the waiting."""
         handle = self._outputs.pop(tensor.data_ptr(), -1)
-        return wait() if handle not in self._issued else self._waiting(handle, wait)
+        return wait() if handle not in self._issued else self._record_wait(handle, wait)
 
-    def _waiting(self, handle: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_wait(self, handle: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         record, issued = self._record, self._issued.pop(handle)
         self._unseen.pop(handle, None)
         waiting = record.begin(Kind.WAIT, ref=issued.op, where=issued.where)
@@ -138,7 +138,7 @@ class Completion:
             return
         for handle, work in list(self._unseen.items()):
             if _is_complete(work):
-                self._waiting(handle, _wait_no_longer)
+                self._record_wait(handle, _wait_no_longer)
         for handle, (work, op, _, _) in list(self._issued.items()):
             if handle not in self._unseen and work.is_completed() and sys.getrefcount(work) <= _OURS:
                 del self._issued[handle]

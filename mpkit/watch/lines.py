@@ -28,9 +28,10 @@ class SourceLines:
     """The lines of one program, each put into words once.
 
     Attributes:
-        is_direct: whether the line that `here` returned last calls torch.distributed itself, and not DDP or FSDP.
-        by_python: whether Python called the operator for which `here` was asked last; otherwise C++ did, as DDP's
-            reducer does.
+        is_direct: whether the line that `running_line` returned last calls torch.distributed itself, and not DDP or
+            FSDP.
+        by_python: whether Python called the operator for which `running_line` was asked last; otherwise C++ did, as
+            DDP's reducer does.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class SourceLines:
         self._words: dict[tuple[int, int], str] = {}
         self._codes: list[CodeType] = []
 
-    def here(self) -> str | None:
+    def running_line(self) -> str | None:
         """Return the program's line that is running, such as "train.py:12 in main", "" if there is none.
 
         Return None if `ctx.comm` is running, which records its own communication.

@@ -32,7 +32,7 @@ class WatchedLoaders:
         next_batch: Any = _BaseDataLoaderIter.__next__
 
         def load(batches: Any) -> Any:
-            if actions.running or _is_at_its_end(batches):
+            if actions.is_running or _is_at_its_end(batches):
                 return next_batch(batches)
             actions.begin_data()
             op = record.begin(Kind.DATA, type(batches).__name__.strip("_"))

@@ -48,7 +48,7 @@ class Measuring(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # as FSDP does, past all operators
             resized = resize(storage, size)
-            ledger.resized(storage)
+            ledger.note_resize(storage)
             self._look()
             return resized
 

@@ -86,7 +86,7 @@ class Modules:
         actions = self._actions
         if torch.compiler.is_compiling() or self._inside or actions.backwards or module in self.roots:
             return
-        if actions.running and actions.place == (-1, -1):  # within something else than a pipeline's action
+        if actions.is_running and actions.place == (-1, -1):  # within something else than a pipeline's action
             return
         if not any(True for _ in module.parameters()) and not isinstance(module, nn.modules.loss._Loss):
             return  # a ReLU that is called by hand says little
@@ -95,14 +95,14 @@ class Modules:
         name = type(module).__name__
         ops: list[int] = []
 
-        def before(_module: nn.Module, inputs: Any, given: Any) -> None:
+        def before_forward(_module: nn.Module, inputs: Any, given: Any) -> None:
             if torch.compiler.is_compiling():
                 return
             kind = Kind.RECOMPUTE if self._actions.backwards else Kind.FORWARD
             self._inside += 1
             ops.append(self._actions.begin(kind, name, (inputs, given)))
 
-        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling() or not ops:
                 return
             self._forwards += 1
@@ -111,10 +111,10 @@ class Modules:
             if torch.is_grad_enabled() and output is not None:
                 self._actions.begin_loss()
 
-        before(module, inputs, {})
+        before_forward(module, inputs, {})
         self._handles += [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after_forward, always_call=True),
         ]
         for path, layer in layers_to_record(module, self._depth):
             self._watch_layer(path, layer)
@@ -126,22 +126,22 @@ class Modules:
         record, actions = self._record, self._actions
         ops: list[int] = []
 
-        def before(*_: Any) -> None:
+        def before_forward(*_: Any) -> None:
             kind = Kind.RECOMPUTE if actions.backwards else Kind.FORWARD
             stage, microbatch, _step = record.place()
             ops.append(record.begin(kind, name, stage=stage, microbatch=microbatch))
 
-        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if ops:
                 record.end(ops.pop())
             if not torch.is_grad_enabled():
                 return
             for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(arrived)
+                    tensor.register_hook(on_gradient)
                     break
 
-        def arrived(_gradient: torch.Tensor) -> None:
+        def on_gradient(_gradient: torch.Tensor) -> None:
             record.end(self._backward)
             self._backward = -1
             if actions.backwards:
@@ -149,8 +149,8 @@ class Modules:
                 self._backward = record.begin(Kind.BACKWARD, name, stage=stage, microbatch=microbatch)
 
         self._handles += [
-            layer.register_forward_pre_hook(before, prepend=True),
-            layer.register_forward_hook(after, always_call=True),
+            layer.register_forward_pre_hook(before_forward, prepend=True),
+            layer.register_forward_hook(after_forward, always_call=True),
         ]
 
     # ---- backwards

@@ -31,8 +31,8 @@ class Optimizers:
     def install(self) -> None:
         """Begin to see optimizers step."""
         self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
 
     def uninstall(self) -> None:
@@ -40,7 +40,7 @@ class Optimizers:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.seen.add(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -49,7 +49,7 @@ class Optimizers:
         place = len(self._open)
         self._open.append(-1)
 
-        def around() -> Any:
+        def run_closure() -> Any:
             """Call the closure: its forward and backward are actions of their own, what follows is the optimizer's."""
             if self._open[place] >= 0:
                 self._actions.end(self._open[place])
@@ -57,12 +57,12 @@ class Optimizers:
             self._open[place] = self._begin(optimizer)
             return result
 
-        return (args[0], around, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
+        return (args[0], run_closure, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
     def _begin(self, optimizer: Optimizer) -> int:
         return self._actions.begin(Kind.OPTIMIZER, type(optimizer).__name__)
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._open and (op := self._open.pop()) >= 0:
             self._actions.end(op)
         if not self._open:

@@ -39,16 +39,16 @@ class ProgramStages:
         )  # fmt: skip
 
         def forward_one_chunk(stage: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            return self._at(stage, fwd_chunk_id, Kind.FORWARD, forward, *args, **kwargs)
+            return self._run_action(stage, fwd_chunk_id, Kind.FORWARD, forward, *args, **kwargs)
 
         def backward_one_chunk(
             stage: Any, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
         ) -> Any:  # fmt: skip
             kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
-            return self._at(stage, bwd_chunk_id, kind, backward, loss, full_backward, *args, **kwargs)
+            return self._run_action(stage, bwd_chunk_id, kind, backward, loss, full_backward, *args, **kwargs)
 
         def backward_weight_one_chunk(stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            return self._at(stage, bwd_chunk_id, Kind.WEIGHT_GRAD, weights, *args, **kwargs)
+            return self._run_action(stage, bwd_chunk_id, Kind.WEIGHT_GRAD, weights, *args, **kwargs)
 
         self._replaced.put(base, "forward_one_chunk", forward_one_chunk)
         self._replaced.put(base, "backward_one_chunk", backward_one_chunk)
@@ -58,7 +58,9 @@ class ProgramStages:
         """Leave stages as they were."""
         self._replaced.restore()
 
-    def _at(self, stage: Any, microbatch: int, kind: Kind, run: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_action(
+        self, stage: Any, microbatch: int, kind: Kind, run: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         actions = self._actions
         before, actions.place = actions.place, (stage.stage_index, microbatch)
         op = actions.begin(kind, f"stage {stage.stage_index}", (args, kwargs))

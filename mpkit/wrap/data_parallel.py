@@ -124,7 +124,7 @@ class DataParallel(Wrapped):
             self._record.ledger.track(parameter, "params")
         self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)
         self._proof = proof
-        proof.wrapped(
+        proof.attach(
             module,
             [HeldElements(Elements(context.rank, n, 0, None), p) for n, p in module.named_parameters()],
         )
@@ -145,7 +145,7 @@ class DataParallel(Wrapped):
         self._proof.enter(args, kwargs)
         if self._synchronizes:
             self._sync.synchronize_buffers()
-        self._proof.synchronized(last=self._synchronizes)
+        self._proof.note_buffers(last=self._synchronizes)
         op = self._record.begin(Kind.FORWARD, "forward")
         output = self.module(*args, **kwargs)
         self._record.end(op)

@@ -46,19 +46,19 @@ def _watch_steps() -> None:
         every = (p for group in optimizer.param_groups for p in group["params"])
         return [p for p in every if hasattr(p, "divided") and p.grad is not None]
 
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in seen:
             seen.add(optimizer)
             check_optimizers(optimizer)
         for parameter in parts(optimizer):
             parameter.grad = unmark_part(parameter.grad)
 
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in parts(optimizer):
             parameter.grad = mark_part(parameter.grad)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def check_optimizers(optimizer: torch.optim.Optimizer, by: Parts | None = None, wrapper: str = "") -> None:

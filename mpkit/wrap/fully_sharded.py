@@ -116,9 +116,9 @@ class FullySharded(Wrapped):
             HeldElements(Elements(context.rank, p.name, p.start, None), share)
             for p, share in self._shares.of.items()
         ]
-        proof.wrapped(module, held)
-        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after, always_call=True)
+        proof.attach(module, held)
+        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
 
     @property
     def skipped(self) -> int:
@@ -150,22 +150,22 @@ class FullySharded(Wrapped):
         self._record.end(op)
         return output
 
-    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._forget_failed()
         self._proof.enter(args, kwargs)
-        if not self._shares.hidden:
+        if not self._shares.is_hidden:
             if torch.is_grad_enabled():
                 self._held.check()
                 self._shares.freeze()
             self._update()
             self._sync.synchronize_buffers()
-        self._proof.synchronized()
+        self._proof.note_buffers()
         self._shares.hide()
-        return self._half.incoming(args), self._half.incoming(kwargs)
+        return self._half.cast_inputs(args), self._half.cast_inputs(kwargs)
 
-    def _after(self, _: nn.Module, _inputs: Any, output: Any) -> Any:
+    def _after_forward(self, _: nn.Module, _inputs: Any, output: Any) -> Any:
         self._shares.show()
-        output = self._proof.leave(self._half.outgoing(output))
+        output = self._proof.leave(self._half.cast_outputs(output))
         if torch.is_grad_enabled() and output is not None:
             self._backwards.watch(output)
             self._half.watch(output)
@@ -173,7 +173,7 @@ class FullySharded(Wrapped):
 
     def _update(self) -> None:
         """Let shares that have changed reach all ranks, if any has on any rank."""
-        changed = self._shares.changed
+        changed = self._shares.is_changed
         if self._stage < 3:
             if self._stale:
                 flag = torch.tensor([float(changed)], device=self._shares.device)

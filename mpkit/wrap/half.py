@@ -59,7 +59,7 @@ class Half:
 
     # ---- in, out
 
-    def incoming(self, value: Any) -> Any:
+    def cast_inputs(self, value: Any) -> Any:
         """Return a value with its tensors cast to the precision; their gradients are unscaled."""
         if self._dtype is None:
             return value
@@ -73,7 +73,7 @@ class Half:
         cast_one: Tensor = cast(tensor, self._dtype) if self._dtype is not None else tensor
         return cast_one
 
-    def outgoing(self, value: Any) -> Any:
+    def cast_outputs(self, value: Any) -> Any:
         """Return a value with its tensors cast to fp32."""
         return value if self._dtype is None else cast(value, torch.float32)
 
@@ -82,11 +82,11 @@ class Half:
         if self._scales:
             for tensor in flatten(output)[0]:
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(self._scaled)
+                    tensor.register_hook(self._scale_gradient)
 
     # ---- scale, unscale
 
-    def _scaled(self, gradient: Tensor) -> Tensor:
+    def _scale_gradient(self, gradient: Tensor) -> Tensor:
         if not self._known:  # the first output's gradient sets the scale of this backward
             largest = gradient.detach().abs().max().to(torch.float32).reshape(1)
             value = self._replicas.all_reduce(largest.to(self._device), op="max").item()

@@ -19,14 +19,14 @@ class HeldParameters:
     def __init__(self, module: nn.Module, wrapper: str, *, allows_unused: bool) -> None:
         self._module, self._wrapper, self._allows_unused = module, wrapper, allows_unused
         self._then = self._now()
-        self._parameters = dict(self._named())
+        self._parameters = dict(self._parameters_by_name())
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def _now(self) -> list[tuple[int, bool]]:
         every = (p for module in self._module.modules() for p in module._parameters.values() if p is not None)
         return [(id(parameter), parameter.requires_grad) for parameter in every]
 
-    def _named(self) -> dict[str, nn.Parameter]:
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     def check(self) -> None:
@@ -37,7 +37,7 @@ class HeldParameters:
         """
         if self._now() == self._then:
             return
-        named, then = self._named(), self._parameters
+        named, then = self._parameters_by_name(), self._parameters
         for name in (*named, *then):
             if named.get(name) is not then.get(name):
                 did = "added" if name not in then else "removed" if name not in named else "exchanged"

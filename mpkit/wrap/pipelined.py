@@ -56,7 +56,7 @@ class PipelineParallel(Wrapped):
         super().__init__(job.what.model)
         axes = MeshAxes(context.comm, context.device, job.where.mesh)
         stages, self._rest = place_stages(context, job, axes, None)
-        self._job, self._record, self._comm = job, context.record, axes.of("pp")
+        self._job, self._record, self._comm = job, context.record, axes.communicator_of("pp")
         self._device, self._number = context.device, 0
         self._sync = GradientSync(stages)
         ranks = [self._comm.ranks[place] for place in job.where.schedule.stage_to_rank]
@@ -74,7 +74,7 @@ class PipelineParallel(Wrapped):
         self._proof = proof
         pieces = (*self._sync.pieces, *self._sync.frozen)
         where = [HeldElements(Elements(context.rank, p.name, p.start, None), p.parameter) for p in pieces]
-        proof.wrapped(job.what.model, where)
+        proof.attach(job.what.model, where)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -114,7 +114,7 @@ class PipelineParallel(Wrapped):
             self._tied.sum_gradients()
         self._number += 1
         self._stale = True
-        loss = self._counted(returned, before)
+        loss = self._divide_by_count(returned, before)
         for piece in self._sync.pieces:
             if piece.held.grad is not None:
                 piece.held.grad = mark_part(piece.held.grad)  # other stages have the rest
@@ -146,7 +146,7 @@ class PipelineParallel(Wrapped):
             parameter.grad = None
         return aside
 
-    def _counted(self, returned: list[float], before: list[tuple[nn.Parameter, Tensor]]) -> float:
+    def _divide_by_count(self, returned: list[float], before: list[tuple[nn.Parameter, Tensor]]) -> float:
         """Return the loss; for one that returns (total, count), divide the gradients by the count."""
         if self._job.what.nominal is None:
             return returned[0]
@@ -195,10 +195,10 @@ class PipelineParallel(Wrapped):
         state: dict[str, Tensor] = {}
         for i, name in enumerate(names):
             owner = int(holders[:, i].argmax().item())
-            state[prefix + name] = self._from(owner, mine.get(name))
+            state[prefix + name] = self._broadcast_from(owner, mine.get(name))
         return state
 
-    def _from(self, owner: int, tensor: Tensor | None) -> Tensor:
+    def _broadcast_from(self, owner: int, tensor: Tensor | None) -> Tensor:
         """Return one rank's tensor on all ranks."""
         kinds = [
             torch.float32,

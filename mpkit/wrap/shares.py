@@ -99,7 +99,7 @@ class ShardedParameters:
 
     def _share(self, piece: Piece) -> nn.Parameter:
         if self._masters.copies and piece.parameter.is_floating_point():
-            held = self._masters.of(piece).detach()
+            held = self._masters.master_of(piece).detach()
         else:
             held = piece.held.detach()
         if piece in self._apart:
@@ -123,7 +123,7 @@ class ShardedParameters:
                 place.module._parameters[place.key] = place.parameter
 
     @property
-    def hidden(self) -> bool:
+    def is_hidden(self) -> bool:
         """Whether the module's own parameters are in their places."""
         return self._hidden > 0
 
@@ -159,7 +159,7 @@ class ShardedParameters:
         return [share._version for share in self.of.values()]
 
     @property
-    def changed(self) -> bool:
+    def is_changed(self) -> bool:
         """Whether a share has changed since the last `give`."""
         return self._now() != self._versions
 

@@ -67,7 +67,7 @@ class TensorParallel(Wrapped):
         self._shards, self._comm, self._proof = shards, comm, proof
         mine, named = shards[comm.index], dict(module.named_parameters())
         proof.hear(module, summed)
-        proof.wrapped(
+        proof.attach(
             module, [HeldElements(Elements(comm.rank, n, 0, mine.get(n)), p) for n, p in named.items()]
         )
         if proof.active:
@@ -83,8 +83,8 @@ class TensorParallel(Wrapped):
         if torch.is_grad_enabled():
             self._held.check()
         self._proof.enter(args, kwargs)
-        self._proof.synchronized()
-        with self._proof.hearing():
+        self._proof.note_buffers()
+        with self._proof.hear_draws():
             output = self.module(*args, **kwargs)
         output = self._proof.leave(output)
         if self._proof.active and torch.is_grad_enabled():

@@ -178,7 +178,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mine = {number[parameter]: state for parameter, state in self.state.items()}
         states: dict[int, Any] = {}
         for owner in range(self._replicas.size):
-            states |= self._from(owner, mine)
+            states |= self._broadcast_from(owner, mine)
         numbers = iter(range(len(number)))
         groups = [
             {**{k: v for k, v in g.items() if k != "params"}, "params": [next(numbers) for _ in g["params"]]}
@@ -186,7 +186,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ]
         return {"state": dict(sorted(states.items())), "param_groups": groups}
 
-    def _from(self, owner: int, mine: Any) -> Any:
+    def _broadcast_from(self, owner: int, mine: Any) -> Any:
         """Return one rank's value on all ranks."""
         packed, sends = io.BytesIO(), owner == self._replicas.index
         if sends:

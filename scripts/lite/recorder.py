@@ -65,7 +65,7 @@ class Recorder:
         index = []
         for each in self.found:
             what = each["what"]
-            if isinstance(what, Launch) and (not what.over or what.error is not None):
+            if isinstance(what, Launch) and (not what.has_ended or what.error is not None):
                 continue
             trace: Trace = what.trace if isinstance(what, Launch) else what
             if not len(Timeline.of(trace).spans):

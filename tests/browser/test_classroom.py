@@ -17,7 +17,7 @@ Screenshot = Callable[[Page, str], None]
 def open_exercise(page: Page, jupyterlab: str, notebook: str, entry: ExerciseEntry) -> None:
     """Its notebook, with all run that comes before the answer."""
     open_notebook(page, f"{jupyterlab}/workspaces/{notebook}/tree/exercises/{notebook}.ipynb")
-    for code in filter(None, (IMPORTS, entry.given.strip())):
+    for code in filter(None, (IMPORTS, entry.given_code.strip())):
         run(page, in_cell(page, code.splitlines()[0]))
 
 

@@ -18,7 +18,7 @@ BUGS = [
 
 
 def table(entry: ExerciseEntry, code: str) -> BesideSerial:
-    return mk.compare(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given))
+    return mk.compare(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given_code))
 
 
 @pytest.mark.parametrize("entry", BUGS)

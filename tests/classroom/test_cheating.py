@@ -52,8 +52,8 @@ def judges(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def judged(judges: Judges, source: str, name: str = "pass-the-token") -> tuple[Checked | None, str]:
     entry = find(name)
-    value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given)
-    return judges.judge(entry, PackedAnswer.of(value).packed)
+    value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given_code)
+    return judges.judge(entry, PackedAnswer.pack(value).packed)
 
 
 @pytest.mark.alone
@@ -79,7 +79,7 @@ def test_a_hidden_test_calls_nothing_that_the_student_has_replaced() -> None:
     cell = next(each.source for each in cells if each.id == "pass-the-token-check")
     entry, fake = find("pass-the-token"), MagicMock()
     for source, right in ((entry.source.stub, False), (entry.source.plain, True)):
-        value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given)
+        value = run_cell(source, entry.exercise.name_of_answer, "answer", entry.given_code)
         with contextlib.nullcontext() if right else pytest.raises(NotSolved, match="not yet"):
             exec(cell, {"mk": fake, entry.exercise.name_of_answer: value})
 

@@ -33,7 +33,7 @@ def pass_the_token(ctx, token):
 
 def cell(name: str, code: str) -> object:
     entry = find(name)
-    return run_cell(code, entry.exercise.name_of_answer, "answer", entry.given)
+    return run_cell(code, entry.exercise.name_of_answer, "answer", entry.given_code)
 
 
 def test_an_exam_says_only_whether_there_is_an_answer(
@@ -45,7 +45,7 @@ def test_an_exam_says_only_whether_there_is_an_answer(
         code: mk.check("pass-the-token", cell("pass-the-token", code), exam=True)
         for code in (stub, WRONG, FAILS)
     }
-    assert [one.answered for one in said.values()] == [False, True, False]
+    assert [one.has_answer for one in said.values()] == [False, True, False]
     assert not any(one.passed or one.hint or one.mistake for one in said.values())
     assert str(said[WRONG]).splitlines()[0] == "Pass a token round a ring: answered"
     assert "nothing is written yet" in str(said[stub])
@@ -58,7 +58,7 @@ def test_an_exam_says_only_whether_there_is_an_answer(
 def test_questions_without_an_answer_are_named() -> None:
     some = {"a": "scatter", "b": ..., "c": "reduce"}
     checked = mk.check("which-collective", some, exam=True)
-    assert not checked.answered and "no answer yet to b, d, e, f, g, h, i, j" in str(checked)
+    assert not checked.has_answer and "no answer yet to b, d, e, f, g, h, i, j" in str(checked)
 
 
 def test_the_notebooks_of_an_exam(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_no_file_of_the_students_wheel_has_a_solution(wheels: list[Path]) -> Non
         assert "Mistake(" not in own and "SOLUTION" not in own
         stub = set(entry.source.stub.splitlines())
         written = [line for line in entry.source.plain.splitlines() if line not in stub and len(line) > 50]
-        given = entry.given + entry.source.text
+        given = entry.given_code + entry.source.text
         told = [line for line in written if line in own and line not in given]
         assert len(told) <= 1, (
             f"{entry.name}: {told}"
@@ -102,7 +102,7 @@ from mpkit.classroom.framework.source import run_cell
 
 for package in families():
     for entry in of_family(package.__name__.rsplit(".", 1)[1]):
-        entry.exercise.name_of_answer, entry.source.text, entry.given
+        entry.exercise.name_of_answer, entry.source.text, entry.given_code
 code = {code!r}
 checked = mk.check("pass-the-token", run_cell(code, "pass_the_token"))
 print("SAID", str(checked).splitlines()[0])
@@ -117,9 +117,9 @@ from mpkit.classroom.framework.source import run_cell
 for name, (right, stub) in json.load(open("cells.json")).items():
     entry = find(name)
     for code, answered in ((right, True), (stub, False)):
-        cell = run_cell(code, entry.exercise.name_of_answer, "answer", entry.given)
+        cell = run_cell(code, entry.exercise.name_of_answer, "answer", entry.given_code)
         checked = mk.check(name, cell)
-        assert checked.answered is answered, str(checked)
+        assert checked.has_answer is answered, str(checked)
 print("ALL")
 """
 

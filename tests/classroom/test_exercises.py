@@ -25,7 +25,7 @@ MISTAKES = [
 def answer(entry: ExerciseEntry, code: str, label: str) -> PackedAnswer:
     """What a cell of that code hands in."""
     name = entry.exercise.name_of_answer
-    return PackedAnswer.of(run_cell(code, name, f"{entry.name} {label}", entry.given))
+    return PackedAnswer.pack(run_cell(code, name, f"{entry.name} {label}", entry.given_code))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

@@ -140,7 +140,7 @@ OF_THE_KIT: dict[str, str] = {  # answers that are the kit's own
         from mpkit.classroom.catalogue import find
         from mpkit.classroom.framework.room import PackedAnswer
         for name in ("pass-the-token", "gpipe"):
-            Path(sys.argv[2], name + ".answer").write_bytes(PackedAnswer.of(find(name).exercise.solution).packed)
+            Path(sys.argv[2], name + ".answer").write_bytes(PackedAnswer.pack(find(name).exercise.solution).packed)
         """,
 }
 ON_RANKS = {  # in an answer: on the ranks of its check

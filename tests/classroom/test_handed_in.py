@@ -294,17 +294,17 @@ def test_what_is_enclosed_writes_and_signals_nowhere_else(tmp_path: Path) -> Non
 
 def test_the_solution_is_known_by_other_names_too() -> None:
     entry = find("ring-all-reduce")
-    source, packed = entry.source.plain, PackedAnswer.of(len).packed
+    source, packed = entry.source.plain, PackedAnswer.pack(len).packed
     other = re.sub(r"\b(ctx|tensor|parts|step)\b", r"my_\1", source.replace('"""', '"""In other words: ', 1))
     told = "identical to the solution"
     assert suspicion(entry, packed, ["x = 1", source]) == told
     assert suspicion(entry, packed, [f"# mine\n{other}"]) == told
     assert suspicion(entry, packed, [source.replace("ctx.rank", "ctx.rank + 0", 1)]) == ""
     assert suspicion(entry, packed, ["+".join("1" * 50_000), "def f(:"]) == ""
-    assert "mpkit.classroom" in suspicion(entry, PackedAnswer.of(entry.exercise.solution).packed, [])
+    assert "mpkit.classroom" in suspicion(entry, PackedAnswer.pack(entry.exercise.solution).packed, [])
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(f"import torch, mpkit as mk\nfrom torch import Tensor\n{source}", space)
-    assert suspicion(entry, PackedAnswer.of(space[entry.exercise.name_of_answer]).packed, []) == told
+    assert suspicion(entry, PackedAnswer.pack(space[entry.exercise.name_of_answer]).packed, []) == told
 
 
 # ---------------------------------------------------------------- what students write, and who was late

@@ -43,9 +43,9 @@ def test_what_came_is_not_told_before_a_prediction() -> None:
 
 
 def test_progress_in_exercises_stays() -> None:
-    Progress.read().after("gpipe", True).write()
+    Progress.read().add_check("gpipe", True).write()
     mk.predict("bubble", 0.25)
-    Progress.read().after("gpipe", False).write()
+    Progress.read().add_check("gpipe", False).write()
     assert Progress.read().predictions["bubble"].value == 0.25
     assert Progress.read().done["gpipe"].passed
 

@@ -13,7 +13,7 @@ from mpkit.classroom.progress import FILE, ExerciseProgress, Progress
 
 def test_failures_count_until_it_is_solved(tmp_path: Path) -> None:
     for passed in (False, False, True, False):
-        Progress.read(tmp_path).after("gpipe", passed).write()
+        Progress.read(tmp_path).add_check("gpipe", passed).write()
     assert Progress.read(tmp_path).done == {"gpipe": ExerciseProgress(tries=4, failures=1, passed=True)}
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
@@ -27,18 +27,18 @@ def test_a_file_that_cannot_be_read_is_put_aside(tmp_path: Path, text: str) -> N
         found = Progress.read(tmp_path)
     assert found.done == {}
     assert (tmp_path / "mpkit-progress.broken.json").read_text() == text
-    found.after("gpipe", True).write()
+    found.add_check("gpipe", True).write()
     assert Progress.read(tmp_path).done["gpipe"].passed
 
 
 def test_where_nothing_can_be_written_a_warning_says_so(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     with pytest.warns(UserWarning, match="not kept"):
-        Progress.read(gone).after("gpipe", True).write()
+        Progress.read(gone).add_check("gpipe", True).write()
 
 
 def test_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Progress.read(tmp_path).after("gpipe", True).after("pass-the-token", False).write()
+    Progress.read(tmp_path).add_check("gpipe", True).add_check("pass-the-token", False).write()
     shown = mk.progress(tmp_path)
     assert "✔ gpipe" in str(shown) and "✗ pass-the-token" in str(shown)
     assert "GPipe" in shown._repr_html_()

@@ -32,11 +32,11 @@ WHOLE = [
 
 
 def of(entry: ExerciseEntry, student: str) -> ExerciseEntry:
-    return replace(entry, variant=str(Variant.of("pp-2026", student)))
+    return replace(entry, variant=str(Variant.for_student("pp-2026", student)))
 
 
 def answer(entry: ExerciseEntry, code: str) -> PackedAnswer:
-    return PackedAnswer.of(run_cell(code, entry.exercise.name_of_answer, "answer", entry.given))
+    return PackedAnswer.pack(run_cell(code, entry.exercise.name_of_answer, "answer", entry.given_code))
 
 
 @pytest.mark.parametrize("entry, student", WHOLE, ids=lambda one: getattr(one, "name", one))
@@ -53,7 +53,7 @@ def test_each_variant_is_a_whole_exercise(room: Room, entry: ExerciseEntry, stud
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_dozen_students_share_few_numbers(entry: ExerciseEntry) -> None:
     ours = [of(entry, f"student {number}") for number in range(12)]
-    texts = {f"{one.source.text} {one.given} {getattr(one.exercise, 'cases', ())}" for one in ours}
+    texts = {f"{one.source.text} {one.given_code} {getattr(one.exercise, 'cases', ())}" for one in ours}
     assert len(texts) >= 4
 
 
@@ -64,9 +64,9 @@ def test_the_text_has_no_placeholder_left() -> None:
 
 def test_a_variant_is_one_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ada, bob = (str(Variant.of("pp-2026", name)) for name in ("Ada", "Bob"))
+    ada, bob = (str(Variant.for_student("pp-2026", name)) for name in ("Ada", "Bob"))
     own = find("double-the-micro-batches", ada)
-    right = run_cell(own.source.solution, "predictions", "answer", own.given)
+    right = run_cell(own.source.solution, "predictions", "answer", own.given_code)
     assert mk.check("double-the-micro-batches", right, variant=ada).passed
     with pytest.raises(ValueError, match=r"the progress in this folder is that of 'Ada:"):
         mk.check("double-the-micro-batches", right, variant=bob)
@@ -87,7 +87,7 @@ def test_a_roster_gets_notebooks_and_grades(tmp_path: Path) -> None:
         (class_ / student).mkdir(parents=True)
         shutil.copy(out / "solved" / whose / "9-reading-lab.ipynb", class_ / student)
     book = nbformat.read(class_ / "Ada" / "9-reading-lab.ipynb", as_version=4)
-    assert book.metadata["mpkit"] == {"student": "Ada", "variant": str(Variant.of("pp-2026", "Ada"))}
+    assert book.metadata["mpkit"] == {"student": "Ada", "variant": str(Variant.for_student("pp-2026", "Ada"))}
     asked = "an-uneven-pipeline,double-the-micro-batches"
     table = tmp_path / "grades.csv"
     command = ["grade", str(class_), "-o", str(table), "--roster", str(roster), "--exercises", asked]
@@ -110,9 +110,9 @@ def test_a_folder_leads_back_to_its_student(tmp_path: Path) -> None:
     names = ["Nora O'Hara", "Zoë", "A/B: C?", "..", ".hidden"]
     written = write_variants(tmp_path, "pp-2026", names)
     folders = {path.parent.name for path in written}
-    keys = {Variant.of("pp-2026", name).key for name in names}
+    keys = {Variant.for_student("pp-2026", name).key for name in names}
     assert len(folders) == len(names) and not any(name.startswith(".") for name in folders)
-    assert {Variant.of("pp-2026", folder).key for folder in folders} == keys
+    assert {Variant.for_student("pp-2026", folder).key for folder in folders} == keys
 
 
 def test_a_roster_without_a_course_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

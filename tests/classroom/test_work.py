@@ -95,8 +95,8 @@ SERIAL = {
 @pytest.mark.parametrize("name", SERIAL)
 def test_work_that_is_not_divided_is_found(name: str, room: Room) -> None:
     entry = find(name)
-    value = run_cell(dedent(SERIAL[name]), entry.exercise.name_of_answer, "answer", entry.given)
-    checked = judge(entry, PackedAnswer.of(value), room, draw=False)
+    value = run_cell(dedent(SERIAL[name]), entry.exercise.name_of_answer, "answer", entry.given_code)
+    checked = judge(entry, PackedAnswer.pack(value), room, draw=False)
     assert not checked.passed
     assert checked.mistake == "work-not-divided", checked
     assert all(row.ok for row in checked.rows[:-1])

@@ -189,7 +189,7 @@ def test_a_backward_in_halves_goes_round_in_its_first(clusters: Clusters) -> Non
 
 def on_a_mesh(ctx: Any, model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
     axes = MeshAxes(ctx.comm, ctx.device, Mesh(cp=2, tp=2))
-    cp, tp = axes.of("cp"), axes.of("tp")
+    cp, tp = axes.communicator_of("cp"), axes.communicator_of("tp")
     x, y = (sequence_part(value, cp.index, cp.size) for value in (x, y))
     found = []
     for divided in (False, True):

@@ -138,13 +138,13 @@ def test_the_plans_precision_is_read() -> None:
 
 def test_16_bits_are_a_remedy() -> None:
     tight = mk.fits("llama3-8b", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", batch=16, sequence=8192)
-    changed = {remedy.change for remedy in tight._changed(tight.estimate.plan)}
+    changed = {remedy.change for remedy in tight._changed_plans(tight.estimate.plan)}
     assert 'precision="bf16"' in changed
     assert not [
         c
         for c in mk.fits(
             "llama3-8b", mk.Plan(dp=8), "8x-a100-nvlink", sequence=64, stack="megatron"
-        )._changed(mk.Plan(dp=8))
+        )._changed_plans(mk.Plan(dp=8))
         if "precision" in c.change
     ]
 
@@ -353,7 +353,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def misfit(steps: Sequence[Observation], constants: Constants) -> float:
     """What a fit makes least: squared errors in the logarithm, beyond two times NEAR their amount (Huber 1964)."""
-    errors = [abs(log(step.predicted(constants) / step.seconds)) / NEAR for step in steps]
+    errors = [abs(log(step.predict_seconds(constants) / step.seconds)) / NEAR for step in steps]
     return sum(error**2 / 2 if error < 2 else 2 * error - 2 for error in errors)
 
 

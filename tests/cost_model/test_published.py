@@ -50,7 +50,7 @@ def steps() -> list[Observation]:
 
 def _errors(steps: list[Observation]) -> np.ndarray:
     return np.array(
-        [step.predicted(preset_for(*key_of(step)).constants) / step.seconds - 1 for step in steps]
+        [step.predict_seconds(preset_for(*key_of(step)).constants) / step.seconds - 1 for step in steps]
     )
 
 
@@ -320,5 +320,5 @@ def test_a_loss_of_many_operators_takes_its_bytes(steps: list[Observation]) -> N
     bandwidth = STREAM * step.hardware.device.bandwidth / constants.traffic
     assert heads[0] - heads[1] == pytest.approx(4096 * 131_072 * (52 - 16) / bandwidth)
     # The first stage paces the pipeline: a slower head counts while it fills and drains, and not for all of m = 8.
-    assert step.predicted(constants) - fused.predicted(constants) < 3 * (heads[0] - heads[1])
-    assert one.predicted(constants) > 1.03 * one_fused.predicted(constants)
+    assert step.predict_seconds(constants) - fused.predict_seconds(constants) < 3 * (heads[0] - heads[1])
+    assert one.predict_seconds(constants) > 1.03 * one_fused.predict_seconds(constants)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.kineto.about import about
+from mpkit.kineto.about import read_header
 from mpkit.kineto.communication import communications
 from mpkit.kineto.lanes import gpu_time
 from mpkit.kineto.reading.events import Events
@@ -55,7 +55,7 @@ def test_the_timeline_has_hta_s_numbers_and_says_that_the_host_is_late() -> None
 
 
 def test_collectives_are_ddps_buckets_and_buffers(resnet: Events) -> None:
-    who = about(resnet.header, GIVEN / "nccl_data.json.gz")
+    who = read_header(resnet.header, GIVEN / "nccl_data.json.gz")
     found = communications(resnet, who)
     reduced = [comm.call for comm in found if comm.kind == Kind.ALL_REDUCE]
     assert [call.elements for call in reduced] == BUCKETS * 3

@@ -132,7 +132,7 @@ def test_ranks_elsewhere_run_if_their_heartbeats_say_so() -> None:
         (1.2, 1.1, {0}, {0}),
     ):
         processes.cpu[0] = waiting.cpu[0] = whole, main
-        assert (processes.running(), waiting.running({0})) == (running, waits)
+        assert (processes.running_ranks(), waiting.running_ranks({0})) == (running, waits)
 
 
 # ---- packets -------------------------------------------------------------------------------------------------
@@ -257,10 +257,10 @@ def test_an_error_travels_with_its_time(tmp_path: Path) -> None:
     ],
 )
 def test_a_verdict_is_the_same_for_everyone(error: Exception) -> None:
-    heard = Verdict.heard(Verdict(error, [1.0]).told(), [1.0])
+    heard = Verdict.from_json(Verdict(error, [1.0]).to_json(), [1.0])
     assert type(heard.error) is type(error) and str(heard.error) == str(error)
     assert vars(heard.error) == vars(error)
-    assert Verdict.heard(Verdict(None, [float("nan")]).told(), [2.0]) == Verdict(None, [2.0])
+    assert Verdict.from_json(Verdict(None, [float("nan")]).to_json(), [2.0]) == Verdict(None, [2.0])
 
 
 # ---- mpkit launch --------------------------------------------------------------------------------------------

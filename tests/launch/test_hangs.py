@@ -123,10 +123,10 @@ def test_the_system_reports_which_ranks_run() -> None:
     programs = [subprocess.Popen(["sh", "-c", code]) for code in ("while :; do :; done", "exec sleep 1000")]
     try:
         processes = RankProcesses([each.pid for each in programs])
-        wait_for(lambda: processes.running() == {0})
+        wait_for(lambda: processes.running_ranks() == {0})
         os.kill(processes.pids[0], signal.SIGSTOP)
-        wait_for(lambda: processes.running() == set())
-        assert processes.stopped() == {0: processes.pids[0]}
+        wait_for(lambda: processes.running_ranks() == set())
+        assert processes.stopped_pids() == {0: processes.pids[0]}
     finally:
         for each in programs:
             each.kill()
@@ -144,7 +144,7 @@ time.sleep(1000)
     try:
         every, main = RankProcesses([program.pid]), RankProcesses([program.pid])
         wait_for(lambda: len(list(Path(f"/proc/{program.pid}/task").iterdir())) == 2)
-        wait_for(lambda: main.running({0}) == set() and every.running() == {0})
+        wait_for(lambda: main.running_ranks({0}) == set() and every.running_ranks() == {0})
     finally:
         program.kill()
         program.wait()

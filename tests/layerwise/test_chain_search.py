@@ -71,7 +71,7 @@ def test_as_fast_as_the_best_of_all_choices(block: int) -> None:
             assert found is not None and best is not None
             assert found.time == pytest.approx(best.time, rel=1e-12), (seed, share)
             assert found.memory <= limit
-            assert (found.time, found.memory) == costs.of(found.splits)
+            assert (found.time, found.memory) == costs.costs_of(found.splits)
 
 
 def test_as_fast_as_the_best_of_all_choices_with_any_numbers() -> None:
@@ -213,7 +213,7 @@ def test_a_markov_chain_never_beats_it(seed: int) -> None:
     found = found.again(hardware=machine(seed), memory=limit)
     walk = found.by_mcmc(budget=400, seed=seed)
     assert walk.time >= found.time * (1 - 1e-12) and walk.best.memory <= limit
-    assert (walk.best.time, walk.best.memory) == found.priced.costs.of(walk.best.splits)
+    assert (walk.best.time, walk.best.memory) == found.priced.costs.costs_of(walk.best.splits)
     assert f"of {walk.budget} proposals" in str(walk)
     assert [time for _, time in walk.improved] == sorted((t for _, t in walk.improved), reverse=True)
 
@@ -279,10 +279,10 @@ def test_what_is_sent_between_two_linear_layers() -> None:
     gather, scatter = (
         link.time(kind, nbytes, 4) for kind in (mk.trace.Kind.ALL_GATHER, mk.trace.Kind.REDUCE_SCATTER)
     )
-    assert priced.between(layer, columns, layer, columns) == pytest.approx(gather + scatter)
-    assert priced.between(layer, samples, layer, samples) == 0
+    assert priced.resharding_seconds(layer, columns, layer, columns) == pytest.approx(gather + scatter)
+    assert priced.resharding_seconds(layer, samples, layer, samples) == 0
     all_reduce = link.time(mk.trace.Kind.ALL_REDUCE, nbytes, 4)
-    assert priced.between(layer, Split(), layer, columns) == pytest.approx(all_reduce)
+    assert priced.resharding_seconds(layer, Split(), layer, columns) == pytest.approx(all_reduce)
     swap = 2 * link.time(mk.trace.Kind.ALL_TO_ALL, nbytes / 4, 4)
     kept = replace(layer, channels="kept")
-    assert priced.between(layer, samples, kept, columns) == pytest.approx(swap)
+    assert priced.resharding_seconds(layer, samples, kept, columns) == pytest.approx(swap)

@@ -122,7 +122,7 @@ def test_a_stage_begins_within_a_region(train: Train) -> None:
     plan = mk.Plan(pp=2, tp=2, sequence_parallel=True, microbatches=2, cut=["inner.block0.mlp.up"])
     check_equal(train, Within(), data, plan, **HOW)
     partition = prepare(Within(), data, plan, ranks=4, **HOW).where.partition
-    assert partition is not None and partition.shared == []
+    assert partition is not None and partition.shared_weights == []
 
 
 # ---- at random -----------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_what_only_the_first_half_needs_goes_with_it() -> None:
     assert [name for name, ref in seen.items() if ref() is not None] == [
         "after gelu"
     ]  # a linear layer's input
-    assert [tuple(gradient.shape) for gradient in later.held()] == [(2, 4), (2, 4)]
+    assert [tuple(gradient.shape) for gradient in later.held_gradients()] == [(2, 4), (2, 4)]
     later.run()
     assert all(ref() is None for ref in seen.values())
-    assert not later.held()
+    assert not later.held_gradients()

@@ -230,13 +230,13 @@ def no_decay(rank: int) -> None:
 
 def other_loss(rank: int) -> None:
     """The loss that is reported is a thousandth off."""
-    original = Training._counted
+    original = Training._loss_and_factor
 
     def counted(self: Any, returned: Any) -> Any:
         loss, factor = original(self, returned)
         return None if loss is None else loss * 1.001, factor
 
-    Training._counted = counted  # type: ignore[method-assign]
+    Training._loss_and_factor = counted  # type: ignore[method-assign]
 
 
 def not_reduced(rank: int) -> None:

@@ -16,7 +16,7 @@ from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, THEMES, Key
 from mpkit.views.timeline.coverage import coverage, strongest
-from mpkit.views.timeline.idle import outside
+from mpkit.views.timeline.idle import subtract_spans
 from mpkit.views.timeline.picture import BOX, picture
 
 
@@ -99,7 +99,7 @@ def test_pieces_are_what_is_outside_of_the_waits(bounds: list[int], action: tupl
     spans["cause"] = -1
     pic = picture(mk.Timeline(spans, [""], np.zeros(0, HELD), 1, "virtual"))
     drawn = pic.boxes[pic.boxes["key"] == Key.FORWARD]
-    want = outside(metrics.covered_times(spans[1:]), np.array([[action[0], sum(action)]], float))
+    want = subtract_spans(metrics.covered_times(spans[1:]), np.array([[action[0], sum(action)]], float))
     found = np.stack([drawn["start"], drawn["end"]], axis=1) + pic.origin
     assert found.tolist() == want.tolist()
     assert drawn["named"].sum() == (len(want) > 0)

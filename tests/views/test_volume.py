@@ -114,7 +114,9 @@ KNOWN = {
     ],
 )
 def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of: float) -> None:
-    known = FormulaInputs.of({"plan": json.dumps({"pp": 2, "microbatches": 3, **plan}), "mesh": KNOWN}, 4)
+    known = FormulaInputs.from_meta(
+        {"plan": json.dumps({"pp": 2, "microbatches": 3, **plan}), "mesh": KNOWN}, 4
+    )
     found = formula_of(known, axis, kind)
     assert found is not None and found.symbols.startswith(symbols)
     assert found.of(0) == pytest.approx(of)
@@ -122,7 +124,7 @@ def test_formulas(plan: dict[str, Any], axis: str, kind: Kind, symbols: str, of:
 
 def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:
     plan = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2)
-    known = FormulaInputs.of({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
+    known = FormulaInputs.from_meta({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
     found = formula_of(known, "pp", Kind.SEND)
     assert found is not None and found.of(0) == found.of(1) == 3 * 4 * 10
 

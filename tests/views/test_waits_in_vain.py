@@ -32,7 +32,7 @@ def hung() -> mk.Timeline:
     replay.feed(1, stuck(Kind.ALL_REDUCE, 2), names)
     replay.feed(2, stuck(Kind.ALL_REDUCE, 2), names)
     replay.finish()
-    return mk.Timeline(**vars(replay.replayed()))
+    return mk.Timeline(**vars(replay.collect()))
 
 
 def test_each_wait_names_who_never_came() -> None:

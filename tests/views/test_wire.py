@@ -17,7 +17,7 @@ from tests.wire import unpack
 def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:
     batches = SpanBatches()
     batches.add(gpipe.spans, gpipe.names)
-    ((head, buffer),) = batches.since(0, {0: (0.0, 34.5)})
+    ((head, buffer),) = batches.messages_since(0, {0: (0.0, 34.5)})
     columns = unpack(buffer, head["count"])
     for name in ("start", "rank", "stage", "microbatch", "step", "kind", "lane", "cause"):
         assert np.array_equal(columns[name], gpipe.spans[name]), name
@@ -40,7 +40,7 @@ def test_who_has_some_gets_the_rest(long_run, first: int) -> None:
         batches.add(spans[at : at + 137], [""])
     assert np.array_equal(batches.spans, spans)
     starts, expected = [], first
-    for head, buffer in batches.since(first, {}, most=100):
+    for head, buffer in batches.messages_since(first, {}, most=100):
         assert head["first"] == expected and head["count"] <= 100
         expected += head["count"]
         starts.append(unpack(buffer, head["count"])["start"])
@@ -52,7 +52,7 @@ def test_a_new_epoch_begins_at_nothing(gpipe: mk.Timeline) -> None:
     batches = SpanBatches()
     batches.add(gpipe.spans, gpipe.names)
     batches.reset()
-    ((head, buffer),) = batches.since(0, {})
+    ((head, buffer),) = batches.messages_since(0, {})
     assert (head["epoch"], head["count"], head["names"], buffer) == (1, 0, [""], b"")
 
 

@@ -42,7 +42,7 @@ def gpus(facts: Facts) -> Iterator[CheckupFinding]:
     listed = ", ".join(f"{count} x {name}" for name, count in names.items())
     seen = visible(facts.gpus, facts.environment)
     if facts.torch.gpus < len(seen.gpus):
-        yield _unseen(facts, listed, len(seen.gpus))
+        yield _explain_unseen(facts, listed, len(seen.gpus))
     elif len(seen.gpus) < len(facts.gpus):
         yield CheckupFinding(
             "GPUs",
@@ -60,14 +60,14 @@ def gpus(facts: Facts) -> Iterator[CheckupFinding]:
         CheckupFinding("GPUs", Level.COSTS, note, seen.decided_by, _COST_HIDDEN, seen.mend)
         for note in seen.wrong
     )
-    yield from _alike(facts, len(names))
+    yield from _check_alike(facts, len(names))
     yield from _check_used_memory(facts)
 
 
 _COST_HIDDEN = "other GPUs than those meant, or fewer, compute"
 
 
-def _unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
+def _explain_unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
     build = facts.torch
     why, mend = "", "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"
     if not build.cuda and not build.hip:
@@ -86,7 +86,7 @@ def _unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
     )
 
 
-def _alike(facts: Facts, kinds: int) -> Iterator[CheckupFinding]:
+def _check_alike(facts: Facts, kinds: int) -> Iterator[CheckupFinding]:
     gpus = facts.gpu_list
     if kinds > 1:
         smallest = min(gpus, key=lambda gpu: gpu.memory)

@@ -77,7 +77,7 @@ class Facts:
 def facts_of(evidence: ProbeAnswers, measured: RankMeasurements | Unknown | None = None) -> Facts:
     """Parse the evidence. What cannot be parsed is unknown, with the parser's reason."""
 
-    def known(name: str, parse: Callable[[str], Value]) -> Value | Unknown:
+    def value_of(name: str, parse: Callable[[str], Value]) -> Value | Unknown:
         answer = evidence.answer(name)
         if answer.missing:
             return Unknown(answer.missing)
@@ -86,17 +86,17 @@ def facts_of(evidence: ProbeAnswers, measured: RankMeasurements | Unknown | None
         except ValueError as error:
             return Unknown(f"{answer.source} was not understood: {error}")
 
-    memory, limit = known("memory", parse_memory), known("memory_limit", parse_memory_limit)
+    memory, limit = value_of("memory", parse_memory), value_of("memory_limit", parse_memory_limit)
     if not isinstance(memory, Unknown) and isinstance(limit, int):
         memory = min(memory[0], limit), min(memory[1], limit)
-    share = known("cpu_limit", parse_cpu_limit)
+    share = value_of("cpu_limit", parse_cpu_limit)
     cpus: float = evidence.process.cpus
     if isinstance(share, float):
         cpus = min(cpus, share)
     return Facts(
-        known("gpus", parse_gpus), known("driver", parse_driver), known("topology", parse_topology),
-        known("nvlink", parse_nvlink), known("p2p", parse_p2p), known("pci", parse_pci),
-        memory, cpus, known("ports", parse_ports), known("load", parse_load),
+        value_of("gpus", parse_gpus), value_of("driver", parse_driver), value_of("topology", parse_topology),
+        value_of("nvlink", parse_nvlink), value_of("p2p", parse_p2p), value_of("pci", parse_pci),
+        memory, cpus, value_of("ports", parse_ports), value_of("load", parse_load),
         evidence.process, evidence.torch, evidence.environment,
         measured if measured is not None else Unknown("left out"), evidence.composed,
     )  # fmt: skip

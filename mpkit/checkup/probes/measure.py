@@ -108,7 +108,7 @@ def _on_rank(ctx: Context, data: Any) -> tuple[list[Spans], LoaderSpeed | None]:
             return lambda: None
         return lambda: ctx.comm.send(tensors[size], 1) if ctx.rank == 0 else ctx.comm.recv(tensors[size], 0)
 
-    def repeated(call: Callable[[], object]) -> Spans:
+    def time_calls(call: Callable[[], object]) -> Spans:
         spans: Spans = []
         for _ in range(3):
             call()
@@ -128,7 +128,7 @@ def _on_rank(ctx: Context, data: Any) -> tuple[list[Spans], LoaderSpeed | None]:
         return spans
 
     calls = [
-        repeated(call)
+        time_calls(call)
         for call in (message(SMALL), message(nbytes), lambda: ctx.comm.all_reduce(tensors[nbytes]))
     ]
     loading = _load(data) if ctx.rank == 0 else None

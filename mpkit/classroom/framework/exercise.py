@@ -93,13 +93,13 @@ class Budget:
     limit: float | Callable[[Case], float]
     unit: str = ""
 
-    def of(self, case: Case) -> float:
+    def limit_for(self, case: Case) -> float:
         """Return the limit in a case."""
         return self.limit(case) if callable(self.limit) else self.limit
 
     def row(self, seen: Seen) -> CheckRow:
         """Check whether an answer kept to the budget."""
-        limit, used = self.of(seen.case), self.measure(seen)
+        limit, used = self.limit_for(seen.case), self.measure(seen)
         ok = used <= limit * (1 + 1e-9)
         what = f"{self.what}, on {seen.case}"
         return CheckRow(
@@ -192,21 +192,21 @@ class Exercise(ABC):
         """Try the answer; yield a row for each thing checked, up to the first that is wrong."""
 
     @abstractmethod
-    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
+    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
         """Run the answer in the first case, without saying whether it is right."""
 
-    def asked(self, stub: Any) -> tuple[str, ...]:
+    def questions_of(self, stub: Any) -> tuple[str, ...]:
         """Return the questions that an answer has to have a value for, by the cell that is handed out."""
         return ()
 
-    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen | None:
+    def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen | None:
         """Return what another answer does in the same case; None if there is nothing to run."""
         return None
 
-    def untouched(self, seen: Seen) -> bool:
+    def is_untouched(self, seen: Seen) -> bool:
         """Return whether the student has not written anything yet."""
         return "NotImplementedError" in seen.error
 
-    def alike(self, seen: Seen, other: Seen) -> bool:
+    def same_result(self, seen: Seen, other: Seen) -> bool:
         """Return whether two answers did the same in a case."""
-        return seen.like(other)
+        return seen.matches(other)

@@ -85,23 +85,23 @@ class Layers:
     def load(self, layer: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
         """Return a layer's weight and momentum, (width, width) each, or one of `parts` equal parts of their rows."""
         rows = slice(part * WIDTH // parts, (part + 1) * WIDTH // parts)
-        return self._made(self._weights[layer, rows], "params"), self._made(
+        return self._track_tensor(self._weights[layer, rows], "params"), self._track_tensor(
             self._momenta[layer, rows], "optimizer"
         )
 
     def inputs(self, numbers: Sequence[int]) -> Tensor:
         """Return the inputs of these micro-batches, one after the other."""
-        return self._made(np.concatenate([self._inputs[i] for i in numbers]), "activations")
+        return self._track_tensor(np.concatenate([self._inputs[i] for i in numbers]), "activations")
 
     def empty(self, count: int = 1) -> Tensor:
         """Return a tensor to receive the activations, or their gradients, of `count` micro-batches into."""
-        return self._made(np.full((count * ROWS, WIDTH), np.nan), "activations")
+        return self._track_tensor(np.full((count * ROWS, WIDTH), np.nan), "activations")
 
     def forward(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """Return the layer's output."""
         w = self._whole("forward", layer, weight)
         op = self._begin(Kind.FORWARD, layer, len(x) / ROWS)
-        y = self._made(np.tanh(x.numpy()) @ w.T, "activations")
+        y = self._track_tensor(np.tanh(x.numpy()) @ w.T, "activations")
         self._end(op)
         return y
 
@@ -112,7 +112,7 @@ class Layers:
             raise ValueError(
                 f"loss: y is of {len(y) // ROWS} micro-batches, and numbers={list(numbers)} names {len(numbers)}"
             )
-        return self._made(2 * (y.numpy() - targets) / self._targets.size, "activations")
+        return self._track_tensor(2 * (y.numpy() - targets) / self._targets.size, "activations")
 
     def backward(self, layer: int, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of the layer's weight and of its input x, from its output's."""
@@ -123,8 +123,8 @@ class Layers:
             )
         op = self._begin(Kind.BACKWARD, layer, 2 * len(x) / ROWS)
         hidden = np.tanh(x.numpy())
-        dweight = self._made(dy.numpy().T @ hidden, "grads")
-        dx = self._made((dy.numpy() @ w) * (1 - hidden**2), "activations")
+        dweight = self._track_tensor(dy.numpy().T @ hidden, "grads")
+        dx = self._track_tensor((dy.numpy() @ w) * (1 - hidden**2), "activations")
         self._end(op)
         return dweight, dx
 
@@ -149,7 +149,7 @@ class Layers:
             )
         return weight.numpy()
 
-    def _made(self, array: Any, category: str) -> Tensor:
+    def _track_tensor(self, array: Any, category: str) -> Tensor:
         tensor = torch.from_numpy(np.array(array))
         if self._record is not None:
             self._record.ledger.track(tensor, category)

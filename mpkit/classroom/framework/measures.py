@@ -54,12 +54,12 @@ def peak(*categories: str) -> Callable[[Seen], float]:
     """Return a measure: the fullest rank's peak bytes of these categories together; of all, if none is named."""
     chosen = categories or CATEGORIES
 
-    def of(seen: Seen) -> float:
+    def peak_of(seen: Seen) -> float:
         if seen.simulated is None and seen.trace is not None:  # exact bytes, summed over all changes
             return float(max(_most_held(rank.memory, chosen) for rank in seen.trace.ranks))
         return float(max(sum(held[category] for category in chosen) for held in seen.timeline.peak_memory))
 
-    return of
+    return peak_of
 
 
 def ring(seen: Seen) -> float:

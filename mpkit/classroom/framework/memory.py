@@ -58,7 +58,7 @@ class Memory(TorchDispatchMode):
         for parameter in self._parameters:
             self._ledger.track(parameter, "params")
             if parameter.requires_grad and parameter.is_leaf:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._made))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._count_gradient))
         self._handles += [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -112,7 +112,7 @@ class Memory(TorchDispatchMode):
         if key not in self._hosted:
             self._hosted[key] = weakref.ref(storage, lambda _: self._hosted.pop(key, None))
 
-    def _made(self, parameter: Tensor) -> None:
+    def _count_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._ledger.move(parameter.grad, "grads")
 

@@ -73,7 +73,7 @@ class OnRanks(Exercise):
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer case by case."""
         for case in self.cases:
-            seen = replace(self._played(answer, case, room), expected=self.expected(case))
+            seen = replace(self._play_case(answer, case, room), expected=self.expected(case))
             row = self._result(seen)
             yield row
             if not row.ok:
@@ -83,19 +83,19 @@ class OnRanks(Exercise):
             if not all(row.ok for row in rows):
                 return
             if case is self.cases[-1]:
-                divided = _work_row(seen, self.again(PackedAnswer.of(self.solution), seen, room))
+                divided = _work_row(seen, self.try_again(PackedAnswer.pack(self.solution), seen, room))
                 if divided is not None:
                     yield divided
 
-    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
+    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
         """Run the answer in the first case."""
         return room.play(self.play, answer, self.cases[0])
 
-    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
+    def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""
-        return replace(self._played(answer, seen.case, room), expected=seen.expected, budget=seen.budget)
+        return replace(self._play_case(answer, seen.case, room), expected=seen.expected, budget=seen.budget)
 
-    def _played(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
+    def _play_case(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
         seen = room.play(self.play, answer, case)
         if self.together is None or seen.got is None:
             return seen

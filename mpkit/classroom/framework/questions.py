@@ -35,7 +35,7 @@ class Questions(Exercise):
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Check the values question by question, all of them."""
-        given = self._given(answer, room)  # before anything that it could look for is on this machine
+        given = self._read_values(answer, room)  # before anything that it could look for is on this machine
         truth = self.truth(room)
         seen = replace(given, expected=[dict(truth)])
         values = seen.got[0] if seen.got is not None else None
@@ -50,24 +50,24 @@ class Questions(Exercise):
             got = "no answer yet" if value in (..., "...") else spell(value)
             yield CheckRow(name, spell(right) if ok else "?", got, ok, seen)
 
-    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
+    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
         """Read the values."""
-        return self._given(answer, room)
+        return self._read_values(answer, room)
 
-    def asked(self, stub: Any) -> tuple[str, ...]:
+    def questions_of(self, stub: Any) -> tuple[str, ...]:
         """Return the questions of the dict that is handed out."""
         return tuple(stub)
 
-    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
+    def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Read the values of another answer."""
-        return replace(self._given(answer, room), expected=seen.expected)
+        return replace(self._read_values(answer, room), expected=seen.expected)
 
-    def untouched(self, seen: Seen) -> bool:
+    def is_untouched(self, seen: Seen) -> bool:
         """Return whether no question has an answer yet."""
         values = seen.got[0] if seen.got is not None else None
         return isinstance(values, dict) and all(value in (..., "...") for value in values.values())
 
-    def alike(self, seen: Seen, other: Seen) -> bool:
+    def same_result(self, seen: Seen, other: Seen) -> bool:
         """Return whether some value is wrong and equal to the other answer's."""
         if seen.got is None or other.got is None:
             return False
@@ -84,7 +84,7 @@ class Questions(Exercise):
             return abs(value - right) <= self.within.get(name, 0.01) * abs(right)
         return difference(right, value) is None
 
-    def _given(self, answer: PackedAnswer, room: Room) -> Seen:
+    def _read_values(self, answer: PackedAnswer, room: Room) -> Seen:
         return room.play(_value, answer, Case(1))
 
 

@@ -56,7 +56,7 @@ class PackedAnswer:
     print: str = ""
 
     @classmethod
-    def of(cls, value: Any) -> PackedAnswer:
+    def pack(cls, value: Any) -> PackedAnswer:
         """Pack a value.
 
         Raises:

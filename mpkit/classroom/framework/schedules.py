@@ -82,7 +82,7 @@ class Schedules(Exercise):
         """Try the answer case by case."""
         for case in self.cases:
             # ---- read, validate
-            seen = self._seen(answer, case, room)
+            seen = self._try_case(answer, case, room)
             what = f"a schedule that can run, on {case}"
             if seen.schedule is None:
                 yield CheckRow(
@@ -114,20 +114,20 @@ class Schedules(Exercise):
                 if not row.ok:
                     return
 
-    def tried(self, answer: PackedAnswer, room: Room) -> Seen:
+    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
         """Read the rows of the schedule for the first case."""
         return self._read(answer, self.cases[0], room)
 
-    def again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
+    def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""
-        return replace(self._seen(answer, seen.case, room), budget=seen.budget)
+        return replace(self._try_case(answer, seen.case, room), budget=seen.budget)
 
     def _read(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
         more = [case[name] for name in self.also]
         asked = {**case.sizes, "stages": case.ranks, "more": more}
         return replace(room.play(_rows, answer, replace(case, ranks=1, sizes=asked)), case=case)
 
-    def _seen(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
+    def _try_case(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
         read = replace(self._read(answer, case, room), expected=[None])
         if read.got is None:
             return read

@@ -68,7 +68,7 @@ class Seen:
         return Timeline.of(self.trace, MACHINE)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all ranks finished without an error."""
         return self.got is not None
 
@@ -76,11 +76,11 @@ class Seen:
         """Return whether the results are equal to these, by rank."""
         return self.got is not None and difference(list(wrong), self.got) is None
 
-    def like(self, other: Seen) -> bool:
+    def matches(self, other: Seen) -> bool:
         """Return whether another answer did the same: same results and, if a budget is exceeded, same communication."""
         if self.schedule is not None:
             return other.schedule is not None and self.schedule.rows == other.schedule.rows
-        if not (self.finished and other.got is not None and self.close(other.got)):
+        if not (self.is_finished and other.got is not None and self.close(other.got)):
             return False
         return not self.budget or self._shape() == other._shape()
 
@@ -92,11 +92,11 @@ class Seen:
             for rank in self.trace.ranks
         ]
 
-    def changed(self, change: Callable[[Any], Any]) -> bool:
+    def equals_changed(self, change: Callable[[Any], Any]) -> bool:
         """Return whether the results are the expected ones with `change` applied to each tensor or number.
 
         >>> import torch
-        >>> Seen(Case(2), expected=[torch.ones(2)] * 2, got=[torch.full((2,), 2.0)] * 2).changed(lambda x: x * 2)
+        >>> Seen(Case(2), expected=[torch.ones(2)] * 2, got=[torch.full((2,), 2.0)] * 2).equals_changed(lambda x: x * 2)
         True
         """
         return self.close([map_numbers(change, each) for each in self.expected])

@@ -60,7 +60,7 @@ class ExerciseSource:
     solution: str
 
     @classmethod
-    def of(cls, module: ModuleType, code: str) -> ExerciseSource:
+    def from_module(cls, module: ModuleType, code: str) -> ExerciseSource:
         """Read the parts of an exercise's module and its code."""
         title, _, text = fill_text(inspect.cleandoc(module.__doc__ or ""), module).partition("\n")
         answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)
@@ -81,13 +81,13 @@ class ExerciseSource:
     def stub(self) -> str:
         """The student's cell: each part between the markers is replaced by its `# instead:` lines, or by an error."""
 
-        def left(match: re.Match[str]) -> str:
+        def keep_stub(match: re.Match[str]) -> str:
             indent, inside = match.group(1), match.group(2)
             instead = re.findall(rf"^{indent}# instead: ?(.*)\n", inside, re.M)
             lines = instead or ['raise NotImplementedError("your turn")']
             return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
 
-        return re.sub(rf"^( *){BEGIN}\n(.*?)^ *{END}\n", left, self.solution, flags=re.S | re.M)
+        return re.sub(rf"^( *){BEGIN}\n(.*?)^ *{END}\n", keep_stub, self.solution, flags=re.S | re.M)
 
     def wrong(self, mistake: Mistake) -> str:
         """Return the solution with that mistake."""

@@ -41,12 +41,12 @@ class Variant:
     key: str
 
     @classmethod
-    def of(cls, course: str, student: str) -> Self:
+    def for_student(cls, course: str, student: str) -> Self:
         """Return a student's variant in a course; names are compared as `plainly` has them.
 
-        >>> print(Variant.of("pp-2026", "Kim Lee"))
+        >>> print(Variant.for_student("pp-2026", "Kim Lee"))
         Kim Lee:63e6e3a4b7-8c5d
-        >>> Variant.of("pp-2026", "kim_lee").key == Variant.of("pp-2026", "Kim Lee").key
+        >>> Variant.for_student("pp-2026", "kim_lee").key == Variant.for_student("pp-2026", "Kim Lee").key
         True
         """
         return cls(student, _digest(course, plainly(student))[:10])

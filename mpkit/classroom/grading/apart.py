@@ -35,7 +35,7 @@ def require(name: str, answer: Any, *, variant: str = "") -> bool:
         NotSolved: the answer is wrong, or there is no verdict; the message has the table, or says why.
     """
     entry = find(name, variant)
-    checked, why = _judges().judge(entry, PackedAnswer.of(answer).packed)
+    checked, why = _judges().judge(entry, PackedAnswer.pack(answer).packed)
     if checked is None:
         raise NotSolved(f"{entry.source.title}: no verdict, since {why}")
     return checked.require().passed

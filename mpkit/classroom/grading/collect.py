@@ -82,7 +82,7 @@ def _pack(name: str, node: ast.expr, space: dict[str, Any], out: Path) -> bool:
     try:
         expression = ast.fix_missing_locations(ast.Expression(node))
         value = eval(compile(expression, "<answer>", "eval"), space)
-        packed = PackedAnswer.of(value)
+        packed = PackedAnswer.pack(value)
     except Exception as error:  # whatever a student's object raises, it is no answer
         (out / f"{name}.why").write_text(f"{type(error).__name__}: {error}"[:300], encoding="utf-8")
         return False

@@ -100,7 +100,7 @@ class Guard:
             elif (written := _folder_bytes(place)) > self.memory:
                 why = f"it wrote {written / 2**30:.1f} GiB; {self.memory / 2**30:g} are allowed"
             else:
-                why = self.exceeded(running)
+                why = self.exceeded_limit(running)
         sweep(keep)
         code = process.wait()
         code = 128 - code if code > 128 else code  # how a shell reports a signal that ended a process inside
@@ -110,7 +110,7 @@ class Guard:
             return f"killed by {signal.Signals(-code).name}"
         return f"it left with exit code {code}"
 
-    def exceeded(self, running: Sequence[psutil.Process]) -> str:
+    def exceeded_limit(self, running: Sequence[psutil.Process]) -> str:
         """Return which limit these processes exceed; "" for none."""
         if len(running) > self.processes:
             return f"it ran {len(running)} processes; {self.processes} are allowed"

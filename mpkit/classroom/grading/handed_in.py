@@ -118,7 +118,7 @@ def handed_in(folder: Path, exercises: tuple[str, ...] = (), course: str = "") -
     asked = tuple(find(name) for name in exercises)
     students = _students([path.relative_to(folder).parts[0] for path in paths])
     submissions = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
-    if any(entry.sealed for each in submissions for entry in each.exercises):
+    if any(entry.is_sealed for each in submissions for entry in each.exercises):
         raise ValueError(MISSING)
     known = next((each.exercises for each in submissions if each.exercises), ())
     # A notebook that cannot be read, or has no check left, should have answered the same exercises as the others.
@@ -131,7 +131,7 @@ def _with_numbers(each: HandedIn, course: str) -> HandedIn:
     if not any(entry.varies for entry in each.exercises):
         return each
     said = variant_of(each.data)
-    own = str(Variant.of(course, each.student)) if course else said
+    own = str(Variant.for_student(course, each.student)) if course else said
     exercises = tuple(replace(entry, variant=own) for entry in each.exercises)
     return replace(each, exercises=exercises, odd=_odd(each.student, said, own))
 

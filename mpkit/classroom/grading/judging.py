@@ -88,7 +88,7 @@ class Judges:
 
     def judge(self, entry: ExerciseEntry, packed: bytes) -> tuple[Checked | None, str]:
         """Judge an answer; return the verdict and "", or None and the reason why there is no verdict."""
-        process = self._started()
+        process = self._ensure_process()
         assert process.stdin is not None
         token = secrets.token_hex()
         file = self._place / "answer"
@@ -125,7 +125,7 @@ class Judges:
                     pipe.close()
         self._process = None
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
@@ -153,7 +153,7 @@ class Judges:
                         if line and (said := _verdict_line(line, token)):
                             return said, ""
                 running = list_descendants(process.pid)
-                if why := self._limits.exceeded(running):
+                if why := self._limits.exceeded_limit(running):
                     return None, why
                 pids = [each.pid for each in running]
                 if all_of_it.look(pids) > LONGEST_TIME:

@@ -86,10 +86,10 @@ class _Normal(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.returns = None
-        return self._defined(node)
+        return self._number_definition(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._defined(node)
+        return self._number_definition(node)
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         return ast.arg(self._numbers[node.arg])
@@ -104,7 +104,7 @@ class _Normal(ast.NodeTransformer):
     def _number(self, name: str) -> None:
         self._numbers.setdefault(name, f"v{len(self._numbers)}")
 
-    def _defined(self, node: Any) -> ast.AST:
+    def _number_definition(self, node: Any) -> ast.AST:
         node.name = self._numbers[node.name]
         if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]

@@ -95,13 +95,13 @@ class _Worker:
         self._end()
 
     def _ask(self, each: HandedIn) -> dict[str, object]:
-        process = self._started()
+        process = self._ensure_process()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(each.to_json()).encode() + b"\n")
         process.stdin.flush()
         return dict(json.loads(process.stdout.readline()))
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_process(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._closed:
                 raise ValueError("the grading is over")

@@ -84,7 +84,7 @@ class TimedLink:
     def ping_pong(self, tensor: Tensor) -> None:
         """Send `tensor` to the neighbour, rank 1 for rank 0, and get it back; the same for every pair at once."""
         other = self.rank ^ 1
-        mine, theirs = self._stamped(tensor), self._stamped(tensor)
+        mine, theirs = self._stamp_tensor(tensor), self._stamp_tensor(tensor)
         for sends in (self.rank < other, self.rank > other):
             if sends:
                 self._ctx.comm.send(mine, other)
@@ -109,7 +109,7 @@ class TimedLink:
         self._link = max(self._link, begin) + took
         self._host += LAUNCH
 
-    def _stamped(self, tensor: Tensor) -> Tensor:
+    def _stamp_tensor(self, tensor: Tensor) -> Tensor:
         """Return the tensor's numbers, and then this rank's time."""
         return torch.cat([tensor.flatten().double(), torch.tensor([self._host], dtype=torch.float64)])
 

@@ -58,7 +58,7 @@ class Prediction:
     @property
     def value(self) -> float | None:
         """The number that is locked in; None if there is none yet."""
-        kept = self._kept
+        kept = self._stored_prediction
         return kept.value if kept is not None else None
 
     def lock(self, value: float | str) -> None:
@@ -67,10 +67,10 @@ class Prediction:
         Raises:
             ValueError: It is no such number.
         """
-        number, kept = amount(value, self.question.unit), self._kept
+        number, kept = amount(value, self.question.unit), self._stored_prediction
         self.said = ""
         if kept is None:
-            Progress.read().predicting(self.question.name, StudentPrediction(number)).write()
+            Progress.read().add_prediction(self.question.name, StudentPrediction(number)).write()
         elif kept.value != number:
             self.said = f"{self._spell(kept.value)} was locked in first, and stays."
 
@@ -80,12 +80,12 @@ class Prediction:
         Args:
             shown: the number that came, such as `run.timeline().bubble`; None: what theory says.
         """
-        kept = self._kept
+        kept = self._stored_prediction
         shown = self.question.truth() if shown is None else amount(shown, self.question.unit)
         if kept is None:
             return PredictionOutcome(self.question, None, shown)
         if kept.shown is None:
-            Progress.read().predicting(self.question.name, StudentPrediction(kept.value, shown)).write()
+            Progress.read().add_prediction(self.question.name, StudentPrediction(kept.value, shown)).write()
         return PredictionOutcome(self.question, kept.value, shown)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Prediction:
         return bundle | {PREDICTED: {"name": self.question.name, "value": self.value}}
 
     @property
-    def _kept(self) -> StudentPrediction | None:
+    def _stored_prediction(self) -> StudentPrediction | None:
         return Progress.read().predictions.get(self.question.name)
 
     def _spell(self, value: float) -> str:

@@ -205,14 +205,14 @@ def _cards(name: str, source: str) -> Link:
     def card(latency: float) -> Link:
         return Link(name, latency, bandwidth, {}, {"latency": source, "bandwidth": source}, RAMP)
 
-    def off(latency: float) -> float:
+    def squared_error(latency: float) -> float:
         between = card(latency)
         return sum(  # type: ignore[no-any-return]
             (collective_time(Kind.ALL_REDUCE, size, n, 4, inside, between) / took - 1) ** 2
             for size, took in zip(payload.tolist(), seconds.tolist(), strict=True)
         )
 
-    return card(min((microseconds / 1e6 for microseconds in range(1, 101)), key=off))
+    return card(min((microseconds / 1e6 for microseconds in range(1, 101)), key=squared_error))
 
 
 def two_h100_nodes() -> Hardware:

@@ -90,7 +90,7 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
     ]
     for number in numbers:
         if number >= len(there.devices):
-            raise ValueError(_beyond(devices, number, there))
+            raise ValueError(_explain_missing(devices, number, there))
     named = sum(one is not None for _, one in asked)
     return Chosen(kind, tuple(numbers), _fitting_ranks(devices, ranks, len(numbers)), named)
 
@@ -139,7 +139,7 @@ def _none(devices: object, kind: str, count: int, inventory: Callable[[str], Inv
     )
 
 
-def _beyond(devices: object, number: int, there: Inventory) -> str:
+def _explain_missing(devices: object, number: int, there: Inventory) -> str:
     count = len(there.devices)
     only = f"{there.kind}:0" if count == 1 else f"{there.kind}:0 to {there.kind}:{count - 1}"
     same = [place for place, device in enumerate(there.devices) if device.number == number]

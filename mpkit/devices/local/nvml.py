@@ -90,7 +90,7 @@ class NvmlGpu:
         every = [[(way, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)] for way in ways]
         # Only links that count: a GPU has fewer than the most, and not all of them are connected.
         self._sent, self._received = (
-            [field for field in fields if not isnan(self._counted([field]))] for fields in every
+            [field for field in fields if not isnan(self._sum_counters([field]))] for fields in every
         )
 
     def read(self) -> GpuReading:
@@ -101,7 +101,7 @@ class NvmlGpu:
         pcie_received = self._ask(lambda: nvml.nvmlDeviceGetPcieThroughput(gpu, nvml.NVML_PCIE_UTIL_RX_BYTES))
         utilisation = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
         memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used)
-        nvlink_sent, nvlink_received = self._counted(self._sent), self._counted(self._received)
+        nvlink_sent, nvlink_received = self._sum_counters(self._sent), self._sum_counters(self._received)
         return GpuReading(
             utilisation, memory, nvlink_sent, nvlink_received, KB * pcie_sent, KB * pcie_received
         )
@@ -112,7 +112,7 @@ class NvmlGpu:
         except self._nvml.NVMLError:  # not supported, or the GPU is lost
             return nan
 
-    def _counted(self, fields: list[tuple[int, int]]) -> float:
+    def _sum_counters(self, fields: list[tuple[int, int]]) -> float:
         """Return the bytes that the counters of some links add up to; nan if there are none, or one does not tell."""
         if not fields:
             return nan

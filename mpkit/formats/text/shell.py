@@ -118,7 +118,7 @@ class Shell:
     def _value(self, text: str) -> tuple[list[Pieces], bool]:
         """Return what a variable holds, and whether it is asked for as an array."""
         if text.startswith("((") and text.endswith("))"):
-            return [[self._calculated(text[2:-2])]], False
+            return [[self._calculate(text[2:-2])]], False
         braced = _BRACED.fullmatch(text[1:-1] if text.startswith("{") else text)
         if braced is None:
             return [[_open(text, "what a program prints, or a text that is changed, is not known")]], False
@@ -135,7 +135,7 @@ class Shell:
             self._values[name] = [value]
         return [value], False
 
-    def _calculated(self, text: str) -> Word:
+    def _calculate(self, text: str) -> Word:
         """Return the value of an expression of whole numbers."""
         terms = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", self._number, text[:200])
         try:

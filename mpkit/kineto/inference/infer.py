@@ -136,7 +136,7 @@ def _of_accumulation(seen: Observed) -> AxisEvidence:
 
 
 def _of_recomputation(seen: Observed) -> AxisEvidence:
-    again = sum(each["recomputed"] for each in seen.said)
+    again = sum(each["recomputed"] for each in seen.library_facts)
     if not again:
         return AxisEvidence()
     words = f"{again:,} operators that autograd records run within backwards: activations are recomputed."

@@ -18,9 +18,9 @@ def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
         sharded: whether parameters are, so that only a mesh's own word tells a reduction of layers.
     """
     for number in range(len(seen.ranks)):
-        found = seen.during(number, Kind.FORWARD, (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER))
+        found = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER))
         named = [row for row in found if seen.group(number, row)[1] == "tp"]
-        redistributed = seen.said[number]["redistributed"] if number < len(seen.said) else 0
+        redistributed = seen.library_facts[number]["redistributed"] if number < len(seen.library_facts) else 0
         sizes = Counter(int(row["bytes"]) for row in found)
         often = [nbytes for nbytes, count in sizes.items() if count >= 2 and (nbytes > 4096 or redistributed)]
         chosen = named or [row for row in found if int(row["bytes"]) in often]
@@ -43,7 +43,7 @@ def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
 def note_all_to_alls(seen: Observed) -> list[str]:
     """Return a sentence on all-to-alls within forwards; a Plan has no word for what they mean."""
     for number in range(len(seen.ranks)):
-        found = seen.during(number, Kind.FORWARD, (Kind.ALL_TO_ALL,))
+        found = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_TO_ALL,))
         size = max((seen.group(number, row)[0] for row in found), default=1)
         if size > 1:
             return [

@@ -48,21 +48,21 @@ class Observed:
         return [_last_step(rank) for rank in self.trace.ranks]
 
     @property
-    def said(self) -> list[dict[str, Any]]:
+    def library_facts(self) -> list[dict[str, Any]]:
         """What the libraries of each rank's program say (`mpkit.kineto.said`)."""
         return list(self.trace.meta.get("imported", {}).get("said", []))
 
     @property
     def steps(self) -> int:
         """How many steps were profiled; 1 if the program does not say."""
-        return max((each["steps"] for each in self.said), default=0) or 1
+        return max((each["steps"] for each in self.library_facts), default=0) or 1
 
     @property
     def world(self) -> int:
         """The ranks of the run; those that there are files of, if their number is not known."""
         return int(self.trace.meta.get("imported", {}).get("world_size") or self.trace.world_size)
 
-    def during(self, number: int, phase: Kind, kinds: Sequence[Kind] = COLLECTIVES) -> Array:
+    def communications_during(self, number: int, phase: Kind, kinds: Sequence[Kind] = COLLECTIVES) -> Array:
         """Return a rank's communications of these kinds that begin within its forwards, or its backwards."""
         ops = self.ranks[number].ops
         actions = ops[(ops["kind"] == phase) & (ops["depth"] == 0)]

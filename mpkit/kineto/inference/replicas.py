@@ -27,7 +27,7 @@ def replicas_of(seen: Observed) -> AxisEvidence:
 
 
 def _fsdp(seen: Observed) -> AxisEvidence | None:
-    layers = {layer: count for each in seen.said for layer, count in each["fsdp"]["gathers"].items()}
+    layers = {layer: count for each in seen.library_facts for layer, count in each["fsdp"]["gathers"].items()}
     if not layers:
         return None
     size = seen.usual_size(rank.ops[rank.ops["kind"] == Kind.ALL_GATHER] for rank in seen.ranks)
@@ -69,7 +69,7 @@ def _divided_optimizer(seen: Observed) -> AxisEvidence | None:
     for number in range(len(seen.ranks)):
         scatters = seen.reductions(number, Kind.REDUCE_SCATTER)
         gathers = seen.between_steps(number, Kind.ALL_GATHER)
-        inside = seen.during(number, Kind.FORWARD, (Kind.REDUCE_SCATTER,))
+        inside = seen.communications_during(number, Kind.FORWARD, (Kind.REDUCE_SCATTER,))
         reduced, gathered = int(scatters["bytes"].sum()), int(gathers["bytes"].sum())
         # Weights may have half the bytes of their gradients, or the other way round.
         if not gathered or len(inside) or not any(0.99 < reduced * k / gathered < 1.01 for k in (0.5, 1, 2)):
@@ -86,15 +86,15 @@ def _divided_optimizer(seen: Observed) -> AxisEvidence | None:
 
 def _all_reduced(seen: Observed) -> AxisEvidence | None:
     reduced = [_without_mirrored(seen, number) for number in range(len(seen.ranks))]
-    size, called = seen.usual_size(reduced), sum(each["ddp"] for each in seen.said)
+    size, called = seen.usual_size(reduced), sum(each["ddp"] for each in seen.library_facts)
     if size < 2:
         return None
     first = next(number for number, ops in enumerate(reduced) if len(ops))
     payloads = seen.payloads(first, reduced[first])
-    gradients = seen.said[first]["gradients"] if seen.said else []
+    gradients = seen.library_facts[first]["gradients"] if seen.library_facts else []
     evidence = []
     if called:
-        each = called / max(len(seen.said), 1) / seen.steps
+        each = called / max(len(seen.library_facts), 1) / seen.steps
         often = "once" if each == 1 else f"{each:g} times"
         evidence.append(f"DistributedDataParallel.forward is called {often} per step.")
     elif sum(nbytes for nbytes, _ in payloads) <= 1024:
@@ -107,7 +107,7 @@ def _all_reduced(seen: Observed) -> AxisEvidence | None:
         return AxisEvidence({}, [words])
     evidence.append(describe_buckets(payloads, gradients, size, ddp=bool(called)))
     zero = {}
-    if any(each["optimizer"] == "ZeroRedundancyOptimizer" for each in seen.said):
+    if any(each["optimizer"] == "ZeroRedundancyOptimizer" for each in seen.library_facts):
         evidence.append("ZeroRedundancyOptimizer updates a part on each rank, and broadcasts it: ZeRO-1.")
         zero = {"zero": 1}
     return AxisEvidence({"dp": size, **zero}, evidence, announced=bool(called))
@@ -119,7 +119,7 @@ def _without_mirrored(seen: Observed, number: int) -> Array:
     Those are of layers that are divided, whose backward reduces the gradients of their inputs.
     """
     reduced = seen.reductions(number)
-    forward = seen.during(number, Kind.FORWARD, (Kind.ALL_REDUCE,))
+    forward = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_REDUCE,))
     mirrored = (reduced["bytes"] > 0) & np.isin(reduced["bytes"], forward["bytes"])
     return np.asarray(reduced[~mirrored])
 

@@ -123,7 +123,7 @@ class EventStream:
             raw.seek(0)
             self._unzip = Unzip(raw) if zipped else None
             self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-            first = self._next()
+            first = self._peek_character()
             if first == "[":
                 self._at += 1
                 yield from self._events()
@@ -145,13 +145,13 @@ class EventStream:
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Yield the events of the object whose "{" has been read, and fill the header with its other members."""
-        while self._next() not in ("}", ""):
+        while self._peek_character() not in ("}", ""):
             key = self._value()
-            if self._next() != ":" or not isinstance(key, str):
+            if self._peek_character() != ":" or not isinstance(key, str):
                 self._cut()
                 return
             self._at += 1
-            if self._next() == "[" and key == "traceEvents":
+            if self._peek_character() == "[" and key == "traceEvents":
                 self._at += 1
                 yield from self._events()
             elif self._text[self._at : self._at + 1] in (",", "}"):
@@ -164,7 +164,7 @@ class EventStream:
                     raise TraceError(
                         f"{self.path}: it says more than {_HEADER:,} characters beside its events"
                     )
-        if self._ended and self._next() == "":
+        if self._ended and self._peek_character() == "":
             self._cut()
 
     def _events(self, *, lines: bool = False) -> Iterator[dict[str, Any]]:
@@ -172,9 +172,9 @@ class EventStream:
         while True:
             self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
             try:
-                event, self._at = self._scanned()
+                event, self._at = self._scan_value()
             except (StopIteration, ValueError):
-                if (following := self._next()) == "]":
+                if (following := self._peek_character()) == "]":
                     self._at += 1
                     return
                 if following == "":
@@ -191,7 +191,7 @@ class EventStream:
         """Return the next value, after reading on and mending as far as that takes."""
         while True:
             try:
-                value, end = self._scanned()
+                value, end = self._scan_value()
             except (StopIteration, ValueError):
                 if len(self._text) - self._at < PIECE and self._more():
                     continue
@@ -212,18 +212,20 @@ class EventStream:
             self._at = end
             return value
 
-    def _scanned(self) -> tuple[Any, int]:
+    def _scan_value(self) -> tuple[Any, int]:
         """Return the value at hand and where it ends."""
         try:
             value: tuple[Any, int] = self._scan(self._text, self._at)
             return value
         except RecursionError:
-            raise TraceError(f"{self.path}: brackets are nested too deeply: {self._here()}") from None
+            raise TraceError(
+                f"{self.path}: brackets are nested too deeply: {self._quote_position()}"
+            ) from None
 
-    def _here(self) -> str:
+    def _quote_position(self) -> str:
         return f"{self._text[self._at : self._at + 60]!r} at character {self._before + self._at:,}"
 
-    def _next(self) -> str:
+    def _peek_character(self) -> str:
         """Return the next character that is no space and no comma; "" at the end."""
         while True:
             self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
@@ -240,14 +242,14 @@ class EventStream:
 
         whole = len(rest) if self._ended else len(rest) - 6  # an escape may go on in the next piece
 
-        def escaped(match: re.Match[str]) -> str:
+        def escape_backslash(match: re.Match[str]) -> str:
             nonlocal lone
             if match[1] is not None or match.start() >= whole:
                 return match[0]
             lone += 1
             return "\\\\"
 
-        rest = _BACKSLASH.sub(escaped, rest)
+        rest = _BACKSLASH.sub(escape_backslash, rest)
         self.repairs["empty value"] += empty
         self.repairs["backslash that escapes nothing"] += lone
         self._before += self._at
@@ -257,7 +259,9 @@ class EventStream:
     def _leave_out(self) -> None:
         self.repairs["event that cannot be read, left out"] += 1
         if self.repairs["event that cannot be read, left out"] > _UNREADABLE:
-            raise TraceError(f"{self.path}: more than {_UNREADABLE} events are no JSON, as {self._here()}")
+            raise TraceError(
+                f"{self.path}: more than {_UNREADABLE} events are no JSON, as {self._quote_position()}"
+            )
 
     def _cut(self) -> None:
         self._ended, self._at = True, len(self._text)

@@ -56,7 +56,7 @@ class RemoteProcesses(RankProcesses):
         super().__init__()
         self.cpu: dict[int, tuple[float, float]] = {}
 
-    def running(self, waiting: Collection[int] = ()) -> set[int]:
+    def running_ranks(self, waiting: Collection[int] = ()) -> set[int]:
         """Return the ranks that used CPU time since the last call, more than a store that one of them serves."""
         found = set()
         for rank, used in self.cpu.items():
@@ -184,10 +184,10 @@ class Collector:
             for rank, (drift, since, until) in self.drifts.items():
                 self._mirrors[rank].correct(drift, since, until)
             return Verdict(None, self.trace.losses)
-        error = self._failed(states) or self._hung()
+        error = self._find_failure(states) or self._find_hang()
         return None if error is None else Verdict(error, self.trace.losses)
 
-    def _failed(self, states: Sequence[str]) -> Exception | None:
+    def _find_failure(self, states: Sequence[str]) -> Exception | None:
         """Return the error of a rank that failed, was ended, or has not been heard of."""
         now = time.monotonic()
         failed = [rank for rank, state in enumerate(states) if state == "failed"]
@@ -218,7 +218,7 @@ class Collector:
             signal="SIGTERM",
         )
 
-    def _hung(self) -> Exception | None:
+    def _find_hang(self) -> Exception | None:
         if len(self._fresh) < self._ranks or self._trouble is not None:
             return None
         self._fresh.clear()
@@ -228,7 +228,7 @@ class Collector:
 
     def tell(self, number: int, verdict: Verdict | None) -> None:
         """Write what the other processes read at each of their heartbeats."""
-        told = {"n": number, "ask": self._asked, "verdict": None if verdict is None else verdict.told()}
+        told = {"n": number, "ask": self._asked, "verdict": None if verdict is None else verdict.to_json()}
         if verdict is not None:
             losses = np.array(verdict.losses, float)
             parts = np.array_split(losses, 1 + len(losses) // PART)
@@ -238,7 +238,7 @@ class Collector:
         self._store.set("control", json.dumps(told))
 
     @property
-    def asked(self) -> int:
+    def request_number(self) -> int:
         """The number of the latest request for stacks."""
         return self._asked
 

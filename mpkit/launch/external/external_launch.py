@@ -124,7 +124,7 @@ class ExternalLaunch:
                 self._measure_drift()
                 state = "finished"
             except KeyboardInterrupt:
-                self._interrupted()
+                self._on_interrupt()
                 raise
             except (Exception, SystemExit) as error:
                 raised = error  # comes back with the verdict
@@ -139,11 +139,11 @@ class ExternalLaunch:
                 raise raised
             self._losses = verdict.losses
             self._finish()
-        if self._monitor.terminated and self.error is None:
+        if self._monitor.is_terminated and self.error is None:
             self._remove()
             ended_by_launcher()
 
-    def _interrupted(self) -> None:
+    def _on_interrupt(self) -> None:
         """Let the other ranks end with this process's KeyboardInterrupt, unless they have one of their own."""
         self._let_read(self._monitor.give_up(2 * LOST_SOON))
         self._session.broken = self.stopped = True
@@ -203,7 +203,7 @@ class ExternalLaunch:
             tick()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the launch has ended in this process."""
         return self._over.is_set()
 
@@ -230,7 +230,7 @@ class ExternalLaunch:
     @property
     def losses(self) -> list[float]:
         """The loss of every step so far; on other ranks than 0, once the run is over."""
-        if self.over:
+        if self.has_ended:
             return self._losses
         return self.trace.losses if self.leads else []
 
@@ -250,7 +250,7 @@ class ExternalLaunch:
         """End all ranks with an error, or because the user wants it."""
         if isinstance(error, Exception) and self.error is None:
             self.error = error
-        if not self.over:
+        if not self.has_ended:
             self.kill()
 
     def raise_error(self) -> None:

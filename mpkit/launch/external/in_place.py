@@ -150,10 +150,10 @@ def note_termination(wake: int) -> Iterator[None]:
         yield
         return
 
-    def noted(number: int, frame: Any) -> None:
+    def ignore_signal(number: int, frame: Any) -> None:
         """Do nothing: the pipe has told the monitor."""
 
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, noted)
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, ignore_signal)
     pipe = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     try:
         yield

@@ -121,7 +121,7 @@ class Monitor:
         os.write(self.wake, b"\0")
 
     @property
-    def terminated(self) -> bool:
+    def is_terminated(self) -> bool:
         """Whether the launcher has asked this process to end."""
         return self._terminated is not None
 
@@ -163,14 +163,14 @@ class Monitor:
         main = vitals_of(os.getpid(), main_thread=True)
         used = time.process_time() - time.thread_time()  # without this thread's
         beat["cpu"] = used, used if main is None else main.cpu
-        self._store.set(f"beat{self._rank}", json.dumps(beat | {"terminated": self.terminated}))
+        self._store.set(f"beat{self._rank}", json.dumps(beat | {"terminated": self.is_terminated}))
 
     def _judge(self) -> Verdict | None:
         if self._collector is not None:
             self._collector.receive()
             verdict = self._collector.judge()
             self._collector.tell(self._number, verdict)
-            self._answer(self._collector.asked)
+            self._answer(self._collector.request_number)
             return verdict
         control = json.loads(self._store.get("control"))
         now = time.monotonic()
@@ -181,8 +181,8 @@ class Monitor:
         self._answer(control["ask"])
         if control["verdict"] is not None:
             parts = [bytes(self._store.get(f"losses{i}")) for i in range(control["losses"])]
-            return Verdict.heard(control["verdict"], np.frombuffer(b"".join(parts), float).tolist())
-        hint = self.terminated or self._state == "failed"
+            return Verdict.from_json(control["verdict"], np.frombuffer(b"".join(parts), float).tolist())
+        hint = self.is_terminated or self._state == "failed"
         if now - self._heard > (min(self._limit, LOST_SOON) if hint else self._limit):
             return Verdict(self._lost_rank_0(now - self._heard))
         return None
@@ -220,7 +220,7 @@ class Monitor:
     def _lost_rank_0(self, seconds: float) -> RankFailed:
         return RankFailed(
             f"{self._names[0]} has not been heard of for {seconds:.1f} s: its process was killed or stopped, or its "
-            f"host or the network to it has died. {self._here()}",
+            f"host or the network to it has died. {self._describe_last()}",
             rank=0,
         )
 
@@ -228,16 +228,17 @@ class Monitor:
         why = "" if error is None else f" ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
         return RankFailed(
             f"the store that the ranks meet in no longer answers{why}: the host that serves it, usually that of rank 0 "
-            f"({self._names[0]}), has died, or the network to it, or the launcher there has ended. {self._here()}",
+            f"({self._names[0]}), has died, or the network to it, or the launcher there has ended. "
+            f"{self._describe_last()}",
             rank=0,
         )
 
-    def _here(self) -> str:
+    def _describe_last(self) -> str:
         """Say what this rank did last, and where the traces are, which rank 0 can no longer be asked for."""
         _, last = last_seen(read_rank(self._folders.folder, self._rank))
-        return f"{self._names[self._rank]} was here: {last[0].lower()}{last[1:]}. {self._kept()}"
+        return f"{self._names[self._rank]} was here: {last[0].lower()}{last[1:]}. {self._keep_traces()}"
 
-    def _kept(self) -> str:
+    def _keep_traces(self) -> str:
         """Keep this node's folder, and say how its trace and rank 0's can be read."""
         self._folders.keep()
         gathered = (

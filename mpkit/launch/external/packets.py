@@ -63,10 +63,10 @@ class Sender:
         rows, head = records(part(self._folder, self._rank, "ops"), OP.itemsize)
         if len(rows) < self._count:
             return None
-        grown = {name: self._grown(name) for name in GROWING}
+        grown = {name: self._added_records(name) for name in GROWING}
         until = min(len(rows), self._count + MOST_OPS)
-        which, ops = self._changed(rows, until)
-        texts = {name: self._appended(name) for name in self._read}
+        which, ops = self._changed_ops(rows, until)
+        texts = {name: self._added_lines(name) for name in self._read}
         error = None if self._error else read_error(self._folder, self._rank)
         axes = self._new_axes()
         all_read = until == len(rows) and all(len(new) < MOST_OPS for new in grown.values())
@@ -81,7 +81,7 @@ class Sender:
         body = b"".join(struct.pack("<q", len(each)) + each for each in [*parts, *texts.values()])
         return zlib.compress(body, 1)
 
-    def _changed(self, rows: Array, until: int) -> tuple[Array, Array]:
+    def _changed_ops(self, rows: Array, until: int) -> tuple[Array, Array]:
         """Return the numbers and the records of new ops and of those that changed, and remember them as sent."""
         low = self._low
         window, old = np.array(rows[low:until]), np.array(rows[self._open])  # the rank goes on writing
@@ -98,7 +98,7 @@ class Sender:
         self._count = until
         return which, records
 
-    def _grown(self, name: str) -> Array:
+    def _added_records(self, name: str) -> Array:
         """Return the records that were added to a file whose records never change."""
         rows, _ = records(part(self._folder, self._rank, name), GROWING[name].itemsize)
         first = self._sent_of[name]
@@ -115,7 +115,7 @@ class Sender:
         self._axes = text
         return text
 
-    def _appended(self, name: str) -> bytes:
+    def _added_lines(self, name: str) -> bytes:
         """Return the complete lines that were added to a file of text."""
         try:
             with part(self._folder, self._rank, name).open("rb") as file:

@@ -110,9 +110,11 @@ class Session:
         Raises:
             MpkitError: somebody has ended, or did not come in time.
         """
-        return wait_for(store, [f"{name}{rank}" for rank in range(self.ranks)], self.names, self._left)
+        return wait_for(
+            store, [f"{name}{rank}" for rank in range(self.ranks)], self.names, self._departed_ranks
+        )
 
-    def _left(self) -> list[int]:
+    def _departed_ranks(self) -> list[int]:
         return [rank for rank in range(self.ranks) if self.store.check([f"left{rank}"])]
 
     def _leave(self) -> None:

@@ -25,7 +25,7 @@ class Verdict:
     error: Exception | None = None
     losses: list[float] = field(default_factory=list)
 
-    def told(self) -> str:
+    def to_json(self) -> str:
         """Return the error as JSON; losses go separately, since there may be millions."""
         error = self.error
         if error is None:
@@ -43,8 +43,8 @@ class Verdict:
         return json.dumps({"error": facts})
 
     @classmethod
-    def heard(cls, text: str, losses: list[float]) -> Verdict:
-        """Return the verdict from what `told` wrote, and the losses."""
+    def from_json(cls, text: str, losses: list[float]) -> Verdict:
+        """Return the verdict from what `to_json` wrote, and the losses."""
         facts = json.loads(text)
         error = facts.get("error")
         return cls(None if error is None else _error(error), losses)

@@ -35,7 +35,7 @@ def ask_stacks(
     paths = {rank: part(folder, rank, "stack") for rank in ranks}
     ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
     stacks = dict.fromkeys(ranks, "")
-    stopped = processes.stopped()
+    stopped = processes.stopped_pids()
     for by_signal in (False, True):
         missing = [rank for rank in ranks if not stacks[rank] and rank not in stopped]
         for rank in missing:

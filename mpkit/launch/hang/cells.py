@@ -19,8 +19,8 @@ def in_cells(text: str) -> str:
     if shell is None:
         return text
 
-    def spelled(place: re.Match[str]) -> str:
+    def name_cell(place: re.Match[str]) -> str:
         label = shell.compile.format_code_name(place[1])  # ("Cell", "In[3]"), or None for a file
         return f"{label[0]} {label[1]}, line {place[2]}" if label else place[0]
 
-    return re.sub(r"(/\S+\.py|<[^<>\n]+>):(\d+)", spelled, text)
+    return re.sub(r"(/\S+\.py|<[^<>\n]+>):(\d+)", name_cell, text)

@@ -6,7 +6,7 @@ proceed, the launch is given up soon; otherwise the required time without progre
 few seconds more than the slowest op seen.
 
 Time is counted from look to look. A look that comes late, after a pause of the whole machine, counts as two at most;
-and without a timeout, a look that finds a rank running (`RankProcesses.running`) does not count.
+and without a timeout, a look that finds a rank running (`RankProcesses.running_ranks`) does not count.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _each_rank(trace: Trace, stacks: dict[int, str], now: int) -> Iterator[str]:
             yield f"rank {number} has finished"
         elif waits is not None:
             since = (now - int(rank.ops[-1]["start"])) / 1e9
-            yield f"rank {number} waits in {waits}{waits.at}, for {since:.1f} s"
+            yield f"rank {number} waits in {waits}{waits.place_text}, for {since:.1f} s"
         else:
             yield f"rank {number} is not waiting{_describe_last(rank)}"
             if stacks.get(number):

@@ -77,9 +77,9 @@ class HangWatch:
         sights = self._watch.look_at_all()
         trace = launch.trace if self._patience.wants_trace(sights) else None
         still = self._patience.has_seen(sights)
-        stopped = self._processes.stopped() if still else {}
+        stopped = self._processes.stopped_pids() if still else {}
         waits = [rank for rank, sight in enumerate(sights) if sight.waiting or sight.state == FINISHED]
-        running = self._processes.running(waits) if still else set()
+        running = self._processes.running_ranks(waits) if still else set()
         if self._patience.is_over(sights, trace, stopped, running):
             return True
         waiting, others = self._waiting.look(sights, self._processes.pids)
@@ -95,7 +95,7 @@ class HangWatch:
         stacks = self._ask(others, launch.goes_on)
         if stacks is None:
             return
-        stopped, self._waited_for = self._processes.stopped(), others
+        stopped, self._waited_for = self._processes.stopped_pids(), others
         places = []
         for rank in others[:SAID_RANKS]:
             share = self._waiting.cpu_share(rank, self._processes.pids)
@@ -120,7 +120,7 @@ class HangWatch:
 
     def verdict(self, launch: Watched) -> CommMismatch | Deadlock | None:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
-        trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped()
+        trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped_pids()
         still = self._patience.still
         stacks = self._ask(range(self._ranks), launch.goes_on)
         if stacks is None:

@@ -49,7 +49,7 @@ def _open(rank: int, recorded: RankTrace) -> Iterator[tuple[int, Issued]]:
     kind = ops["kind"]
     issues = ((kind >= 32) & (kind < 64)) | ((kind == Kind.WAIT) & (ops["number"] >= 0))
     for op in ops[np.flatnonzero(issues & (ops["end"] == 0))]:
-        yield int(op["start"]), Issued.of(rank, recorded, op)
+        yield int(op["start"]), Issued.from_record(rank, recorded, op)
 
 
 def members(call: Issued) -> list[int]:
@@ -67,8 +67,8 @@ def waited_for(rank: int, recorded: RankTrace) -> Issued | None:
     if last["kind"] != Kind.WAIT or last["end"] != 0:
         return None
     if last["ref"] >= 0:
-        return Issued.of(rank, recorded, recorded.ops[last["ref"]])
-    return Issued.of(rank, recorded, last) if last["number"] >= 0 else None
+        return Issued.from_record(rank, recorded, recorded.ops[last["ref"]])
+    return Issued.from_record(rank, recorded, last) if last["number"] >= 0 else None
 
 
 def unanswered_calls(rank: int, trace: Trace) -> list[Issued]:

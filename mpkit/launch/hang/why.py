@@ -23,15 +23,15 @@ def reasons(trace: Trace) -> Iterator[str]:
                 what = f"rank {rank} waits for message {call.group} number {call.number}; rank {other} {done}"
             else:
                 what = f"rank {other} never came to {call}"
-            yield f"{what}: {_where(other, trace)}{_nearest(call, trace)}"
+            yield f"{what}: {_describe_place(other, trace)}{_nearest(call, trace)}"
 
 
-def _where(rank: int, trace: Trace) -> str:
+def _describe_place(rank: int, trace: Trace) -> str:
     recorded = trace.ranks[rank]
     waits = waited_for(rank, recorded)
     if recorded.state == "finished":
         return "it has finished"
-    return f"it waits in {waits}{waits.at}" if waits is not None else "it is still busy elsewhere"
+    return f"it waits in {waits}{waits.place_text}" if waits is not None else "it is still busy elsewhere"
 
 
 def _nearest(call: Issued, trace: Trace) -> str:
@@ -46,7 +46,7 @@ def _nearest(call: Issued, trace: Trace) -> str:
         sends = other.kind == Kind.SEND
         verb, nobody = ("sent", "receives") if sends else ("receives", "sends")
         return (
-            f". Instead it {verb} {other.given} {'to' if sends else 'from'} rank {other.peer} with tag {other.tag}"
-            f"{other.at}, which rank {other.peer} never {nobody}"
+            f". Instead it {verb} {other.tensor_text} {'to' if sends else 'from'} rank {other.peer} "
+            f"with tag {other.tag}{other.place_text}, which rank {other.peer} never {nobody}"
         )
     return ""

@@ -58,8 +58,8 @@ def refuse_exec() -> Replaced:
     """Refuse to replace this process's program; its children may."""
     replaced, own = Replaced(), os.getpid()
 
-    def refusing(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def refused(path: Any, arguments: Any, *rest: Any) -> Any:
+    def make_refusal(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse_call(path: Any, arguments: Any, *rest: Any) -> Any:
             if os.getpid() != own:
                 return call(path, arguments, *rest)
             raise MpkitError(
@@ -68,10 +68,10 @@ def refuse_exec() -> Replaced:
                 "watch other.py. (Does it only set variables? Set them before: OMP_NUM_THREADS=1 mpkit watch ...)"
             )
 
-        return refused
+        return refuse_call
 
     for name in ("execv", "execve"):  # which the others call
-        replaced.put(os, name, refusing(name, getattr(os, name)))
+        replaced.put(os, name, make_refusal(name, getattr(os, name)))
     return replaced
 
 

@@ -26,11 +26,11 @@ class RankProcesses:
     statuses: dict[int, int] = field(default_factory=dict)
     _cpu: dict[tuple[int, bool], float] = field(default_factory=dict)
 
-    def stopped(self) -> dict[int, int]:
+    def stopped_pids(self) -> dict[int, int]:
         """Return the process ids, by rank, of the ranks stopped by SIGSTOP."""
         return {rank: pid for rank, pid in enumerate(self.pids) if is_stopped(pid)}
 
-    def running(self, waiting: Collection[int] = ()) -> set[int]:
+    def running_ranks(self, waiting: Collection[int] = ()) -> set[int]:
         """Return the ranks that the system reports as runnable, or that used CPU time since the last call.
 
         Args:

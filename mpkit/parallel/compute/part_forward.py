@@ -23,6 +23,6 @@ class PartForward(StageForward):
         )
         division = self._job.where.partition.divisions[self._microbatches[m].key]
         draws = self.draws(m, inputs)
-        with draws.apart(), self.attention():
+        with draws.preserve_state(), self.attention():
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)
             return self.loss(m, outputs, draws) if self._last else made

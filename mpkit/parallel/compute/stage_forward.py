@@ -97,11 +97,11 @@ class StageForward:
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""
         draws = self.draws(m, inputs)
-        with draws.apart(), self.attention():
+        with draws.preserve_state(), self.attention():
             output = self._stage(inputs, draws)
             if self._last:
                 return self.loss(m, output, draws)
-        return self.checked(m, output)
+        return self.check_output(m, output)
 
     # ---- loss ---------------------------------------------------------------------------------------------
 
@@ -114,13 +114,16 @@ class StageForward:
 
     # ---- check --------------------------------------------------------------------------------------------
 
-    def checked(self, m: int, output: Any) -> tuple[Tensor, ...]:
+    def check_output(self, m: int, output: Any) -> tuple[Tensor, ...]:
         """Return the tensors of the output.
 
         Raises:
             ValueError: they have other shapes or dtypes than those that the dry run found.
         """
-        expected, made = self._job.where.boundary(self._microbatches[m].key, self._s), Boundary.of(output)
+        expected, made = (
+            self._job.where.boundary(self._microbatches[m].key, self._s),
+            Boundary.from_output(output),
+        )
         if made is None or made.shapes != expected.shapes:
             raise ValueError(self._refusal(m, str(made or type(output).__name__), str(expected)))
         return (output,) if isinstance(output, Tensor) else output

@@ -55,7 +55,7 @@ class StageRecord:
         flops = self._flops.get(key)
         if flops is None:
             flops = self._flops[key] = self._count(key)
-        done, nbytes = flops.of(kind)
+        done, nbytes = flops.cost_of(kind)
         if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including recomputed blocks
             for block in self._stage.recomputed:
                 more = self.block_costs(key)(block.name)
@@ -72,7 +72,7 @@ class StageRecord:
         """Count what a computation has made as activations, for as long as it lives."""
         track(made, self.recorder)
 
-    def saving(self, key: Hashable, *, split: bool) -> Saved:
+    def watch_saved(self, key: Hashable, *, split: bool) -> Saved:
         """Return a context manager that counts what a forward saves for its backward.
 
         Args:

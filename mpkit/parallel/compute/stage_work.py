@@ -100,7 +100,7 @@ class StageWork:
         op = self._record.begin(Kind.FORWARD, m, key)
         kept = self._kept[m] = KeptForward(inputs)
         if self._recompute:
-            with torch.no_grad(), self._twice.first() as kept.start, self._hearing(m):
+            with torch.no_grad(), self._twice.first() as kept.start, self._hear_draws(m):
                 outputs = self._compute(m, inputs)
         else:
             split = m in self._split
@@ -110,17 +110,17 @@ class StageWork:
                 self._stage.sharded.draws,
             )  # fmt: skip
             with (
-                self._record.saving(key, split=split) as kept.saved,
+                self._record.watch_saved(key, split=split) as kept.saved,
                 self._inside(),
-                self._stage.recomputing(around),
-                self._hearing(m),
+                self._stage.recompute_blocks(around),
+                self._hear_draws(m),
             ):
                 outputs = kept.outputs = self._compute(m, inputs)
         self._record.track(outputs)
         self._record.end(op)
         return outputs
 
-    def _hearing(self, m: int) -> AbstractContextManager[Any]:
+    def _hear_draws(self, m: int) -> AbstractContextManager[Any]:
         """Return a context in which the random draws of a micro-batch's forward are heard, if somebody listens."""
         if self._heard is None or self._compiled:
             return nullcontext()
@@ -136,8 +136,8 @@ class StageWork:
         op = self._record.begin(Kind.RECOMPUTE, m, key)
         assert kept.start is not None
         with (
-            kept.start.again(),
-            self._record.saving(key, split=m in self._split) as kept.saved,
+            kept.start.begin_again(),
+            self._record.watch_saved(key, split=m in self._split) as kept.saved,
         ):
             kept.outputs = self._compute(m, kept.inputs)
         self._record.track(kept.outputs)
@@ -181,7 +181,7 @@ class StageWork:
             kept.inputs = kept.outputs = ()
             del outputs, starts
             kept.saved.halve()
-            self._record.track(kept.weight_grads.held())
+            self._record.track(kept.weight_grads.held_gradients())
         self._record.end(op)
         return of_inputs
 

@@ -124,11 +124,11 @@ class _Ring(torch.autograd.Function):
             moving = _Moving(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- attend and merge meanwhile
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
-            for a, b, diagonal in tiles.of(r):
+            for a, b, diagonal in tiles.tiles_of(r):
                 new = attend(queries[a], keys[b], values[b], diagonal)
                 before = merged[a]
                 merged[a] = new if before is None else merge(before, new)
-            block = moving.arrived() if moving else block
+            block = moving.wait() if moving else block
         outputs, lses = zip(*(each for each in merged if each is not None), strict=True)
         out, lse = torch.cat(outputs, 3).flatten(1, 2).to(q.dtype), torch.cat(lses, 3)
         ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
@@ -153,7 +153,7 @@ class _Ring(torch.autograd.Function):
             share = torch.zeros_like(wide(block))
             dks, dvs = (tiles.cut(tensor) for tensor in _unpack(share, k, v))
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
-            for a, b, diagonal in tiles.of(r):
+            for a, b, diagonal in tiles.tiles_of(r):
                 of_rows = lses[a], dos[a], deltas[a]
                 grads = gradients(queries[a], keys[b], values[b], diagonal, *of_rows)
                 for total, new in zip((dqs[a], dks[b], dvs[b]), grads, strict=True):
@@ -162,12 +162,12 @@ class _Ring(torch.autograd.Function):
             if r == 0:
                 own = share
             else:
-                share = share if following is None else following.arrived().add_(share)
+                share = share if following is None else following.wait().add_(share)
                 following = _Moving(group, share, f"G{r}")
-            block = moving.arrived() if moving else block
+            block = moving.wait() if moving else block
         assert own is not None
         # ---- and end with j
-        own = own if following is None else following.arrived().add_(own)
+        own = own if following is None else following.wait().add_(own)
         dk, dv = _unpack(own, k, v)
         dq = dq.mul_(ctx.scale).flatten(1, 2)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
@@ -185,7 +185,7 @@ class _Tiles:
         # Where every token attends to all tokens, the order makes no difference.
         self._order = order if is_causal else "contiguous"
 
-    def of(self, r: int) -> Iterator[tuple[int, int, bool]]:
+    def tiles_of(self, r: int) -> Iterator[tuple[int, int, bool]]:
         """Yield for step r the numbers of a piece of queries and one of keys, and whether they are the same."""
         theirs = pieces((self._i - r) % self._n, self._n, self._order)
         for a, mine in enumerate(pieces(self._i, self._n, self._order)):
@@ -216,7 +216,7 @@ class _Moving:
         else:
             self._sent, self._received = send(), receive()
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Wait for both, and return the tensor that was received."""
         self._sent.wait()
         return self._received.wait()

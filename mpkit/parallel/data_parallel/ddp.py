@@ -51,7 +51,7 @@ class DDP(GradientSync):
     def __init__(self, held: Replicated) -> None:
         super().__init__(held.stages)
         self._replicas, self._ledger = held.replicas, held.context.record.ledger
-        self._tied, self._unsharded = set(held.tied), held.unsharded
+        self._tied, self._unsharded = set(held.tied), held.unsharded_parameters
         self._bucket_bytes, self._allows_unused = held.bucket_bytes, held.allows_unused
         self._allow_unused = held.allow_unused
         self._names = {piece.parameter: piece.name for piece in self.pieces}
@@ -138,7 +138,7 @@ class DDP(GradientSync):
         self._sync_this_backward = False
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Take the first replica's buffers, with which all replicas evaluate."""
         self._stateful.synchronize()
         yield

@@ -57,7 +57,7 @@ class Replicated:
         return self.plan.unused == "allow"
 
     @property
-    def unsharded(self) -> set[nn.Parameter]:
+    def unsharded_parameters(self) -> set[nn.Parameter]:
         """The parameters that tensor parallelism leaves whole on each of its ranks."""
         shards = next(iter(self.stages.values())).sharded.shards
         return {parameter for name, parameter in named_parameters(self.stages).items() if name not in shards}

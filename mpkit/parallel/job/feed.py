@@ -128,7 +128,7 @@ class Feed:
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
         on_gpu = context.device.type == "cuda"
-        self._loader = Loader(self._source, self._wanted, steps, context.record, pins=on_gpu)
+        self._loader = Loader(self._source, self._wanted_parts, steps, context.record, pins=on_gpu)
 
     def take(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step."""
@@ -154,7 +154,7 @@ class Feed:
         """End the loader after the last step."""
         self._loader.close()
 
-    def _wanted(self, step: int) -> list[slice]:
+    def _wanted_parts(self, step: int) -> list[slice]:
         """Return the parts of a step's batch that this rank takes."""
         size = self._source.size(step)
         return [share(start, end, self._place, self._n) for start, end in split(size, min(self._m, size))]

@@ -4,7 +4,7 @@
     how      the optimizer, the steps, checkpoints  `Procedure`
     where    which rank does which part             `ResolvedPlan`
 
-A job is never changed. Where a rank sees it differently, it derives a job of its own from it (`TrainJob.on`).
+A job is never changed. Where a rank sees it differently, it derives a job of its own from it (`TrainJob.for_place`).
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class TrainJob:
         """The plan that was asked for."""
         return self.where.plan
 
-    def on(self, tp: int) -> TrainJob:
+    def for_place(self, tp: int) -> TrainJob:
         """Return the job as a rank at this place along tp sees it."""
-        return replace(self, where=self.where.at(tp))
+        return replace(self, where=self.where.for_place(tp))
 
     def without_proof(self, why: str) -> TrainJob:
         """Return the same job, of which no step is compared with serial training, and why."""

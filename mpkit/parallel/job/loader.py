@@ -63,7 +63,7 @@ class Loader:
     def load(self, step: int) -> Parts:
         """Return what the rank takes of this step's batch."""
         op = self._record.begin(Kind.DATA, "data") if self._records else -1
-        parts = self._next() if self._workers else self._steps[step]
+        parts = self._next_parts() if self._workers else self._steps[step]
         if self._pins and not self._workers:
             parts = {
                 which: (_pin_memory(inputs), _pin_memory(targets))
@@ -78,7 +78,7 @@ class Loader:
         """End the workers."""
         self._read = None
 
-    def _next(self) -> Parts:
+    def _next_parts(self) -> Parts:
         if self._read is None:
             loader = DataLoader(
                 self._steps, batch_size=None, sampler=self._order, num_workers=self._workers,

@@ -74,7 +74,7 @@ class ResolvedPlan:
         """The mesh of ranks."""
         return self.plan.mesh
 
-    def at(self, place: int) -> ResolvedPlan:
+    def for_place(self, place: int) -> ResolvedPlan:
         """Return the same outcome as the ranks at this place along tp see it."""
         return replace(self, place=place)
 
@@ -96,13 +96,13 @@ class ResolvedPlan:
         assert output is not None, "a cut is only made where something can be sent"
         return output
 
-    def arriving(self, key: Hashable, stage: int) -> list[Route]:
+    def incoming_routes(self, key: Hashable, stage: int) -> list[Route]:
         """Return the routes that end at a stage for this signature; in a chain, from the stage before."""
         if self.partition is not None:
             return [route for route in self.partition.divisions[key].routes if route.target == stage]
-        return [] if stage == 0 else self.leaving(key, stage - 1)
+        return [] if stage == 0 else self.outgoing_routes(key, stage - 1)
 
-    def leaving(self, key: Hashable, stage: int) -> list[Route]:
+    def outgoing_routes(self, key: Hashable, stage: int) -> list[Route]:
         """Return the routes that begin at a stage, for micro-batches of this signature."""
         if self.partition is not None:
             return [route for route in self.partition.divisions[key].routes if route.source == stage]

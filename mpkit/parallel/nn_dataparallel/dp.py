@@ -165,7 +165,7 @@ class DP(GradientSync):
     def _scatter(self, scattered: ScatteredMicroBatch) -> Value:
         """Return this rank's inputs, scattered by rank 0."""
         like = self._forward.narrow(scattered.inputs)
-        specs = [RowSpec.of(tensor) for tensor in leaves(like)]
+        specs = [RowSpec.from_tensor(tensor) for tensor in leaves(like)]
         given = [leaves(self._forward.onto_device(inputs)) for inputs, _ in scattered.by_rank]
         tensors = iter(self._scatter_rows(scattered, specs, given))
         return map_tensors(lambda _: next(tensors), like)
@@ -233,7 +233,7 @@ class DP(GradientSync):
         return torch.empty(0, row_bytes(specs), dtype=torch.uint8, device=self._device)
 
     @contextmanager
-    def shared(
+    def scatter_inputs(
         self, scattered: ScatteredMicroBatch
     ) -> Iterator[tuple[Value, Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]]]:
         """Scatter a micro-batch and replicate the parameters, for a forward without a backward inside the block.

@@ -23,7 +23,7 @@ class RowSpec(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> RowSpec:
+    def from_tensor(cls, tensor: Tensor) -> RowSpec:
         """Return the spec of a tensor (batch, ...)."""
         return cls(tuple(tensor.shape[1:]), tensor.dtype)
 
@@ -44,7 +44,10 @@ def pack_rows(tensors: Sequence[Tensor]) -> Tensor:
     >>> pack_rows([torch.zeros(3, 2, 2), torch.zeros(3, dtype=torch.int64)]).shape
     torch.Size([3, 24])
     """
-    parts = [as_bytes(tensor.detach()).view(tensor.shape[0], RowSpec.of(tensor).nbytes) for tensor in tensors]
+    parts = [
+        as_bytes(tensor.detach()).view(tensor.shape[0], RowSpec.from_tensor(tensor).nbytes)
+        for tensor in tensors
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

@@ -51,10 +51,10 @@ class ScatterFeed(Feed):
         super().__init__(context, job, needed=True, accounts=accounts)
         self._rank = context.rank
 
-    def _wanted(self, step: int) -> list[slice]:
+    def _wanted_parts(self, step: int) -> list[slice]:
         """Return this rank's parts of a step's batch; on rank 0 every rank's."""
         if self._rank:
-            return super()._wanted(step)
+            return super()._wanted_parts(step)
         size = self._source.size(step)
         cut = split(size, min(self._m, size))
         return [

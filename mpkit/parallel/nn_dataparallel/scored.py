@@ -46,7 +46,7 @@ class ScoredShares:
     def _microbatch(self, m: int, scattered: MicroBatch, size: int) -> Tensor | None:
         assert isinstance(scattered, ScatteredMicroBatch)
         record = self._context.record
-        with self._dp.shared(scattered) as (inputs, gather):
+        with self._dp.scatter_inputs(scattered) as (inputs, gather):
             outputs: tuple[Tensor, ...] = ()
             if scattered.rows[self._context.rank] > 0:
                 op = record.begin(Kind.FORWARD, f"F{m}", stage=0, microbatch=m)

@@ -23,9 +23,9 @@ class ShareForward(StageForward):
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the model's outputs for this rank's share, which rank 0 gathers."""
         draws = self.draws(m, inputs)
-        with draws.apart():
+        with draws.preserve_state():
             output = self._stage(inputs, draws)
-        return self.checked(m, output)
+        return self.check_output(m, output)
 
     def _refusal(self, m: int, made: str, expected: str) -> str:
         return (

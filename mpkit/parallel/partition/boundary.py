@@ -34,7 +34,7 @@ class Boundary:
     single: bool = True
 
     @classmethod
-    def of(cls, value: Any) -> Boundary | None:
+    def from_output(cls, value: Any) -> Boundary | None:
         """Return the boundary for a layer's output, or None if that is neither a tensor nor a tuple of tensors."""
         tensors = (value,) if isinstance(value, Tensor) else value
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors) or not tensors:

@@ -119,7 +119,7 @@ class Forward(ForwardWalk):
             raise _another_way(f"{node.name} made something of another structure than in the dry run")
         fresh: dict[int, Value] = {}
         back = [
-            self._checked(node, promised, leaf, leaves, real, fresh)
+            self._check_leaf(node, promised, leaf, leaves, real, fresh)
             for promised, leaf in zip(node.leaves, result, strict=True)
         ]
         return rebuild(node.result, back)
@@ -139,7 +139,7 @@ class Forward(ForwardWalk):
             self.made[value.number] = tensor.clone()
         return tensor.clone() if value.number in self._known else tensor
 
-    def _checked(
+    def _check_leaf(
         self,
         node: CallNode,
         promised: Leaf,

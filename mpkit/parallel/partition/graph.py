@@ -73,7 +73,7 @@ class CallNode:
     flops: Flops = field(default_factory=Flops)
 
     @property
-    def made(self) -> list[int]:
+    def made_values(self) -> list[int]:
         """The numbers of the values that it makes."""
         fresh = dict.fromkeys(leaf.number for leaf in self.leaves if isinstance(leaf, New))
         return [*fresh, *(number for _, number in self.written)]
@@ -148,7 +148,7 @@ class PartitionedModel:
     starts: list[tuple[str, int]]
 
     @property
-    def shared(self) -> list[Shared]:
+    def shared_weights(self) -> list[Shared]:
         """The weights that several stages compute with."""
         at: dict[str, dict[int, str]] = {}
         for stage, names in enumerate(self.held):

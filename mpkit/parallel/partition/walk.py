@@ -112,7 +112,7 @@ class ForwardWalk(TorchFunctionMode):
         """Observe an operation on what follows from the inputs alone, just before it is run."""
 
     @contextmanager
-    def within(self, scope: str) -> Iterator[None]:
+    def enter_scope(self, scope: str) -> Iterator[None]:
         """Mark an opened module's forward as running, inside the block."""
         self.scopes.append(scope)
         try:
@@ -144,7 +144,7 @@ def _as_written(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         walk = current_walk()
         if walk is None:
             return forward(*args, **kwargs)
-        with walk.within(name):
+        with walk.enter_scope(name):
             return forward(*args, **kwargs)
 
     return run

@@ -80,7 +80,9 @@ class AfterStep:
     ) -> None:  # fmt: skip
         self._checks = checks
         self._context, self._job, self._training = context, job, training
-        self._sharing = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
+        self._sharing = (
+            axes.communicator_of() if job.plan.data_parallel == "dp" else axes.communicator_of("dp", "cp")
+        )
         self.state: dict[str, Any] = {}
         self._evaluation: Evaluation | None = None
         if job.how.evaluation is not None:
@@ -117,7 +119,7 @@ class AfterStep:
         context, training = self._context, self._training
         loss = torch.tensor([training.loss or 0.0], dtype=torch.float64, device=context.device)
         weights = {
-            piece.name: training.update.masters.of(piece).detach()
+            piece.name: training.update.masters.master_of(piece).detach()
             for piece in training.sync.pieces
             if piece.start < piece.end
         }

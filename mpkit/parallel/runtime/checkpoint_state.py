@@ -52,7 +52,7 @@ def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State
     for piece in training.sync.pieces:
         if piece.start == piece.end or (piece.shard is None and not first_of_tp):
             continue
-        master = update.masters.of(piece)
+        master = update.masters.master_of(piece)
         state[f"weight/{piece.name}"] = _slice(piece, master)
         states = update.optimizer.state.get(master, {}) if update.optimizer is not None else {}
         for key, value in states.items():
@@ -120,7 +120,7 @@ def room_for(training: Training, index: Metadata) -> State:
     for piece in training.sync.pieces:
         if piece.start == piece.end:
             continue
-        master = training.update.masters.of(piece)
+        master = training.update.masters.master_of(piece)
         state[f"weight/{piece.name}"] = _room(piece, master.dtype)
         for name in keys.get(piece.name, []):
             dtype = tensor_in(index, name).properties.dtype
@@ -150,7 +150,9 @@ def put_back(training: Training, state: State) -> None:
     """Copy what was loaded into the training."""
     update = training.update
     masters = {
-        piece.name: update.masters.of(piece) for piece in training.sync.pieces if piece.start < piece.end
+        piece.name: update.masters.master_of(piece)
+        for piece in training.sync.pieces
+        if piece.start < piece.end
     }
     for name, master in masters.items():
         master.copy_(state[f"weight/{name}"].held.view(master.shape))

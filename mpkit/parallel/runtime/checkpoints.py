@@ -84,7 +84,7 @@ class Checkpoints:
                 clean(Path(job.how.saving.folder), job.how.saving.training)
             context.comm.barrier()
 
-    def after(self, step: int) -> None:
+    def save_if_due(self, step: int) -> None:
         """Save a checkpoint after a step, if one is due."""
         saving = self._job.how.saving
         if saving is not None and (step + 1) % saving.every == 0:

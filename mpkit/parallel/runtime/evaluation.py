@@ -60,7 +60,7 @@ class Evaluation:
     def run(self) -> dict[str, float]:
         """Evaluate the model as it is now, and return what was measured, by name; every rank calls it."""
         # ---- quiet
-        with self._quiet(), torch.no_grad(), self._sync.evaluating():
+        with self._quiet(), torch.no_grad(), self._sync.evaluation_mode():
             # ---- forwards
             sums = torch.zeros(2 * len(self._names), dtype=torch.float64, device=self._context.device)
             feed = self._feed()

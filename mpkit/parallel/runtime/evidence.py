@@ -102,7 +102,7 @@ class RankEvidence:
         ]  # fmt: skip
         self._now = {
             "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
-            "gradients": {}, "remembered": self._remembered.changed() if anew else ({}, []),
+            "gradients": {}, "remembered": self._remembered.find_changes() if anew else ({}, []),
         }  # fmt: skip
         self._training.pipeline.listen(self._heard)
 
@@ -128,7 +128,9 @@ class RankEvidence:
             return
         self._training.pipeline.listen(None)
         self._now |= {
-            "after": [_flat(self._training.update.masters.of(piece)) for piece in self._training.sync.pieces],
+            "after": [
+                _flat(self._training.update.masters.master_of(piece)) for piece in self._training.sync.pieces
+            ],
             "digests": self._digests(),
             "buffers": self._buffers(),
             "draws": self._heard.draws,
@@ -173,7 +175,7 @@ class RankEvidence:
     def _elements(self, piece: Piece, *, states: bool) -> dict[str, Any]:
         """Return where the elements of a piece lie in the model's parameter, their values, and their states."""
         update = self._training.update
-        master = update.masters.of(piece)
+        master = update.masters.master_of(piece)
         found: dict[str, Any] = {}
         if states and update.optimizer is not None:
             for key, value in update.optimizer.state.get(master, {}).items():

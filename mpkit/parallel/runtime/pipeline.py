@@ -87,7 +87,7 @@ class Pipeline:
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
-        over = partial(attention_over, job.plan, axes.of("cp"))
+        over = partial(attention_over, job.plan, axes.communicator_of("cp"))
         self._forwards = {
             s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
         }
@@ -98,7 +98,7 @@ class Pipeline:
         self._last = schedule.stages - 1
         self.computes_loss = self._last in sync.stages
         self.loss_scale = 1.0
-        rank_of = tuple(axes.of("pp").ranks[place] for place in schedule.stage_to_rank)
+        rank_of = tuple(axes.communicator_of("pp").ranks[place] for place in schedule.stage_to_rank)
         self._messages = StageMessages(context, rank_of, schedule.microbatches)
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
@@ -173,7 +173,7 @@ class Pipeline:
         routes = self._known_routes.get(place)
         if routes is None:
             routes = self._known_routes[place] = Routes(
-                self._job.where.arriving(*place), self._job.where.leaving(*place)
+                self._job.where.incoming_routes(*place), self._job.where.outgoing_routes(*place)
             )
         return routes
 

@@ -84,7 +84,7 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
     for step in range(job.how.first_step, job.how.steps):
         training.step(step)
         stops = training.after(step)
-        training.checkpoints.after(step)
+        training.checkpoints.save_if_due(step)
         if stops:
             break
     training.evidence.finish()
@@ -124,11 +124,13 @@ class Training:
         self.first_names = trained[1]
         self.sync_cost: SyncCost | None = None
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
-            self.sync_cost = SyncCost(context, axes.of("dp"), job.what.model)
+            self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
-        self._counting = axes.of() if job.plan.data_parallel == "dp" else axes.of("dp", "cp")
+        self._counting = (
+            axes.communicator_of() if job.plan.data_parallel == "dp" else axes.communicator_of("dp", "cp")
+        )
         fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))
         register(job.what.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
         self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
@@ -153,7 +155,7 @@ class Training:
             returned = self.pipeline.step(number, batch)
             self.sync.finish()
             self.tied.sum_gradients()
-            self.loss, factor = self._counted(returned)
+            self.loss, factor = self._loss_and_factor(returned)
             loss = self.loss
             if loss is not None:
                 self._record.loss(loss)
@@ -164,7 +166,7 @@ class Training:
             self.update.step(number, factor, self.evidence.gradients)
         self.evidence.end(number, scale, skipped=self.update.skipped > skipped)
 
-    def _counted(self, returned: list[float]) -> tuple[float | None, float | None]:
+    def _loss_and_factor(self, returned: list[float]) -> tuple[float | None, float | None]:
         """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.
 
         Args:
@@ -198,10 +200,10 @@ class Training:
 
 def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:
     """Return the job as this rank sees it: at its place along tp, with a loss that knows the other replicas."""
-    job = job.on(axes.place.tp)
+    job = job.for_place(axes.place.tp)
     loss = job.what.loss
     if isinstance(loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
-        return job.with_loss(loss.over(axes.of("dp")))
+        return job.with_loss(loss.bind_group(axes.communicator_of("dp")))
     return job
 
 
@@ -209,8 +211,8 @@ def assemble(
     context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]
 ) -> tuple[GradientSync, TiedWeights, Pipeline | DP, Feed]:
     """Return the parts of a step: gradient synchronization, tied weights, the pipeline, and the feed."""
-    plan, replicas = job.plan, axes.of("dp", "cp")
-    rank_of = [axes.of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
+    plan, replicas = job.plan, axes.communicator_of("dp", "cp")
+    rank_of = [axes.communicator_of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
     tied = tied_parameters(stages, job.where.shared)
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
@@ -232,7 +234,9 @@ def place_stages(
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
-    sharded = localize(model, job.plan, job.where.schedule, axes.of("tp"), axes.of("cp"))
+    sharded = localize(
+        model, job.plan, job.where.schedule, axes.communicator_of("tp"), axes.communicator_of("cp")
+    )
     if cost is not None:
         over_whole_batch(model, cost)
     numbers = job.where.schedule.stages_of(axes.place.pp)

@@ -144,7 +144,7 @@ class RecomputedBlock:
                 leaves[i] = None
             containers = Containers((again_args, again_kwargs))
             result = inner(*again_args, **again_kwargs)
-            returned[:] = containers.returned(result)
+            returned[:] = containers.returned_containers(result)
             return flatten(result)
 
         if self._is_kept is None:
@@ -175,8 +175,8 @@ class RecomputedBlock:
         versions = [copy._version for copy in copies]
         with (
             torch.no_grad(),
-            ForwardContext.now(tensors, self._draws, others=True).again(),
-            StartingPoint(self.block, None).again(),
+            ForwardContext.now(tensors, self._draws, others=True).restore(),
+            StartingPoint(self.block, None).begin_again(),
         ):
             compute(copies)
         return [copy._version for copy in copies] != versions

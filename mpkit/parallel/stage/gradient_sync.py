@@ -132,7 +132,7 @@ class GradientSync:
         yield
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Return a context within which the stages' forwards run without a backward; every rank enters it."""
         yield
 

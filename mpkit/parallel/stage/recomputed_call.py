@@ -68,7 +68,7 @@ class ForwardContext:
         return cls(torch.get_rng_state(), there, device, cast, draws, draws.keep(), other)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restore(self) -> Iterator[None]:
         """Restore the setting inside the block."""
         before, there = torch.get_rng_state(), self.random_there
         before_there = torch.cuda.get_rng_state(self.device) if there is not None else None
@@ -79,7 +79,10 @@ class ForwardContext:
         if there is not None:
             torch.cuda.set_rng_state(there, self.device)
         try:
-            with torch.autocast(self.device.type, self.cast[1], self.cast[0]), self.draws.again(self.spans):
+            with (
+                torch.autocast(self.device.type, self.cast[1], self.cast[0]),
+                self.draws.reenter_spans(self.spans),
+            ):
                 yield
         finally:
             torch.set_rng_state(before)
@@ -139,7 +142,7 @@ class BlockCall:
             else MADE
             for leaf in leaves
         ]
-        made = self._made(leaves)
+        made = self._select_made(leaves)
         if self._key not in self.block._checked and not any(
             isinstance(tensor, FakeTensor) for tensor in made
         ):
@@ -152,7 +155,7 @@ class BlockCall:
     def _key(self) -> Any:
         return str(self.shape), len(self.outputs)
 
-    def _made(self, leaves: list[Any]) -> list[Tensor]:
+    def _select_made(self, leaves: list[Any]) -> list[Tensor]:
         return [leaf for leaf, what in zip(leaves, self.outputs, strict=True) if what is MADE]
 
     def backward(self, tensors: list[Tensor], gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -167,12 +170,12 @@ class BlockCall:
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with (
             torch.enable_grad(),
-            self.setting.again(),
+            self.setting.restore(),
             around.modes(),
-            self.start.again(),
+            self.start.begin_again(),
             count_saved(record, stage, ("block", self.block.name), every=True) as saved,
         ):
-            made = self._made(self.compute(inputs)[0])
+            made = self._select_made(self.compute(inputs)[0])
         record.end(op)
         if self.first:
             self.block.check(self._key, self.first, [tensor.detach() for tensor in made])
@@ -188,7 +191,7 @@ class BlockCall:
             of_inputs, later = input_grads(outputs, [g for _, g in pairs], wanted)
             grads = iter(of_inputs)
             del made, outputs, pairs
-            for tensor in later.held():
+            for tensor in later.held_gradients():
                 record.ledger.track(tensor, "activations")
             around.weight_grads.append(later)
         return [next(grads) if x.requires_grad else None for x in inputs]

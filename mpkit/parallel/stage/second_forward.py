@@ -48,7 +48,7 @@ class SecondForward:
         """
         start = StartingPoint(self.module, self._written)
         yield start
-        written = start.written()
+        written = start.written_modules()
         if self._written is None:
             self._written = written
             start.keep(written)
@@ -77,7 +77,7 @@ class StartingPoint:
         cloned = self._versions if written is None else written
         self._clones = {id(t): t.clone() for each in cloned for t, _ in self._versions[each]}
 
-    def written(self) -> set[nn.Module]:
+    def written_modules(self) -> set[nn.Module]:
         """Return the modules that have written into their tensors since."""
         return {e for e, tensors in self._versions.items() if any(t._version != v for t, v in tensors)}
 
@@ -87,7 +87,7 @@ class StartingPoint:
         self._clones = {number: clone for number, clone in self._clones.items() if number in kept}
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def begin_again(self) -> Iterator[None]:
         """Let the module work on copies of what was there; afterwards it has again what it has now."""
         now = {each: (dict(each._buffers), _attributes(each)) for each in self._states}
         for each, state in self._states.items():

@@ -61,7 +61,7 @@ class Shard:
         return (*self.whole[: self.dim], sum(map(len, self.ranges)), *self.whole[self.dim + 1 :])
 
     @property
-    def along(self) -> str:
+    def axis_name(self) -> str:
         """What the ranges count: "rows", "columns", or of a vector "elements"; of experts' [E, rows, columns] too."""
         matrix = self.dim - (len(self.whole) == 3)
         return "elements" if len(self.whole) == 1 else "columns" if matrix == 1 else "rows"

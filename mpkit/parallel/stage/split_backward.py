@@ -65,7 +65,7 @@ class _Part:
         """Add to the weights' gradients."""
         outputs = [GradientEdge(self.node, k) for k in self.gradients]
         gradients = list(self.gradients.values())
-        handle = self.node.register_prehook(_instead(self.gradients)) if self.hooked else None
+        handle = self.node.register_prehook(_replace_gradients(self.gradients)) if self.hooked else None
         if self.own:
             torch.autograd.backward(outputs, gradients, inputs=self.own)
         else:  # the path from here may lead to the same weights: stop at its end
@@ -87,7 +87,7 @@ class WeightGrads:
     parts: list[_Part] = field(default_factory=list)
     sums: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
 
-    def held(self) -> list[Tensor]:
+    def held_gradients(self) -> list[Tensor]:
         """Return the gradients that are kept until W."""
         return [gradient for part in self.parts for gradient in part.gradients.values()] + [
             gradient for _, gradient in self.sums
@@ -161,7 +161,9 @@ def input_grads(
     return of_inputs, WeightGrads(parts, sums)
 
 
-def _instead(gradients: dict[int, Tensor]) -> Callable[[tuple[Tensor | None, ...]], tuple[Any, ...]]:
+def _replace_gradients(
+    gradients: dict[int, Tensor],
+) -> Callable[[tuple[Tensor | None, ...]], tuple[Any, ...]]:
     return lambda given: tuple(gradients.get(k, gradient) for k, gradient in enumerate(given))
 
 

@@ -78,7 +78,7 @@ class Stage:
         return value
 
     @contextmanager
-    def recomputing(self, around: Around) -> Iterator[None]:
+    def recompute_blocks(self, around: Around) -> Iterator[None]:
         """Let recomputed blocks keep only their inputs, for forwards inside the block."""
         for block in self.recomputed:
             block.around = around

@@ -64,7 +64,7 @@ def tensor_parallel(
         ValueError: the model cannot be divided in this way.
     """
     if group is None:
-        group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).of("tp")
+        group = MeshAxes(ctx.comm, ctx.device, Mesh(tp=ctx.world_size)).communicator_of("tp")
     sharded = shard_model(model, group, plan, sequence=sequence, overlap=overlap)
     if sequence and may_draw(model):
         model.forward = _with_draws(model.forward, sharded.draws)

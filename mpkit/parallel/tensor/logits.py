@@ -84,7 +84,7 @@ class DividedLogits(Tensor):
         """Gather the whole logits, [..., V]."""
         return gather_features(self.group, self.part, [len(part) for part in self.parts])
 
-    def _like(self, part: Tensor) -> DividedLogits:
+    def _wrap(self, part: Tensor) -> DividedLogits:
         return DividedLogits.make(self.group, self.parts, part)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -113,11 +113,11 @@ class DividedLogits(Tensor):
                 result = func(own.part, *args[1:], **kwargs)
                 return own if result is own.part else result
             if name in ELEMENTWISE and not any(isinstance(arg, cls) for arg in args[1:]):
-                return own._like(func(own.part, *args[1:], **kwargs))
+                return own._wrap(func(own.part, *args[1:], **kwargs))
             if name in SHAPING:
                 shaped = _reshape_part(own, func, name, args[1:], kwargs)
                 if shaped is not None:
-                    return own._like(shaped)
+                    return own._wrap(shaped)
             if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
                 raise ValueError(_cannot_write(name))
         logits = kwargs.get("input", own)

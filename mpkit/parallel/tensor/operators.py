@@ -76,12 +76,12 @@ def part_of_sequence(group: ProcessGroup, x: Tensor) -> Tensor:
     if x.dim() < 2 or s % t or not s:
         raise ValueError(
             f"Sequence parallelism divides the sequence, dimension 1 of the first layer's input, over {t} ranks, and "
-            f"that input has shape {list(x.shape)}: {_instead(s, t)}, or train without sequence parallelism"
+            f"that input has shape {list(x.shape)}: {_suggest_length(s, t)}, or train without sequence parallelism"
         )
     return x.narrow(1, group.index * (s // t), s // t).clone()
 
 
-def _instead(s: int, t: int) -> str:
+def _suggest_length(s: int, t: int) -> str:
     if not s:
         return "it needs a sequence"
     longer, fewer = (s // t + 1) * t, max(n for n in range(1, t) if s % n == 0) if t > 1 else 1

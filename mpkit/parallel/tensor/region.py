@@ -121,11 +121,11 @@ class RegionAtWork:
         if self._has_row:
             args, kwargs = self._further(entry, args, kwargs)
         if args and isinstance(args[0], Tensor):
-            return (self._inside(entry, args[0]), *args[1:]), kwargs
+            return (self._begin_region(entry, args[0]), *args[1:]), kwargs
         name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), None)
         if name is None or not isinstance(kwargs[name], Tensor):
             return None
-        return args, kwargs | {name: self._inside(entry, kwargs[name])}
+        return args, kwargs | {name: self._begin_region(entry, kwargs[name])}
 
     def _further(
         self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -156,7 +156,7 @@ class RegionAtWork:
         self._draws.end(self._name)
         return z
 
-    def _inside(self, entry: nn.Module, x: Tensor) -> Tensor:
+    def _begin_region(self, entry: nn.Module, x: Tensor) -> Tensor:
         self._entered = None
         if entry.training and self._has_row:
             self._draws.begin(self._name, x.device)

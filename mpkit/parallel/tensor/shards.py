@@ -83,27 +83,27 @@ class Shards:
     def add_outputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
         """Divide a layer by columns."""
         if layer not in self._modules:
-            return self.add(*self._at(layer), self._parameter(layer).dim() - 2, parts)
+            return self.add(*self._split_name(layer), self._parameter(layer).dim() - 2, parts)
         self.add(layer, "weight", 1 if is_across(self._modules[layer]) else 0, parts)
         self.add(layer, "bias", 0, parts)
 
     def add_inputs(self, layer: str, parts: list[tuple[range, ...]]) -> None:
         """Divide a layer by rows; its bias stays whole."""
         if layer not in self._modules:
-            return self.add(*self._at(layer), self._parameter(layer).dim() - 1, parts)
+            return self.add(*self._split_name(layer), self._parameter(layer).dim() - 1, parts)
         self.add(layer, "weight", 0 if is_across(self._modules[layer]) else 1, parts)
 
     def add_last(self, name: str, t: int, heads: int | None) -> None:
         """Divide a parameter by its last dimension, the heads."""
         whole = self._parameter(name)
-        self.add(*self._at(name), whole.dim() - 1, divide(whole.shape[-1], t, heads))
+        self.add(*self._split_name(name), whole.dim() - 1, divide(whole.shape[-1], t, heads))
 
-    def _at(self, parameter: str) -> tuple[str, str]:
+    def _split_name(self, parameter: str) -> tuple[str, str]:
         module, _, name = parameter.rpartition(".")
         return module, name
 
     def _parameter(self, name: str) -> nn.Parameter:
-        module, key = self._at(name)
+        module, key = self._split_name(name)
         parameter: nn.Parameter = getattr(self._modules[module], key)
         return parameter
 

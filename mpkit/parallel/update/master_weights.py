@@ -59,7 +59,7 @@ class Masters:
             self._record.ledger.track(copy, "optimizer")
         return nn.Parameter(copy)
 
-    def of(self, piece: Piece) -> nn.Parameter:
+    def master_of(self, piece: Piece) -> nn.Parameter:
         """Return the parameter that the optimizer updates in place of the piece."""
         return self._of[piece] if self.copies else piece.held
 
@@ -67,7 +67,7 @@ class Masters:
         """Give each master its gradient, and return the gradients that exist."""
         if self.copies:
             self._bring_gradients()
-        gradients = ((piece, self.of(piece).grad) for piece in self._pieces)
+        gradients = ((piece, self.master_of(piece).grad) for piece in self._pieces)
         return {piece: gradient for piece, gradient in gradients if gradient is not None}
 
     def _bring_gradients(self) -> None:

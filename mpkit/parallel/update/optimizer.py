@@ -70,7 +70,7 @@ class OptimizerFunction:
             return SeveralOptimizers(made)
         return made
 
-    def of(self, named: Mapping[str, nn.Parameter]) -> Any:
+    def make_optimizer(self, named: Mapping[str, nn.Parameter]) -> Any:
         """Make an optimizer for named parameters."""
         return self(list(named.items()) if self.by_name else list(named.values()))
 
@@ -146,7 +146,7 @@ def make_optimizer(
     # ---- whole, held
     given = {each.name: _stand_in_for(each, held.get(each.name), some.device) for each in whole}
     with _standing_in(whole, held, some.device):
-        optimizer: torch.optim.Optimizer = describe_optimizer(function).of(given)
+        optimizer: torch.optim.Optimizer = describe_optimizer(function).make_optimizer(given)
     # ---- divide
     parts = {
         id(p): held.get(name)

@@ -69,8 +69,8 @@ class Update:
         self._comm, self._device = context.comm, context.device
         self._sync, self._tied = sync, tied
         # The ranks that update each element of the model once: those of one model, or all if replicas divide it.
-        self._together = axes.of("pp", "tp", *(("dp", "cp") if sync.divided else ()))
-        self._tp, self._first_of_tp = axes.of("tp"), axes.place.tp == 0
+        self._together = axes.communicator_of("pp", "tp", *(("dp", "cp") if sync.divided else ()))
+        self._tp, self._first_of_tp = axes.communicator_of("tp"), axes.place.tp == 0
         self._limit, self._schedule = job.how.max_grad_norm, job.how.lr_schedule
         self.masters = Masters(context, job.plan, sync.pieces, fp32_params)
         self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
@@ -85,7 +85,7 @@ class Update:
     ) -> torch.optim.Optimizer | None:
         """Make the user's optimizer for this rank's pieces, grouped as the whole model's."""
         held = {
-            first_names[piece.name]: UpdatedPart(self.masters.of(piece), _part_taker(piece))
+            first_names[piece.name]: UpdatedPart(self.masters.master_of(piece), _part_taker(piece))
             for piece in self._sync.pieces
         }
         if job.plan.precision != "full":  # masters are in 32 bits
@@ -147,7 +147,7 @@ class Update:
     def take_average(self) -> None:
         """Replace the weights by their moving average; every rank calls it, after the last step."""
         for piece in self._sync.pieces:
-            master = self.masters.of(piece)
+            master = self.masters.master_of(piece)
             state = {} if self.optimizer is None else self.optimizer.state.get(master, {})
             if KEY in state:
                 master.copy_(state[KEY])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WholeParameter", "empty_whole", "free", "like", "stand_in", "trained_parameters"]
+__all__ = ["WholeParameter", "empty_whole", "free", "make_like", "stand_in", "trained_parameters"]
 
 
 class WholeParameter(NamedTuple):
@@ -66,10 +66,10 @@ def free(whole: Sequence[WholeParameter], used: Collection[nn.Parameter]) -> Non
 
 def stand_in(whole: WholeParameter, device: torch.device | None = None) -> nn.Parameter:
     """Return a parameter of the whole shape that takes no memory: all its elements are the same zero."""
-    return like(whole, empty_whole(whole, device))
+    return make_like(whole, empty_whole(whole, device))
 
 
-def like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
+def make_like(whole: WholeParameter, data: Tensor) -> nn.Parameter:
     """Return a parameter that looks as the model's does, but for its values."""
     plain = nn.Parameter(data)
     parameter = plain if whole.kind is nn.Parameter else Tensor._make_subclass(whole.kind, data, True)

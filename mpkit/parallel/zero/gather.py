@@ -58,7 +58,7 @@ class Gathering:
         self._active: list[int] = []  # the sites whose forward is under way, outermost first
         self._soon: list[Flat] = []  # being gathered ahead
         self._until_the_end: set[Flat] = set()  # not to be freed before this backward ends
-        self._all = False  # inside `gathered`
+        self._all = False  # inside `gather_all`
         self._order = CallOrder(sites, prefetch)
         self._whole = WholeParameters(replicas, flats, self._demand)
         for i, site in enumerate(sites):
@@ -77,7 +77,7 @@ class Gathering:
         if self._sites[i].around:
             self._have(i)
             return
-        self._order.called(i, alone=len(self._active) == 1)
+        self._order.note_call(i, alone=len(self._active) == 1)
         self._go_to(i, self._order.next_forward(i))
 
     def _after_forward(self, i: int, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -176,7 +176,7 @@ class Gathering:
         self._whole.free_all_but({*flats, *under_way, *self._until_the_end})
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gather_all(self) -> Iterator[None]:
         """Keep all parameters whole inside the block, which every rank enters. Changes to them are lost."""
         if self._all:
             yield

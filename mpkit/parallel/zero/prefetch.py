@@ -43,7 +43,7 @@ class CallOrder:
             if sites[one].stage == sites[following].stage:
                 self._follow(one, following)
 
-    def called(self, i: int, *, alone: bool) -> None:
+    def note_call(self, i: int, *, alone: bool) -> None:
         """Note that site i is called; `alone` if no other site's forward is under way, and so nothing came before."""
         if not alone and self._latest is not None and self._latest != i:
             self._follow(self._latest, i)

@@ -73,7 +73,7 @@ class Reducer:
             unit.missing = set(unit.layout.parameters)
 
     @contextmanager
-    def reducing(self, now: bool = True) -> Iterator[None]:
+    def reduce_arriving(self, now: bool = True) -> Iterator[None]:
         """Within the block, a gradient that arrives is complete (unless `now` is False), and full units are reduced."""
         self._reducing = now
         yield
@@ -83,7 +83,7 @@ class Reducer:
     def reducing_all(self, units: list[Gradients]) -> Iterator[None]:
         """Within the block, a backward, reduce these units as they fill; at its end, those that did not fill."""
         self.expect(units)
-        with self.reducing():
+        with self.reduce_arriving():
             yield
         self.reduce_rest()
 

@@ -59,5 +59,5 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
         )
     plan = Plan(dp=context.world_size, zero=stage, **{"batchnorm": "local", **options})
     stages = {0: Stage(0, layers_of(model), context.device)}
-    replicas = MeshAxes(context.comm, context.device, plan.mesh).of("dp")
+    replicas = MeshAxes(context.comm, context.device, plan.mesh).communicator_of("dp")
     return zero_sync(Replicated(context, plan, stages, replicas))

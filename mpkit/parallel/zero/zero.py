@@ -140,7 +140,7 @@ class Zero(GradientSync):
         self._reducer.begin_step()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Take the first replica's buffers, with which all replicas evaluate."""
         self._stateful.synchronize()
         yield

@@ -40,7 +40,7 @@ class Zero1(Zero):
 
     def __init__(self, held: Replicated) -> None:
         sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unsharded))
+        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unsharded_parameters))
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and expect those of the whole step."""
@@ -50,7 +50,7 @@ class Zero1(Zero):
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
         """Reduce-scatter gradients in a stage's last backward; in the others they accumulate."""
-        with self._reducer.reducing(last and half != "I"):
+        with self._reducer.reduce_arriving(last and half != "I"):
             yield
 
     def finish(self) -> None:

@@ -41,7 +41,7 @@ class Zero3(Zero):
 
     def __init__(self, held: Replicated) -> None:
         sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_site(sites, held.tied, held.unsharded))
+        super().__init__(held, by_site(sites, held.tied, held.unsharded_parameters))
         # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
         self._gathering = Gathering(held.replicas, sites, self._params, prefetch=held.plan.prefetch)
 
@@ -56,9 +56,9 @@ class Zero3(Zero):
         self._gathering.after_backward()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """Take the first replica's buffers; afterwards, free the parameters that the forwards gathered."""
-        with super().evaluating():
+        with super().evaluation_mode():
             yield
         self._gathering.after_backward()
 
@@ -79,5 +79,5 @@ class Zero3(Zero):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keep all parameters whole inside the block, which every rank enters. Changes to them are lost."""
-        with self._gathering.gathered():
+        with self._gathering.gather_all():
             yield

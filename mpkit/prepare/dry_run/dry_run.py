@@ -164,7 +164,7 @@ def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[P
                 f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
                 f"{_describe(given)} and said: {one_line(error)}"
             ) from None
-        passed.append(Passed(Boundary.of(value), _versions(given) != before))
+        passed.append(Passed(Boundary.from_output(value), _versions(given) != before))
     _check_loss(loss, value, targets)
     return passed
 
@@ -207,5 +207,5 @@ def _describe(value: Any) -> str:
     """Describe a value by its shapes and dtypes, as in "[8, 4] float32"."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in value.items()) + "}"
-    boundary = Boundary.of(value)
+    boundary = Boundary.from_output(value)
     return type(value).__name__ if boundary is None else str(boundary)

@@ -40,8 +40,8 @@ def meta_of(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan
             "local_params": list(resolved.parameters),
             "element_bytes": dtype.itemsize,
             "layers_tp": _regions(model, resolved, held),
-            "embeddings_tp": _among(resolved.sharded[0].plan.embeddings, held),
-            "heads_tp": _among([head] if (head := resolved.sharded[0].plan.head) else [], held),
+            "embeddings_tp": _count_by_stage(resolved.sharded[0].plan.embeddings, held),
+            "heads_tp": _count_by_stage([head] if (head := resolved.sharded[0].plan.head) else [], held),
             "stream_bytes": _stream(batch, resolved) * dtype.itemsize,
             "kv_bytes": _keys_and_values(model, plan, batch, held, dtype.itemsize),
             "loss_bytes": [sent * _evenly(plan, batch) for sent in resolved.loss_sends],
@@ -71,7 +71,7 @@ def _regions(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[s
     return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in plan.regions) for names in held]
 
 
-def _among(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
+def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
     """Return, by stage, how many of these modules it has."""
     return [sum(any(n.startswith(f"{module}.") for n in names) for module in modules) for names in held]
 
@@ -106,7 +106,7 @@ def _stream(batch: tuple[Value, Value], resolved: ResolvedPlan) -> float:
 
 def _boundary(resolved: ResolvedPlan) -> int:
     """Return the number of elements that stage 0 sends to the next stage for the largest micro-batch."""
-    routes = resolved.leaving(next(iter(resolved.numbers)), 0)
+    routes = resolved.outgoing_routes(next(iter(resolved.numbers)), 0)
     return resolved.plan.cp * sum(prod(spec.shape) for route in routes[:1] for spec in route.specs)
 
 
@@ -169,6 +169,6 @@ def _shards(resolved: ResolvedPlan) -> dict[str, str]:
     """Describe how each divided parameter is sharded: how many of its rows or columns one rank has."""
     return {
         name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
-        f"{'columns' if shard.along == 'columns' else 'rows'}"
+        f"{'columns' if shard.axis_name == 'columns' else 'rows'}"
         for name, shard in resolved.sharded[0].shards.items()
     }

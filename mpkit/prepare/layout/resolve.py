@@ -168,7 +168,7 @@ def _partitions(
 
 def _of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[Shared, ...]]:
     """Return the blocks and the parameters of each stage, and the tied weights."""
-    return tuple(partition.placed), tuple(partition.held), tuple(partition.shared)
+    return tuple(partition.placed), tuple(partition.held), tuple(partition.shared_weights)
 
 
 def _of_chain(

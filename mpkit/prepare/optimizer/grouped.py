@@ -120,7 +120,7 @@ def check_grouped(
 
 def _make_optimizer(optimizer: Callable[[Any], Any], parameters: Parameters) -> Any:
     with _hooks_as_before(parameters):
-        return describe_optimizer(optimizer).of(parameters)
+        return describe_optimizer(optimizer).make_optimizer(parameters)
 
 
 def _differs(one: Mapping[str, Any], other: Mapping[str, Any], names: Mapping[str, Any]) -> str | None:

@@ -91,7 +91,7 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
     function = describe_optimizer(optimizer)
     given = "named_parameters" if function.by_name else "params"
     try:
-        made = function.of(params)
+        made = function.make_optimizer(params)
     except Exception as error:
         hint = "" if function.by_name else "; mk.optimizer.by_name(function) gives it (name, parameter) pairs"
         raise ValueError(

@@ -83,13 +83,13 @@ def examine_optimizer(
             describe_optimizer(optimizer), plan, OptimizerTrial(describe_optimizer(optimizer), whole, steps)
         )
         # ---- tried, and divided as the plan says
-        expected = checks.tried()
+        expected = checks.run_plain()
         if expected is None:
             return Examined()
         if plan.ranks > 1 and plan.data_parallel != "dp":
             checks.repeats(expected)
         if plan.pp > 1 and not known:
-            checks.apart(expected, _updated_by(resolved, first_names))
+            checks.check_separately(expected, _updated_by(resolved, first_names))
         if (plan.zero or plan.tp > 1) and not known:
             checks.parts(expected, resolved.sharded[0].shards)
         return checks.trial.examined
@@ -112,10 +112,10 @@ class _Checks:
     @property
     def kind(self) -> str:
         """The optimizer's class."""
-        made = self.function.of({w.name: stand_in(w) for w in self.trial.whole})
+        made = self.function.make_optimizer({w.name: stand_in(w) for w in self.trial.whole})
         return kind_of(made)
 
-    def tried(self) -> Steps | None:
+    def run_plain(self) -> Steps | None:
         """Return the parameters after each step in plain PyTorch; None if they cannot be determined.
 
         What is then unknown is reported.
@@ -191,14 +191,14 @@ class _Checks:
                 f"What works: Plan.serial(); or an optimizer that repeats itself, {ADAM}"
             )
 
-    def apart(self, expected: Steps, places: Sequence[Sequence[str]]) -> None:
+    def check_separately(self, expected: Steps, places: Sequence[Sequence[str]]) -> None:
         """Check optimizers that each hold some of the parameters.
 
         Raises:
             ValueError: they end with values that differ from those of one optimizer that holds all parameters.
         """
         for names in places:
-            self._check(expected, dict.fromkeys(names), self._coupled)
+            self._check(expected, dict.fromkeys(names), self._coupled_error)
 
     def parts(self, expected: Steps, shards: Mapping[str, Shard]) -> None:
         """Check optimizers that each hold some elements of the parameters.
@@ -208,7 +208,7 @@ class _Checks:
         """
         whole = self.trial.whole
         for half in (0, 1) if len(whole) > 1 else ():
-            self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled)
+            self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled_error)
         for half in (0, 1):
             if self.plan.tp > 1:
                 division: dict[str, Any] = {
@@ -234,7 +234,7 @@ class _Checks:
 
     # ---- messages -----------------------------------------------------------------------------------------
 
-    def _coupled(self, name: str, off: float) -> ValueError:
+    def _coupled_error(self, name: str, off: float) -> ValueError:
         return ValueError(
             self._refusal(
                 f"with {self.kind} what becomes of one parameter depends on others (a norm over all gradients, a "

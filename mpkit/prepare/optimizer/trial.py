@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpkit.parallel.update.optimizer import OptimizerFunction, Take, UpdatedPart, make_optimizer
 from mpkit.parallel.update.several import SeveralOptimizers, kind_of
-from mpkit.parallel.update.whole import WholeParameter, like
+from mpkit.parallel.update.whole import WholeParameter, make_like
 from mpkit.prepare.optimizer.plain import plain
 
 __all__ = ["SCALES", "Division", "Examined", "OptimizerTrial"]
@@ -94,12 +94,12 @@ class OptimizerTrial:
         torch.manual_seed(seed)
         takes: Division = {w.name: None for w in self.whole} if division is None else division
         held = {
-            w.name: UpdatedPart(like(w, _take_part(takes[w.name], _values(w, i)).clone()), takes[w.name])
+            w.name: UpdatedPart(make_like(w, _take_part(takes[w.name], _values(w, i)).clone()), takes[w.name])
             for i, w in enumerate(self.whole)
             if w.name in takes
         }
         optimizer = make_optimizer(self._function, self.whole, held)
-        before = {} if optimizer is None else _besides(optimizer)
+        before = {} if optimizer is None else _other_state(optimizer)
         steps: list[dict[str, Tensor]] = []
         for step, scale in enumerate(self._scales):
             for i, w in enumerate(self.whole):
@@ -145,16 +145,16 @@ def _relative_error(expected: Tensor, actual: Tensor, reach: float) -> float:
 
 
 def _examine(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> Examined:
-    after = _besides(made)
+    after = _other_state(made)
     changed = [name for name in after if after[name] != before.get(name)]
     states = {str(key) for state in made.state.values() if isinstance(state, dict) for key in state}
     return Examined(kind_of(made), tuple(sorted(states)), ", ".join(changed))
 
 
-def _besides(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _other_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer has besides parameters and their states: options of groups, attributes."""
     if isinstance(optimizer, SeveralOptimizers):
-        each = {f"{kind_of(one)}.{i}": _besides(one) for i, one in enumerate(optimizer.optimizers)}
+        each = {f"{kind_of(one)}.{i}": _other_state(one) for i, one in enumerate(optimizer.optimizers)}
         return {f"{name} {key}": value for name, facts in each.items() for key, value in facts.items()}
     facts = {
         f"param_groups[{i}][{key!r}]": plain(value)

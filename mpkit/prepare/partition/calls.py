@@ -30,7 +30,10 @@ def starts(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[Start]:
     names = [calls[group[0]][0] for group in groups]
     nodes = [graph.nodes[k] for k in graph.blocks]
     costs = [
-        sum(nodes[i].flops.forward + sum(prod(graph.specs[n].shape) for n in nodes[i].made) for i in group)
+        sum(
+            nodes[i].flops.forward + sum(prod(graph.specs[n].shape) for n in nodes[i].made_values)
+            for i in group
+        )
         for group in groups
     ]
     try:

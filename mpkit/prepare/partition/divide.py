@@ -26,7 +26,7 @@ def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool =
         relays: whether intermediate stages forward values that go further than to the next stage.
     """
     stage_of = _place(graph, dict(zip(graph.blocks, block_stages, strict=True)), stages)
-    maker = {number: s for node, s in zip(graph.nodes, stage_of, strict=True) for number in node.made}
+    maker = {number: s for node, s in zip(graph.nodes, stage_of, strict=True) for number in node.made_values}
     needs: dict[tuple[int, int], dict[int, None]] = {}  # by (source, target), the values
     users = [(node.arguments, s) for node, s in zip(graph.nodes, stage_of, strict=True)]
     for numbers, target in (*users, (graph.wanted, stages - 1)):
@@ -57,7 +57,7 @@ def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool =
 
 def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
     """Return the stage that runs each node."""
-    maker = {number: k for k, node in enumerate(graph.nodes) for number in node.made}
+    maker = {number: k for k, node in enumerate(graph.nodes) for number in node.made_values}
     # ---- blocks, and the earliest stage that can run each operation
     earliest: list[int] = []
     for k, node in enumerate(graph.nodes):
@@ -71,7 +71,9 @@ def _place(graph: Graph, of_blocks: dict[int, int], stages: int) -> list[int]:
     for k in reversed(range(len(graph.nodes))):
         node = graph.nodes[k]
         if k not in of_blocks:
-            latest = min((s for number in node.made for s in users.get(number, ())), default=earliest[k])
+            latest = min(
+                (s for number in node.made_values for s in users.get(number, ())), default=earliest[k]
+            )
             if latest > earliest[k] and _received_bytes(graph, node, users, latest) <= _sent_bytes(
                 graph, node
             ):
@@ -88,7 +90,7 @@ def _received_bytes(graph: Graph, node: CallNode, users: dict[int, list[int]], s
 
 
 def _sent_bytes(graph: Graph, node: CallNode) -> int:
-    return sum(_nbytes(graph.specs[number]) for number in node.made)
+    return sum(_nbytes(graph.specs[number]) for number in node.made_values)
 
 
 def _nbytes(spec: Spec) -> int:

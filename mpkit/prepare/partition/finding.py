@@ -80,7 +80,7 @@ def find(
         (route.source, route.target): sum(prod(spec.shape) * spec.dtype.itemsize for spec in route.specs)
         for route in division.routes
     }
-    tied = {next(iter(shared.names.values())): list(shared.names) for shared in partition.shared}
+    tied = {next(iter(shared.names.values())): list(shared.names) for shared in partition.shared_weights}
     return Cut(points, by, stages_found, sends, tied)
 
 

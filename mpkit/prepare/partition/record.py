@@ -83,7 +83,7 @@ class Recording(ForwardWalk):
         containers = Containers((real_args, real_kwargs), self.is_whole)
         with watch:
             result = func(*real_args, **real_kwargs)
-        if lost := containers.lost(result):
+        if lost := containers.lost_containers(result):
             raise CannotCut(
                 scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"
             )
@@ -110,7 +110,7 @@ class Recording(ForwardWalk):
         node.written = self._write(node, leaves, real, written)
         node.leaves, back = self._wrap(node, leaves, real, made)
         node.random, node.flops = watch.random, watch.flops
-        node.returned = tuple(containers.returned(result))
+        node.returned = tuple(containers.returned_containers(result))
         graph.nodes.append(node)
         back_result = rebuild(result_shape, back)
         bring_back((args, kwargs), back_result, node.returned, self.is_whole)

@@ -43,11 +43,11 @@ def _calls(trial: ProbeTrial, parts: Sequence[Sequence[int]]) -> list[Calls]:
         all_calls.append(calls)
 
         def hook(name: str) -> Any:
-            def done(_: nn.Module, __: Any, output: Any) -> None:
+            def record_output(_: nn.Module, __: Any, output: Any) -> None:
                 leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flatten(output)[0]]
                 calls.append((name, leaves))
 
-            return done
+            return record_output
 
         for name, module in model.named_modules():
             module.register_forward_hook(hook(name))

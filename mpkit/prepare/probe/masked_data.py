@@ -66,17 +66,17 @@ def try_masked(
         return Guarded(loss, minding, message) if minding else None
     for i, (inputs, targets) in enumerate(batches):
         for masked in minding:
-            if masked.uneven(inputs, targets):
+            if masked.counts_unevenly(inputs, targets):
                 raise ValueError(say(plan, masked.number, f"data[{i}] has such"))
         for masked, caught in failed.items():
-            if masked not in passed and masked.uneven(inputs, targets):
+            if masked not in passed and masked.counts_unevenly(inputs, targets):
                 report(for_untried(plan, masked.number, i, caught))
     return None
 
 
 def _differs(trial: ProbeTrial, variant: MaskedData, at_once: Made, apart: Made) -> bool:
     """Return whether loss or gradients of the changed data at once differ from those in parts."""
-    tried = trial.of(variant.data)
+    tried = trial.with_data(variant.data)
     if variant.masked.side == 0:
         return differ(tried, lambda t: (t.run(at_once[0]), t.run(apart[0])))[2]
     # The model does not see the targets: its outputs are known.

@@ -66,7 +66,7 @@ def _change_leaf(
     return (value, data[1]) if side == 0 else (data[0], value)
 
 
-def _uneven(tensor: Tensor) -> Tensor:
+def _uneven_mask(tensor: Tensor) -> Tensor:
     """Return a mask with a different share of each sample: none of the first, and more of each next, but never all."""
     samples, width = tensor.shape[0], tensor[0].numel()
     if width == 1:
@@ -76,11 +76,11 @@ def _uneven(tensor: Tensor) -> Tensor:
 
 
 def _fill_uneven(tensor: Tensor, *, number: int) -> Tensor:
-    return tensor.masked_fill(_uneven(tensor), number)
+    return tensor.masked_fill(_uneven_mask(tensor), number)
 
 
 def _zero_uneven(tensor: Tensor) -> Tensor:
-    return tensor.masked_fill(_uneven(tensor), 0)
+    return tensor.masked_fill(_uneven_mask(tensor), 0)
 
 
 def _weight_samples(tensor: Tensor) -> Tensor:

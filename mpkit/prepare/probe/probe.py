@@ -116,7 +116,7 @@ class Probe:
         try:
             whole = self._hear(heard)
         except Untried:
-            return self._again() or self.plain
+            return self._try_whole_batch() or self.plain
         objective = self._form(heard, whole)
         # ---- the model, and the loss of it
         first, split = None, None
@@ -127,7 +127,7 @@ class Probe:
             if self.gathers:
                 first, split = self._check(self.trial.with_loss(of_samples), self.parts)
         except Untried:
-            return self._again() or objective
+            return self._try_whole_batch() or objective
         if self.plan.cp > 1:
             check_sequence_loss(self.plan, self.trial.loss, whole.outputs[0], self.data[1])
         # ---- other data that the loss may meet
@@ -159,7 +159,7 @@ class Probe:
         self.trial.still = hearing.still
         return whole
 
-    def _again(self) -> ProbedLoss | None:
+    def _try_whole_batch(self) -> ProbedLoss | None:
         """Try the whole batch, on which the dry run has succeeded, unless that is too expensive."""
         if len(self.all[0]) == self.size or 6 * self.of_a_sample * self.size > MOST:
             return None
@@ -207,21 +207,21 @@ class Probe:
             Untried: the model or the loss fails on the parts.
         """
 
-        def compared(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
+        def run_both(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
             return tried.run(self.all, gradients=True), tried.run(parts, gradients=True)
 
         try:
             known = None if whole is None else (whole, trial.run(parts, gradients=True))
-            before, after, differs = differ(trial, compared, known)
+            before, after, differs = differ(trial, run_both, known)
         except Exception as error:  # perhaps parts of a size that the dry run did not have
             raise Untried from error
         whole, split = before, after
         if differs and not trial.still:  # it draws from its own generator
-            trial = trial.stilled()
-            whole, split, differs = differ(trial, compared)
+            trial = trial.without_randomness()
+            whole, split, differs = differ(trial, run_both)
         if differs and not trial.repeats(self.all):  # draws that are not torch's: try without any
-            trial = trial.evaluating()
-            whole, split, differs = differ(trial, compared)
+            trial = trial.with_evaluation()
+            whole, split, differs = differ(trial, run_both)
         if differs:
             raise ValueError(explain(self.plan, trial, whole, split, parts, self.size))
         return before, after

@@ -30,7 +30,7 @@ def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: An
     if not all(not isinstance(leaf, Tensor) or (leaf.dim() > 1 and leaf.shape[1] == s) for leaf in made):
         return  # outputs without a sequence dimension: it is not known here which part a rank has
 
-    def of(rank: int) -> Any:
+    def loss_of_rank(rank: int) -> Any:
         mine = [
             sequence_part(leaf, rank, plan.cp, plan.cp_order) if isinstance(leaf, Tensor) else leaf
             for leaf in made
@@ -40,7 +40,7 @@ def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: An
     whole, parts = ProbeResult(), ProbeResult()
     with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]
         whole.add_up([loss(outputs, targets)], [1.0])
-        parts.add_up([of(rank) for rank in range(plan.cp)], [1 / plan.cp] * plan.cp)
+        parts.add_up([loss_of_rank(rank) for rank in range(plan.cp)], [1 / plan.cp] * plan.cp)
     if abs(whole.loss - parts.loss) > 10 * ROUNDING * abs(whole.loss):
         raise ValueError(
             f"{plan}: with cp={plan.cp} each rank has a part of every sequence, and the loss of some samples is "

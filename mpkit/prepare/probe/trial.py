@@ -97,7 +97,7 @@ class ProbeTrial:
             made.loss = copy.deepcopy(self.loss).double()
         return made
 
-    def stilled(self) -> ProbeTrial:
+    def without_randomness(self) -> ProbeTrial:
         """Return this trial without randomness."""
         made = copy.copy(self)
         made.still = True
@@ -109,7 +109,7 @@ class ProbeTrial:
         made.loss = loss
         return made
 
-    def evaluating(self) -> ProbeTrial:
+    def with_evaluation(self) -> ProbeTrial:
         """Return this trial with the model in evaluation mode."""
         made = copy.copy(self)
         made.model = copy_model(self.model).eval()
@@ -121,7 +121,7 @@ class ProbeTrial:
         other.seed = 1
         return self.run(parts).loss == other.run(parts).loss
 
-    def of(self, data: tuple[Value, Value]) -> ProbeTrial:
+    def with_data(self, data: tuple[Value, Value]) -> ProbeTrial:
         """Return this trial with other data."""
         made = copy.copy(self)
         made.data = data

@@ -161,7 +161,7 @@ class _Rank:
         for stage in self.stages:
             i = self._next["F"][stage]
             at = self.comes.get(("F", stage, i), inf)
-            if i >= self._m or at == inf or not self._allowed(stage, i):
+            if i >= self._m or at == inf or not self._is_allowed(stage, i):
                 continue
             how = self._policy.forwards
             turn = i // self._p if how == "turns" else 0
@@ -188,7 +188,7 @@ class _Rank:
         i, stage = min(due)
         return Action("W", -stage, i)
 
-    def _allowed(self, stage: int, i: int) -> bool:
+    def _is_allowed(self, stage: int, i: int) -> bool:
         """Return whether everything that was begun can still be finished after this forward."""
         size, spare = self._costs.activation, self._limit - self._held - self._costs.activation[stage]
         if spare < -1e-9:

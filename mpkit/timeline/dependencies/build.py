@@ -60,7 +60,7 @@ class _Builder:
         self._communication()
         for piece, row in self.waits:
             self._wait(piece, row)
-        return self._ordered()
+        return self._order_pieces()
 
     def _add(self, kind: Node, rank: int, row: int, took: float, end: float, needs: list[int]) -> int:
         self.columns.append((int(kind), rank, row, max(took, 0.0), end))
@@ -85,7 +85,7 @@ class _Builder:
                 at = start
             needs = [last] if last >= 0 else []
             if what == ISSUE:
-                self.issued_after[row] = self._issued(rank, row, start, last, first)
+                self.issued_after[row] = self._issuing_piece(rank, row, start, last, first)
             elif what == PIECE:
                 # What overlaps with the piece before it, as a host that loads while its device computes, adds the rest.
                 last = self._add(Node.WORK, rank, row, end - max(start, at), max(end, at), needs)
@@ -95,7 +95,7 @@ class _Builder:
                 self.waits.append((last, row))
                 at = max(at, end)
 
-    def _issued(self, rank: int, row: int, time: float, last: int, first: int) -> int:
+    def _issuing_piece(self, rank: int, row: int, time: float, last: int, first: int) -> int:
         """Return the piece after which a rank issued a communication.
 
         On a stream of its own one may begin while the compute lane stands still: then it came some time after the last
@@ -202,14 +202,14 @@ class _Builder:
         ):  # this rank did not wait for the others, as a root may not
             needs = [n] if (n := self.issued_after[row]) >= 0 else []
         if not self.measured:
-            needs += self._queued(span, sends, start > self.columns[ready][4] + self.close)
+            needs += self._earlier_in_queue(span, sends, start > self.columns[ready][4] + self.close)
         since = max((self.columns[n][4] for n in needs), default=self.begin)
         piece = self._add(Node.TRANSFER, rank, row, end - max(since, self.begin), end, needs)
         self.transfer[row] = piece
         for way in (True, False) if sends is None else (bool(sends),):
             self._busy[rank, way].append((end, piece, int(span["group"])))
 
-    def _queued(self, span: Any, sends: bool | None, late: bool) -> list[int]:
+    def _earlier_in_queue(self, span: Any, sends: bool | None, late: bool) -> list[int]:
         """Return what occupied the same way before, if that is why this began late, or else of the same group.
 
         Others may overtake each other if the step is played with other durations.
@@ -222,7 +222,7 @@ class _Builder:
 
     # ---- order ----------------------------------------------------------------------------------------------
 
-    def _ordered(self) -> StepGraph:
+    def _order_pieces(self) -> StepGraph:
         """Return the graph: each piece after what it needs, by the recorded end among those that could be next.
 
         Clocks of different machines may contradict each other: of a ring of needs, the earliest piece is taken first.

@@ -143,7 +143,7 @@ class CriticalPath(Drawn):
             ValueError: there are no such operations.
         """
         nodes = self.graph.nodes_of(self._rows(rank, kind) if rows is None else rows)
-        return self.step_time - self.graph.time_with(self.graph.without(nodes))
+        return self.step_time - self.graph.time_with(self.graph.durations_without(nodes))
 
     def _rows(self, rank: int | None, kind: str | None) -> Array:
         spans = self.timeline.spans

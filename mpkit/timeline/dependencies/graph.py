@@ -128,7 +128,7 @@ class StepGraph:
     def nodes_of(self, rows: Sequence[int] | Array) -> Array:
         """Return the pieces of some spans that take time; of a communication, those on all of its ranks."""
         own = {n for row in rows for n in self.of_row.get(int(row), ())}
-        return np.array(sorted(own.union(*(self._together.get(n, ()) for n in own))), int)
+        return np.array(sorted(own.union(*(self._pieces_by_transfer.get(n, ()) for n in own))), int)
 
     @cached_property
     def ready_of(self) -> dict[int, int]:
@@ -152,14 +152,14 @@ class StepGraph:
         return max(ready, default=0.0), max((float(ends[each]) for each in transfers), default=0.0)
 
     @cached_property
-    def _together(self) -> dict[int, list[int]]:
+    def _pieces_by_transfer(self) -> dict[int, list[int]]:
         """By TRANSFER, all that belong to the same message or collective."""
         parts: dict[int, list[int]] = defaultdict(list)
         for number, ready in self.ready_of.items():
             parts[ready].append(number)
         return {number: parts[ready] for number, ready in self.ready_of.items()}
 
-    def without(self, nodes: Array) -> Array:
+    def durations_without(self, nodes: Array) -> Array:
         """Return (n,) the recorded durations, with 0 for some pieces."""
         took: Array = self.took.copy()
         took[nodes] = 0.0

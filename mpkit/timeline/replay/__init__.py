@@ -53,4 +53,4 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
         )  # other devices would have been busy otherwise
         replaying.feed(rank, recorded.ops, recorded.names, recorded.memory, samples=samples)
     replaying.finish()
-    return replaying.replayed()
+    return replaying.collect()

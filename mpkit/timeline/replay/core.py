@@ -141,17 +141,17 @@ class Replay:
     def finish(self) -> Array:
         """Replay what is left, since no more records will arrive, and return the new spans."""
         spans = self._go(final=True)
-        unfinished = [words for words in (this.unfinished() for this in self._ranks) if words]
+        unfinished = [words for words in (this.explain_unfinished() for this in self._ranks) if words]
         if unfinished:
             left = sum(
-                this.program.count - this.reached + len(this.program.left) + this.unserved
+                this.program.count - this.first_untimed + len(this.program.left) + this.unserved_count
                 for this in self._ranks
             )
             self.notes.append(f"Not finished: {'; '.join(unfinished)}. {left:,} ops have no time here.")
             self._meta["waiting"] = waiting_ranks(self._ranks)
         return spans
 
-    def replayed(self) -> Replayed:
+    def collect(self) -> Replayed:
         """Return everything so far."""
         spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
         order = np.lexsort((ops, spans["start"], spans["rank"]))
@@ -194,7 +194,7 @@ class Replay:
 
     def _horizon(self) -> tuple[float, int, int]:
         """Return the earliest point at which a rank whose records are used up may issue something."""
-        return min((this.soonest for this in self._ranks if this.starved), default=NEVER)
+        return min((this.soonest for this in self._ranks if this.is_starved), default=NEVER)
 
     def _place(self, final: bool) -> Array:
         new = []

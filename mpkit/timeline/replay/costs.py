@@ -59,7 +59,7 @@ def machine(
         "no time here.",
     ]
 
-    def modelled(rank: int) -> Cost:
+    def model_cost(rank: int) -> Cost:
         device = chosen.device_of(rank)
         scale = own.device.rate(dtype) / device.rate(dtype) if is_known else 1.0
 
@@ -70,7 +70,7 @@ def machine(
 
         return cost
 
-    return chosen, modelled, notes
+    return chosen, model_cost, notes
 
 
 def _machine_of_imported(
@@ -91,7 +91,7 @@ def _machine_of_imported(
         ]
         return chosen, lambda rank: _launched_time, notes
 
-    def modelled(rank: int) -> Cost:
+    def model_cost(rank: int) -> Cost:
         device = chosen.device_of(rank)
         scale = _scales(bounds[rank], own, device)
 
@@ -114,7 +114,7 @@ def _machine_of_imported(
         f"rates in their dtype, other kernels by the memories' bandwidth ({shares}). Starting a kernel takes "
         "as long as it took."
     ]
-    return chosen, modelled, notes
+    return chosen, model_cost, notes
 
 
 _BOUND = {"memory": "bound by memory", "fixed": "the same anywhere", "bfloat16": "products in 16 bits"}
@@ -164,11 +164,11 @@ def _machine_of_fake(
             [f"{played}; {how}; {_in_words(chosen.link)}."],
         )
 
-    def modelled(rank: int) -> Cost:
+    def model_cost(rank: int) -> Cost:
         return lambda ops: _roofline(ops, chosen.device_of(rank), dtype, _on_cpu(ops))
 
     how = f"whole actions on {_devices(chosen, dtype, world_size)}"
-    return chosen, modelled, [f"{played}; {how}; {_in_words(chosen.link)}."]
+    return chosen, model_cost, [f"{played}; {how}; {_in_words(chosen.link)}."]
 
 
 def _devices(chosen: Hardware, dtype: str, world_size: int) -> str:

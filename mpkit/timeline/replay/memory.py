@@ -32,7 +32,7 @@ class HeldMemory:
         held = np.zeros(len(memory), HELD)
         if not len(memory):
             return held
-        time = np.maximum.accumulate(np.maximum(self._when(program, memory), self._time))
+        time = np.maximum.accumulate(np.maximum(self._times_of(program, memory), self._time))
         held["time"], held["rank"], held["category"] = time, rank, memory["category"]
         for category in range(len(CATEGORIES)):
             mine = memory["category"] == category
@@ -44,7 +44,7 @@ class HeldMemory:
         return held
 
     @staticmethod
-    def _when(program: RankProgram, memory: Array) -> Array:
+    def _times_of(program: RankProgram, memory: Array) -> Array:
         if not program.count:
             return np.zeros(len(memory))
         ops, work, done = program.ops, program.work, program.done

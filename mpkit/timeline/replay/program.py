@@ -166,14 +166,14 @@ class RankProgram:
         own = np.maximum(seconds[outer] - (more[close[outer]] - more[outer]), 0.0)
         scale = np.where(busy > 0, own / np.maximum(busy, 1), 0.0)
 
-        def at(wall: Array, index: Array) -> Array:
+        def map_time(wall: Array, index: Array) -> Array:
             share = (wall - start[outer] - (waited[index] - waited[outer])) * scale
             done: Array = work[outer] + np.clip(share, 0.0, own) + (more[index] - more[outer])
             return done
 
         lasts = (kind[inner] < _WAIT) | (kind[inner] >= _HOST)
-        begin = at(start[inner], inner)
-        finish = at(end[inner], close[inner])
+        begin = map_time(start[inner], inner)
+        finish = map_time(end[inner], close[inner])
         work[inner] = begin
         done[inner] = np.where(lasts, finish, begin)
 

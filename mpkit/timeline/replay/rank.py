@@ -45,14 +45,14 @@ class RankReplay:
         self._held = HeldMemory()
 
     @property
-    def starved(self) -> bool:
+    def is_starved(self) -> bool:
         """Whether it has done everything that is recorded for it."""
         return self._at == len(self._controls)
 
     @property
-    def reached(self) -> int:
+    def first_untimed(self) -> int:
         """The first op whose start is not known yet."""
-        return self.program.count if self.starved else self._controls[self._at][0]
+        return self.program.count if self.is_starved else self._controls[self._at][0]
 
     @property
     def soonest(self) -> tuple[float, int, int]:
@@ -148,18 +148,18 @@ class RankReplay:
     def place_memory(self, final: bool) -> Array:
         """Return the changes of the held memory whose time is known by now, (n,) of `HELD`."""
         # A change after the last op so far may be followed by another op, which determines its place.
-        timed = self.memory["op"] < self.reached + final
+        timed = self.memory["op"] < self.first_untimed + final
         held = self._held.place(self.rank, self.program, self.memory[timed])
         self.memory = self.memory[~timed]
         # A change of memory that happened in the previous op may still arrive.
-        self.program.forget(min(self.reached, int(self._others.min(initial=self.reached))) - 1)
+        self.program.forget(min(self.first_untimed, int(self._others.min(initial=self.first_untimed))) - 1)
         return held
 
     def _place_others(self, final: bool) -> tuple[Array, Array, Array]:
         """Return op, start and end of the finished ops that neither communicate nor wait."""
         program = self.program
         close = program.close[self._others]
-        over = close <= self.reached
+        over = close <= self.first_untimed
         if final:
             over &= program.ops["end"][self._others] != 0  # a step that was cut short does not count
         op, close = self._others[over], close[over]
@@ -172,15 +172,15 @@ class RankReplay:
         return op, start, program.clock(done, close)
 
     @property
-    def unserved(self) -> int:
+    def unserved_count(self) -> int:
         """How many communications were issued but not served."""
         return sum(end == inf for end in self._ends.values())
 
     # ---- what is left at the end --------------------------------------------------------------------------
 
-    def unfinished(self) -> str:
+    def explain_unfinished(self) -> str:
         """Say where the rank was stopped, or what it waits for in vain; "" if it finished."""
-        if not self.starved:
+        if not self.is_starved:
             return f"rank {self.rank} waits for {self._describe(self.program.ops[self.waits_for])}, which never comes"
         left = self.program.left
         if not len(left):
@@ -190,9 +190,9 @@ class RankReplay:
             return f"rank {self.rank} waits for {self._describe(self.program.ops[first['ref']])}"
         return f"rank {self.rank} is in {self._describe(first)}"
 
-    def stuck(self) -> tuple[float, Any] | None:
+    def current_wait(self) -> tuple[float, Any] | None:
         """Return since when it waits, in seconds, and the communication that it waits for; None if it does not."""
-        if not self.starved:
+        if not self.is_starved:
             _, time, before = self.program.pauses[-1]
             return time + (self._controls[self._at][2] - before), self.program.ops[self.waits_for]
         left = self.program.left

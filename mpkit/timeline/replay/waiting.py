@@ -17,7 +17,7 @@ def waiting_ranks(ranks: Sequence[RankReplay]) -> list[dict[str, Any]]:
     >>> waiting_ranks([])
     []
     """
-    stuck = [(this, where) for this in ranks if (where := this.stuck()) is not None]
+    stuck = [(this, where) for this in ranks if (where := this.current_wait()) is not None]
     there: dict[tuple[str, int], set[int]] = {}
     for this, (_, op) in stuck:
         there.setdefault((this.group_of(op), int(op["kind"])), set()).add(this.rank)

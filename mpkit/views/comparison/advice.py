@@ -58,7 +58,7 @@ def advice_figure(advice: Advice) -> Any:
     guesses = [advice.estimate(plan) for plan in frontier]
     figure.add_trace(
         go.Scatter(
-            x=[advice.held(guess) / GIB for guess in guesses],
+            x=[advice.fullest_bytes(guess) / GIB for guess in guesses],
             y=[guess.step_time for guess in guesses],
             text=[repr(plan) for plan in frontier],
             mode="lines+markers",

@@ -36,23 +36,23 @@ def bubble_curve_svg(curve: BubbleCurve, width: int = 860) -> str:
     last = most + max(2, most // 3)
     left, right, base = MARGIN + LEFT, width - MARGIN, TOP + PLOT
 
-    def across(m: float) -> float:
+    def x_of(m: float) -> float:
         return left + (m - 1) / (last - 1) * (right - left - 12) + 6
 
-    def up(share: float) -> float:
+    def y_of(share: float) -> float:
         return base - share * PLOT
 
     parts = [heading(_title(curve).capitalize(), 30)]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(
-            f'<line class="line" x1="{left:g}" x2="{right:g}" y1="{up(share):g}" y2="{up(share):g}"/>'
-            f'<text class="faint" x="{left - 8:g}" y="{up(share) + 4:g}" text-anchor="end">{100 * share:.0f} %</text>'
+            f'<line class="line" x1="{left:g}" x2="{right:g}" y1="{y_of(share):g}" y2="{y_of(share):g}"/>'
+            f'<text class="faint" x="{left - 8:g}" y="{y_of(share) + 4:g}" text-anchor="end">{100 * share:.0f} %</text>'
         )
     for m in dict.fromkeys(
         [1, *(int(level) for level in levels(last, 8) if level >= 1 and level == int(level))]
     ):
         parts.append(
-            f'<text class="faint" x="{across(m):.1f}" y="{base + 18:g}" text-anchor="middle">{m}</text>'
+            f'<text class="faint" x="{x_of(m):.1f}" y="{base + 18:g}" text-anchor="middle">{m}</text>'
         )
     parts.append(
         f'<text class="faint" x="{(left + right) / 2:g}" y="{base + 38:g}" text-anchor="middle">'
@@ -61,12 +61,12 @@ def bubble_curve_svg(curve: BubbleCurve, width: int = 860) -> str:
     )
     line = [(m, value) for m in range(1, last + 1) if (value := curve.formula(m)) is not None]
     if line:
-        path = " ".join(f"{across(m):.1f},{up(value):.1f}" for m, value in line)
+        path = " ".join(f"{x_of(m):.1f},{y_of(value):.1f}" for m, value in line)
         parts.append(f'<polyline class="formula" points="{path}" style="fill:none" stroke-width="2"/>')
     for point in curve.points:
         told = f"m = {point.microbatches}: bubble {percent(point.bubble)}"
         parts.append(
-            f'<circle class="point" cx="{across(point.microbatches):.1f}" cy="{up(point.bubble):.1f}" r="6">'
+            f'<circle class="point" cx="{x_of(point.microbatches):.1f}" cy="{y_of(point.bubble):.1f}" r="6">'
             f"<title>{escape(told)}</title></circle>"
         )
     parts.append(_legend(right, bool(line)))

@@ -69,11 +69,11 @@ def _one_dimension(found: LayerStrategies) -> str:
 def _cells(found: LayerStrategies) -> list[list[str]]:
     """Return a row of words for each run of identical layers with the same split and seconds."""
 
-    def alike(each: LayerChoice) -> tuple[object, ...]:
+    def key_of(each: LayerChoice) -> tuple[object, ...]:
         return each.layer.sizes, each.split, each.seconds["resharding"]
 
     rows = []
-    for _, group in groupby(found.choices, key=alike):
+    for _, group in groupby(found.choices, key=key_of):
         run = list(group)
         first, last = run[0], run[-1]
         name = first.layer.name if len(run) == 1 else f"{first.layer.name} ... {last.layer.name} ({len(run)})"

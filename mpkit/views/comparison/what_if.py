@@ -40,7 +40,7 @@ def _cells(row: PredictedStep, change: float | None) -> list[str]:
         seconds(row.step_time),
         "" if change is None else _sign(change),
         seconds(row.compute),
-        seconds(row.exposed),
+        seconds(row.exposed_communication),
         seconds(max(0.0, row.idle)),
         percent(row.timeline.bubble),
     ]

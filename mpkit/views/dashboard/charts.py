@@ -112,10 +112,10 @@ def _draw_panel(panel: Panel, x: float, y: float, width: float) -> str:
     first, last = min(steps), max(max(steps), min(steps) + 1)
     left, right, top, base = x + LEFT, x + width, y + HEAD, y + HEAD + PANEL
 
-    def across(step: float) -> float:
+    def x_of(step: float) -> float:
         return left + (step - first) / (last - first) * (right - left)
 
-    def up(value: float) -> float:
+    def y_of(value: float) -> float:
         return base - 4 - (value - low) / (high - low) * (PANEL - 8)
 
     parts = [
@@ -124,20 +124,20 @@ def _draw_panel(panel: Panel, x: float, y: float, width: float) -> str:
     ]
     for value in round_steps(low, high, 4):
         parts.append(
-            f'<line class="line" x1="{left - 4:g}" x2="{right:g}" y1="{up(value):.1f}" y2="{up(value):.1f}" '
+            f'<line class="line" x1="{left - 4:g}" x2="{right:g}" y1="{y_of(value):.1f}" y2="{y_of(value):.1f}" '
             'stroke-opacity="0.5"/>'
-            f'<text class="faint" x="{left - 7:g}" y="{up(value) + 4:.1f}" text-anchor="end" font-size="11">'
+            f'<text class="faint" x="{left - 7:g}" y="{y_of(value) + 4:.1f}" text-anchor="end" font-size="11">'
             f"{_number(value)}</text>"
         )
     for step in (each for each in round_steps(first, last, max(2, int(width / 70))) if each == int(each)):
         parts.append(
-            f'<text class="faint" x="{across(step):.1f}" y="{base + 13:g}" text-anchor="middle" font-size="11">'
+            f'<text class="faint" x="{x_of(step):.1f}" y="{base + 13:g}" text-anchor="middle" font-size="11">'
             f"{step:g}</text>"
         )
     parts.append(
         f'<text class="faint" x="{right:g}" y="{base + 25:g}" text-anchor="end" font-size="11">step</text>'
     )
-    parts += _lines(panel, across, up)
+    parts += _lines(panel, x_of, y_of)
     parts.append(_heading(panel, x, y + 12))
     return f'<g aria-label="{escape(panel.name)}">{"".join(parts)}</g>'
 

@@ -88,7 +88,7 @@ class Dashboard:
         self._stop = ipywidgets.Button(
             description="Stop", icon="stop", layout={"width": "110px"}, tooltip=parts.STOP_HINT
         )
-        self._stop.on_click(self._pressed)
+        self._stop.on_click(self._on_press)
         if on_stop is None:
             self._stop.layout.display = "none"
         self.timeline = TimelineView(labels=labels, groups=groups)
@@ -227,7 +227,7 @@ class Dashboard:
         loss = f", loss {self._losses[-1]:.4f}" if self._losses else ""
         self.timeline.said = f"step {step}{of}{loss}"
 
-    def _pressed(self, _button: object) -> None:
+    def _on_press(self, _button: object) -> None:
         self._stop.disabled = True
         self._stop.description = "Stopping"
         # Not in this thread: it is the kernel's, or one that the kernel must not wait for.

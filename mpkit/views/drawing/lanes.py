@@ -38,13 +38,13 @@ class LaneGroup:
     def heading(self) -> str:
         """The header above all lanes of the group.
 
-        >>> LaneGroup("pp0 dp1", (2, 3)).heading, LaneGroup("pp0", (0, 1, 2)).folded
+        >>> LaneGroup("pp0 dp1", (2, 3)).heading, LaneGroup("pp0", (0, 1, 2)).folded_heading
         ('pp0 dp1 · ranks 2, 3', 'pp0 · the first of ranks 0 to 2')
         """
         return f"{self.place} · {self._ranks}"
 
     @property
-    def folded(self) -> str:
+    def folded_heading(self) -> str:
         """The header above the first rank's lane, when the group is folded."""
         return f"{self.place} · the first of {self._ranks}" if len(self.ranks) > 1 else self.heading
 
@@ -96,7 +96,7 @@ def groups_trait(groups: Sequence[LaneGroup], ranks: int) -> list[dict[str, Any]
     return [
         {
             "heading": group.heading,
-            "folded_heading": group.folded,
+            "folded_heading": group.folded_heading,
             "first": group.ranks[0],
             "count": len(group.ranks),
             "folded": ranks > FOLDED,

@@ -23,7 +23,7 @@ LIMIT = "#d1242f"
 
 def fits_text(fits: Fits) -> str:
     """Return the answer in words."""
-    return fits.told()
+    return fits.describe()
 
 
 def fits_svg(fits: Fits, width: int = 960) -> str:
@@ -55,7 +55,7 @@ def fits_svg(fits: Fits, width: int = 960) -> str:
     )
     colours = {f"f{i}": f"fill:{ink}" for i, ink in enumerate(INKS)} | {"f8": "fill:#8a8f98;opacity:.45"}
     classes = {theme: dict(colours) for theme in THEMES}
-    return sheet("fits", _title(fits), fits.told(), body, width, bottom + 60, classes=classes)
+    return sheet("fits", _title(fits), fits.describe(), body, width, bottom + 60, classes=classes)
 
 
 def _title(fits: Fits) -> str:

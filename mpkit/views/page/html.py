@@ -128,7 +128,7 @@ def _section(
     batches, counter, shown = SpanBatches(), BubbleCounter(timeline.world_size), _shown_step(timeline, step)
     batches.add(timeline.spans, timeline.names)
     counter.add(timeline.spans)
-    ((head, buffer),) = batches.since(0, counter.extents, most=max(len(timeline.spans), 1))
+    ((head, buffer),) = batches.messages_since(0, counter.extents, most=max(len(timeline.spans), 1))
     works = len(metrics.work(timeline.spans)) > 0
     state = {
         "title": "",
@@ -155,7 +155,7 @@ def _section(
     if proof_notes(timeline.meta) and set(proof_notes(timeline.meta)) <= set(
         timeline.notes
     ):  # not of a prediction
-        heading += f"<p class='intro'>{badge(Proof.of(timeline.meta['proof']))}</p>"
+        heading += f"<p class='intro'>{badge(Proof.from_trace(timeline.meta['proof']))}</p>"
     heading += f"<p class='intro'>{escape(caption)}</p>" if caption else ""
     memory = _memory(timeline, highest) if len(timeline.held) else ""
     return (

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpkit.timeline import metrics
 
-__all__ = ["idle_gaps", "outside", "step_extents"]
+__all__ = ["idle_gaps", "step_extents", "subtract_spans"]
 
 INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
@@ -32,10 +32,10 @@ def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return metrics.covered_times(extents)
 
 
-def outside(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def subtract_spans(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the parts of `outer` that are not in `inner`; both disjoint and sorted, as `metrics.covered` returns them.
 
-    >>> outside(np.array([[1.0, 2.0], [5.0, 9.0]]), np.array([[0.0, 3.0], [4.0, 6.0]])).tolist()
+    >>> subtract_spans(np.array([[1.0, 2.0], [5.0, 9.0]]), np.array([[0.0, 3.0], [4.0, 6.0]])).tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     """
     # The gaps of inner, cut at the borders of outer: sort all borders and keep the pieces that are
@@ -58,10 +58,10 @@ def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[
         mine: the rank's spans.
         extents: those of the steps of all ranks, as `step_extents` returns them.
     """
-    working = outside(
+    working = subtract_spans(
         metrics.covered_times(metrics.waits_within(mine)), metrics.covered_times(metrics.work(mine))
     )
-    return outside(working, extents)
+    return subtract_spans(working, extents)
 
 
 def _spans_within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -173,7 +173,7 @@ def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:
 def describe(timeline: Timeline, index: int) -> list[str]:
     """Describe one span: what it is, when, how much, and what a wait waited for."""
     span = timeline.spans[index]
-    facts = [" · ".join(_where(timeline, span))]
+    facts = [" · ".join(_describe_span(timeline, span))]
     start = float(span["start"]) - float(timeline.spans["start"].min())
     facts.append(f"from {seconds(start)}, for {seconds(float(span['end'] - span['start']))}")
     amounts = []
@@ -186,12 +186,12 @@ def describe(timeline: Timeline, index: int) -> list[str]:
     if span["kind"] == Kind.WAIT and 0 <= span["cause"] < len(timeline.spans):
         cause = timeline.spans[span["cause"]]
         facts.append(
-            f"waited for {rank_label(timeline, int(cause['rank']))}: {' · '.join(_where(timeline, cause))}"
+            f"waited for {rank_label(timeline, int(cause['rank']))}: {' · '.join(_describe_span(timeline, cause))}"
         )
     return facts
 
 
-def _where(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
+def _describe_span(timeline: Timeline, span: npt.NDArray[Any]) -> list[str]:
     kind = int(span["kind"])
     words = [Kind(kind).word.replace("_", " ") if kind in set(Kind) else f"kind {kind}"]
     name = timeline.names[span["name"]] if 0 <= span["name"] < len(timeline.names) else "?"
@@ -228,7 +228,7 @@ def _rows(timeline: Timeline, spans: npt.NDArray[Any], fold: bool) -> list[Pictu
         return [row for rank in range(timeline.world_size) for row in lanes(rank)]
     rows = []
     for group in groups:
-        rows.append(PictureRow(group.ranks[0], "group", group.folded if fold else group.heading))
+        rows.append(PictureRow(group.ranks[0], "group", group.folded_heading if fold else group.heading))
         rows += [row for rank in group.ranks[: 1 if fold else None] for row in lanes(rank)]
     return rows
 

@@ -246,7 +246,7 @@ class TimelineView(anywidget.AnyWidget):
             # The backlog first: a page that is still loading builds on it when the message arrives.
             self._keep_backlog()
             steps = {step: self._counter.extents[step] for step in sorted(self._changed)}
-            for head, buffer in self._batches.since(self._sent, steps, self._names_sent):
+            for head, buffer in self._batches.messages_since(self._sent, steps, self._names_sent):
                 self.send(head, [buffer])
             self._sent, self._names_sent = self._batches.count, len(self._batches.names)
             self._changed.clear()
@@ -281,7 +281,7 @@ class TimelineView(anywidget.AnyWidget):
             known = content.get("epoch") == self._batches.epoch
             have = int(content.get("have", 0)) if known else 0
             if have < self._batches.count:
-                for head, buffer in self._batches.since(have, self._counter.extents):
+                for head, buffer in self._batches.messages_since(have, self._counter.extents):
                     self.send(head, [buffer])
 
     def _keep_backlog(self) -> None:
@@ -289,7 +289,7 @@ class TimelineView(anywidget.AnyWidget):
         count = self._batches.count
         if self._heard or count > BACKLOG or count < 1.25 * self._in_backlog:
             return
-        ((head, buffer),) = self._batches.since(0, self._counter.extents, most=BACKLOG)
+        ((head, buffer),) = self._batches.messages_since(0, self._counter.extents, most=BACKLOG)
         self._in_backlog = count
         with self.hold_sync():
             self.backlog, self.backlog_head = buffer, head

@@ -93,7 +93,7 @@ class SpanBatches:
             self._parts = [np.concatenate([np.empty(0, SPAN), *self._parts])]
         return self._parts[0]
 
-    def since(
+    def messages_since(
         self, first: int, steps: dict[int, tuple[float, float]], names_first: int = 0, most: int = BATCH
     ) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Yield messages and their buffers with the spans from `first` on, the extents of `steps` and later names."""

@@ -178,7 +178,7 @@ def compare_gradients(
         wanted, own = _expected_elements(step, ranks, name, average)
         if wanted is None or own is None:
             continue
-        got = _got(step, name, average)
+        got = _own_gradient(step, name, average)
         if got is not None and there:
             alone = own if average and ranks.size > 1 else wanted * inf
             differ.add(name, got.reshape(-1), wanted, alone, size, FEW * eps * size)
@@ -207,7 +207,7 @@ def _expected_elements(
     step: StepGradients, ranks: Agreement, name: str, average: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the expected elements on this rank, flat, and what they are without the other ranks."""
-    outside, own = step.outside(name), step.copied.get(name)
+    outside, own = step.gradient_outside(name), step.copied.get(name)
     if own is None:
         own = wide(torch.zeros_like(step.plain.parameters[name]))
     within = average and step.hears and outside is not None
@@ -222,7 +222,7 @@ def _expected_elements(
     return wanted, alone
 
 
-def _got(step: StepGradients, name: str, average: bool) -> Tensor | None:
+def _own_gradient(step: StepGradients, name: str, average: bool) -> Tensor | None:
     """Return this rank's gradient: as it was heard, before a wrapper around this one averages it, or as it is."""
     if step.hears and not average:
         return step.heard.get(name)

@@ -72,7 +72,7 @@ class StepGradients:
         """Whether gradients are heard where they accumulate."""
         return bool(self._names)
 
-    def wrapped(self, held: Sequence[HeldElements]) -> None:
+    def attach(self, held: Sequence[HeldElements]) -> None:
         """Begin with what this rank's optimizer updates."""
         self.held = {each.where.name: each for each in held}
         self._hooks = {name: _hooks_of(each.tensor) for name, each in self.held.items()}
@@ -167,9 +167,9 @@ class StepGradients:
                 elif id(variable) in self._names:
                     into[i] = self._names[id(variable)]
             if into:
-                node.register_hook(partial(self._contributed, into))
+                node.register_hook(partial(self._add_contribution, into))
 
-    def _contributed(self, into: dict[int, str], made: Sequence[Tensor | None], _: Any) -> None:
+    def _add_contribution(self, into: dict[int, str], made: Sequence[Tensor | None], _: Any) -> None:
         for i, name in into.items():
             gradient = made[i]
             if gradient is not None and self._open:
@@ -206,7 +206,7 @@ class StepGradients:
             self.seen.append((seen, gradients, scale))
         add_gradients(self.copied, self.plain.take(scale))
 
-    def outside(self, name: str) -> Tensor | None:
+    def gradient_outside(self, name: str) -> Tensor | None:
         """Return what this rank's gradient has besides what comes through the module's outputs."""
         heard, inside = self.heard.get(name), self._inside.get(name)
         if name in self._summed:

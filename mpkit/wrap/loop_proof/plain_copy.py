@@ -67,7 +67,7 @@ class PlainForward:
     draws: StepDraws | None = None
     outputs: list[Tensor] = field(default_factory=list)
 
-    def drawing(self, *, again: bool = False) -> AbstractContextManager[Any]:
+    def use_draws(self, *, again: bool = False) -> AbstractContextManager[Any]:
         """Return a context that gives the ranks' random numbers; not `again`, to a forward that a backward repeats."""
         if self.draws is None:
             return nullcontext()
@@ -97,18 +97,18 @@ class PlainCopy:
 
     # ---- forward
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlainForward:
+    def note_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlainForward:
         """Note what is there before a forward of the wrapped module."""
-        modes = {name: self._followed(name, now) for name, now in settings(module).items()}
+        modes = {name: self._follow_attributes(name, now) for name, now in settings(module).items()}
         for name, key, leaves, shape in kept_attributes(module):
             modes[name][key] = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
         leaves, shape = flatten((args, kwargs))
         args, kwargs = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return PlainForward(args, kwargs, modes, RandomStates.of(module, self.device), autocast)
+        return PlainForward(args, kwargs, modes, RandomStates.capture(module, self.device), autocast)
 
-    def _followed(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
+    def _follow_attributes(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes of the copy's module: its own where the wrapped module's are as at first."""
         first, own = self._first.get(name, {}), self._own.get(name, {})
         same = {key for key, value in now.items() if key in first and first[key] == value}
@@ -130,13 +130,13 @@ class PlainCopy:
         args, kwargs = rebuild(shape, [apart_from_graph(leaf, self._dtype) for leaf in leaves])
         on, dtype = seen.autocast
         autocast = torch.autocast(self.device.type, dtype=dtype, enabled=on, cache_enabled=False)
-        with torch.enable_grad(), autocast, self._random(seen), seen.drawing():
+        with torch.enable_grad(), autocast, self._random(seen), seen.use_draws():
             output = self._output(args, kwargs)
         output = output if self._dtype is None else cast(output, torch.float32)
         return tensors_of((output, kept_of_graph(self.module)))
 
     def _random(self, seen: PlainForward) -> AbstractContextManager[None]:
-        return seen.random.restored(self.module, self.device)
+        return seen.random.draw_from(self.module, self.device)
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._loss is None:
@@ -153,14 +153,14 @@ class PlainCopy:
 
     def drew(self, seen: PlainForward) -> bool:
         """Return whether torch's random numbers were drawn since a forward began."""
-        return seen.random.drew(RandomStates.of(self.module, self.device))
+        return seen.random.drew(RandomStates.capture(self.module, self.device))
 
     def mode_of(self, seen: PlainForward, got: list[Tensor]) -> str:
         """Return the likely cause of other outputs: the wrapped module computed in the other mode, or none."""
         modes = seen.modes
         for name, training in (("training", True), ("evaluation", False)):
             seen.modes = {inner: {**of, "training": training} for inner, of in modes.items()}
-            with self._unchanged():
+            with self._keep_unchanged():
                 other = self.forward(seen)
             seen.modes = modes
             near = (distance(a, b) <= CLOSE * largest(b) for a, b in zip(got, other, strict=True))
@@ -178,7 +178,7 @@ class PlainCopy:
         outputs = {i: seen.outputs[i] for i in received if seen.outputs[i].requires_grad}
         scaled = [received[i] * scale for i in outputs]
         if outputs:
-            with seen.drawing(again=True):
+            with seen.use_draws(again=True):
                 torch.autograd.backward(list(outputs.values()), scaled, retain_graph=True)
 
     def take(self, scale: float) -> Gradients:
@@ -194,18 +194,18 @@ class PlainCopy:
         """Return how far roundings bring the outputs and then the buffers of a forward apart."""
         known, again = [*seen.outputs, *self.module.buffers()], []
         for seed in range(REPETITIONS):
-            with self._unchanged():
-                again.append([*self._rounded(seed, seen), *self.module.buffers()])
+            with self._keep_unchanged():
+                again.append([*self._forward_rounded(seed, seen), *self.module.buffers()])
         return [max(distance(made[i], one) for made in again) for i, one in enumerate(known)]
 
     def noise(self, step: list[Seen], gradients: Gradients) -> dict[str, float]:
         """Return how far roundings bring the gradients of a step apart, by name."""
         spread = dict.fromkeys(self.parameters, 0.0)
-        with self._unchanged():
+        with self._keep_unchanged():
             for seed in range(REPETITIONS):
                 total: Gradients = {}
                 for seen, received, scale in step:
-                    outputs, seen.outputs = seen.outputs, self._rounded(seed, seen)
+                    outputs, seen.outputs = seen.outputs, self._forward_rounded(seed, seen)
                     with Rounded(seed):
                         self.backward(seen, received, scale)
                     seen.outputs = outputs
@@ -215,12 +215,12 @@ class PlainCopy:
                         spread[name] = max(spread[name], distance(gradient, gradients[name]))
         return spread
 
-    def _rounded(self, seed: int, seen: PlainForward) -> list[Tensor]:
+    def _forward_rounded(self, seed: int, seen: PlainForward) -> list[Tensor]:
         with Rounded(seed):
             return self.forward(seen)
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _keep_unchanged(self) -> Iterator[None]:
         before = [(inner, dict(vars(inner)), dict(inner._buffers)) for inner in self.module.modules()]
         yield
         for inner, attributes, buffers in before:

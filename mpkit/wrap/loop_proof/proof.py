@@ -88,7 +88,7 @@ class LoopProof:
         if self.active:
             self._gradients.hear_parameters(module, summed)
 
-    def wrapped(self, module: nn.Module, held: Sequence[HeldElements]) -> None:
+    def attach(self, module: nn.Module, held: Sequence[HeldElements]) -> None:
         """Begin with the wrapped module; every rank calls it.
 
         Args:
@@ -98,7 +98,7 @@ class LoopProof:
         if not self.active:
             return
         self._module = module
-        self._gradients.wrapped(held)
+        self._gradients.attach(held)
         before = {name: p.detach().clone() for name, p in self._plain.parameters.items()}
         self._take_weights()
         self._ranks.findings += compare_start(self._plain, module, before, self._ranks.first)
@@ -124,9 +124,9 @@ class LoopProof:
             self._why_not = "forward takes an iterator, a generator or a function, which cannot be read twice"
         if not self._why_not:
             self._ranks.note_mode(self._module)
-            self._now = self._plain.before(self._module, args, kwargs)
+            self._now = self._plain.note_start(self._module, args, kwargs)
 
-    def synchronized(self, *, last: bool = True) -> None:
+    def note_buffers(self, *, last: bool = True) -> None:
         """Note the buffers, which are those of the first rank if this is a forward that synchronizes them."""
         if self._now is None:
             return
@@ -135,7 +135,7 @@ class LoopProof:
             named = self._module.named_buffers()
             self._ranks.digests.append({f"the buffer {name}": digest_of(buffer) for name, buffer in named})
 
-    def hearing(self) -> AbstractContextManager[Any]:
+    def hear_draws(self) -> AbstractContextManager[Any]:
         """Return a context in which random numbers are heard, where ranks draw their own for their parts."""
         self._heard: list[Tensor] = []
         return nullcontext() if self._now is None else HeardDraws(self._heard)

@@ -32,7 +32,7 @@ class RandomStates:
     own: list[Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module, device: torch.device) -> RandomStates:
+    def capture(cls, module: nn.Module, device: torch.device) -> RandomStates:
         """Return the states as they are."""
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         own = [generator.get_state() for generator in _generators(module)]
@@ -45,9 +45,9 @@ class RandomStates:
         return self.gpu is not None and later.gpu is not None and not torch.equal(self.gpu, later.gpu)
 
     @contextmanager
-    def restored(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+    def draw_from(self, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Draw from these states within the block; afterwards all generators are as before."""
-        now = RandomStates.of(module, device)
+        now = RandomStates.capture(module, device)
         self._set(module, device)
         try:
             yield

@@ -48,8 +48,8 @@ def checked(name: str, mutant: Mutant) -> Caught:
     """Check one mutant."""
     entry = find(name)
     try:
-        value = run_cell(mutant.code, entry.exercise.name_of_answer, f"{name} mutant", entry.given)
-        answer = PackedAnswer.of(value)
+        value = run_cell(mutant.code, entry.exercise.name_of_answer, f"{name} mutant", entry.given_code)
+        answer = PackedAnswer.pack(value)
     except Exception as error:  # a mutant may raise anything where it is defined
         return Caught(name, mutant, f"its cell fails: {type(error).__name__}")
     for row in entry.exercise.examine(answer, _room()):

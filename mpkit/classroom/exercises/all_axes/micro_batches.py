@@ -113,7 +113,7 @@ def expected(case: Case) -> list[object]:
 
 def accepted(seen: Seen) -> bool:
     """Return whether a batch that cannot be cut evenly was cut."""
-    return seen.finished and seen.expected[0] == "refused"
+    return seen.is_finished and seen.expected[0] == "refused"
 
 
 EXERCISE = OnRanks(

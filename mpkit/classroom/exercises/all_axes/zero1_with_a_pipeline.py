@@ -189,7 +189,7 @@ EXERCISE = OnRanks(
             ],
             when=lambda seen: (
                 seen.case.ranks > seen.case["dp"]
-                and not seen.finished
+                and not seen.is_finished
                 and (of_all_ranks(seen) if seen.mismatch else "group" not in seen.error)
             ),
         ),

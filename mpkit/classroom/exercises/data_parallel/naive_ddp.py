@@ -145,7 +145,7 @@ EXERCISE = OnRanks(
                     for parameter in model.parameters():
                         ctx.comm.all_reduce(parameter.data, op="mean")
             """,
-            when=lambda seen: seen.finished and not seen.budget and seen.case["optimizer"] == "Adam",
+            when=lambda seen: seen.is_finished and not seen.budget and seen.case["optimizer"] == "Adam",
         ),
         Mistake(
             "gradients-pile-up",

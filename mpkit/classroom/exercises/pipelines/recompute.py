@@ -244,7 +244,7 @@ EXERCISE = OnRanks(
                 "`torch.random.fork_rng()`.",
             ),
             [("            torch.set_rng_state(state)\n", "")],
-            when=lambda seen: seen.finished and seen.case["dropout"],
+            when=lambda seen: seen.is_finished and seen.case["dropout"],
         ),
         Mistake(
             "input-without-a-gradient",

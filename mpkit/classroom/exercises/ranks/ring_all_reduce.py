@@ -97,7 +97,7 @@ def reads_early(seen: Seen) -> bool:
         waits = {int(op["ref"]): at for at, op in enumerate(rank.ops) if op["kind"] == Kind.WAIT}
         receives = [at for at, op in enumerate(rank.ops) if op["kind"] == Kind.RECV]
         late |= any(waits.get(at) != at + 1 for at in receives)
-    shapes = seen.finished and all(
+    shapes = seen.is_finished and all(
         isinstance(got, Tensor) and got.shape == right.shape
         for got, right in zip(seen.got or (), seen.expected, strict=True)
     )

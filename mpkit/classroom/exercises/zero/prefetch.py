@@ -218,7 +218,7 @@ EXERCISE = OnRanks(
                     work.wait()
                 return x
             """,
-            when=lambda seen: seen.finished and not seen.budget and early(seen),
+            when=lambda seen: seen.is_finished and not seen.budget and early(seen),
         ),
         Mistake(
             "one-gather-too-many",
