@@ -103,7 +103,7 @@ def _grouped(steps: Iterable[Observation], by: Callable[[Observation], Key]) -> 
 def readme_table(steps: Sequence[Observation]) -> str:
     """Return the table of README.md: what is fitted, and how far off predictions are."""
     lines = [
-        "| stack on device | steps | fitted | of the fit | left out | band |",
+        "| stack on device | steps | fitted constants | fit error | held-out error | band |",
         "|---|---|---|---|---|---|",
     ]
     for key, rows in sorted(_grouped(steps, key_of).items(), key=lambda item: -len(item[1])):
