@@ -9,7 +9,8 @@ Find the slow stage, and predict the seconds of a step after each of three chang
 - the same cut, but {TWICE} micro-batches of half the size,
 - the same cut, but the slow stage's GPU replaced by one that is twice as fast.
 
-The last prediction may be off by 5 %, the others by 1 %. Then see: `run(forward=[...])`, with the seconds of a forward of each stage, and `m`.
+The last prediction may be off by 5 %, the others by 1 %. Then see: `run(forward=[...])`, with the seconds of a forward
+of each stage, and `m`.
 """
 
 from __future__ import annotations
