@@ -73,7 +73,7 @@ format: setup  ## let ruff fix and format what it can
 hooks: setup  ## check before every commit from now on
 	@$(PY) -m pre_commit install
 
-exercises: setup  ## write the exercises' notebooks anew, from mpkit/classroom/exercises
+exercises: setup  ## write the exercises' notebooks anew, from mpkit/course/exercises
 	@$(PY) -m mpkit exercises notebooks/exercises
 
 exam: setup  ## two wheels for an exam, in build/exam: mpkit without the exercises' solutions, and mpkit-solutions

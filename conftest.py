@@ -57,4 +57,4 @@ def one_fork_server_for_doctests(request: pytest.FixtureRequest, monkeypatch: Mo
     """Docstrings that make a cluster use one fork server, which saves the import of torch in each."""
     if isinstance(request.node, pytest.DoctestItem):
         server = request.getfixturevalue("shared_fork_server")
-        monkeypatch.setattr("mpkit.api.cluster.ForkServerClient", lambda fork: server)
+        monkeypatch.setattr("mpkit.launch.session.cluster.ForkServerClient", lambda fork: server)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.calibrate import Observation
-from mpkit.cost_model.known_models import known_models
-from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.stack import STACKS, Stack, stack_of
 from mpkit.devices.catalogue import cluster_of
 from mpkit.devices.catalogue.clusters import DEVICES, NICS
 from mpkit.devices.hardware import Hardware
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.calibrate import Observation
+from mpkit.prediction.cost_model.known_models import known_models
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.stack import STACKS, Stack, stack_of
 
 __all__ = ["observation_of"]
 

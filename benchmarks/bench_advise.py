@@ -21,10 +21,10 @@ from typing import Any
 import mpkit as mk
 from benchmarks.published import key_of
 from benchmarks.published_rows import read_folder
-from mpkit.advice.search import LayoutPrices, best_played, search
-from mpkit.advice.space import TrainingQuestion
-from mpkit.cost_model.calibrate import Observation
-from mpkit.cost_model.preset import preset_for
+from mpkit.prediction.advice.search import LayoutPrices, best_played, search
+from mpkit.prediction.advice.space import TrainingQuestion
+from mpkit.prediction.cost_model.calibrate import Observation
+from mpkit.prediction.cost_model.preset import preset_for
 
 ROWS = Path(__file__).parent / "rows"
 BEST = ("nanotron_best_configs", "megatron_sc21_table1", "megatron_sc21_table2_zero3")

@@ -9,10 +9,10 @@ import time
 from statistics import median
 from typing import Any
 
-from mpkit.classroom.catalogue import ExerciseEntry, families, of_family
-from mpkit.classroom.framework.room import PackedAnswer, Room
-from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.judge import judge
+from mpkit.course.catalogue import ExerciseEntry, families, of_family
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.source import run_cell
+from mpkit.course.judge import judge
 
 LIMIT, LONGEST = 3.0, 10.0
 

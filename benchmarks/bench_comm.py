@@ -12,8 +12,8 @@ import torch
 
 import mpkit as mk
 from benchmarks.pairing import compared, pairs
-from mpkit.comm.communicator import Communicator
-from mpkit.comm.wire import Wire
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.wire import Wire
 
 RANKS, CALLS, ROUNDS, WARM_UP = 4, 100, 60, 6
 

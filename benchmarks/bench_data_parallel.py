@@ -23,9 +23,9 @@ import mpkit as mk
 from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memory
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.job.job import TrainJob
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 
 ROUNDS, WARM_UP = 15, 3
 LENGTH, BATCH = 64, 8

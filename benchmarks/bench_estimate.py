@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import mpkit as mk
-from mpkit.cost_model.step import _play_pipeline
+from mpkit.prediction.cost_model.step import _play_pipeline
 
 CASES = {
     "Llama 3 8B on 8": ("llama3-8b", "8x-h100-nvlink", 64, 8),

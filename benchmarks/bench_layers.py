@@ -14,10 +14,10 @@ from math import inf, prod
 from typing import Any
 
 import mpkit as mk
-from mpkit.layerwise.chain_search import brute_force, fastest, least_memory
-from mpkit.layerwise.layer import Layer
-from mpkit.layerwise.price import ChainPrices
-from mpkit.layerwise.result import LayerStrategies
+from mpkit.prediction.layerwise.chain_search import brute_force, fastest, least_memory
+from mpkit.prediction.layerwise.layer import Layer
+from mpkit.prediction.layerwise.price import ChainPrices
+from mpkit.prediction.layerwise.result import LayerStrategies
 
 CHAINS, BUDGETS = 200, (100, 1_000, 10_000)
 LENGTHS = (3, 6, 12, 24)

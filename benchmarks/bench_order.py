@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import mpkit as mk
-from mpkit.advice.try_out import Tried, every_plan, try_plans
 from mpkit.models import GPT, next_token_loss
+from mpkit.prediction.advice.try_out import Tried, every_plan, try_plans
 
 PLANS = {4: None, 8: 40}
 """Plans to run by ranks; None: all. Of 8 ranks there are 161 plans, of which each takes some seconds on two cores."""

@@ -22,9 +22,9 @@ import mpkit as mk
 from benchmarks.pairing import Step, compared, pairs
 from mpkit.data import text_batches
 from mpkit.models import GPT, chain, next_token_loss
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import prepare
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 
 RANKS, MICROBATCHES = 4, 8
 ROUNDS, WARM_UP = 15, 2

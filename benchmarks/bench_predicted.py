@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import mpkit as mk
-from mpkit.apps.demo import STRATEGIES
 from mpkit.models import GPT, next_token_loss
 from mpkit.timeline.timeline import Timeline
+from mpkit.views.commands.demo import STRATEGIES
 
 RANKS, MICROBATCHES, STEPS, BATCH, LENGTH = 2, 8, 8, 32, 64
 NAMES = ("naive", "gpipe", "1f1b", "zb-h1", "ddp", "zero1", "zero2", "zero3", "tp")

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mpkit.models import GPT
-from mpkit.record.hooks import watch
-from mpkit.record.recorder import Recorder
-from mpkit.record.saved import count_saved
 from mpkit.trace import Kind
+from mpkit.trace.record.hooks import watch
+from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.record.saved import count_saved
 
 OPS = 2000
 PAIRS, WARM_UP, STEPS = 20, 3, 15

@@ -29,8 +29,8 @@ import mpkit as mk
 from benchmarks.pairing import Step, compared, compared_peaks, pairs, peak_memory
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import TrainJob, prepare
+from mpkit.strategies.prepare.prepare import TrainJob, prepare
+from mpkit.strategies.runtime.train import Training
 
 RANKS = 4
 ROUNDS, WARM_UP = 15, 3

@@ -21,13 +21,13 @@ from statistics import mean, median
 from rich.console import Console
 from rich.table import Table
 
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.memory import stage_memory
-from mpkit.cost_model.shares import ParameterShares
-from mpkit.cost_model.stack import Stack, stack_of
 from mpkit.devices.catalogue import cluster_of
 from mpkit.devices.hardware import Device
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.stack import Stack, stack_of
 
 __all__ = ["Case", "main", "read_cases"]
 

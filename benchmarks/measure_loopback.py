@@ -26,7 +26,7 @@ RANKS, WARM_UP = 2, 5
 PAYLOADS = [4 * 8**power for power in range(8)]
 """Payloads in bytes, from 4 bytes to 8 MiB."""
 
-TABLE = Path(__file__).parents[1] / "mpkit" / "catalogue" / "loopback.csv"
+TABLE = Path(__file__).parents[1] / "mpkit" / "devices" / "catalogue" / "loopback.csv"
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
-from mpkit.fake.memory import played_memory
 from mpkit.models import GPT, ResNet, next_token_loss
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import prepare
+from mpkit.prediction.dry_run.memory import played_memory
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 
 __all__ = ["CASES", "PLANS", "Case", "Row", "compare"]
 

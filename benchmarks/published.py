@@ -3,8 +3,8 @@
 For each table and each preset: the error of the presets that ship, the error where each row is left out of the fit, the
 share of rows within 10 % and within the band, the order of efficiencies, and the peak memory where it was measured;
 then the error of the prior, by which a stack is priced that is not known, with each stack left out.
-`--write` fits the presets anew to the rows in FOLDER and writes `mpkit/cost_model/presets.csv`; `--readme` writes the
-table of README.md.
+`--write` fits the presets anew to the rows in FOLDER and writes `mpkit/prediction/cost_model/presets.csv`; `--readme`
+writes the table of README.md.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published_rows import read_folder
-from mpkit.cost_model.calibrate import Observation, left_out, preset_of
-from mpkit.cost_model.memory import stage_memory
-from mpkit.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
-from mpkit.cost_model.shares import ParameterShares
-from mpkit.cost_model.stack import PRIOR, Constants
+from mpkit.prediction.cost_model.calibrate import Observation, left_out, preset_of
+from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
+from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.stack import PRIOR, Constants
 
 __all__ = ["allocated", "fit_all", "key_of", "main", "memory_table", "readme_table", "stacks_left_out"]
 
-PRESETS = Path(__file__).parents[1] / "mpkit" / "cost_model" / "presets.csv"
+PRESETS = Path(__file__).parents[1] / "mpkit" / "prediction" / "cost_model" / "presets.csv"
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --readme -->", "<!-- end -->"

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.any_table import observation_of
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.calibrate import Observation
-from mpkit.cost_model.known_models import known_models
-from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.stack import stack_of
 from mpkit.devices.catalogue import cluster_of
 from mpkit.devices.hardware import Hardware
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.calibrate import Observation
+from mpkit.prediction.cost_model.known_models import known_models
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.stack import stack_of
 
 __all__ = ["read_folder"]
 
@@ -264,7 +264,7 @@ def _by_common_names(row: Row) -> Iterator[Observation]:
 
 
 def _nothing_measured(_row: Row) -> Iterator[Observation]:
-    """Rates of single kernels, which `mpkit.cost_model.kernels` reads, or errors of another tool: no measured step."""
+    """Rates of single kernels (see `mpkit.prediction.cost_model.kernels`), or errors of another tool: no step."""
     return iter(())
 
 

@@ -11,10 +11,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from mpkit.comm.release import free_groups
-from mpkit.support.display import look_in
-from mpkit.support.needs import lacks_torch, needs_torch
-from mpkit.support.tracebacks import public
+from mpkit.common.display import look_in
+from mpkit.common.needs import lacks_torch, needs_torch
+from mpkit.common.tracebacks import public
+from mpkit.strategies.comm.release import free_groups
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ MOVED = {
 
 def load_ipython_extension(shell: Any) -> None:
     """Add `%%ranks` to a notebook: IPython calls this for `%load_ext mpkit`."""
-    from mpkit.notebook.magics import load
+    from mpkit.launch.notebook.magics import load
 
     load(shell)
 

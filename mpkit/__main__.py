@@ -1,5 +1,5 @@
-"""`python -m mpkit`: see mpkit.apps.cli."""
+"""`python -m mpkit`: see mpkit.cli."""
 
-from mpkit.apps.cli import main
+from mpkit.cli import main
 
 main()

@@ -12,7 +12,7 @@ from torch import nn
 
 import mpkit as mk
 import tests
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 
 cloudpickle.register_pickle_by_value(tests)  # ranks import neither a test's module nor pytest
 os.environ.setdefault("MPKIT_SECRET", "launches of tests write no secret into this home")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from mpkit.schedule import Action, Schedule
+from mpkit.plan.schedule import Action, Schedule
 
 
 def random_holders(stages: int, ranks: int, rng: random.Random) -> list[int]:

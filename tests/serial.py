@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 
 Train = Callable[..., Run]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpkit.experiments.action_times import RUNS, STEPS, action_times
-from mpkit.experiments.factors import scale_trace
+from mpkit.prediction.experiments.action_times import RUNS, STEPS, action_times
+from mpkit.prediction.experiments.factors import scale_trace
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind, Lane, Trace
 from mpkit.trace.files import RankTrace

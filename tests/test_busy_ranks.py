@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.experiments.busy_ranks import overlapped_share
-from mpkit.experiments.factors import scale_trace
+from mpkit.prediction.experiments.busy_ranks import overlapped_share
+from mpkit.prediction.experiments.factors import scale_trace
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind, Lane, Trace
 from mpkit.trace.files import RankTrace

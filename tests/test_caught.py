@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import mpkit as mk
-from mpkit.classroom.judge import _shows
-from mpkit.launch.process.folder import read_error, reserve
+from mpkit.common.caught import fakes_or_real, one_line
+from mpkit.common.launch_folder import read_error, reserve
+from mpkit.course.judge import _shows
 from mpkit.launch.process.fork_server import import_installed
 from mpkit.launch.process.rank import report as report_of_rank
-from mpkit.prepare.layout.attentions import keys_and_values
-from mpkit.prepare.prepare import prepare
-from mpkit.prepare.recompute import recomputes_nothing
-from mpkit.support.caught import fakes_or_real, one_line
+from mpkit.strategies.prepare.layout.attentions import keys_and_values
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.prepare.recompute import recomputes_nothing
 
 PACKAGE = Path(mk.__file__).parent
 
@@ -88,7 +88,7 @@ def test_nothing_is_caught_in_silence() -> None:
         for line in silent(path.read_text(encoding="utf-8"))
     ]
     assert not found, (
-        "name the exceptions, raise, or report what was caught (mpkit.support.caught): " + ", ".join(found)
+        "name the exceptions, raise, or report what was caught (mpkit.common.caught): " + ", ".join(found)
     )
 
 

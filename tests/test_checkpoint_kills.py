@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.checkpoint.files import read_head
-from mpkit.parallel.checkpoint.index import read_index
-from mpkit.prepare.resume import find_checkpoint
+from mpkit.strategies.checkpoint.files import read_head
+from mpkit.strategies.checkpoint.index import read_index
+from mpkit.strategies.prepare.resume import find_checkpoint
 from tests.limits import wait_for
 
 Clusters = Callable[[int], mk.Cluster]

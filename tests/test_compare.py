@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.analysis.comparison import Comparison
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
+from mpkit.timeline.comparison import Comparison
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind, Lane, lane_of
 from tests.kineto.test_given_traces import GIVEN

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import mpkit as mk
-from mpkit.api.run import Run
-from mpkit.data.microbatch import share
+from mpkit.launch.session.run import Run
+from mpkit.strategies.data.microbatch import share
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind
 from tests.limits import wait_for, wait_until_gone

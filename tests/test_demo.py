@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 import mpkit as mk
-from mpkit.apps.cli import main
-from mpkit.apps.demo import Demo, Outcome
-from mpkit.apps.demo_strategies import SEEN, STRATEGIES
+from mpkit.cli import main
 from mpkit.trace.proof import Proof
+from mpkit.views.commands.demo import Demo, Outcome
+from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
 from tests.limits import PROGRAM
 
 
@@ -27,7 +27,9 @@ def demo(
     tmp_path: Path, clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Demo]:
     """Make a small demo on the shared clusters."""
-    monkeypatch.setattr("mpkit.apps.demo.Cluster", lambda ranks, device: nullcontext(clusters(ranks)))
+    monkeypatch.setattr(
+        "mpkit.views.commands.demo.Cluster", lambda ranks, device: nullcontext(clusters(ranks))
+    )
     small: dict[str, Any] = {
         "device": "cpu",
         "layers": 4,
@@ -143,7 +145,7 @@ def test_it_needs_nothing_that_only_notebooks_need(tmp_path: Path) -> None:
 import sys
 for name in ("plotly", "ipywidgets", "anywidget", "pandas", "IPython"):
     sys.modules[name] = None
-from mpkit.apps.cli import main
+from mpkit.cli import main
 main(["demo", "--device", "cpu", "--ranks", "2", "--steps", "2", "--layers", "2", "--width", "32",
       "--html", {str(tmp_path / "demo.html")!r}])
 """

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.common.launch_folder import Settings
 from mpkit.devices.local import ask as local
 from mpkit.devices.local.choose import Chosen, choose
 from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visible import visible
 from mpkit.launch.external.node_devices import all_alone, check_named, tell
-from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.payload import settings_here
 from mpkit.launch.process.rank import device_of
 

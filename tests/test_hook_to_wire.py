@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.comm.mesh_axes import MeshAxes
-from mpkit.parallel.runtime.train import Training
 from mpkit.plan.mesh import Mesh
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
 
 # ---------------------------------------------------------------- from the hook to torch.distributed

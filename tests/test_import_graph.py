@@ -26,7 +26,7 @@ TABLE = mpkit.homes()  # public name -> module
 NOTEBOOK_ONLY = {
     "IPython", "anywidget", "ipykernel", "ipywidgets", "jupyter", "jupyterlab", "pandas", "plotly", "traitlets",
 }  # fmt: skip
-USES_NOTEBOOKS = ("mpkit.views", "mpkit.apps.explorer_view", "mpkit.notebook.magics")
+USES_NOTEBOOKS = ("mpkit.views", "mpkit.views.explorer.explorer_view", "mpkit.launch.notebook.magics")
 
 
 class Import(NamedTuple):
@@ -81,33 +81,61 @@ def graph() -> dict[str, list[Import]]:
 
 
 def folder(name: str) -> str:
-    """The folder of a module, as docs/architecture.md writes it: `parallel/zero`."""
-    if name == "mpkit.errors":
-        return "errors"
-    path = MODULES[name].parent.relative_to(PACKAGE)
-    return "classroom/exercises" if path.parts[:2] == ("classroom", "exercises") else path.as_posix()
+    """The folder of a module: `strategies/zero`; of one at the top its own name."""
+    path = MODULES[name].relative_to(PACKAGE)
+    if path.parent == Path():
+        return path.stem
+    return "course/exercises" if path.parts[:2] == ("course", "exercises") else path.parent.as_posix()
 
 
-def layers() -> list[str]:
-    """The folders in the order of docs/architecture.md, the lowest first."""
-    block = re.search(r"## The layers.*?```\n(.*?)```", ARCHITECTURE, re.DOTALL)
-    assert block, "docs/architecture.md lists the layers"
-    return [word for line in block[1].splitlines() for word in line.partition("#")[0].split()]
+def room(name: str) -> str:
+    """The folder at the top that a module is in, or the file."""
+    return folder(name).partition("/")[0]
 
 
-def test_the_architecture_names_every_folder_once() -> None:
-    assert sorted(layers()) == sorted({folder(name) for name in MODULES})
+def rooms() -> list[str]:
+    """The rooms in the order of docs/architecture.md, the lowest first, between the files at the top."""
+    table = re.search(r"## The rooms.*?\n(\|.*?)\n\n", ARCHITECTURE, re.DOTALL)
+    assert table, "docs/architecture.md lists the rooms"
+    return ["errors", *re.findall(r"^\| `(\w+)/` ", table[1], re.MULTILINE), "cli", "data", "models"]
 
 
-def test_no_folder_imports_one_that_lies_above_it() -> None:
-    order = {name: number for number, name in enumerate(layers())}
+def test_the_architecture_names_every_room_once() -> None:
+    assert sorted(rooms()) == sorted({room(name) for name in MODULES})
+    assert len([each for each in PACKAGE.iterdir() if (each / "__init__.py").exists()]) <= 10
+
+
+SAYS = ("In", "Out", "Begin", "May import")
+
+
+def test_a_room_says_what_it_does_what_comes_in_and_out_and_where_to_begin() -> None:
+    for each in rooms()[1:-3]:
+        said = (
+            ast.get_docstring(ast.parse((PACKAGE / each / "__init__.py").read_text(encoding="utf-8"))) or ""
+        )
+        assert re.findall(r"^(In|Out|Begin|May import) +", said, re.MULTILINE) == list(SAYS), each
+
+
+def test_no_room_imports_one_that_lies_above_it() -> None:
+    order = {name: number for number, name in enumerate(rooms())}
     against = [
-        f"{folder(name)} -> {folder(each.target)}: {name} imports {each.target}"
+        f"{room(name)} -> {room(each.target)}: {name} imports {each.target}"
         for name, found in graph().items()
         for each in found
-        if each.target in MODULES and order[folder(name)] < order[folder(each.target)]
+        if each.target in MODULES and order[room(name)] < order[room(each.target)]
     ]
     assert not against, "\n".join(against)
+
+
+def test_no_cycle_among_folders() -> None:
+    edges: dict[str, list[str]] = {folder(name): [] for name in MODULES}
+    for name, found in graph().items():
+        edges[folder(name)] += [
+            folder(each.target)
+            for each in found
+            if each.target in MODULES and folder(each.target) != folder(name)
+        ]
+    assert cycle_of(edges) is None
 
 
 def test_no_cycle_among_modules() -> None:
@@ -145,8 +173,15 @@ def test_a_cycle_is_found() -> None:
     assert cycle_of({"a": ["b"], "b": ["c"], "c": ["b"]}) == "b -> c -> b"
 
 
-def test_the_top_holds_three_files_and_no_folder_more_than_twenty() -> None:
-    assert sorted(path.name for path in PACKAGE.glob("*.py")) == ["__init__.py", "__main__.py", "errors.py"]
+def test_the_top_holds_six_files_and_no_folder_more_than_twenty() -> None:
+    assert sorted(path.name for path in PACKAGE.glob("*.py")) == [
+        "__init__.py",
+        "__main__.py",
+        "cli.py",
+        "data.py",
+        "errors.py",
+        "models.py",
+    ]
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert {each.name: n for each in folders if (n := len(list(each.glob("*.py")))) > 20} == {}
 
@@ -160,7 +195,7 @@ def test_modules_and_functions_are_short() -> None:
     long = [
         f"{name}.{node.name}: {lines} lines"
         for name, source in sources.items()
-        if not name.startswith(("mpkit.views", "mpkit.classroom.exercises"))
+        if not name.startswith(("mpkit.views", "mpkit.course.exercises"))
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef) and (lines := node.end_lineno - node.lineno + 1) > 60
     ]
@@ -208,10 +243,11 @@ def test_importing_mpkit_is_cheap() -> None:
 
 
 def test_no_class_name_is_defined_twice() -> None:
-    """A reader who searches for a class finds one; the textbook's (`mpkit.reference`) may have the runtime's names."""
+    """A reader who searches for a class finds one; the textbook's (`mpkit.strategies.reference`) may have the
+    runtime's names."""
     places: dict[str, list[str]] = {}
     for name, path in MODULES.items():
-        if name.startswith(("mpkit.reference", "mpkit.classroom.exercises")):
+        if name.startswith(("mpkit.strategies.reference", "mpkit.course.exercises")):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
@@ -282,7 +318,7 @@ def test_a_function_is_named_by_more_than_a_participle_or_a_preposition() -> Non
     bare = {
         f"{module}: {name}": name
         for module, path in MODULES.items()
-        if not module.startswith("mpkit.classroom.exercises")
+        if not module.startswith("mpkit.course.exercises")
         for name in functions(ast.parse(path.read_text(encoding="utf-8")))
         if says_nothing(name.rpartition(".")[2])
     }

@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 import mpkit as mk
-from mpkit.api.launched_cluster import warn_of_nodes
 from mpkit.devices.unwise import TP_INSIDE
+from mpkit.launch.session.launched_cluster import warn_of_nodes
 
 NODES = ["node-a", "node-a", "node-b", "node-b"]
 

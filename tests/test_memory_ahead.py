@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.api.memory_ahead import memory_at_hand, memory_warning, warn_of_memory
 from mpkit.data import text_batches
 from mpkit.devices.local.choose import Chosen
 from mpkit.devices.local.inventory import Inventory, LocalDevice
 from mpkit.models import GPT, MLP, next_token_loss
-from mpkit.prepare.prepare import prepare
+from mpkit.prediction.memory_ahead import memory_at_hand, memory_warning, warn_of_memory
+from mpkit.strategies.prepare.prepare import prepare
 from tests.recipes import adamw
 
 GIB = 2**30

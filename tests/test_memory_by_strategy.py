@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.data import spirals
-from mpkit.experiments.memory_by_strategy import MODEL_STATES, MemoryByStrategy, formula, states_of
 from mpkit.models import GPT, MLP, next_token_loss
+from mpkit.prediction.experiments.memory_by_strategy import MODEL_STATES, MemoryByStrategy, formula, states_of
 
 Clusters = Callable[[int], mk.Cluster]
 

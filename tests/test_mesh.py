@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpkit.comm.mesh_axes import MeshAxes
-from mpkit.comm.process_group import FakeGroup
-from mpkit.parallel.stage.shard import Shard, evenly, put_together
 from mpkit.plan.mesh import AXES, Mesh
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.stage.shard import Shard, evenly, put_together
 
 degrees = st.integers(1, 4)
 

@@ -15,8 +15,8 @@ import mpkit as mk
 from mpkit.models import GPT, MLP, next_token_loss
 from mpkit.plan.plan import Plan
 from mpkit.plan.tensor_plan import Region, TensorPlan
-from mpkit.prepare.arguments.arguments import check_plan
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.prepare.arguments.arguments import check_plan
+from mpkit.strategies.prepare.prepare import prepare
 from tests.mesh.test_mesh_training import adamw, logits_loss, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_token_id.*")

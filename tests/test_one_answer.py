@@ -18,10 +18,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.cost_model.estimate import Estimate
 from mpkit.models import GPT, next_token_loss
-from mpkit.schedule import NAMES
-from mpkit.schedule.summary import peak_live
+from mpkit.plan.schedule import NAMES
+from mpkit.plan.schedule.summary import peak_live
+from mpkit.prediction.cost_model.estimate import Estimate
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.timeline import Timeline
 from tests.recipes import adamw

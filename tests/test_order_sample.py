@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.bench_order import MICROBATCHES, PLANS, sample
-from mpkit.advice.try_out import every_plan
+from mpkit.prediction.advice.try_out import every_plan
 
 
 def test_each_mesh_is_drawn_equally_often_and_the_same_each_time() -> None:

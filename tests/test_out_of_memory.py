@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.launch.out_of_memory import out_of_memory_text
-from mpkit.launch.process.memory_picture import is_out_of_memory
 from mpkit.models import GPT
-from mpkit.models.gpt import next_token_loss
+from mpkit.strategies.models.gpt import next_token_loss
+from mpkit.strategies.runtime.memory_picture import is_out_of_memory
 from mpkit.timeline.memory_savings import Situation, savings
 from mpkit.trace import CATEGORIES, Trace
 

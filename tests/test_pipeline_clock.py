@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
 from tests.counted import counted
 from tests.recipes import sgd
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.advice.rules import rules_of
 from mpkit.devices.unwise import TP_INSIDE
 from mpkit.models import GPT, next_token_loss
+from mpkit.prediction.advice.rules import rules_of
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 import mpkit as mk
 from mpkit.plan.plan import Plan
-from mpkit.schedule import NAMES, Schedule
+from mpkit.plan.schedule import NAMES, Schedule
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
 

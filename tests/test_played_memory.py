@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from benchmarks.memory import CASES, LIMIT, PLANS, compare
-from mpkit.fake.memory import played_memory
 from mpkit.models import next_token_loss
 from mpkit.plan.tensor_plan import Region, TensorPlan
+from mpkit.prediction.dry_run.memory import played_memory
 
 Clusters = Callable[[int], mk.Cluster]
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.prepare.dry_run.count import make
-from mpkit.prepare.prepare import TrainJob, prepare
-from mpkit.schedule import Schedule
+from mpkit.plan.schedule import Schedule
+from mpkit.strategies.prepare.dry_run.count import make
+from mpkit.strategies.prepare.prepare import TrainJob, prepare
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 DATA = [(torch.zeros(8, 4), torch.zeros(8, 2))]

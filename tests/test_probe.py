@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.parallel.job.job import TrainJob
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.prepare.prepare import prepare
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double(), torch.zeros(8, 4).double()
 CLASSES = torch.tensor([0, 1, 2, 3, 1, 2, 0, 3])

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.experiments.played_training import PlayedTraining
-from mpkit.experiments.profile import Profile
-from mpkit.support.cores import cores
+from mpkit.common.cores import cores
+from mpkit.prediction.experiments.played_training import PlayedTraining
+from mpkit.prediction.experiments.profile import Profile
 from mpkit.trace import Kind
 from tests.recipes import adamw
 

@@ -14,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 
 import mpkit as mk
-from mpkit.notebook.magics import RankMagics
+from mpkit.launch.notebook.magics import RankMagics
 from tests.limits import wait_for
 
 Run = Callable[..., CapturedIO]

@@ -39,7 +39,7 @@ def test_every_file_that_it_names_is_there() -> None:
 def test_the_readme_names_every_constant_that_was_fitted() -> None:
     """A constant whose docstring says so is in the README's table, by its name."""
     text, named = README.read_text(encoding="utf-8"), set()
-    for folder in ("cost_model", "devices"):
+    for folder in ("prediction/cost_model", "devices"):
         for path in (README.parent / "mpkit" / folder).rglob("*.py"):
             body = ast.parse(path.read_text(encoding="utf-8")).body
             for assigned, said in pairwise(body):

@@ -121,7 +121,12 @@ def test_a_tree_without_git_is_read_as_git_would(tmp_path: Path) -> None:
         return {path.relative_to(tmp_path).as_posix() for path in source_files(tmp_path)}
 
     shutil.copy(ROOT / ".gitignore", tmp_path)
-    ours = {"mpkit/api/run.py", "mpkit/views/timeline.js", "notebooks/one.ipynb", "docs/runs/of.md"}
+    ours = {
+        "mpkit/launch/session/run.py",
+        "mpkit/views/timeline.js",
+        "notebooks/one.ipynb",
+        "docs/runs/of.md",
+    }
     for name in ours:
         put(tmp_path / name)
     assert names() == ours | {".gitignore"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 from mpkit.models import MLP
 from tests.limits import PROGRAM, wait_for, wait_until_gone
 
@@ -169,7 +169,7 @@ def test_layers_are_recorded_if_asked(clusters: Callable[[int], mk.Cluster]) -> 
 UNFINISHED = """
 import torch, mpkit as mk
 from mpkit.models import MLP
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 run = mk.Cluster(2, device="cpu").train(
     MLP(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))], mk.Plan.naive_mp(2),
     loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**9)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.api.run import Run
-from mpkit.api.run_list import RunList, keep
+from mpkit.common.display import draw
+from mpkit.launch.session.run import Run
+from mpkit.launch.session.run_list import RunList, keep
 from mpkit.models import MLP
-from mpkit.support.display import draw
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.schedule import Action, Schedule, draw, gpipe, lower, naive, play, validate
+from mpkit.plan.schedule import Action, Schedule, draw, gpipe, lower, naive, play, validate
 
 
 def test_gpipes_staircase() -> None:

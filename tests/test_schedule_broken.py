@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from mpkit import Plan
-from mpkit.schedule import Action, Schedule, build_schedule, validate
-from mpkit.schedule.activations import live
+from mpkit.plan.schedule import Action, Schedule, build_schedule, validate
+from mpkit.plan.schedule.activations import live
 
 Rows = list[list[Action]]
 

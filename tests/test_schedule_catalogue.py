@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.schedule import NAMES, Action, Schedule, build_schedule, lower, play, validate
-from mpkit.schedule.catalogue import SCHEDULES
-from mpkit.schedule.theory import bubble_in_theory
+from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule, lower, play, validate
+from mpkit.plan.schedule.catalogue import SCHEDULES
+from mpkit.plan.schedule.theory import bubble_in_theory
 from tests.test_schedule import check_messages, run_in_order
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from mpkit.schedule import NAMES, Schedule, build_schedule
-from mpkit.schedule.torch_csv import fields_of
+from mpkit.plan.schedule import NAMES, Schedule, build_schedule
+from mpkit.plan.schedule.torch_csv import fields_of
 
 PLANS = st.tuples(
     st.sampled_from(sorted(NAMES)),

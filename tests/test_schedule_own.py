@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit import Plan, simulate
-from mpkit.schedule import NAMES, Action, Schedule, build_schedule
-from mpkit.schedule.catalogue import SCHEDULES
+from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule
+from mpkit.plan.schedule.catalogue import SCHEDULES
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.advice.search import LayoutPrices, search
-from mpkit.advice.space import TrainingQuestion
-from mpkit.cost_model.known_models import architecture_of
-from mpkit.cost_model.preset import preset_for
-from mpkit.cost_model.stack import stack_of
-from mpkit.schedule import Action, Schedule
-from mpkit.schedule.catalogue import SCHEDULES, ScheduleEntry
+from mpkit.plan.schedule import Action, Schedule
+from mpkit.plan.schedule.catalogue import SCHEDULES, ScheduleEntry
+from mpkit.prediction.advice.search import LayoutPrices, search
+from mpkit.prediction.advice.space import TrainingQuestion
+from mpkit.prediction.cost_model.known_models import architecture_of
+from mpkit.prediction.cost_model.preset import preset_for
+from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.views.page.trial import trial
 
 MPKIT = Path(mk.__file__).parent

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.analysis.schedule_search import FoundSchedule
-from mpkit.schedule import NAMES, Schedule, build_schedule, validate
-from mpkit.schedule.activations import live
-from mpkit.schedule.catalogue import SCHEDULES
-from mpkit.schedule.search.greedy import ActionCosts, Policy, greedy
-from mpkit.schedule.search.improve import improve, span
+from mpkit.plan.schedule import NAMES, Schedule, build_schedule, validate
+from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.catalogue import SCHEDULES
+from mpkit.plan.schedule.search.greedy import ActionCosts, Policy, greedy
+from mpkit.plan.schedule.search.improve import improve, span
+from mpkit.prediction.schedule_search import FoundSchedule
 
 UNEVEN: dict[str, Any] = {
     "forward": [1, 1.2, 0.8, 1.5],

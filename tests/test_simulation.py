@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.schedule import NAMES, Action, Schedule, build_schedule, lower, play
+from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule, lower, play
 from mpkit.timeline.replay.core import Replay
 from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
 from tests.test_schedule import valid_schedules

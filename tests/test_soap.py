@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mpkit as mk
-from mpkit.experiments.soap_found import Soap, Way
+from mpkit.prediction.experiments.soap_found import Soap, Way
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]
@@ -147,7 +147,7 @@ def test_any_layer_of_ones_own(clusters: Clusters, data: st.DataObject) -> None:
 
 def test_the_whole_layer_is_torchs(clusters: Clusters) -> None:
     """What ranks are compared with is the layer that was given, not the formula's idea of it."""
-    from mpkit.experiments.soap_splits import _operator
+    from mpkit.prediction.experiments.soap_splits import _operator
 
     x = torch.randn(3, 4, 6, dtype=torch.float64)
     for layer in (

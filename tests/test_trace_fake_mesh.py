@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.fake.mirror import RankMirror
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.mesh import AXES, Mesh
+from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.trace import MEMORY, OP, Kind, RankTrace, Trace
 from tests.fakes import adamw, both, check_same, communication
 

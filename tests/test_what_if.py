@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.analysis.changed_trace import faster, without_overlap
-from mpkit.analysis.plan_changes import settings
-from mpkit.analysis.what_if_result import WhatIf
-from mpkit.api.run import Run
-from mpkit.experiments.factors import SPLIT, Factors, scale_trace
-from mpkit.experiments.what_if import what_if
+from mpkit.launch.session.run import Run
+from mpkit.launch.session.what_if_result import WhatIf
+from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
+from mpkit.prediction.what_if.changed_trace import faster, without_overlap
+from mpkit.prediction.what_if.plan_changes import settings
+from mpkit.prediction.what_if.what_if import what_if
 from mpkit.trace import Kind
 from tests.recipes import adamw
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mpkit.support.tracebacks import public
+from mpkit.common.tracebacks import public
 
 __all__ = ["Device"]
 
@@ -29,7 +29,7 @@ class Device:
         sources: by attribute, where its value is from: published, fitted or assumed.
         peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
         blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
-            (`mpkit.record.workspace`).
+            (`mpkit.trace.record.workspace`).
     """
 
     name: str

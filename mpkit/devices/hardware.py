@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpkit.common.tracebacks import public
 from mpkit.devices.collective import collective_time
 from mpkit.devices.device import Device
 from mpkit.devices.link import Link, hops, wire_factor
-from mpkit.support.tracebacks import public
 
 __all__ = ["Device", "Hardware", "Link", "hops", "wire_factor"]
 

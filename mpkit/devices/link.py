@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
-from mpkit.support.tracebacks import public
+from mpkit.common.tracebacks import public
 from mpkit.trace import Kind
 
 __all__ = ["RAMP", "Link", "hops", "wire_factor"]

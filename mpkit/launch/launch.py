@@ -18,13 +18,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
+from mpkit.common.launch_folder import Settings, part
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import sampler_for
 from mpkit.launch.hang.hang import GRACE, LOOK_EVERY, Patience
 from mpkit.launch.hang.hang_watch import HangWatch
 from mpkit.launch.output_reader import OutputReader
-from mpkit.launch.process.folder import Settings, part
 from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
 from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.launch.process.vitals import is_stopped

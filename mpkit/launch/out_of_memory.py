@@ -1,13 +1,13 @@
 """What a rank held when it ran out of memory, by category, and which changes of the plan would help most.
 
-The rank reports the picture (`mpkit.launch.process.memory_picture`); the plan is in the trace's meta.
+The rank reports the picture (`mpkit.strategies.runtime.memory_picture`); the plan is in the trace's meta.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpkit.support.units import bytes_text
+from mpkit.common.units import bytes_text
 from mpkit.timeline.memory_savings import MemorySaving, Situation, savings
 from mpkit.trace import CATEGORIES, Trace
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
+from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
+from mpkit.common.visible import visible
 from mpkit.launch.process.output import cut_note
-from mpkit.support.visible import visible
 
 __all__ = ["OutputReader", "flush_stdout"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpkit.launch.process.folder import RESERVED, Settings, reserve
+from mpkit.common.disk import name_full_disk
+from mpkit.common.launch_folder import RESERVED, Settings, reserve
 from mpkit.launch.process.fork_server_client import ForkServerClient
-from mpkit.support.disk import name_full_disk
 
 __all__ = ["new_folder"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpkit.support.disk import write_whole
+from mpkit.common.disk import write_whole
 
 __all__ = ["Config"]
 

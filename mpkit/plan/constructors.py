@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpkit.common.calls import answers
 from mpkit.plan.checks import whole
 from mpkit.plan.data_checks import with_options
 from mpkit.plan.synonyms import MEANT, check_synonyms
-from mpkit.support.calls import answers
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan

@@ -1,6 +1,6 @@
 """The bytes of parameters, gradients and optimizer states that a rank holds under a plan: the ZeRO paper's formulas.
 
-The table stands in `mpkit.experiments.memory_by_strategy`, which compares it with what ranks hold.
+The table stands in `mpkit.prediction.experiments.memory_by_strategy`, which compares it with what ranks hold.
 
 Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
 2020, figure 1 and section 3.1.

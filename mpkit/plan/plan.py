@@ -11,24 +11,24 @@ from fractions import Fraction
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpkit.common.calls import answers
+from mpkit.common.tracebacks import public
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.mesh import Mesh
+from mpkit.plan.schedule import Schedule, build_schedule, naive
+from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
+from mpkit.plan.schedule.theory import bubble_in_theory
 from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
 from mpkit.plan.synonyms import MEANT, check_synonyms
 from mpkit.plan.tensor_checks import check_shared_layers
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
-from mpkit.schedule import Schedule, build_schedule, naive
-from mpkit.schedule.catalogue import GPIPE, NAIVE
-from mpkit.schedule.theory import bubble_in_theory
-from mpkit.support.calls import answers
-from mpkit.support.tracebacks import public
 
 if TYPE_CHECKING:
     from mpkit.plan.config import Config
-    from mpkit.schedule.read import Source
+    from mpkit.plan.schedule.read import Source
 
 __all__ = ["Plan"]
 
@@ -41,7 +41,7 @@ class Plan:
         pp: the number of pipeline-parallel ranks, p, each with one or more stages of the model.
         dp: the number of replicas, n, each with a part of the batch.
         tp: the number of ranks that share each layer, t.
-        schedule: a name from `mpkit.schedule.NAMES`, or whatever a `Schedule` is made from, such as its rows.
+        schedule: a name from `mpkit.plan.schedule.NAMES`, or whatever a `Schedule` is made from, such as its rows.
         microbatches: the number of parts that a batch is split into, m.
         virtual_stages: stages per rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
             2 for "zbv" and "dualpipev" (1 becomes 2), 1 for the others.
@@ -227,9 +227,9 @@ class Plan:
     def bubble_in_theory(self) -> Fraction | None:
         """The idle fraction of a step's span, averaged over ranks, for equal stages and messages that take no time.
 
-        See `mpkit.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay the
-        same. It is None for a schedule of one's own and where the papers give no formula; `mpkit.simulate(plan).bubble`
-        always has a value.
+        See `mpkit.plan.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay
+        the same. It is None for a schedule of one's own and where the papers give no formula;
+        `mpkit.simulate(plan).bubble` always has a value.
         """
         if isinstance(self.schedule, Schedule):
             return None
@@ -345,7 +345,7 @@ class Plan:
         and in a warning.
         """
         # By name, as results find their views: formats lie above plans.
-        text: Config = import_module("mpkit.formats.write").write(self, format, **context)
+        text: Config = import_module("mpkit.plan.formats.write").write(self, format, **context)
         return text
 
     @classmethod
@@ -364,7 +364,7 @@ class Plan:
 
         Keys of which a Plan says nothing are listed in a warning.
         """
-        plan: Plan = import_module("mpkit.formats.read").read(path, format)
+        plan: Plan = import_module("mpkit.plan.formats.read").read(path, format)
         return plan
 
 

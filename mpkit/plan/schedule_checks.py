@@ -6,12 +6,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import call_of
-from mpkit.schedule import Schedule, validate
-from mpkit.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
+from mpkit.plan.schedule import Schedule, validate
+from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
-    from mpkit.schedule.read import Source
+    from mpkit.plan.schedule.read import Source
 
 __all__ = ["checked_schedule", "checked_virtual_stages", "own_schedule"]
 

@@ -60,7 +60,8 @@ _AUTOCAST = (
 _ALL_16 = "Apex's O3 has no master weights in 32 bits, without which small updates are lost; a Plan always has them."
 _HSDP = (
     "hybrid_shard shards inside a node, and nodes are replicas of each other; a Plan shards among all replicas "
-    "(mk.estimate prices hybrid sharding: stack=stack_of('pytorch', shard_within=True), from mpkit.cost_model.stack)."
+    "(mk.estimate prices hybrid sharding: stack=stack_of('pytorch', shard_within=True), from "
+    "mpkit.prediction.cost_model.stack)."
 )
 
 VALUES: dict[str, dict[str, tuple[Any, str]]] = {

@@ -91,7 +91,8 @@ class Region:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The parts of a model that are divided. `mpkit.parallel.tensor.find_tensor_plan` makes plans for models it knows.
+    """The parts of a model that are divided. `mpkit.strategies.tensor.find_tensor_plan` makes plans for models it
+    knows.
 
     >>> plan = TensorPlan((Region("mlp", ("mlp.up",), "mlp.down"),), head="head")
     >>> TensorPlan.from_dict(plan.to_dict()) == plan

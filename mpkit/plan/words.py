@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.plan.checks import every
-from mpkit.schedule import Schedule
+from mpkit.plan.schedule import Schedule
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan

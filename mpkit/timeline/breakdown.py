@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.display import data_frame, draw
+from mpkit.common.display import data_frame, draw
 from mpkit.timeline import metrics
 from mpkit.trace import Lane
 

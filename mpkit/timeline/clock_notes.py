@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpkit.support.units import seconds
+from mpkit.common.units import seconds
 
 __all__ = ["clock_notes"]
 

@@ -2,8 +2,8 @@
 
 Model states (parameters, gradients, optimizer) follow the ZeRO paper's formulas for the parameters that the rank has.
 Activations follow from what the rank held: of one micro-batch times the most micro-batches that its schedule keeps at
-once (`mpkit.schedule.activations.live`). Recomputation keeps the inputs of repeated blocks, here taken as the boundary
-between stages where that is known, and the activations of the one block that is being computed again.
+once (`mpkit.plan.schedule.activations.live`). Recomputation keeps the inputs of repeated blocks, here taken as the
+boundary between stages where that is known, and the activations of the one block that is being computed again.
 
 What is no formula: that the parts of a micro-batch take memory in proportion to their samples, that stages are equal,
 and that 16 bits halve activations.
@@ -17,8 +17,8 @@ from typing import Any
 
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
-from mpkit.schedule.activations import live
-from mpkit.schedule.catalogue import GPIPE, ONE_F_ONE_B, SCHEDULES
+from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.catalogue import GPIPE, ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.formula_inputs import FormulaInputs
 
 __all__ = ["MemorySaving", "Situation", "savings"]

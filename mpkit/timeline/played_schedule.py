@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.schedule import Schedule
-from mpkit.schedule.play import Timed
+from mpkit.plan.schedule import Schedule
+from mpkit.plan.schedule.play import Timed
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import CATEGORIES, Kind, Lane, lane_of
 
@@ -37,14 +37,14 @@ class PlayedActions(NamedTuple):
     kind: Array  # Kind
     stage: Array
     microbatch: Array
-    free: Array  # seconds, as in `mpkit.schedule.play.Timed`
+    free: Array  # seconds, as in `mpkit.plan.schedule.play.Timed`
     start: Array
     end: Array
     left: Array
 
     @classmethod
     def from_rows(cls, rows: list[list[Timed]]) -> PlayedActions:
-        """Make the columns from what `mpkit.schedule.play.time_actions` returns."""
+        """Make the columns from what `mpkit.plan.schedule.play.time_actions` returns."""
         ranks, actions, *times = zip(*(each for row in rows for each in row), strict=True)
         kinds, stages, microbatches = zip(*actions, strict=True)
         numbers = ranks, [KIND[kind] for kind in kinds], stages, microbatches

@@ -1,6 +1,6 @@
 """Simulation: a schedule played on a clock, without processes.
 
-    play          when each action begins and ends, as soon as what it needs is there (`mpkit.schedule.play`)
+    play          when each action begins and ends, as soon as what it needs is there (`mpkit.plan.schedule.play`)
     spans, held   those times in the form of a Timeline (`mpkit.timeline.played_schedule`)
 
 The result equals, message for message, the Timeline that a replay of the ranks' records would give, without making
@@ -14,11 +14,11 @@ from math import isfinite
 
 import numpy as np
 
+from mpkit.common.tracebacks import public
 from mpkit.plan.checks import every, whole
 from mpkit.plan.plan import Plan
-from mpkit.schedule import Action, Schedule
-from mpkit.schedule.play import time_actions
-from mpkit.support.tracebacks import public
+from mpkit.plan.schedule import Action, Schedule
+from mpkit.plan.schedule.play import time_actions
 from mpkit.timeline.played_schedule import PlayedActions, held_changes, spans
 from mpkit.timeline.timeline import Timeline
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.tracebacks import public
+from mpkit.common.tracebacks import public
 from mpkit.timeline.timeline import HasTimeline, Timeline
 from mpkit.trace import Kind, Lane
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from mpkit.common.disk import write_whole
+from mpkit.common.display import data_frame, draw, write_text
+from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import mesh_of
-from mpkit.support.disk import write_whole
-from mpkit.support.display import data_frame, draw, write_text
-from mpkit.support.tracebacks import public
 from mpkit.timeline import metrics
 from mpkit.timeline.breakdown import Breakdown, breakdown
 from mpkit.timeline.clock_notes import clock_notes
@@ -220,7 +220,7 @@ class Timeline(Replayed, Figures):
         >>> print(found[0].words)
         Rank 2 with stage 2 has 1.43 times the mean time of a rank: it works 92.0 % of the step, the others 55.2 %.
         """
-        from mpkit.support.provided import provide_method
+        from mpkit.common.provided import provide_method
 
         found: Diagnosis = provide_method("Timeline.diagnose")(self, step, hardware)
         return found

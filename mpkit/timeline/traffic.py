@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.display import Charted, data_frame
 from mpkit.devices.hardware import wire_factor
 from mpkit.plan.mesh import AXES, Mesh
 from mpkit.plan.mesh_of_trace import axis_of, place_text
-from mpkit.support.display import Charted, data_frame
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:

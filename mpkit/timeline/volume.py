@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpkit.support.display import data_frame, draw
+from mpkit.common.display import data_frame, draw
 from mpkit.timeline.formulas import FormulaInputs, formula_of
 from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind

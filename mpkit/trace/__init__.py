@@ -1,5 +1,10 @@
 """A Trace: what each rank of a run did, in program order.
 
+In     the operations of a rank as they begin and end, bytes held, values and samples (`record`).
+Out    `Trace` and `RankTrace`, which views, figures and predictions read.
+Begin  with `records.py` (what is written), then `trace.py`.
+May import  `common`.
+
 A rank writes these files into the run's folder while it runs, and they can be read while they grow. They are
 memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorded.
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from mpkit.common.bounded import read_json
+from mpkit.common.disk import write_whole
 from mpkit.errors import TraceError
-from mpkit.support.bounded import read_json
-from mpkit.support.disk import write_whole
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
 from mpkit.trace.proof import PROOF

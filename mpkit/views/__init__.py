@@ -1,5 +1,10 @@
 """Views of a Timeline and of other results: one picture, many forms.
 
+In     a result: a Timeline, a Run, a diagnosis, a prediction.
+Out    the same as text, SVG, a page or a widget; `renderers.py` says which module draws what.
+Begin  with `timeline/picture.py`.
+May import  all rooms but `course`.
+
     timeline/picture.py     Timeline -> Picture: lanes, spans, marks and words, and no drawing
     timeline/text.py        ... in a terminal, once        terminal.py   ... in a terminal, while a run goes on
     timeline/svg.py         ... as a file without a kernel

@@ -1,4 +1,4 @@
-"""Which function draws which result in which form: the table that `mpkit.support.display.draw` uses."""
+"""Which function draws which result in which form: the table that `mpkit.common.display.draw` uses."""
 
 from __future__ import annotations
 

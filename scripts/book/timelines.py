@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import mpkit as mk
-from mpkit.apps.demo_strategies import SEEN, STRATEGIES
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
+from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
 from mpkit.views.page.html import html
 
 __all__ = ["SHOWN", "Shown", "frame", "record", "write"]

@@ -19,11 +19,11 @@ from inspect import getsource
 from pathlib import Path
 
 import mpkit
-from mpkit.classroom.catalogue import families, of_family
+from mpkit.course.catalogue import families, of_family
 from scripts.exam.seal import sealed
 
 HOME = Path(__file__).parents[2]
-PLACE = Path("mpkit", "classroom", "exercises")
+PLACE = Path("mpkit", "course", "exercises")
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "mpkit")
 SOLUTIONS = """\
 [build-system]
@@ -86,7 +86,7 @@ def _write_whole(place: Path) -> None:
     """Write the project mpkit-solutions: the exercises, which import each other under their new name."""
     shutil.copytree(HOME / PLACE, place / "mpkit_solutions", ignore=shutil.ignore_patterns("__pycache__"))
     for path in place.rglob("*.py"):
-        text = path.read_text(encoding="utf-8").replace("mpkit.classroom.exercises", "mpkit_solutions")
+        text = path.read_text(encoding="utf-8").replace("mpkit.course.exercises", "mpkit_solutions")
         path.write_text(text, encoding="utf-8")
     (place / "pyproject.toml").write_text(SOLUTIONS.format(version=mpkit.__version__), encoding="utf-8")
     shutil.copy(HOME / "LICENSE", place)

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable
 from types import ModuleType
 
-from mpkit.classroom.catalogue import ExerciseEntry
-from mpkit.classroom.framework.on_ranks import OnRanks
-from mpkit.classroom.framework.questions import Questions
-from mpkit.classroom.framework.schedules import Schedules
+from mpkit.course.catalogue import ExerciseEntry
+from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.questions import Questions
+from mpkit.course.framework.schedules import Schedules
 
 __all__ = ["sealed"]
 
@@ -97,7 +97,7 @@ def _loaded(node: ast.AST) -> set[str]:
 def _head(head: str) -> str:
     """Return the docstring, the imports and the given code; with what the sealed exercise imports."""
     more = [
-        "from mpkit.classroom.missing import raise_missing",
+        "from mpkit.course.missing import raise_missing",
         *(f"from {kind.__module__} import {kind.__name__}" for kind in KINDS),
     ]
     mark = "from __future__ import annotations\n"

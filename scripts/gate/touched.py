@@ -13,9 +13,12 @@ from pathlib import Path
 
 __all__ = ["Touched", "changed_files", "last_passed", "touched"]
 
-EXAM = ("scripts/exam/", "mpkit/classroom/catalogue.py", "mpkit/classroom/answered.py")
-CLASSROOM = r"(mpkit|tests)/classroom/|notebooks/exercises/|scripts/gate/|pyproject.toml"
-SYSTEMS = r"mpkit/(watch|formats)/|examples/systems/|tests/systems/|scripts/systems\.sh"
+EXAM = ("scripts/exam/", "mpkit/course/catalogue.py", "mpkit/course/answered.py")
+CLASSROOM = r"(mpkit/course|tests/classroom)/|notebooks/exercises/|scripts/gate/|pyproject.toml"
+SYSTEMS = (
+    r"mpkit/(launch/watch|plan/formats|strategies/program_calls)/|"
+    r"examples/systems/|tests/systems/|scripts/systems\.sh"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def changed_files(root: Path, since: str | None) -> list[str]:
 def touched(root: Path, changed: list[str]) -> Touched:
     """Return what the changed files touch.
 
-    >>> touched(Path("."), ["README.md", "mpkit/watch/step.py"])
+    >>> touched(Path("."), ["README.md", "mpkit/launch/watch/step.py"])
     Touched(tests=('tests/test_readme.py',), systems=True, classroom=False)
     """
     tests = {name for name in changed if re.fullmatch(r"notebooks/(exercises/solved/)?[\w-]+\.ipynb", name)}

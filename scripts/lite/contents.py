@@ -19,11 +19,11 @@ import torch
 import tutorials
 
 import mpkit as mk
-from mpkit.classroom import lab
-from mpkit.classroom.catalogue import of_family
-from mpkit.classroom.exercises.reading_lab import read_the_memory
-from mpkit.classroom.framework.here import shared_room
-from mpkit.classroom.framework.questions import Questions
+from mpkit.course import lab
+from mpkit.course.catalogue import of_family
+from mpkit.course.exercises.reading_lab import read_the_memory
+from mpkit.course.framework.here import shared_room
+from mpkit.course.framework.questions import Questions
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ sys.modules["torch"] = None  # type: ignore[assignment]  # import torch raises M
 
 import nbformat  # noqa: E402
 
-from mpkit.classroom.notebooks import link_tutorials, notebooks  # noqa: E402
+from mpkit.course.notebooks import link_tutorials, notebooks  # noqa: E402
 
 folder = Path(sys.argv[1])
 for path, book in notebooks():

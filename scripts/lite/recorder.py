@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mpkit.kineto.opening as opening
-from mpkit.api.run import Run
+import mpkit.timeline.foreign.opening as opening
 from mpkit.launch.launch import Launch
+from mpkit.launch.session.run import Run
 from mpkit.plan.plan import Plan
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 import mpkit as mk
-from mpkit.advice.advice import Advice, plan_of
-from mpkit.apps.cli import main
-from mpkit.support.display import draw
-from mpkit.support.visible import escape
+from mpkit.cli import main
+from mpkit.common.display import draw
+from mpkit.common.visible import escape
+from mpkit.prediction.advice.advice import Advice, plan_of
 
 GIB = 2**30
 

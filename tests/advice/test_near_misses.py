@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.advice.advice import Advice, plan_of
-from mpkit.advice.resharding import resharding_bytes
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.stack import Stack
+from mpkit.prediction.advice.advice import Advice, plan_of
+from mpkit.prediction.advice.resharding import resharding_bytes
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.stack import Stack
 
 GIB = 2**30
 MODEL = Architecture(4, 8, 2, ffn=16, vocabulary=16)

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.advice.advice import find_advice, plan_of
-from mpkit.advice.objective import TIME
-from mpkit.advice.offers import offers_of
-from mpkit.advice.search import FoundLayout, LayoutPrices
-from mpkit.advice.space import TrainingQuestion, families
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.fits import FRAGMENTATION
-from mpkit.cost_model.known_models import known_models
-from mpkit.cost_model.preset import preset_for
-from mpkit.cost_model.stack import STACKS, stack_of
 from mpkit.devices.hardware import Hardware
+from mpkit.prediction.advice.advice import find_advice, plan_of
+from mpkit.prediction.advice.objective import TIME
+from mpkit.prediction.advice.offers import offers_of
+from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
+from mpkit.prediction.advice.space import TrainingQuestion, families
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.fits import FRAGMENTATION
+from mpkit.prediction.cost_model.known_models import known_models
+from mpkit.prediction.cost_model.preset import preset_for
+from mpkit.prediction.cost_model.stack import STACKS, stack_of
 
 MODELS = {
     "dense": Architecture(10, 2048, 16, kv_heads=4, ffn=5504, vocabulary=32_000, gated=True),

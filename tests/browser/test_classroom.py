@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from mpkit.classroom.catalogue import ExerciseEntry, find, of_family
-from mpkit.classroom.framework.source import IMPORTS
+from mpkit.course.catalogue import ExerciseEntry, find, of_family
+from mpkit.course.framework.source import IMPORTS
 from tests.browser.lab import in_cell, look_at, open_notebook, run, write
 
 Screenshot = Callable[[Page, str], None]

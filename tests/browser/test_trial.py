@@ -11,7 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 import mpkit as mk
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
 from mpkit.views.page.html import html
 from mpkit.views.page.trial import MICROBATCHES, RANKS, plan_of
 

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import mpkit as mk
-from mpkit.api.run import Run
-from mpkit.parallel.checkpoint.files import digest
-from mpkit.parallel.checkpoint.head import Damaged, seal
-from mpkit.parallel.checkpoint.index import read_index
-from mpkit.prepare.resume import check_saving, find_checkpoint
+from mpkit.launch.session.run import Run
+from mpkit.strategies.checkpoint.files import digest
+from mpkit.strategies.checkpoint.head import Damaged, seal
+from mpkit.strategies.checkpoint.index import read_index
+from mpkit.strategies.prepare.resume import check_saving, find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
 

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
-from mpkit.parallel.checkpoint.boxes import ParameterBox, boxes_of, disjoint, rows_and_columns, tile
-from mpkit.parallel.checkpoint.head import Damaged
-from mpkit.parallel.checkpoint.index import read_index
-from mpkit.parallel.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
-from mpkit.parallel.stage.shard import Shard
-from mpkit.parallel.zero.flat import FlatLayout
 from mpkit.plan.mesh import Mesh
+from mpkit.strategies.checkpoint.boxes import ParameterBox, boxes_of, disjoint, rows_and_columns, tile
+from mpkit.strategies.checkpoint.head import Damaged
+from mpkit.strategies.checkpoint.index import read_index
+from mpkit.strategies.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.strategies.stage.shard import Shard
+from mpkit.strategies.zero.flat import FlatLayout
 
 Clusters = Callable[[int], mk.Cluster]
 Shape = tuple[int, ...]

@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.checkpoint.head import seal
-from mpkit.parallel.checkpoint.lock import FolderLock
-from mpkit.prepare.resume import find_checkpoint
+from mpkit.strategies.checkpoint.head import seal
+from mpkit.strategies.checkpoint.lock import FolderLock
+from mpkit.strategies.prepare.resume import find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -181,7 +181,7 @@ def test_a_second_training_in_the_folder_is_refused(clusters: Clusters, tmp_path
 HOLD = """
 import sys
 from pathlib import Path
-from mpkit.parallel.checkpoint.lock import FolderLock
+from mpkit.strategies.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.parallel.checkpoint.lock import FolderLock
-from mpkit.parallel.checkpoint.publish import clean
-from mpkit.prepare.resume import check_saving
+from mpkit.strategies.checkpoint.lock import FolderLock
+from mpkit.strategies.checkpoint.publish import clean
+from mpkit.strategies.prepare.resume import check_saving
 
 Clusters = Callable[[int], mk.Cluster]
 

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from mpkit.classroom.framework.here import shared_room
-from mpkit.classroom.framework.room import Limits, Room
+from mpkit.course.framework.here import shared_room
+from mpkit.course.framework.room import Limits, Room
 from tests import limits
 
 OPTIONAL = {"nbgrader": "test_nbgrader.py", "otter": "test_otter.py"}

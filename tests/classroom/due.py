@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mpkit.classroom.catalogue import ExerciseEntry
+from mpkit.course.catalogue import ExerciseEntry
 
-CLASSROOM = "mpkit/classroom/"
+CLASSROOM = "mpkit/course/"
 JUDGING = [f"{CLASSROOM}{part}" for part in ("exercises", "framework", "lab", "judge.py")]
 
 

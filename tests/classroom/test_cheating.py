@@ -13,14 +13,15 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from mpkit.classroom.catalogue import families, find, solution_folders
-from mpkit.classroom.framework.room import PackedAnswer
-from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.grading import enclose, grader, guard
-from mpkit.classroom.grading.guard import Guard, enclose_command, list_descendants
-from mpkit.classroom.grading.judging import Judges
-from mpkit.classroom.judge import Checked, NotSolved
-from mpkit.classroom.notebooks import notebook
+from mpkit.course.catalogue import families, find, solution_folders
+from mpkit.course.framework.room import PackedAnswer
+from mpkit.course.framework.source import run_cell
+from mpkit.course.grading import grader
+from mpkit.course.grading.judging import Judges
+from mpkit.course.judge import Checked, NotSolved
+from mpkit.course.notebooks import notebook
+from mpkit.course.sandbox import enclose, guard
+from mpkit.course.sandbox.guard import Guard, enclose_command, list_descendants
 from mpkit.launch.process import fair_clock
 from mpkit.launch.process.fair_clock import FairClock
 from tests.classroom.attacks import TOGETHER, TRIED, answer
@@ -102,8 +103,8 @@ def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
 
 
 def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution() -> None:
-    from mpkit.classroom.framework.room import _send_exercises_by_value
-    from mpkit.launch.packing.packing import dumps
+    from mpkit.course.framework.room import _send_exercises_by_value
+    from mpkit.strategies.packing.packing import dumps
 
     play = find("pass-the-token").exercise.play  # type: ignore[attr-defined]
     _send_exercises_by_value()
@@ -111,7 +112,7 @@ def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution() 
     done = subprocess.run([sys.executable, "-c", code], input=dumps(play), capture_output=True, check=True)
     names = done.stdout.decode().split()
     assert "given" in names
-    assert not [name for name in names if name.startswith("mpkit.classroom.exercises") or name == "EXERCISE"]
+    assert not [name for name in names if name.startswith("mpkit.course.exercises") or name == "EXERCISE"]
 
 
 def test_folders_with_solutions_are_known() -> None:

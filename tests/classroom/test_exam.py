@@ -14,10 +14,10 @@ import nbformat
 import pytest
 
 import mpkit as mk
-from mpkit.classroom.catalogue import families, find, of_family
-from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.judge import NotSolved
-from mpkit.classroom.notebooks import write_notebooks
+from mpkit.course.catalogue import families, find, of_family
+from mpkit.course.framework.source import run_cell
+from mpkit.course.judge import NotSolved
+from mpkit.course.notebooks import write_notebooks
 
 HOME = Path(__file__).parents[2]
 ENTRIES = [entry for package in families() for entry in of_family(package.__name__.rsplit(".", 1)[1])]
@@ -97,8 +97,8 @@ def test_no_file_of_the_students_wheel_has_a_solution(wheels: list[Path]) -> Non
 
 PROGRAM = """
 import mpkit as mk
-from mpkit.classroom.catalogue import families, of_family
-from mpkit.classroom.framework.source import run_cell
+from mpkit.course.catalogue import families, of_family
+from mpkit.course.framework.source import run_cell
 
 for package in families():
     for entry in of_family(package.__name__.rsplit(".", 1)[1]):
@@ -111,8 +111,8 @@ print("SAID", str(checked).splitlines()[0])
 EVERY = """
 import json
 import mpkit as mk
-from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.source import run_cell
+from mpkit.course.catalogue import find
+from mpkit.course.framework.source import run_cell
 
 for name, (right, stub) in json.load(open("cells.json")).items():
     entry = find(name)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import mpkit
-from mpkit.classroom.catalogue import ExerciseEntry, families, of_family
-from mpkit.classroom.framework.room import PackedAnswer, Room
-from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.judge import judge
+from mpkit.course.catalogue import ExerciseEntry, families, of_family
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.source import run_cell
+from mpkit.course.judge import judge
 from tests.classroom.due import marks
 
 KIT = Path(mpkit.__file__).parent

@@ -19,9 +19,9 @@ import nbformat
 import psutil
 import pytest
 
-from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.source import IMPORTS
-from mpkit.classroom.grading.guard import Guard, way_to_enclose
+from mpkit.course.catalogue import find
+from mpkit.course.framework.source import IMPORTS
+from mpkit.course.sandbox.guard import Guard, way_to_enclose
 from tests.classroom.control_group import control_group
 from tests.limits import wait_for
 
@@ -131,14 +131,14 @@ HOSTILE: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 OF_THE_KIT: dict[str, str] = {  # answers that are the kit's own
     "asks-for-the-solution": """
-        from mpkit.classroom.catalogue import find
+        from mpkit.course.catalogue import find
         pass_the_token, gpipe = (find(name).exercise.solution for name in ("pass-the-token", "gpipe"))
         """,
     "writes-answers-itself": """
         import sys
         from pathlib import Path
-        from mpkit.classroom.catalogue import find
-        from mpkit.classroom.framework.room import PackedAnswer
+        from mpkit.course.catalogue import find
+        from mpkit.course.framework.room import PackedAnswer
         for name in ("pass-the-token", "gpipe"):
             Path(sys.argv[2], name + ".answer").write_bytes(PackedAnswer.pack(find(name).exercise.solution).packed)
         """,
@@ -289,7 +289,7 @@ def a_class(home: Path) -> dict[str, tuple[list[str] | str, tuple[int, ...]]]:
     found["magic"] = (["!echo hello", "%time 1", *cells()], ALL)
     found["deep"] = ([*cells(), "-" * 100_000 + "1", "+".join("1" * 50_000)], EITHER)
     redefines = "class Fine:\n    passed = True\nmk.check = lambda *a, **k: Fine()\n"
-    redefines += "import mpkit.classroom.judge\nmpkit.classroom.judge.judge = mk.check"
+    redefines += "import mpkit.course.judge\nmpkit.classroom.judge.judge = mk.check"
     both_wrong = cells(gpipe=wrong("gpipe", 0), pass_the_token=wrong("pass-the-token", 3))
     found["redefines-check"] = ([IMPORTS, redefines, *both_wrong[1:]], NOTHING)
     found |= {

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.exercise import CheckRow
-from mpkit.classroom.grading.gradescope import results, write_gradescope
-from mpkit.classroom.grading.handed_in import HandedIn
-from mpkit.classroom.grading.kept import Grade
-from mpkit.classroom.judge import Checked
+from mpkit.course.catalogue import find
+from mpkit.course.framework.exercise import CheckRow
+from mpkit.course.grading.gradescope import results, write_gradescope
+from mpkit.course.grading.handed_in import HandedIn
+from mpkit.course.grading.kept import Grade
+from mpkit.course.judge import Checked
 
 ENTRIES = (find("gpipe"), find("pass-the-token"))
 OF_A_TEST = {"name", "score", "max_score", "status", "output", "output_format", "visibility"}

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.exercise import CheckRow
-from mpkit.classroom.framework.room import PackedAnswer
-from mpkit.classroom.grading import grade as grading
-from mpkit.classroom.grading.enclose import WAYS
-from mpkit.classroom.grading.guard import enclose_command, way_to_enclose
-from mpkit.classroom.grading.handed_in import HandedIn, handed_in
-from mpkit.classroom.grading.kept import Grade
-from mpkit.classroom.grading.report import GradeReport, page_names
-from mpkit.classroom.grading.roster import due_date, read_roster
-from mpkit.classroom.grading.same import suspicion
-from mpkit.classroom.judge import Checked
-from mpkit.classroom.notebooks import ASKED, write_notebooks
+from mpkit.course.catalogue import find
+from mpkit.course.framework.exercise import CheckRow
+from mpkit.course.framework.room import PackedAnswer
+from mpkit.course.grading import grade as grading
+from mpkit.course.grading.handed_in import HandedIn, handed_in
+from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.report import GradeReport, page_names
+from mpkit.course.grading.roster import due_date, read_roster
+from mpkit.course.grading.same import suspicion
+from mpkit.course.judge import Checked
+from mpkit.course.notebooks import ASKED, write_notebooks
+from mpkit.course.sandbox.enclose import WAYS
+from mpkit.course.sandbox.guard import enclose_command, way_to_enclose
 
 
 def book(*cells: str) -> bytes:
@@ -301,7 +301,7 @@ def test_the_solution_is_known_by_other_names_too() -> None:
     assert suspicion(entry, packed, [f"# mine\n{other}"]) == told
     assert suspicion(entry, packed, [source.replace("ctx.rank", "ctx.rank + 0", 1)]) == ""
     assert suspicion(entry, packed, ["+".join("1" * 50_000), "def f(:"]) == ""
-    assert "mpkit.classroom" in suspicion(entry, PackedAnswer.pack(entry.exercise.solution).packed, [])
+    assert "mpkit.course" in suspicion(entry, PackedAnswer.pack(entry.exercise.solution).packed, [])
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(f"import torch, mpkit as mk\nfrom torch import Tensor\n{source}", space)
     assert suspicion(entry, PackedAnswer.pack(space[entry.exercise.name_of_answer]).packed, []) == told

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.classroom.framework.memory import Host, Memory
-from mpkit.classroom.framework.room import Room
-from mpkit.launch.process.context import Context
+from mpkit.course.framework.memory import Host, Memory
+from mpkit.course.framework.room import Room
+from mpkit.strategies.rank_context import Context
 
 
 def categories(ctx: Context) -> list[dict[str, int]]:

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from mpkit.classroom.catalogue import families, find, of_family
+from mpkit.course.catalogue import families, find, of_family
 from tests.classroom.mutants.checking import checked, equivalent
 from tests.classroom.mutants.mutate import chosen, mutants
 

@@ -8,8 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from mpkit.classroom.catalogue import families, of_family
-from mpkit.classroom.notebooks import notebooks, your_turn
+from mpkit.course.catalogue import families, of_family
+from mpkit.course.notebooks import notebooks, your_turn
 from tests import limits
 
 HOME = Path(__file__).parents[2] / "notebooks" / "exercises"

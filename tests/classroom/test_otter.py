@@ -10,8 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from mpkit.classroom.catalogue import families, find, of_family
-from mpkit.classroom.otter import write_otter
+from mpkit.course.catalogue import families, find, of_family
+from mpkit.course.otter import write_otter
 
 RANKS = ("which-rank-am-i", "pass-the-token", "which-collective")
 

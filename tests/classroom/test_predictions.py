@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.classroom.grading.handed_in import handed_in
-from mpkit.classroom.grading.kept import Grade
-from mpkit.classroom.grading.report import GradeReport
-from mpkit.classroom.predictions.amounts import amount
-from mpkit.classroom.predictions.box import box
-from mpkit.classroom.predictions.predict import PREDICTED
-from mpkit.classroom.predictions.questions import QUESTIONS, question
-from mpkit.classroom.progress import FILE, Progress, StudentPrediction
+from mpkit.course.grading.handed_in import handed_in
+from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.report import GradeReport
+from mpkit.course.predictions.amounts import amount
+from mpkit.course.predictions.box import box
+from mpkit.course.predictions.predict import PREDICTED
+from mpkit.course.predictions.questions import QUESTIONS, question
+from mpkit.course.progress import FILE, Progress, StudentPrediction
 
 
 @pytest.fixture(autouse=True)

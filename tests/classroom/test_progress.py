@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.classroom.framework.fingerprint import fingerprint
-from mpkit.classroom.progress import FILE, ExerciseProgress, Progress
+from mpkit.course.framework.fingerprint import fingerprint
+from mpkit.course.progress import FILE, ExerciseProgress, Progress
 
 
 def test_failures_count_until_it_is_solved(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import nbformat
 import pytest
 
 import mpkit as mk
-from mpkit.apps.cli import main
-from mpkit.classroom.catalogue import ExerciseEntry, families, find, of_family
-from mpkit.classroom.framework.room import PackedAnswer, Room
-from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.framework.variants import Variant
-from mpkit.classroom.judge import judge
-from mpkit.classroom.notebooks import write_variants
+from mpkit.cli import main
+from mpkit.course.catalogue import ExerciseEntry, families, find, of_family
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.source import run_cell
+from mpkit.course.framework.variants import Variant
+from mpkit.course.judge import judge
+from mpkit.course.notebooks import write_variants
 from tests.classroom.due import marks
 
 ENTRIES = [

@@ -6,10 +6,10 @@ from textwrap import dedent
 
 import pytest
 
-from mpkit.classroom.catalogue import find
-from mpkit.classroom.framework.room import PackedAnswer, Room
-from mpkit.classroom.framework.source import run_cell
-from mpkit.classroom.judge import judge
+from mpkit.course.catalogue import find
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.source import run_cell
+from mpkit.course.judge import judge
 
 SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)"
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpkit as mk
-from mpkit.comm.process_group import FakeGroup
-from mpkit.parallel.context.ring import ring_attention
-from mpkit.parallel.context.sequence import ORDERS, pieces
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.ring import ring_attention
+from mpkit.strategies.context.sequence import ORDERS, pieces
 from mpkit.trace import Kind
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpkit.comm.process_group import FakeGroup
-from mpkit.models.gpt import GPT
-from mpkit.parallel.context.checks import check_context_parallel
-from mpkit.parallel.context.inside import ContextParallel
-from mpkit.parallel.context.positions import positions_of
-from mpkit.parallel.context.sequence import ORDERS, check_sequences, pieces, sequence_part
-from mpkit.parallel.stage.selective_recompute import AttentionAgain
-from mpkit.prepare.dry_run.dry_run import quiet
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.checks import check_context_parallel
+from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.positions import positions_of
+from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, sequence_part
+from mpkit.strategies.models.gpt import GPT
+from mpkit.strategies.prepare.dry_run.dry_run import quiet
+from mpkit.strategies.stage.selective_recompute import AttentionAgain
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.comm.mesh_axes import MeshAxes
-from mpkit.data.microbatch import Value
-from mpkit.models.gpt import GPT, next_token_loss
-from mpkit.parallel.context.checks import check_context_parallel
-from mpkit.parallel.context.inside import ContextParallel
-from mpkit.parallel.context.positions import shift_positions
-from mpkit.parallel.context.sequence import sequence_part
-from mpkit.parallel.stage.selective_recompute import AttentionAgain
-from mpkit.parallel.stage.split_backward import input_grads
-from mpkit.parallel.stage.stage import call
-from mpkit.parallel.tensor import tensor_parallel
 from mpkit.plan.mesh import Mesh
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.context.checks import check_context_parallel
+from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.positions import shift_positions
+from mpkit.strategies.context.sequence import sequence_part
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.models.gpt import GPT, next_token_loss
+from mpkit.strategies.stage.selective_recompute import AttentionAgain
+from mpkit.strategies.stage.split_backward import input_grads
+from mpkit.strategies.stage.stage import call
+from mpkit.strategies.tensor import tensor_parallel
 from mpkit.trace import Kind
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.cost_model.communication import Network
 from mpkit.models import GPT, next_token_loss
+from mpkit.prediction.cost_model.communication import Network
 from mpkit.trace import Kind
 from tests.recipes import adamw
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.known_models import architecture_of, known_models
 from mpkit.models import GPT
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.known_models import architecture_of, known_models
 
 CONFIGS: list[Any] = [
     transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=101, n_positions=32),

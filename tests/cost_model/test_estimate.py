@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.calibrate import NEAR, Observation
-from mpkit.cost_model.estimate import estimate_checked
-from mpkit.cost_model.known_models import known_models
-from mpkit.cost_model.layout import Layout
-from mpkit.cost_model.memory import kept_bytes
-from mpkit.cost_model.preset import preset_as_played, preset_for
-from mpkit.cost_model.stack import Constants, Stack, stack_of
-from mpkit.cost_model.step import step_time
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.model_states import formula
-from mpkit.schedule import NAMES, build_schedule
-from mpkit.schedule.catalogue import SCHEDULES
-from mpkit.schedule.summary import peak_live
+from mpkit.plan.schedule import NAMES, build_schedule
+from mpkit.plan.schedule.catalogue import SCHEDULES
+from mpkit.plan.schedule.summary import peak_live
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.calibrate import NEAR, Observation
+from mpkit.prediction.cost_model.estimate import estimate_checked
+from mpkit.prediction.cost_model.known_models import known_models
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import kept_bytes
+from mpkit.prediction.cost_model.preset import preset_as_played, preset_for
+from mpkit.prediction.cost_model.stack import Constants, Stack, stack_of
+from mpkit.prediction.cost_model.step import step_time
 from tests.recipes import adamw
 
 H100 = mk.cluster_of("h100", nodes=128, nic="ndr")
@@ -339,7 +339,7 @@ def test_steps_that_are_faster_than_the_device_can_be_are_no_calibration() -> No
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from mpkit.apps.cli import main
+    from mpkit.cli import main
 
     with pytest.raises(SystemExit) as left:
         main(["fits", "--model", "llama3-8b", "--plan", "zero3", "--on", "8x-a100-nvlink"])

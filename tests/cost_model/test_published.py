@@ -26,16 +26,16 @@ from benchmarks.published import (
     stacks_left_out,
 )
 from benchmarks.published_rows import megatron_flops, read_folder
-from mpkit.cost_model.architecture import Architecture
-from mpkit.cost_model.calibrate import Observation, left_out
-from mpkit.cost_model.estimate import estimate
-from mpkit.cost_model.kernels import STREAM, Kernels
-from mpkit.cost_model.layer import head_time
-from mpkit.cost_model.memory import stage_memory
-from mpkit.cost_model.preset import UNFITTED, preset_for, presets, prior_of
-from mpkit.cost_model.shares import ParameterShares
 from mpkit.devices.catalogue import cluster_of
 from mpkit.plan.plan import Plan
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.calibrate import Observation, left_out
+from mpkit.prediction.cost_model.estimate import estimate
+from mpkit.prediction.cost_model.kernels import STREAM, Kernels
+from mpkit.prediction.cost_model.layer import head_time
+from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.preset import UNFITTED, preset_for, presets, prior_of
+from mpkit.prediction.cost_model.shares import ParameterShares
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
 H200 = ROWS.parent / "gpu" / "h200.json"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mpkit as mk
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 
 SAMPLES, BATCH = 12, 6
 

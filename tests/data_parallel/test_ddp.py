@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.api.run import Run
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import prepare
+from mpkit.launch.session.run import Run
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 from tests.serial import Train, check_equal
 
 

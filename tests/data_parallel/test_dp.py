@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.api.run import Run
 from mpkit.data import text_batches
+from mpkit.launch.session.run import Run
 from mpkit.models import GPT, next_token_loss
 from mpkit.trace import Kind
 

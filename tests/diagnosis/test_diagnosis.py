@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.apps.cli import main
-from mpkit.diagnosis.evidence import WORTH, list_ranks
-from mpkit.diagnosis.rules import RULES
-from mpkit.support.units import percent
+from mpkit.cli import main
+from mpkit.common.units import percent
+from mpkit.timeline.diagnosis.evidence import WORTH, list_ranks
+from mpkit.timeline.diagnosis.rules import RULES
 from mpkit.timeline.findings.diagnosis import Diagnosis
 from mpkit.timeline.idleness import CAUSES
 from mpkit.trace import Kind

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mpkit.checkup.doctor import judge
-from mpkit.checkup.parsers.facts import Unknown
-from mpkit.checkup.probes.evidence import COMMANDS, ProbeAnswers, Process
-from mpkit.checkup.probes.torch_build import TorchBuild
-from mpkit.checkup.report import CheckupReport
-from mpkit.checkup.topics import find_topic
-from mpkit.support.ask import CommandOutput
+from mpkit.common.ask import CommandOutput
+from mpkit.launch.doctor.doctor import judge
+from mpkit.launch.doctor.parsers.facts import Unknown
+from mpkit.launch.doctor.probes.evidence import COMMANDS, ProbeAnswers, Process
+from mpkit.launch.doctor.probes.torch_build import TorchBuild
+from mpkit.launch.doctor.report import CheckupReport
+from mpkit.launch.doctor.topics import find_topic
 
 DATA = Path(__file__).parent / "data"
 CASES = sorted(path.name for path in DATA.iterdir())

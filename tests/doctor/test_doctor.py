@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.checkup.probes.measure import measure
-from mpkit.support.ask import ask, read
+from mpkit.common.ask import ask, read
+from mpkit.launch.doctor.probes.measure import measure
 from tests.limits import PROGRAM, wait_until_gone
 
 

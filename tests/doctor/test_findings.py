@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpkit.checkup.probes.torch_build import TorchBuild
+from mpkit.launch.doctor.probes.torch_build import TorchBuild
 from tests.doctor.stored import CASES, costs, report
 
 

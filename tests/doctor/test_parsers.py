@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.checkup.parsers.driver import parse_driver
-from mpkit.checkup.parsers.nvlink import parse_nvlink
-from mpkit.checkup.parsers.p2p import parse_p2p
-from mpkit.checkup.parsers.pci import PciLink, parse_pci
-from mpkit.checkup.parsers.topology import Topology, parse_topology
 from mpkit.devices.local.nvidia_smi import parse_gpus
+from mpkit.launch.doctor.parsers.driver import parse_driver
+from mpkit.launch.doctor.parsers.nvlink import parse_nvlink
+from mpkit.launch.doctor.parsers.p2p import parse_p2p
+from mpkit.launch.doctor.parsers.pci import PciLink, parse_pci
+from mpkit.launch.doctor.parsers.topology import Topology, parse_topology
 from tests.doctor.stored import CASES, DATA, text
 
 CUBE = {  # the hybrid cube mesh: NVLinks of each GPU to those of a higher number

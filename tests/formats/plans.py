@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mpkit import Plan, Schedule
-from mpkit.schedule import NAMES
-from mpkit.schedule.catalogue import ANY, SCHEDULES
+from mpkit.plan.schedule import NAMES
+from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.formats.table import FORMATS
+from mpkit.plan.formats.table import FORMATS
 from tests.formats.plans import plans
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.formats.table import FORMATS
+from mpkit.plan.formats.table import FORMATS
 
 SAID_IN_FULL = [
     ("deepspeed", Plan.zero(3, 8, microbatches=4, precision="bf16", offload="params")),

@@ -21,20 +21,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
 from mpkit import Plan
-from mpkit.classroom.grading.reading import NoNotebook, calls_in, code_cells
-from mpkit.classroom.grading.roster import read_roster
-from mpkit.classroom.grading.shown import read_justifications, tries_shown, variant_of
-from mpkit.classroom.progress import Progress
-from mpkit.cost_model.known_models import architecture_of
+from mpkit.course.grading.reading import NoNotebook, calls_in, code_cells
+from mpkit.course.grading.roster import read_roster
+from mpkit.course.grading.shown import read_justifications, tries_shown, variant_of
+from mpkit.course.progress import Progress
 from mpkit.errors import TraceError
-from mpkit.kineto.opened import OpenedTrace
-from mpkit.parallel.checkpoint.files import digest
-from mpkit.parallel.checkpoint.head import HEAD, CheckpointHead, seal
-from mpkit.parallel.checkpoint.planner import SavePlanner, Slice, Writer
-from mpkit.prepare.resume import find_checkpoint
-from mpkit.record.recorder import Recorder
+from mpkit.prediction.cost_model.known_models import architecture_of
+from mpkit.strategies.checkpoint.files import digest
+from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, seal
+from mpkit.strategies.checkpoint.planner import SavePlanner, Slice, Writer
+from mpkit.strategies.prepare.resume import find_checkpoint
+from mpkit.timeline.foreign.opened import OpenedTrace
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import HEADER, Kind, Trace
+from mpkit.trace.record.recorder import Recorder
 from tests.fuzz.mutate import Damage, damaged_bytes, damaged_json, damaged_text
 
 __all__ = ["READERS", "Reader"]

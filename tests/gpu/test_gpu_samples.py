@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 import mpkit as mk
+from mpkit.common.launch_folder import Settings
 from mpkit.devices.local.inventory import inventory_of_gpus
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.nvml import GpuReading, NvmlGpu, NvmlMissing
 from mpkit.errors import TraceError
 from mpkit.launch import gpu_sampler
 from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for
-from mpkit.launch.process.folder import Settings
-from mpkit.record.files import RecordFile
 from mpkit.timeline.live_timeline import LiveFeed
 from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
+from mpkit.trace.record.files import RecordFile
 from mpkit.views.dashboard.widget import RunView
 from mpkit.views.gpu.samples import device_lines
 from mpkit.views.timeline.text import text

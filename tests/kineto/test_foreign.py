@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.kineto.opened import OpenedTrace
+from mpkit.timeline.foreign.opened import OpenedTrace
 from mpkit.trace import Kind
 from tests.kineto.program import HOST, Program, ddp_program
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.kineto.about import read_header
-from mpkit.kineto.communication import communications
-from mpkit.kineto.lanes import gpu_time
-from mpkit.kineto.reading.events import Events
-from mpkit.kineto.reading.reader import read_events
 from mpkit.timeline.breakdown import breakdown
+from mpkit.timeline.foreign.about import read_header
+from mpkit.timeline.foreign.communication import communications
+from mpkit.timeline.foreign.lanes import gpu_time
+from mpkit.timeline.foreign.reading.events import Events
+from mpkit.timeline.foreign.reading.reader import read_events
 from mpkit.trace import Kind
 
 GIVEN = Path(__file__).parents[2].parent / "shared" / "traces"

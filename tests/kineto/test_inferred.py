@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.kineto.inference.infer import Inferred
+from mpkit.timeline.foreign.inference.infer import Inferred
 from tests.kineto.program import ENGINE, HOST, Program, write_ranks
 
 WORLD = 4

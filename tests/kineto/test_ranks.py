@@ -165,7 +165,7 @@ def test_layers_that_are_left_out_are_said_to_be(tmp_path: Path, monkeypatch: py
     path = file_of(tmp_path / "one.json", 0, 1)
     whole = mk.open(path)
     assert layers(whole) == 9 and not [note for note in whole.notes if "layers" in note]
-    monkeypatch.setattr("mpkit.kineto.rank.MOST", 10)  # of 15 kernels
+    monkeypatch.setattr("mpkit.timeline.foreign.rank.MOST", 10)  # of 15 kernels
     without = mk.open(path)
     assert layers(without) == 0
     (said,) = (note for note in without.notes if "layers" in note)

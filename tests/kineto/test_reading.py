@@ -11,8 +11,8 @@ import pytest
 
 import mpkit as mk
 from mpkit.errors import TraceError
-from mpkit.kineto.reading.read import EventStream
-from mpkit.kineto.reading.reader import read_events
+from mpkit.timeline.foreign.reading.read import EventStream
+from mpkit.timeline.foreign.reading.reader import read_events
 from mpkit.trace import Trace
 
 
@@ -57,7 +57,7 @@ def test_pieces_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     path = written(tmp_path / "t.json", text)
     for piece in (1, 7, 64):
-        monkeypatch.setattr("mpkit.kineto.reading.read.PIECE", piece)
+        monkeypatch.setattr("mpkit.timeline.foreign.reading.read.PIECE", piece)
         stream = EventStream(path)
         assert [each["args"]["n"] for each in stream] == [*range(50)]
         assert stream.header == {"last": 12345}

@@ -9,8 +9,8 @@ import pytest
 
 import mpkit as mk
 from mpkit.errors import TraceError
-from mpkit.kineto.lanes import gpu_time
-from mpkit.kineto.reading.reader import read_events
+from mpkit.timeline.foreign.lanes import gpu_time
+from mpkit.timeline.foreign.reading.reader import read_events
 from tests.kineto.program import ddp_program, write_ranks
 
 

@@ -63,7 +63,7 @@ def test_what_bypasses_python_comes_too(cluster: mk.Cluster, capsys: pytest.Capt
 
 
 def test_endless_printing_is_cut(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    from mpkit.launch.process.folder import OUTPUT_LIMIT
+    from mpkit.common.launch_folder import OUTPUT_LIMIT
 
     def shout(ctx):  # type: ignore[no-untyped-def]
         if ctx.rank == 0:
@@ -100,7 +100,7 @@ print(cluster.run(work, Scale()), cluster.run(lambda ctx: ctx.rank))
 
 BEFORE = """
 import sys, torch, mpkit
-print({"torch._dynamo", "mpkit.prepare.prepare"} & sys.modules.keys())
+print({"torch._dynamo", "mpkit.strategies.prepare.prepare"} & sys.modules.keys())
 """
 
 AFTER = """
@@ -111,7 +111,7 @@ print(cluster.run(helper.work))
 for thread in threading.enumerate():
     if thread.name == "mpkit-import-ahead":
         thread.join()
-print({"torch._dynamo", "mpkit.prepare.prepare"} <= sys.modules.keys(), gc.isenabled())
+print({"torch._dynamo", "mpkit.strategies.prepare.prepare"} <= sys.modules.keys(), gc.isenabled())
 """
 
 

@@ -12,9 +12,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.comm.wire import Numbered, Wire
-from mpkit.record.recorder import Recorder
+from mpkit.strategies.comm.wire import Numbered, Wire
 from mpkit.trace import Kind, Trace
+from mpkit.trace.record.recorder import Recorder
 
 KINDS = [
     "all_reduce",

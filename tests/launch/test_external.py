@@ -15,8 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 import mpkit as mk
-from mpkit.apps.launch_commands import LaunchPlan, commands
-from mpkit.apps.watch import CommandProgram
+from mpkit.common.launch_folder import read_error, reserve, write_error
 from mpkit.errors import CommMismatch, Deadlock, MpkitError, RankFailed
 from mpkit.launch.external.clock_offset import answer_pings, measure_offset
 from mpkit.launch.external.collector import RemoteProcesses
@@ -25,11 +24,12 @@ from mpkit.launch.external.mirror import FileMirror
 from mpkit.launch.external.packets import WINDOW, Sender
 from mpkit.launch.external.rendezvous import clone, interface_to, wait_for
 from mpkit.launch.external.verdict import Verdict
-from mpkit.launch.process.folder import read_error, reserve, write_error
-from mpkit.record.recorder import Recorder
-from mpkit.record.values import Values
 from mpkit.trace import Kind
 from mpkit.trace.files import read_rank
+from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.record.values import Values
+from mpkit.views.commands.launch_commands import LaunchPlan, commands
+from mpkit.views.commands.watch import CommandProgram
 
 AHEAD = 300_000_000
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.common.launch_folder import reserve, write_error
 from mpkit.launch.failure import failure
 from mpkit.launch.hang.progress import RankWatch
-from mpkit.launch.process.folder import reserve, write_error
 from mpkit.trace import MEMORY, OP, RankTrace, Trace
 from tests.limits import EVENT, wait_until_gone
 

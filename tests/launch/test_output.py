@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
+from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 from mpkit.launch.output_reader import OutputReader
-from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 from mpkit.launch.process.output import Labelled
 from tests.limits import PROGRAM
 

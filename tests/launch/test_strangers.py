@@ -23,7 +23,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore, distributed_c10d
 
-from mpkit.data.digest import SampleLog
+from mpkit.common.disk import write_whole
+from mpkit.common.launch_folder import reserve
 from mpkit.errors import MpkitError
 from mpkit.launch.external.greeting import greet
 from mpkit.launch.external.mirror import MOST_PACKET, FileMirror
@@ -31,11 +32,10 @@ from mpkit.launch.external.results import Results
 from mpkit.launch.external.secret import Secret, find_secret
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.external.sweeper import KEPT, Sweeper, hold
-from mpkit.launch.process.folder import reserve
 from mpkit.launch.process.seal import Seal, sign_objects
-from mpkit.record.recorder import Recorder
-from mpkit.support.disk import write_whole
+from mpkit.strategies.data.digest import SampleLog
 from mpkit.trace import OP
+from mpkit.trace.record.recorder import Recorder
 from tests.limits import wait_for
 
 KEY = b"correct horse battery staple"

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.prepare.dry_run.quiet import quiet
-from mpkit.prepare.model_hooks import check_no_global_hooks
-from mpkit.record.flops import count
+from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.prepare.model_hooks import check_no_global_hooks
+from mpkit.trace.record.flops import count
 from tests.limits import EVENT
 
 

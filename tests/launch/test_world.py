@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.launch.packing.patches import find_patches
+from mpkit.strategies.packing.patches import find_patches
 from tests.limits import PROGRAM
 
 Clusters = Callable[[int], mk.Cluster]

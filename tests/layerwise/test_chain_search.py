@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
-from mpkit.layerwise.chain_search import brute_force, fastest, least_memory
-from mpkit.layerwise.layer import CHANNELS, Layer, Split
-from mpkit.layerwise.price import ChainCosts, ChainPrices
-from mpkit.layerwise.strategies import layer_strategies
+from mpkit.prediction.layerwise.chain_search import brute_force, fastest, least_memory
+from mpkit.prediction.layerwise.layer import CHANNELS, Layer, Split
+from mpkit.prediction.layerwise.price import ChainCosts, ChainPrices
+from mpkit.prediction.layerwise.strategies import layer_strategies
 
 
 def random_layer(rng: random.Random, name: str, inputs: int) -> Layer:

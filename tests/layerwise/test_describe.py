@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.layerwise.describe import describe_chain
-from mpkit.layerwise.layer import Layer
 from mpkit.models import GPT
+from mpkit.prediction.layerwise.describe import describe_chain
+from mpkit.prediction.layerwise.layer import Layer
 
 
 def images() -> nn.Sequential:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.layerwise.chain_search import least_memory, price_choice
-from mpkit.layerwise.layer import Split
-from mpkit.layerwise.result import LayerStrategies
 from mpkit.models import GPT
+from mpkit.prediction.layerwise.chain_search import least_memory, price_choice
+from mpkit.prediction.layerwise.layer import Split
+from mpkit.prediction.layerwise.result import LayerStrategies
 from tests.serial import EXACT, serial
 
 Clusters = Callable[[int], mk.Cluster]

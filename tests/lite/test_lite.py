@@ -20,7 +20,7 @@ from axe_playwright_python.sync_playwright import Axe
 from nbformat import read
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-from mpkit.classroom.catalogue import find
+from mpkit.course.catalogue import find
 
 ROOT = Path(__file__).parents[2]
 TESTED = ROOT / "build" / "lite" / "tested"

@@ -21,9 +21,9 @@ from transformers import (
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.job.job import TrainJob
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 from tests.recipes import adamw, huge_loss, logits_loss, sgd
 from tests.serial import EXACT, Train, check_equal
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT, MLP, ResNet
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
 from tests.serial import EXACT, Train, Trained, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")

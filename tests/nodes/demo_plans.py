@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import mpkit as mk
-from mpkit.apps.demo import STRATEGIES
-from mpkit.data.datasets import text_batches
 from mpkit.models import GPT, next_token_loss
+from mpkit.strategies.data.datasets import text_batches
+from mpkit.views.commands.demo import STRATEGIES
 
 
 def job() -> dict:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.apps.demo import STRATEGIES
+from mpkit.views.commands.demo import STRATEGIES
 from tests.nodes.demo_plans import job as demo_job
 from tests.nodes.hosts import HERE, Job, forked, torchrun
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 from mpkit.models import UNet
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.prepare.prepare import prepare
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of

@@ -11,7 +11,7 @@ import torch
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
 from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw
 from tests.serial import Train

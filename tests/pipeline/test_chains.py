@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, chain, next_token_loss
-from mpkit.schedule import Action, Schedule
+from mpkit.plan.schedule import Action, Schedule
 from tests.orders import in_random_order, random_holders
 from tests.serial import Train, check_equal, serial
 

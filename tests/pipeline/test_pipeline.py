@@ -20,10 +20,10 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.data import spirals
 from mpkit.models import MLP
-from mpkit.parallel.job.job import TrainJob
-from mpkit.parallel.runtime.train import Training
-from mpkit.prepare.prepare import prepare
-from mpkit.schedule import NAMES, Action, Schedule
+from mpkit.plan.schedule import NAMES, Action, Schedule
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
 from tests.orders import in_random_order, random_holders
 from tests.serial import EXACT, Train, same, serial

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.models import GPT, ConvNet
-from mpkit.parallel.stage.split_backward import input_grads
-from mpkit.record.flops import count
-from mpkit.record.operators import flops_of
+from mpkit.strategies.stage.split_backward import input_grads
+from mpkit.trace.record.flops import count
+from mpkit.trace.record.operators import flops_of
 
 
 def outputs_of(stage: nn.Module, x: Tensor) -> list[Tensor]:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpkit.models.randomness import Randomness
-from mpkit.parallel.data_parallel.ddp import DDP
-from mpkit.parallel.data_parallel.tied import TiedWeights
-from mpkit.parallel.job.feed import Feed
-from mpkit.parallel.runtime.pipeline import Pipeline
-from mpkit.parallel.runtime.train import Training
-from mpkit.parallel.stage.gradient_sync import GradientSync
-from mpkit.parallel.stage.partitioned import PartitionedStage
-from mpkit.parallel.update.update import Update
-from mpkit.parallel.zero.zero import Zero
+from mpkit.strategies.data_parallel.ddp import DDP
+from mpkit.strategies.data_parallel.tied import TiedWeights
+from mpkit.strategies.job.feed import Feed
+from mpkit.strategies.models.randomness import Randomness
+from mpkit.strategies.runtime.pipeline import Pipeline
+from mpkit.strategies.runtime.train import Training
+from mpkit.strategies.stage.gradient_sync import GradientSync
+from mpkit.strategies.stage.partitioned import PartitionedStage
+from mpkit.strategies.update.update import Update
+from mpkit.strategies.zero.zero import Zero
 
 __all__ = ["FAULTS", "Planted"]
 

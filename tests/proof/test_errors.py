@@ -80,7 +80,9 @@ def test_what_the_users_code_raises_is_said(
     assert says in train(clusters, layer, optimizer)
 
 
-@pytest.mark.parametrize("where", ["mpkit.proof.prover.compare_weights", "mpkit.proof.draws.shares"])
+@pytest.mark.parametrize(
+    "where", ["mpkit.strategies.proof.prover.compare_weights", "mpkit.strategies.proof.draws.shares"]
+)
 def test_a_defect_is_loud(clusters: Clusters, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Beside the forward, or in the middle of a dropout in it, for which draws are put together."""
     monkeypatch.setattr(where, lambda *_: [][0] if "weights" in where else [])

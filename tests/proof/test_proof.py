@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT
-from mpkit.parallel.runtime.evidence import RankEvidence
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.evidence import RankEvidence
 from mpkit.trace import Trace
 from tests.proof.planted import FAULTS, Planted
 

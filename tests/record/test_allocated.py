@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.record import recorder as module
-from mpkit.record.allocated import Allocated
-from mpkit.record.recorder import Recorder
-from mpkit.record.saved import count_saved
 from mpkit.trace import CATEGORIES, Kind, read_rank
+from mpkit.trace.record import recorder as module
+from mpkit.trace.record.allocated import Allocated
+from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.record.saved import count_saved
 
 
 class FakeCuda:

@@ -17,9 +17,9 @@ import pytest
 
 import mpkit as mk
 from mpkit.errors import TraceError
-from mpkit.record.recorder import Recorder
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, Kind, Trace
+from mpkit.trace.record.recorder import Recorder
 from mpkit.views.timeline.svg import svg
 
 EXTREMES = [

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mpkit.errors import TraceError
-from mpkit.record.recorder import Recorder
 from mpkit.trace import HEADER, OP, Kind, Trace, files
+from mpkit.trace.record.recorder import Recorder
 
 STEPS = 100
 

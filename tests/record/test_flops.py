@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpkit.record.flops import Flops, count
+from mpkit.trace.record.flops import Flops, count
 
 B, T, H, HEADS = 2, 16, 64, 4
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpkit.record.ledger import Ledger
-from mpkit.record.recorder import Recorder
 from mpkit.trace import CATEGORIES, Kind, read_rank
+from mpkit.trace.record.ledger import Ledger
+from mpkit.trace.record.recorder import Recorder
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.record.clock import clock_for
-from mpkit.record.recorder import Recorder
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, Trace, read_rank
+from mpkit.trace.record.clock import clock_for
+from mpkit.trace.record.recorder import Recorder
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_names_may_hold_anything(tmp_path: Path, record: Recorder) -> None:
 
 FILLS_THE_DISK = """
 import pathlib, resource, sys, warnings
-from mpkit.record.recorder import Recorder
+from mpkit.trace.record.recorder import Recorder
 from mpkit.trace import Kind
 resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))  # a file may have so many bytes
 warnings.simplefilter("always")
@@ -275,7 +275,7 @@ def test_a_full_disk_costs_the_rest_of_the_trace_and_not_the_run(tmp_path: Path)
 
 FORKS = """
 import os, pathlib, sys, torch
-from mpkit.record.recorder import Recorder
+from mpkit.trace.record.recorder import Recorder
 from mpkit.trace import Kind
 record = Recorder(pathlib.Path(sys.argv[1]), 0)
 held = torch.zeros(100)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mpkit.record.hooks import watch
-from mpkit.record.recorder import Recorder
-from mpkit.record.saved import count_saved
 from mpkit.trace import CATEGORIES, Kind, read_rank
+from mpkit.trace.record.hooks import watch
+from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.record.saved import count_saved
 
 BATCH = 3
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit.errors import TraceError
-from mpkit.record.recorder import Recorder
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, RankTrace, Trace, lane_of, read_rank
+from mpkit.trace.record.recorder import Recorder
 
 
 def records_of(dtype: np.dtype) -> st.SearchStrategy[np.ndarray]:
@@ -267,7 +267,7 @@ def test_a_trace_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 RECORDS_FOR_EVER = """
 import os, sys, pathlib
-from mpkit.record.recorder import Recorder
+from mpkit.trace.record.recorder import Recorder
 from mpkit.trace import Kind
 record = Recorder(pathlib.Path(sys.argv[1]), 0)
 number = 0

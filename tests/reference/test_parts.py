@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.reference.ring_attention import ring_attention
-from mpkit.reference.tensor.column_parallel_linear import column_parallel_linear
-from mpkit.reference.tensor.parallel_attention import parallel_attention
-from mpkit.reference.tensor.parallel_mlp import parallel_mlp
-from mpkit.reference.tensor.row_parallel_linear import row_parallel_linear
-from mpkit.reference.tensor.sequence_parallel import sequence_parallel_mlp
-from mpkit.reference.tensor.vocabulary_cross_entropy import vocabulary_cross_entropy
+from mpkit.strategies.reference.ring_attention import ring_attention
+from mpkit.strategies.reference.tensor.column_parallel_linear import column_parallel_linear
+from mpkit.strategies.reference.tensor.parallel_attention import parallel_attention
+from mpkit.strategies.reference.tensor.parallel_mlp import parallel_mlp
+from mpkit.strategies.reference.tensor.row_parallel_linear import row_parallel_linear
+from mpkit.strategies.reference.tensor.sequence_parallel import sequence_parallel_mlp
+from mpkit.strategies.reference.tensor.vocabulary_cross_entropy import vocabulary_cross_entropy
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]

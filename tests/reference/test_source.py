@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 import mpkit as mk
-from mpkit.reference.reading import SOURCES
+from mpkit.strategies.reference.reading import SOURCES
 
 FOLDER = Path(mk.__file__).parent / "reference"
 SHARED = {"__init__", "arguments", "reading", "serial", "stage"}
@@ -25,7 +25,7 @@ def test_every_reference_has_a_name_and_is_short() -> None:
         text = mk.source(name)
         assert text == mk.source(module.rpartition("/")[2]) == (FOLDER / f"{module}.py").read_text()
         assert text.count("\n") <= (60 if module not in SHARED else 100), module
-        doc = import_module(f"mpkit.reference.{module.replace('/', '.')}").__doc__
+        doc = import_module(f"mpkit.strategies.reference.{module.replace('/', '.')}").__doc__
         assert doc is not None and ("\nSource: " in doc or "\nSources: " in doc), module
 
 
@@ -63,7 +63,11 @@ def test_nothing_of_the_kit_but_the_context() -> None:
     for module in SOURCES.values():
         tree = ast.parse((FOLDER / f"{module}.py").read_text())
         names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-        kit = {name for name in names if name.startswith("mpkit") and not name.startswith("mpkit.reference")}
+        kit = {
+            name
+            for name in names
+            if name.startswith("mpkit") and not name.startswith("mpkit.strategies.reference")
+        }
         assert kit <= allowed, module
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.reference import (
+from mpkit.strategies.reference import (
     bucketed_ddp,
     dp,
     flat_ddp,
@@ -25,10 +25,10 @@ from mpkit.reference import (
     zero2,
     zero3,
 )
-from mpkit.reference import stage as pipeline
-from mpkit.reference.gpipe import gpipe
-from mpkit.reference.naive_model_parallelism import naive_model_parallelism
-from mpkit.reference.one_f_one_b import one_f_one_b
+from mpkit.strategies.reference import stage as pipeline
+from mpkit.strategies.reference.gpipe import gpipe
+from mpkit.strategies.reference.naive_model_parallelism import naive_model_parallelism
+from mpkit.strategies.reference.one_f_one_b import one_f_one_b
 from mpkit.trace import Kind, Trace
 from tests.recipes import adamw
 from tests.serial import serial

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, MLP, ConvNet, ResNet, UNet, next_token_loss
-from mpkit.parallel.stage.shard import put_together
-from mpkit.parallel.tensor import shard_model
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.stage.shard import put_together
+from mpkit.strategies.tensor import shard_model
 
 Clusters = Callable[[int], mk.Cluster]
 PLAIN: dict[str, Any] = {}

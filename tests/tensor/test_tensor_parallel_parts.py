@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.stage.selective_recompute import AttentionAgain
-from mpkit.parallel.stage.shard import evenly
-from mpkit.parallel.stage.split_backward import input_grads
-from mpkit.parallel.tensor import shard_model
-from mpkit.parallel.tensor.logits import DividedLogits
-from mpkit.parallel.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
-from mpkit.record.flops import count
-from mpkit.record.hooks import watch
-from mpkit.record.saved import count_saved
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.stage.selective_recompute import AttentionAgain
+from mpkit.strategies.stage.shard import evenly
+from mpkit.strategies.stage.split_backward import input_grads
+from mpkit.strategies.tensor import shard_model
+from mpkit.strategies.tensor.logits import DividedLogits
+from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
 from mpkit.trace import Kind
+from mpkit.trace.record.flops import count
+from mpkit.trace.record.hooks import watch
+from mpkit.trace.record.saved import count_saved
 
 Clusters = Callable[[int], mk.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}

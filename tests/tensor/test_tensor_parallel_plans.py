@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.comm.process_group import FakeGroup
 from mpkit.models import GPT, MLP
-from mpkit.parallel.tensor import check, shard_model
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.tensor import check, shard_model
 from tests.serial import Train, check_equal
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 from tests.zoo.plain import sgd

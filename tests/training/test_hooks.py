@@ -16,10 +16,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
 import mpkit as mk
-from mpkit.launch.packing.packing import dumps
 from mpkit.models import GPT, chain, next_token_loss
-from mpkit.models.chain import is_chain
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.models.chain import is_chain
+from mpkit.strategies.packing.packing import dumps
+from mpkit.strategies.prepare.prepare import prepare
 from tests.recipes import sgd
 from tests.serial import EXACT, Train, same
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.analysis.learning_rate import ScalingRule
+from mpkit.strategies.update.learning_rate import ScalingRule
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 from tests.serial import EXACT, check_equal, same, serial
 
 Train = Callable[..., Run]

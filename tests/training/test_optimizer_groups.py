@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import mpkit as mk
-from mpkit.api.run import Run
-from mpkit.prepare.prepare import prepare
+from mpkit.launch.session.run import Run
+from mpkit.strategies.prepare.prepare import prepare
 
 WIDTH = 6
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpkit as mk
-from mpkit.parallel.update.optimizer import UpdatedPart, make_optimizer
-from mpkit.parallel.update.whole import WholeParameter
-from mpkit.prepare.prepare import prepare
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.update.optimizer import UpdatedPart, make_optimizer
+from mpkit.strategies.update.whole import WholeParameter
 from tests.serial import Train, check_equal
 
 SGD, AdamW, Optimizer = torch.optim.SGD, torch.optim.AdamW, torch.optim.Optimizer

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.api.run import Run
+from mpkit.launch.session.run import Run
 
 Train = Callable[..., Run]
 WIDTH, LENGTH = 16, 8

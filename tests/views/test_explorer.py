@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import mpkit as mk
-from mpkit.apps.explored import ExplorerSetting
-from mpkit.schedule import NAMES
+from mpkit.plan.schedule import NAMES
+from mpkit.views.explorer.explored import ExplorerSetting
 
 
 @pytest.mark.parametrize("name", NAMES)

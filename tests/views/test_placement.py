@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.analysis.placed_ranks import brief, place
-from mpkit.analysis.placement import placement_of
 from mpkit.models import GPT
 from mpkit.plan.mesh import Mesh
+from mpkit.strategies.placement.placed_ranks import brief, place
+from mpkit.strategies.placement.placement import placement_of
 from mpkit.views.placement.text import divided_layers
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.analysis.zero_shares import shares_of
+from mpkit.strategies.placement.zero_shares import shares_of
 
 
 def layers() -> nn.Module:

@@ -159,7 +159,7 @@ def from_env() -> None:
 
 
 def watched() -> None:
-    from mpkit.apps.watch import CommandProgram, watch
+    from mpkit.views.commands.watch import CommandProgram, watch
 
     watch(CommandProgram(__file__, ("torch_ddp",)), device="cpu")
 

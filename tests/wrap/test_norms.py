@@ -23,7 +23,7 @@ def sharded(_: Any) -> nn.Module:
 
 
 def divided(_: Any) -> nn.Module:
-    from mpkit.models.gpt import GPT
+    from mpkit.strategies.models.gpt import GPT
 
     torch.manual_seed(0)
     return mk.tensor_parallel(GPT(vocab=16, length=8, layers=1, heads=2, width=16))

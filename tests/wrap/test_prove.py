@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.comm.communicator import Communicator
-from mpkit.comm.process_group import Completed
 from mpkit.models import GPT
-from mpkit.parallel.data_parallel.buffers import StatefulBuffers
-from mpkit.parallel.tensor import by_hand, operators
-from mpkit.wrap.averaged import Averaged
-from mpkit.wrap.fully_sharded import FullySharded
-from mpkit.wrap.pipelined import PipelineParallel
-from mpkit.wrap.shares import ShardedParameters
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.process_group import Completed
+from mpkit.strategies.data_parallel.buffers import StatefulBuffers
+from mpkit.strategies.tensor import by_hand, operators
+from mpkit.strategies.wrappers.averaged import Averaged
+from mpkit.strategies.wrappers.fully_sharded import FullySharded
+from mpkit.strategies.wrappers.pipelined import PipelineParallel
+from mpkit.strategies.wrappers.shares import ShardedParameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import Branches, Normed, Toy, adamw, data, mine, momentum
@@ -376,7 +376,7 @@ def test_what_is_no_number_of_steps_is_rejected(wrap: Wrap, prove: Any) -> None:
 
 def without_a_proof(ctx: Any) -> bool:
     model = mk.ddp(nn.Linear(2, 2))
-    with patch("mpkit.wrap.loop_proof.agreement.dist", None):
+    with patch("mpkit.strategies.wrappers.loop_proof.agreement.dist", None):
         model(torch.ones(1, 2)).sum().backward()
     return model._proof.active or hasattr(model._proof, "_gradients")
 

@@ -17,8 +17,8 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT, next_token_loss
-from mpkit.parallel.zero import shard
-from mpkit.parallel.zero.flat import Flat
+from mpkit.strategies.zero import shard
+from mpkit.strategies.zero.flat import Flat
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal, serial
 

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import mpkit as mk
 from mpkit.models import GPT, ResNet
-from mpkit.models.blocks import repeated_blocks
+from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.trace import CATEGORIES, Kind, RankTrace
 from tests.mesh.test_mesh_training import tokens
 from tests.recipes import adamw, logits_loss

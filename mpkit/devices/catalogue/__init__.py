@@ -13,10 +13,10 @@ from difflib import get_close_matches
 from functools import partial
 from typing import overload
 
+from mpkit.common.visible import escape
 from mpkit.devices.catalogue.clusters import by_name, cluster_of
 from mpkit.devices.catalogue.machines import MACHINES
 from mpkit.devices.hardware import Hardware
-from mpkit.support.visible import escape
 
 __all__ = ["Catalogue", "cluster_of", "hardware"]
 

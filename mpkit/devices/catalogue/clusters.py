@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
+from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import machines
 from mpkit.devices.catalogue.machines import GIGA, INFINIBAND, gpu
 from mpkit.devices.catalogue.tables import one
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.devices.link import RAMP
 from mpkit.plan.checks import whole
-from mpkit.support.tracebacks import public
 from mpkit.trace import Kind
 
 __all__ = ["DEVICES", "NICS", "by_name", "cluster_of"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from functools import cache
 
+from mpkit.common.ask import ask
 from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import QUERY, parse_gpus
-from mpkit.support.ask import ask
 
 __all__ = ["inventory_of"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from mpkit.common.visible import escape, visible
 from mpkit.devices.local import ask
 from mpkit.devices.local.choose import Chosen
 from mpkit.devices.local.inventory import Inventory, LocalDevice
-from mpkit.support.visible import escape, visible
 
 __all__ = ["DeviceRow", "devices_html", "devices_text", "html_table", "row_of", "text_table"]
 

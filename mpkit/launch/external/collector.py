@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from mpkit.common.launch_folder import read_error
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.external.mirror import FileMirror
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import failure, lost_rank
 from mpkit.launch.hang.hang import Patience
 from mpkit.launch.hang.hang_watch import HangWatch
-from mpkit.launch.process.folder import read_error
 from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.trace import Trace
 

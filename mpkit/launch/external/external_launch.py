@@ -20,6 +20,8 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from mpkit.common.disk import write_whole
+from mpkit.common.launch_folder import APART, LAUNCHED, TOGETHER, Settings, read_error, write_error
 from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.external.collector import LOST_SOON, Collector
@@ -30,9 +32,7 @@ from mpkit.launch.external.run_folders import Folders, clocks_in_words, measure,
 from mpkit.launch.external.session import Session
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.hang.hang import GRACE
-from mpkit.launch.process.folder import APART, LAUNCHED, TOGETHER, Settings, read_error, write_error
 from mpkit.launch.process.rank import report
-from mpkit.support.disk import write_whole
 from mpkit.trace import Trace
 
 __all__ = ["ExternalLaunch"]

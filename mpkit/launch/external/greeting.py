@@ -11,12 +11,12 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from mpkit.common.caught import report
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.secret import Secret
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.process.seal import EXPORT, Seal
-from mpkit.support.caught import report
 
 __all__ = ["greet"]
 

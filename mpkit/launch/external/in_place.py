@@ -23,19 +23,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mpkit.comm.current import forget_group
-from mpkit.comm.release import free_kept
+from mpkit.common.launch_folder import Settings
 from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.results import Results
 from mpkit.launch.external.signed_store import SignedStore
-from mpkit.launch.packing.packing import dumps
-from mpkit.launch.process.folder import Settings
 from mpkit.launch.process.joined import join
 from mpkit.launch.process.leaving import own_process, refuse_exec
 from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.rank import context_of, device_of, report
 from mpkit.launch.process.seal import sign_objects
-from mpkit.record.recorder import Recorder
+from mpkit.strategies.comm.current import forget_group
+from mpkit.strategies.comm.release import free_kept
+from mpkit.strategies.packing.packing import dumps
+from mpkit.trace.record.recorder import Recorder
 
 __all__ = ["note_termination", "run_rank"]
 

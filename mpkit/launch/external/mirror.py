@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from mpkit.common.disk import write_whole
+from mpkit.common.launch_folder import part, write_error
+from mpkit.common.private import create
 from mpkit.errors import MpkitError
 from mpkit.launch.external.packets import GROWING, MOST_OPS, Array, records
-from mpkit.launch.process.folder import part, write_error
-from mpkit.support.disk import write_whole
-from mpkit.support.private import create
 from mpkit.trace import HEADER, MEMORY, OP
 from mpkit.trace.records import MAGIC, VALUE
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.launch.process.folder import part, read_error
+from mpkit.common.launch_folder import part, read_error
 from mpkit.trace import HEADER, MEMORY, OP
 from mpkit.trace.files import map_file
 from mpkit.trace.records import VALUE

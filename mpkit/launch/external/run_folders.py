@@ -19,13 +19,13 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from mpkit.common.launch_folder import reserve
+from mpkit.common.private import create, is_private, make_private
 from mpkit.launch.external.clock_offset import Offset, answer_pings, measure_offset
 from mpkit.launch.external.rendezvous import wait_for
 from mpkit.launch.external.session import Session
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.external.sweeper import KEPT, Sweeper, hold
-from mpkit.launch.process.folder import reserve
-from mpkit.support.private import create, is_private, make_private
 
 __all__ = ["Folders", "open_folders"]
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpkit.common.private import NO_LINK, create
 from mpkit.launch.process.seal import EXPORT
-from mpkit.support.private import NO_LINK, create
 
 __all__ = ["Secret", "find_secret"]
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mpkit.launch.process.folder import part
+from mpkit.common.launch_folder import part
 from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.launch.process.stacks import read_stack, request_stack
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.launch.process.folder import part
+from mpkit.common.launch_folder import part
 from mpkit.trace import HEADER, OP, Kind
 
 __all__ = ["FINISHED", "RankWatch", "Sight"]

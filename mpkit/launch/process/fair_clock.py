@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from mpkit.common.cores import cores
 from mpkit.launch.process.vitals import cpu_seconds
-from mpkit.support.cores import cores
 
 __all__ = ["FairClock"]
 

@@ -36,7 +36,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpkit.support.undumpable import make_undumpable
+from mpkit.common.undumpable import make_undumpable
 
 __all__ = ["main"]
 
@@ -247,9 +247,9 @@ def warm_up() -> None:
         "cloudpickle",
         "torch.distributed",
         "mpkit.launch.process.rank",
-        "mpkit.launch.packing.packing",
-        "mpkit.parallel.runtime.train",
-        "mpkit.watch.compared",
+        "mpkit.strategies.packing.packing",
+        "mpkit.strategies.runtime.train",
+        "mpkit.strategies.program_calls.compared",
     ):
         importlib.import_module(name)
     # Creating the first optimizer imports many modules (torch._dynamo).

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mpkit.comm.release import keep
-from mpkit.support.replaced import Replaced
+from mpkit.common.replaced import Replaced
+from mpkit.strategies.comm.release import keep
 
 __all__ = ["OWN", "as_torchrun", "join"]
 
@@ -52,7 +52,7 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
     Returns:
         What was replaced, to be restored if the process outlives the rank.
 
-    A destroyed group is kept, so that no DistributedDataParallel holds it last (`mpkit.comm.release`).
+    A destroyed group is kept, so that no DistributedDataParallel holds it last (`mpkit.strategies.comm.release`).
     """
     import torch.distributed as dist  # the launching process, which imports this module, may do without
     from torch.distributed import distributed_c10d
@@ -63,7 +63,7 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
     def init_process_group(backend_asked: str | None = None, *args: Any, **kwargs: Any) -> None:
         nonlocal times
         asked = kwargs.pop("backend", backend_asked)
-        if asked == "fake":  # ranks that are played on tensors without content: `mpkit.fake`
+        if asked == "fake":  # ranks that are played on tensors without content: `mpkit.prediction.dry_run`
             return make(asked, *args, **kwargs)
         _check(asked, kwargs.get("rank", -1), kwargs.get("world_size", -1), rank, ranks, backend)
         if not dist.is_initialized():

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from mpkit.common.replaced import Replaced
 from mpkit.errors import MpkitError
-from mpkit.support.replaced import Replaced
 
 __all__ = ["finish", "own_process", "refuse_exec"]
 

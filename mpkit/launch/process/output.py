@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from mpkit.launch.process.folder import MAGIC, OUTPUT, OUTPUT_LIMIT
+from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 
 __all__ = ["Labelled", "cut_note"]
 

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from mpkit.launch.packing.edited import edited_functions
-from mpkit.launch.packing.packing import Packer
-from mpkit.launch.packing.world import World, pack_world
-from mpkit.launch.process.folder import Settings
-from mpkit.support.caught import report
-from mpkit.support.cores import cores
+from mpkit.common.caught import report
+from mpkit.common.cores import cores
+from mpkit.common.launch_folder import Settings
+from mpkit.strategies.packing.edited import edited_functions
+from mpkit.strategies.packing.packing import Packer
+from mpkit.strategies.packing.world import World, pack_world
 
 __all__ = ["pack", "settings_here", "unpack"]
 
@@ -25,7 +25,7 @@ __all__ = ["pack", "settings_here", "unpack"]
 def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
 
-    What this process has changed for all of its code goes before them (`mpkit.launch.packing.world`).
+    What this process has changed for all of its code goes before them (`mpkit.strategies.packing.world`).
 
     Args:
         function, args: what ranks call.

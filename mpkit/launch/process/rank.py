@@ -29,25 +29,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpkit.comm.call_checks import CallChecks
-from mpkit.comm.communicator import Communicator
-from mpkit.comm.current import note_group
-from mpkit.comm.wire import Wire
+from mpkit.common.caught import one_line
+from mpkit.common.disk import FULL, full_disk, write_whole
+from mpkit.common.launch_folder import UNREPORTED, Settings, part, write_error, write_note
+from mpkit.common.private import NO_LINK, create
+from mpkit.common.tracebacks import fold_chain
 from mpkit.errors import CommMismatch
-from mpkit.launch.process.context import Context
-from mpkit.launch.process.folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.launch.process.joined import as_torchrun, join
 from mpkit.launch.process.leaving import own_process, refuse_exec
-from mpkit.launch.process.memory_picture import is_out_of_memory, picture_of
 from mpkit.launch.process.output import Labelled
 from mpkit.launch.process.seal import Seal, sign_objects
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
-from mpkit.record.recorder import Recorder
-from mpkit.support.caught import one_line
-from mpkit.support.disk import FULL, full_disk, write_whole
-from mpkit.support.private import NO_LINK, create
-from mpkit.support.tracebacks import fold_chain
+from mpkit.strategies.comm.call_checks import CallChecks
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.current import note_group
+from mpkit.strategies.comm.wire import Wire
+from mpkit.strategies.rank_context import Context
+from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
+from mpkit.trace.record.recorder import Recorder
 
 __all__ = ["context_of", "device_of", "main", "report", "run_spawned"]
 
@@ -192,7 +192,7 @@ def work(context: Context, folder: Path) -> None:
         result = function(context, *args)
     sys.stdout.flush()
     sys.stderr.flush()
-    from mpkit.launch.packing.packing import dumps
+    from mpkit.strategies.packing.packing import dumps
 
     write_whole(part(folder, context.rank, "result"), dumps(result))
 

@@ -19,8 +19,8 @@ from typing import IO, Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from mpkit.common.replaced import Replaced
 from mpkit.errors import MpkitError
-from mpkit.support.replaced import Replaced
 
 __all__ = ["EXPORT", "Seal", "sign_objects"]
 

@@ -17,9 +17,9 @@ import sysconfig
 import threading
 from pathlib import Path
 
-from mpkit.launch.process.folder import part
-from mpkit.support.private import create
-from mpkit.support.tracebacks import fold_stack
+from mpkit.common.launch_folder import part
+from mpkit.common.private import create
+from mpkit.common.tracebacks import fold_stack
 
 __all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of"]
 

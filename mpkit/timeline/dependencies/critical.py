@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.display import Drawn, data_frame, draw, write_text
+from mpkit.common.display import Drawn, data_frame, draw, write_text
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.dependencies.waiting import StepWaiting, waiting_of

@@ -1,1 +1,1 @@
-"""What a diagnosis says: findings, and the Diagnosis that holds them; `mpkit.diagnosis` finds them."""
+"""What a diagnosis says: findings, and the Diagnosis that holds them; `mpkit.timeline.diagnosis` finds them."""

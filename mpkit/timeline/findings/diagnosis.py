@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpkit.support.display import Drawn, data_frame, draw, write_text
+from mpkit.common.display import Drawn, data_frame, draw, write_text
 from mpkit.timeline.dependencies.critical import CriticalPath
 from mpkit.timeline.findings.finding import Finding
 

@@ -12,7 +12,7 @@ class Finding:
     """One reason why a step takes as long as it does.
 
     Attributes:
-        kind: what it is, such as "straggler" or "late bucket"; `mpkit.diagnosis.rules.RULES` has all kinds.
+        kind: what it is, such as "straggler" or "late bucket"; `mpkit.timeline.diagnosis.rules.RULES` has all kinds.
         words: the finding, a sentence with its numbers.
         reason: why that costs time.
         remedy: what to try.

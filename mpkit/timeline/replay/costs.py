@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.units import percent
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.enough import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
-from mpkit.support.units import percent
 from mpkit.trace import TIMED_BY_EVENTS, Kind
 
 __all__ = ["MEASURED", "machine"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.visible import visible
+from mpkit.common.visible import visible
 from mpkit.trace import SAMPLE
 
 __all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "NameLines", "Names", "Replayed", "spans_of"]

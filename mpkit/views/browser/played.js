@@ -1,4 +1,4 @@
-// A schedule played on a clock, as mpkit/schedule/play.py plays it: when each action can run.
+// A schedule played on a clock, as mpkit/plan/schedule/play.py plays it: when each action can run.
 //
 //   readSchedule   the text of `Schedule.spelled()`: a row per rank, such as "0F0 0F1&0B0"
 //   play           each rank runs its row in order, each action as soon as what it needs is there

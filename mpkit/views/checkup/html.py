@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.checkup.findings.finding import CheckupFinding, Level
-from mpkit.support.visible import escape
+from mpkit.common.visible import escape
+from mpkit.launch.doctor.findings.finding import CheckupFinding, Level
 from mpkit.views.checkup.text import verdict
 
 if TYPE_CHECKING:
-    from mpkit.checkup.report import CheckupReport
+    from mpkit.launch.doctor.report import CheckupReport
 
 __all__ = ["report_html"]
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mpkit.checkup.findings.finding import CheckupFinding, Level, plural
-from mpkit.support.visible import visible
+from mpkit.common.visible import visible
+from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
 
 if TYPE_CHECKING:
-    from mpkit.checkup.report import CheckupReport
+    from mpkit.launch.doctor.report import CheckupReport
 
 __all__ = ["print_report", "report_text", "verdict"]
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.display import image
-from mpkit.support.needs import needs_notebook
-from mpkit.support.units import percent, seconds
-from mpkit.support.visible import escape
+from mpkit.common.display import image
+from mpkit.common.needs import needs_notebook
+from mpkit.common.units import percent, seconds
+from mpkit.common.visible import escape
 from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
 from mpkit.views.drawing.sortable import Cell, Column, SortableTable
 
 if TYPE_CHECKING:
-    from mpkit.advice.advice import Advice
+    from mpkit.prediction.advice.advice import Advice
 
 try:
     import plotly.graph_objects as go
@@ -114,7 +114,7 @@ def advice_parts(advice: Advice) -> list[Any]:
     """Return what a notebook shows of an advice, from top to bottom: nothing but the words if no plan fits."""
     from IPython.display import HTML
 
-    from mpkit.analysis.comparison import compare_timelines
+    from mpkit.timeline.comparison import compare_timelines
 
     words = HTML(f'<pre style="white-space:pre-wrap">{escape(str(advice))}</pre>')
     if advice.best is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.display import image
-from mpkit.support.needs import needs_notebook
-from mpkit.support.units import seconds
+from mpkit.common.display import image
+from mpkit.common.needs import needs_notebook
+from mpkit.common.units import seconds
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.comparison.svg import bars_svg
 from mpkit.views.drawing.chart_look import LINE, LOOK
@@ -15,7 +15,7 @@ from mpkit.views.drawing.lanes import widest_label
 from mpkit.views.timeline.widget import TimelineView
 
 if TYPE_CHECKING:
-    from mpkit.analysis.comparison import Comparison
+    from mpkit.timeline.comparison import Comparison
 
 try:
     import ipywidgets

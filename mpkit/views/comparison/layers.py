@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import bytes_text, seconds
-from mpkit.support.visible import escape
+from mpkit.common.units import bytes_text, seconds
+from mpkit.common.visible import escape
 
 if TYPE_CHECKING:
-    from mpkit.layerwise.result import LayerChoice, LayerStrategies
+    from mpkit.prediction.layerwise.result import LayerChoice, LayerStrategies
 
 __all__ = ["layers_html", "layers_text"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.units import bytes_text, percent, seconds
+from mpkit.common.units import bytes_text, percent, seconds
 
 if TYPE_CHECKING:
-    from mpkit.api.run_list import KeptRun, RunList
+    from mpkit.launch.session.run_list import KeptRun, RunList
 
 __all__ = ["run_list_text", "run_list_view"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.needs import needs_notebook
+from mpkit.common.needs import needs_notebook
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
 
 if TYPE_CHECKING:
-    from mpkit.experiments.scaling import Scaling
+    from mpkit.prediction.experiments.scaling import Scaling
 
 try:
     import plotly.graph_objects as go
@@ -24,7 +24,7 @@ def scaling_figure(scaling: Scaling) -> Any:
     Args:
         scaling: what to draw. Serial training is the first point of every other strategy's line.
     """
-    from mpkit.experiments.scaling import strategy  # imported here since it needs torch
+    from mpkit.prediction.experiments.scaling import strategy  # imported here since it needs torch
 
     rows = scaling.rows
     least = min(row.ranks for row in rows)

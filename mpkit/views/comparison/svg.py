@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import seconds
-from mpkit.support.visible import escape
+from mpkit.common.units import seconds
+from mpkit.common.visible import escape
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.sheet import keys, sheet
@@ -19,7 +19,7 @@ from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import GUTTER, MARGIN, gutter_of, svg
 
 if TYPE_CHECKING:
-    from mpkit.analysis.comparison import ComparedStep, Comparison
+    from mpkit.timeline.comparison import ComparedStep, Comparison
 
 __all__ = ["bars_svg", "comparison_svg"]
 

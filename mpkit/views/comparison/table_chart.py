@@ -6,11 +6,11 @@ from itertools import cycle
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.needs import needs_notebook
+from mpkit.common.needs import needs_notebook
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
 
 if TYPE_CHECKING:
-    from mpkit.analysis.chart import Chart
+    from mpkit.prediction.chart import Chart
 
 __all__ = ["chart_figure", "chart_text"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import percent, seconds
+from mpkit.common.units import percent, seconds
 from mpkit.timeline.idleness import CAUSES
 
 if TYPE_CHECKING:
-    from mpkit.analysis.comparison import Comparison
+    from mpkit.timeline.comparison import Comparison
 
 __all__ = ["comparison_text"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.units import bytes_text, percent, seconds
-from mpkit.support.visible import escape
+from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.common.visible import escape
 from mpkit.views.comparison.svg import comparison_svg
 
 if TYPE_CHECKING:
-    from mpkit.analysis.what_if_result import PredictedStep, WhatIf
+    from mpkit.launch.session.what_if_result import PredictedStep, WhatIf
 
 __all__ = ["what_if_svg", "what_if_text", "what_if_view"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mpkit.support.display import image
-from mpkit.support.units import percent
-from mpkit.support.visible import escape
+from mpkit.common.display import image
+from mpkit.common.units import percent
+from mpkit.common.visible import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
 from mpkit.views.drawing.badge import badge

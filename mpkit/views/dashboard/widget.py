@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import numpy.typing as npt
 
-from mpkit.support.needs import needs_notebook
+from mpkit.common.needs import needs_notebook
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
@@ -35,8 +35,8 @@ except ImportError as error:
     raise needs_notebook("a run's dashboard", error) from error
 
 if TYPE_CHECKING:
-    from mpkit.api.run import Run
-    from mpkit.api.watched_run import WatchedRun
+    from mpkit.launch.session.run import Run
+    from mpkit.launch.session.watched_run import WatchedRun
 
 __all__ = ["Dashboard", "RunView", "show_run"]
 
@@ -236,7 +236,7 @@ class Dashboard:
 
 
 class RunView:
-    """Observes a training or a watched program (`mpkit.api.run.Observer`), and fills a Dashboard."""
+    """Observes a training or a watched program (`mpkit.launch.session.run.Observer`), and fills a Dashboard."""
 
     def __init__(self, run: Run | WatchedRun) -> None:
         self.run = run

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mpkit.support.display import Drawn
-from mpkit.support.visible import escape
+from mpkit.common.display import Drawn
+from mpkit.common.visible import escape
 from mpkit.views.drawing.matrix_svg import BOTH, Box, both_ranks, matrix, rank_classes
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
 

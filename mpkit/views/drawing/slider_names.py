@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.support.needs import needs_notebook
+from mpkit.common.needs import needs_notebook
 from mpkit.views.browser import slider_names
 
 try:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.support.needs import needs_notebook
-from mpkit.support.visible import escape
+from mpkit.common.needs import needs_notebook
+from mpkit.common.visible import escape
 from mpkit.views.browser import sortable
 
 try:

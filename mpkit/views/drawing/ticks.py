@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mpkit.support.units import seconds
+from mpkit.common.units import seconds
 
 __all__ = ["levels", "ticks"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.units import bytes_text
+from mpkit.common.units import bytes_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label

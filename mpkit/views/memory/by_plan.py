@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mpkit.analysis.memory_by_plan import MemoryByPlan
-from mpkit.support.visible import escape
+from mpkit.common.visible import escape
+from mpkit.prediction.memory_by_plan import MemoryByPlan
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.support.needs import needs_notebook
+from mpkit.common.needs import needs_notebook
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.cost_model.fits import MARGIN_WORD, MEANING
-from mpkit.cost_model.memory import CATEGORIES
-from mpkit.support.units import bytes_text
-from mpkit.support.visible import escape
+from mpkit.common.units import bytes_text
+from mpkit.common.visible import escape
+from mpkit.prediction.cost_model.fits import MARGIN_WORD, MEANING
+from mpkit.prediction.cost_model.memory import CATEGORIES
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
 
 if TYPE_CHECKING:
-    from mpkit.cost_model.fits import Fits
+    from mpkit.prediction.cost_model.fits import Fits
 
 __all__ = ["fits_svg", "fits_text"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.units import bytes_text
+from mpkit.common.units import bytes_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.support.needs import needs_notebook
+from mpkit.common.needs import needs_notebook
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.chart_look import LINE, LOOK
 from mpkit.views.memory.strategies_svg import shown_of
 
 if TYPE_CHECKING:
-    from mpkit.experiments.memory_by_strategy import MemoryByStrategy
+    from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
 
 try:
     import plotly.graph_objects as go

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import bytes_text
-from mpkit.support.visible import escape
+from mpkit.common.units import bytes_text
+from mpkit.common.visible import escape
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
 
 if TYPE_CHECKING:
-    from mpkit.experiments.memory_by_strategy import MemoryByStrategy, MemoryRow
+    from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy, MemoryRow
 
 __all__ = ["shown_of", "strategies_svg"]
 

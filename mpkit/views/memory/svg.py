@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpkit.support.visible import escape
+from mpkit.common.visible import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import THEMES

@@ -20,8 +20,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from mpkit.support.units import bytes_text, percent, seconds
-from mpkit.support.visible import escape
+from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.common.visible import escape
 from mpkit.timeline import metrics
 from mpkit.timeline.proof_notes import proof_notes
 from mpkit.timeline.timeline import Timeline

@@ -14,9 +14,9 @@ import json
 from base64 import b64encode
 from typing import NamedTuple
 
+from mpkit.common.visible import escape
 from mpkit.plan.plan import Plan
-from mpkit.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
-from mpkit.support.visible import escape
+from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.simulation import simulate
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import Key

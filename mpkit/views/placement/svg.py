@@ -13,9 +13,9 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpkit.analysis.placed_ranks import Talk, brief
+from mpkit.common.visible import escape
 from mpkit.plan.mesh_of_trace import long_axes, place_text
-from mpkit.support.visible import escape
+from mpkit.strategies.placement.placed_ranks import Talk, brief
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet
@@ -23,7 +23,7 @@ from mpkit.views.placement.text import divided_layers, groups_words, link_words,
 from mpkit.views.placement.zero import zero_svg
 
 if TYPE_CHECKING:
-    from mpkit.analysis.placed_ranks import Placement
+    from mpkit.strategies.placement.placed_ranks import Placement
 
 __all__ = ["placement_svg"]
 

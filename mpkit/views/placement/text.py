@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mpkit.analysis.placed_ranks import Talk, brief
 from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.strategies.placement.placed_ranks import Talk, brief
 from mpkit.views.placement.zero import zero_text
 
 if TYPE_CHECKING:
-    from mpkit.analysis.placed_ranks import Placement
+    from mpkit.strategies.placement.placed_ranks import Placement
 
 __all__ = ["divided_layers", "link_words", "placement_text", "shape_words"]
 

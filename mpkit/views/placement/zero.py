@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.analysis.zero_shares import STATES, Share, sharded_states
-from mpkit.support.visible import escape
+from mpkit.common.visible import escape
+from mpkit.strategies.placement.zero_shares import STATES, Share, sharded_states
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.sheet import MARGIN
 
 if TYPE_CHECKING:
-    from mpkit.analysis.placed_ranks import Placement
+    from mpkit.strategies.placement.placed_ranks import Placement
 
 __all__ = ["held_words", "zero_svg", "zero_text"]
 

@@ -11,14 +11,14 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import bytes_text
-from mpkit.support.visible import escape
+from mpkit.common.units import bytes_text
+from mpkit.common.visible import escape
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.matrix_svg import BOTH, both_ranks, matrix, rank_classes
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
 
 if TYPE_CHECKING:
-    from mpkit.experiments.soap_found import Sent, Soap, Way
+    from mpkit.prediction.experiments.soap_found import Sent, Soap, Way
 
 __all__ = ["soap_svg"]
 

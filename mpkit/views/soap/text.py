@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import bytes_text
+from mpkit.common.units import bytes_text
 
 if TYPE_CHECKING:
-    from mpkit.experiments.soap_found import Soap, Way
-    from mpkit.experiments.soap_operator import Box
+    from mpkit.prediction.experiments.soap_found import Soap, Way
+    from mpkit.prediction.experiments.soap_operator import Box
 
 __all__ = ["soap_text"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.support.units import percent, seconds
+from mpkit.common.units import percent, seconds
 
 if TYPE_CHECKING:
     from mpkit.timeline.breakdown import Breakdown

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpkit.support.units import percent, seconds
-from mpkit.support.visible import escape
+from mpkit.common.units import percent, seconds
+from mpkit.common.visible import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.timeline.picture import Picture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from mpkit.support.display import image
-from mpkit.support.units import percent, seconds
-from mpkit.support.visible import escape
+from mpkit.common.display import image
+from mpkit.common.units import percent, seconds
+from mpkit.common.visible import escape
 from mpkit.timeline.idleness import CAUSES, causes_of
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.support.display import image
+from mpkit.common.display import image
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.timeline.picture import picture

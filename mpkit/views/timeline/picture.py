@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.units import bytes_text, flops_text, percent, seconds
+from mpkit.common.units import bytes_text, flops_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.support.units import bytes_text, percent, seconds
+from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import INKS, Key, key_of

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mpkit.support.units import percent
+from mpkit.common.units import percent
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import INKS, Key
 from mpkit.views.drawing.lanes import FOLDED
@@ -27,7 +27,7 @@ from mpkit.views.timeline.text import Cells, cells
 from mpkit.views.timeline.text import text as plain
 
 if TYPE_CHECKING:
-    from mpkit.api.run import Run
+    from mpkit.launch.session.run import Run
 
 __all__ = ["TerminalView", "watch"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.support.display import in_notebook
-from mpkit.support.units import percent, seconds
+from mpkit.common.display import in_notebook
+from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from mpkit.support.needs import needs_notebook
-from mpkit.support.units import percent
+from mpkit.common.needs import needs_notebook
+from mpkit.common.units import percent
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.support.needs import needs_notebook
-from mpkit.support.units import bytes_text
+from mpkit.common.needs import needs_notebook
+from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, tint
 from mpkit.views.drawing.chart_look import LOOK
 from mpkit.views.traffic.text import suitable_unit

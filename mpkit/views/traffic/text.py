@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpkit.support.units import bytes_text
+from mpkit.common.units import bytes_text
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections import Counter
 
-from mpkit.classroom.catalogue import ExerciseEntry, families, find, of_family
+from mpkit.course.catalogue import ExerciseEntry, families, find, of_family
 from tests.classroom.mutants.checking import tried
 
 GOAL = 0.95

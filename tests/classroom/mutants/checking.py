@@ -10,9 +10,9 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-from mpkit.classroom.catalogue import ExerciseEntry, find
-from mpkit.classroom.framework.room import Limits, PackedAnswer, Room
-from mpkit.classroom.framework.source import run_cell
+from mpkit.course.catalogue import ExerciseEntry, find
+from mpkit.course.framework.room import Limits, PackedAnswer, Room
+from mpkit.course.framework.source import run_cell
 from tests.classroom.mutants.mutate import Mutant, chosen
 
 __all__ = ["Caught", "checked", "equivalent", "tried"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import zip_longest
 
-from mpkit.classroom.framework.source import BEGIN, END, ExerciseSource
+from mpkit.course.framework.source import BEGIN, END, ExerciseSource
 
 __all__ = ["Mutant", "chosen", "mutants"]
 

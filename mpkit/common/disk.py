@@ -1,0 +1,80 @@
+"""A full disk, reported in one sentence: where there is no space, how much was needed and how much is free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mpkit.common.private import create
+
+__all__ = ["FULL", "full_disk", "name_full_disk", "write_whole"]
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The error numbers of a full device, an exceeded quota, and a limit on the size of files."""
+
+
+def full_disk(error: OSError, folder: str | os.PathLike[str], needed: int | None = None) -> OSError:
+    """Return an error of the same number that says where there is no space.
+
+    Args:
+        error: the system's error.
+        folder: the folder that could not be written to.
+        needed: the bytes needed, if known.
+    """
+    free = "unknown"
+    with suppress(OSError):
+        free = _megabytes(shutil.disk_usage(folder).free)
+    words = f"needed {_megabytes(needed)}, free {free}" if needed is not None else f"free {free}"
+    limit = {errno.EDQUOT: "; your quota is used up", errno.EFBIG: "; files are limited in size: `ulimit -f`"}
+    return OSError(error.errno, f"no space left in {folder} ({words}{limit.get(error.errno or 0, '')})")
+
+
+@contextmanager
+def name_full_disk(
+    folder: str | os.PathLike[str], needed: Callable[[], int] | int | None = None
+) -> Iterator[None]:
+    """Raise `full_disk` in place of the system's error.
+
+    Args:
+        folder: the folder that is written to.
+        needed: the bytes needed, or a function that counts them, called only if there is no space.
+
+    Raises:
+        OSError: there is no space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise full_disk(error, folder, needed() if callable(needed) else needed) from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file completely or not at all: a full disk leaves neither a part of it nor an empty file.
+
+    Raises:
+        OSError: there is no space, and the message says how much was needed; or the system's own reason.
+    """
+    if path.exists() and not path.is_file():  # such as a terminal or a pipe
+        path.write_bytes(data)
+        return
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with name_full_disk(path.parent, len(data)):
+            partial.unlink(missing_ok=True)  # of a process that was killed, or a link
+            with os.fdopen(create(partial, os.O_WRONLY, 0o666), "wb") as file:
+                file.write(data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _megabytes(count: int) -> str:
+    return f"{count:,} bytes" if count < 100_000 else f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,166 @@
+"""How a result shows itself, without knowing which code draws it.
+
+Results lie below the views, and import none of them. A view is found by the name of the result's class and the
+requested form ("text", "svg", "chart", ...), in a table that the package itself names (`mpkit.views.renderers`).
+"""
+
+from __future__ import annotations
+
+import sys
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.disk import write_whole
+from mpkit.common.needs import needs_notebook
+from mpkit.common.visible import escape
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "Charted",
+    "Drawn",
+    "HasChart",
+    "data_frame",
+    "draw",
+    "image",
+    "in_notebook",
+    "look_in",
+    "write_text",
+]
+
+_tables: list[str] = []
+
+
+def look_in(module: str) -> None:
+    """Add this module's table `RENDERERS` to those that are searched; it is imported when something is drawn.
+
+    The table maps the name of a class and a form to a renderer, as "module:function".
+    """
+    _tables.append(module)
+
+
+def draw(result: Any, form: str, *args: Any, **options: Any) -> Any:
+    """Draw a result in one form.
+
+    >>> import mpkit as mk
+    >>> print(draw(mk.simulate(mk.Plan.gpipe(2, 1)), "text", 40).splitlines()[0])
+    GPU 0 │0░░·········0▓▓▓▓▓│ idle 50.0 %
+
+    Args:
+        result: an object whose class, or a base class of it, has a renderer.
+        form: "text", "svg", "html", "chart", "widget", ...
+        args, options: further arguments of the renderer.
+
+    Raises:
+        LookupError: there is no renderer for this class and form.
+    """
+    names = tuple(base.__name__ for base in type(result).__mro__)
+    return _renderer(names, form)(result, *args, **options)
+
+
+@cache
+def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any]:
+    for table in map(import_module, _tables):
+        for name in names:
+            if place := table.RENDERERS.get(name, {}).get(form):
+                module, _, function = place.partition(":")
+                renderer: Callable[..., Any] = getattr(import_module(module), function)
+                return renderer
+    raise LookupError(f"nobody draws a {names[0]} as {form}: {', '.join(_tables)} has no such renderer")
+
+
+class Drawn:
+    """A result that prints, and shows itself as a picture in a notebook."""
+
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """Return the picture as a standalone SVG document; write it to `path` as well if that is given."""
+        return write_text(draw(self, "svg"), path)
+
+    def _words(self) -> str:
+        """Return what the picture shows in words, for readers who cannot see it."""
+        return str(self)
+
+    def __str__(self) -> str:
+        return str(draw(self, "text"))
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/html": image(self.to_svg(), self._words()), "text/plain": str(self)}
+
+
+class HasChart:
+    """A result that prints, and shows itself as a chart if plotly and a page are available."""
+
+    def figure(self) -> Any:
+        """Draw the chart, a plotly Figure; the class says what it shows.
+
+        Raises:
+            ImportError: plotly is not installed.
+        """
+        return draw(self, "chart")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):  # without plotly, what else the result has is shown
+            bundle = self.figure()._repr_mimebundle_(include, exclude)
+        return {**bundle, "text/plain": str(self)}
+
+
+class Charted(HasChart, Drawn):
+    """A result that has a picture as well, which is shown instead of the chart where there is no plotly."""
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        picture = Drawn._repr_mimebundle_(self, include, exclude)
+        return picture | HasChart._repr_mimebundle_(self, include, exclude)
+
+
+def image(svg_text: str, words: str) -> str:
+    """Return an `<img>` that holds its SVG, with words for readers who cannot see it.
+
+    This is the only kind of SVG that JupyterLab shows for an output whose widget is gone, and an image runs no script.
+    """
+    data = b64encode(svg_text.encode()).decode()
+    return f'<img alt="{escape(words, quote=True)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+
+
+def write_text(text: str, path: str | Path | None) -> str:
+    """Return the text; write it to `path` as well if that is given."""
+    if path is not None:
+        write_whole(Path(path), text.encode())
+    return text
+
+
+def data_frame(rows: Mapping[str, Any] | Iterable[Any], columns: list[str] | None = None) -> pd.DataFrame:
+    """Return a pandas DataFrame.
+
+    >>> data_frame([("dp", 8), ("tp", 2)], columns=["axis", "ranks"])
+      axis  ranks
+    0   dp      8
+    1   tp      2
+
+    Args:
+        rows: sequences in the order of `columns`, or dicts by column; or the columns by name.
+        columns: the names of the columns.
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise needs_notebook("a data frame", error) from error
+
+    # Columns given by name are arrays, and are passed on as they are.
+    return pd.DataFrame(rows if isinstance(rows, Mapping) else list(rows), columns=columns)
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a Jupyter front end."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None

@@ -1,0 +1,197 @@
+"""Tracebacks that end at the user's line: frames of mpkit, and of torch below them, are folded away.
+
+The last line of a traceback explains the mistake; above it Python prints every frame on the way to the check that
+found it. A public function that is decorated with `public` removes the frames of mpkit and of torch from an
+exception's traceback as it leaves. Frames of the user's own functions that mpkit called (a model, a dataset) stay.
+An exception that looks like a bug in mpkit itself keeps all of its frames. `mk.show_internals()` keeps them always.
+
+Nothing is patched, neither sys.excepthook nor IPython, so it works the same in scripts, notebooks and debuggers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, TypeVar, cast
+
+from mpkit.common.needs import lacks_torch, needs_torch
+from mpkit.errors import MpkitError
+
+__all__ = [
+    "fold_chain", "fold_stack", "folds", "internals_shown", "level_of_user", "public", "show_internals",
+]  # fmt: skip
+
+Thing = TypeVar("Thing")
+
+FOLDED = ("mpkit", "torch", "contextlib", "functools")
+"""Top-level packages whose frames are folded."""
+
+MISTAKES = (ValueError, MpkitError)
+"""The errors that mpkit raises on purpose; anything else that is raised in mpkit is a bug of its own."""
+
+_PACKAGES = [f"{Path(__file__).parents[1]}/"]
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+class _Switch:
+    shown = False
+
+
+def show_internals(shown: bool = True) -> None:
+    """Show all frames of mpkit and torch in tracebacks, or fold them again.
+
+    Args:
+        shown: whether to show all frames; False, the initial state, folds them.
+
+    >>> import mpkit as mk
+    >>> mk.show_internals()
+    >>> mk.show_internals(False)
+    """
+    _Switch.shown = bool(shown)
+
+
+def internals_shown() -> bool:
+    """Return whether `show_internals` asked for all frames."""
+    return _Switch.shown
+
+
+def public(thing: Thing) -> Thing:
+    """Decorate a public function, or all public methods and properties of a class, to fold exceptions that leave it."""
+    if isinstance(thing, type):
+        for name, member in list(vars(thing).items()):
+            if name.startswith("_") and name not in ("__init__", "__call__", "__getitem__"):
+                continue
+            if isinstance(member, FunctionType):
+                setattr(thing, name, _guard(member))
+            elif isinstance(member, (classmethod, staticmethod)):
+                setattr(thing, name, type(member)(_guard(member.__func__)))
+            elif isinstance(member, property) and member.fget is not None:
+                setattr(thing, name, property(_guard(member.fget), member.fset, member.fdel, member.__doc__))
+        return thing
+    assert isinstance(thing, FunctionType)
+    return cast(Thing, _guard(thing))
+
+
+def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(function):
+        return function
+
+    @functools.wraps(function)
+    def call_guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return function(*args, **kwargs)
+            except ModuleNotFoundError as error:
+                if not lacks_torch(error) or not _raised_here(error):
+                    raise
+                raise needs_torch(f"mk.{function.__qualname__.removesuffix('.__init__')}") from None
+        except BaseException as error:
+            if not _Switch.shown:
+                fold_chain(error)
+            raise  # a bare raise does not add this frame again
+
+    return call_guarded
+
+
+def fold_chain(error: BaseException) -> None:
+    """Remove the frames of mpkit and torch from the tracebacks of an exception, its cause and its context."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        if folds(each):
+            each.__traceback__ = fold(each.__traceback__)
+            context = each.__context__
+            if context is not None and context.__traceback__ is not None and not _visible(context):
+                each.__suppress_context__ = (
+                    True  # mpkit's own handling of the error, which involves no line of the user's code
+                )
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Return whether mpkit's own import failed, and not one in a function of the user's."""
+    frames = [frame for frame, _ in _frames(error.__traceback__) if not _is_standard(frame)]
+    return _root(frames[-1]) == "mpkit"
+
+
+def _visible(error: BaseException) -> bool:
+    """Return whether a line of the user's is in the exception's traceback."""
+    return any(not _is_folded(frame) for frame, _ in _frames(error.__traceback__))
+
+
+def folds(error: BaseException) -> bool:
+    """Return whether to fold the frames of an exception.
+
+    They do not help a user if mpkit found the user's mistake, or if the error is in the user's own code.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    frames = [frame for frame, _ in _frames(error.__traceback__)]
+    internal = [i for i, frame in enumerate(frames) if _is_folded(frame)]
+    below = frames[internal[-1] + 1 :] if internal else frames
+    if below:  # mpkit called this; its own calls into the standard library do not concern the user
+        return not all(_is_standard(frame) for frame in below)
+    user = max((i for i, frame in enumerate(frames) if not _is_folded(frame)), default=len(frames))
+    if any(_module(frame).startswith("torch.distributed") for frame in frames[user + 1 :]):
+        return True  # the user's own call, which torch refused
+    return isinstance(error, MISTAKES) and bool(frames) and _root(frames[-1]) == "mpkit"
+
+
+def fold(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames of mpkit and torch."""
+    kept = [(frame, at) for frame, at in _frames(trace) if not _is_folded(frame)]
+    folded = None
+    for frame, at in reversed(kept):
+        folded = TracebackType(folded, frame, at.tb_lasti, at.tb_lineno)
+    return folded
+
+
+def fold_stack(text: str) -> str:
+    """Return a stack written by faulthandler without the lines of mpkit and torch; all of it if nothing is left."""
+    lines = text.strip().splitlines()
+    kept = [line for line in lines if not any(f'"{place}' in line for place in _places())]
+    return "\n".join(kept if any("File " in line for line in kept) and not _Switch.shown else lines)
+
+
+def level_of_user() -> int:
+    """Return the `stacklevel` with which a warning by the caller of this function is shown at the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _is_folded(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _places() -> Iterator[str]:
+    yield from _PACKAGES
+    for kind in ("purelib", "platlib"):
+        yield f"{sysconfig.get_path(kind)}/torch/"
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType]]:
+    while trace is not None:
+        yield trace.tb_frame, trace
+        trace = trace.tb_next
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _root(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def _is_folded(frame: FrameType) -> bool:
+    return _root(frame) in FOLDED
+
+
+def _is_standard(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith((_STDLIB, "<frozen")) and "site-packages" not in name

@@ -1,0 +1,18 @@
+"""The classroom: exercises that check themselves on real ranks.
+
+In     an answer, from a notebook cell or a student's notebook.
+Out    a verdict with the rows that were checked and one hint; the grades of a class (`grading`).
+Begin  with `framework/on_ranks.py`, then any file of `exercises/`.
+May import  all rooms.
+
+exercise     Exercise, Case, Mistake, Budget: what an author writes, one file per exercise
+source       the parts of such a file: text, given code, answer with its solution, wrong answers
+catalogue    finds exercises by name
+seen         Seen: what an answer did in one case; budgets measure it, and mistakes are recognized in it
+on_ranks     exercises whose answer runs on ranks
+room         ranks for a check, with seeded delays, limits, and an explanation of every hang
+here         in place of ranks this process, where there is no torch, such as in a browser
+lesson       a failure on ranks, as a lesson
+judge        from an answer to a verdict: the rows, and the hint
+check        mk.check and mk.progress
+"""

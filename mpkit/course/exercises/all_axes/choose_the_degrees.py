@@ -1,0 +1,223 @@
+"""Choose the degrees.
+
+A model, a cluster, a batch: how many stages, replicas and shards of a layer? Find the mesh with the shortest step
+among all that are possible. Possible is one for which
+
+- pp × dp × tp are all the GPUs; tp stays inside a node, since it talks most, and divides the attention heads;
+- pp divides the layers, and dp divides the batch (the micro-batches have one sample: there are batch/dp of them);
+- it fits. Per GPU, in bytes, with Adam in mixed precision, 1F1B on the first stage, and attention that keeps no scores:
+
+        states         16 ψ / (pp tp)                  2 parameters + 2 gradients + 12 optimizer, of ψ parameters
+        activations    34 s h × (layers/pp) / tp       of one sample, sequence s, width h ...
+                       × min(pp, batch/dp)             ... and so many of them are live
+
+`seconds` (given) is how long a step takes. Return `{"pp": ..., "dp": ..., "tp": ...}`, or None if nothing fits.
+
+Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
+section 3; Rajbhandari et al., "ZeRO", SC 2020; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", MLSys 2023.
+"""
+
+from __future__ import annotations
+
+import mpkit as mk
+from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.on_ranks import OnRanks
+
+
+# %% given
+def parameters(model: dict[str, int]) -> int:
+    """Return ψ, the number of the layers' parameters; embeddings are left out."""
+    return 12 * model["layers"] * model["width"] ** 2
+
+
+def seconds(model: dict[str, int], cluster: dict[str, int], batch: int, pp: int, dp: int, tp: int) -> float:
+    """Return the time of a 1F1B step: compute and tp's messages, with the bubble; then the gradients' all-reduce."""
+    tokens, microbatches = model["sequence"], batch // dp
+    flops = 6 * parameters(model) * tokens / (pp * tp)
+    stream = 2 * tokens * model["width"]  # bytes of one sample's activations between layers
+    talk = 8 * stream * (tp - 1) / tp * model["layers"] / pp / cluster["bytes per second in a node"]
+    steady = (flops / cluster["flops per second"] + talk) * (microbatches + pp - 1)
+    reduce = 2 * 2 * parameters(model) / (pp * tp) * (dp - 1) / dp / cluster["bytes per second between nodes"]
+    return steady + reduce
+
+
+# %% answer
+def choose_the_degrees(model: dict[str, int], cluster: dict[str, int], batch: int) -> dict[str, int] | None:
+    """Return the possible mesh with the shortest step: {"pp": ..., "dp": ..., "tp": ...}, or None.
+
+    model: "layers", "width", "heads", "sequence".
+    cluster: "gpus", "gpus a node", "bytes a gpu", and the speeds that `seconds` uses.
+    """
+    ### BEGIN SOLUTION
+    gpus, layers = cluster["gpus"], model["layers"]
+    possible = []
+    for tp in range(1, min(cluster["gpus a node"], gpus) + 1):
+        for pp in range(1, gpus // tp + 1):
+            dp = gpus // (pp * tp)
+            if pp * dp * tp != gpus or model["heads"] % tp or layers % pp or batch % dp:
+                continue
+            states = 16 * parameters(model) / (pp * tp)
+            of_one = 34 * model["sequence"] * model["width"] * layers / pp / tp
+            if states + of_one * min(pp, batch // dp) <= cluster["bytes a gpu"]:
+                possible.append((seconds(model, cluster, batch, pp, dp, tp), {"pp": pp, "dp": dp, "tp": tp}))
+    return min(possible, key=lambda each: each[0])[1] if possible else None
+    ### END SOLUTION
+
+
+# %% checks
+MODELS = {
+    "1.3B": {"layers": 24, "width": 2048, "heads": 16, "sequence": 8192},
+    "6.7B": {"layers": 32, "width": 4096, "heads": 32, "sequence": 4096},
+    "22B": {"layers": 48, "width": 6144, "heads": 64, "sequence": 4096},
+    "76B": {"layers": 60, "width": 10240, "heads": 80, "sequence": 2048},
+    "175B": {"layers": 96, "width": 12288, "heads": 96, "sequence": 2048},
+}
+
+
+def cluster_of(case: Case) -> dict[str, int]:
+    """Return a cluster: GPUs of 40 or 80 GB at half their peak, NVLink 3 inside nodes, InfiniBand between them."""
+    return {
+        "gpus": case["gpus"],
+        "gpus a node": case["a_node"],
+        "bytes a gpu": case["memory"] * 10**9,
+        "flops per second": 156 * 10**12,
+        "bytes per second in a node": 211 * 10**9,
+        "bytes per second between nodes": 100 * 10**9,
+    }
+
+
+def degrees(case: Case) -> list[tuple[int, int, int]]:
+    """Return every (pp, dp, tp) for the case's number of GPUs, with tp inside a node."""
+    gpus = case["gpus"]
+    return [
+        (pp, gpus // pp // tp, tp)
+        for pp in range(1, gpus + 1)
+        for tp in range(1, case["a_node"] + 1)
+        if gpus % (pp * tp) == 0
+    ]
+
+
+def fits(case: Case, pp: int, dp: int, tp: int) -> bool:
+    """Return whether a mesh divides the model and the batch, and fits into memory."""
+    model = MODELS[case["model"]]
+    if model["layers"] % pp or model["heads"] % tp or case["batch"] % dp:
+        return False
+    live = min(pp, case["batch"] // dp)
+    activations = 34 * model["sequence"] * model["width"] * model["layers"] * live
+    return bool(16 * parameters(model) + activations <= case["memory"] * 1e9 * pp * tp)
+
+
+def expected(case: Case) -> list[object]:
+    """Return the best mesh, found by brute force."""
+    model, cluster = MODELS[case["model"]], cluster_of(case)
+    fitting = [each for each in degrees(case) if fits(case, *each)]
+    best = min(fitting, key=lambda each: seconds(model, cluster, case["batch"], *each), default=None)
+    return [best and dict(zip(("pp", "dp", "tp"), best, strict=True))]
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """Return the mesh that the answer chooses."""
+    assert callable(answer)
+    return answer(dict(MODELS[case["model"]]), cluster_of(case), case["batch"])
+
+
+EXERCISE = OnRanks(
+    solution=choose_the_degrees,
+    cases=(
+        Case(1, 1, {"model": "1.3B", "gpus": 8, "a_node": 8, "memory": 80, "batch": 64}),
+        Case(1, 2, {"model": "22B", "gpus": 24, "a_node": 8, "memory": 32, "batch": 128}),
+        Case(1, 3, {"model": "22B", "gpus": 24, "a_node": 4, "memory": 80, "batch": 16}),
+        Case(1, 4, {"model": "175B", "gpus": 16, "a_node": 8, "memory": 80, "batch": 64}),
+        Case(1, 6, {"model": "6.7B", "gpus": 16, "a_node": 2, "memory": 32, "batch": 4}),
+        Case(1, 5, {"model": "76B", "gpus": 64, "a_node": 8, "memory": 80, "batch": 32}),
+    ),
+    play=play,
+    expected=expected,
+    result="the degrees",
+    after="07-three-dimensions",
+    place=40,
+    start="Two loops, over tp and pp; dp follows. Leave out what is not possible, one condition after the other, and "
+    "keep the one with the fewest `seconds`.",
+    mistakes=(
+        Mistake(
+            "ignores-memory",
+            (
+                "How many bytes does a GPU need with the mesh that you chose, and how many has it?",
+                "The fastest mesh of all is no use if it does not fit. Leave out those whose states and activations "
+                "are more than `cluster['bytes a gpu']`.",
+            ),
+            [('if states + of_one * min(pp, batch // dp) <= cluster["bytes a gpu"]:', "if True:")],
+        ),
+        Mistake(
+            "forgets-the-activations",
+            (
+                "What does a GPU hold besides parameters, gradients and optimizer states?",
+                "Activations take as much as the states here, or more: with 1F1B the first stage holds those of "
+                "min(pp, batch/dp) samples.",
+            ),
+            [("states + of_one * min(pp, batch // dp)", "states")],
+        ),
+        Mistake(
+            "one-micro-batch-live",
+            (
+                "How many micro-batches' activations are live on the first stage under 1F1B?",
+                "1F1B's warm-up puts a micro-batch into every stage: the first holds min(pp, micro-batches) of them, "
+                "not one. So more stages do not make the activations of the first stage smaller.",
+            ),
+            [("of_one * min(pp, batch // dp)", "of_one")],
+        ),
+        Mistake(
+            "replicas-share-the-states",
+            (
+                "Does a replica make the states of the others smaller?",
+                "Plain data parallelism copies: each replica has all of its part. Only pp and tp divide the model, "
+                "so the states are 16 ψ / (pp tp). (ZeRO is what divides them among replicas.)",
+            ),
+            [("/ (pp * tp)\n", "/ gpus\n")],
+        ),
+        Mistake(
+            "tp-divides-nothing",
+            (
+                "Of each layer's weights, how many are on one GPU?",
+                "tp cuts every layer, pp the list of layers: both divide the parameters of a GPU.",
+            ),
+            [("/ (pp * tp)\n", "/ pp\n")],
+        ),
+        Mistake(
+            "tp-across-nodes",
+            (
+                "How many GPUs does a node have, and how many are in your tp group?",
+                "`seconds` takes it that tp talks inside a node. A group that spans two nodes has the slow link in "
+                "it, four times in every layer. tp is at most 'gpus a node'.",
+            ),
+            [('min(cluster["gpus a node"], gpus)', "gpus")],
+        ),
+        Mistake(
+            "heads-are-cut-in-two",
+            (
+                "How many attention heads does each GPU get with your tp?",
+                "Attention is divided by heads: tp has to divide their number, or some GPU has a part of a head.",
+            ),
+            [('model["heads"] % tp or ', "")],
+        ),
+        Mistake(
+            "batch-is-not-divided-evenly",
+            (
+                "How many samples does each replica get with your dp?",
+                "dp has to divide the batch. Rounded down, samples are lost, and the step only looks faster.",
+            ),
+            [(" or batch % dp", "")],
+        ),
+        Mistake(
+            "nothing-fits",
+            (
+                "There is a case where no mesh is possible. What should be returned there?",
+                "`min` of nothing is an error: return None if there is nothing to choose from.",
+            ),
+            [(" if possible else None", "")],
+            when=lambda seen: "empty" in seen.error or "IndexError" in seen.error,
+        ),
+    ),
+    otherwise=("For the first case, print all meshes with their bytes and seconds.",),
+)

@@ -1,0 +1,293 @@
+"""ZeRO-1 with a pipeline.
+
+Two axes at once: stages along pp, and each stage has replicas along dp. ZeRO-1 shards the optimizer's states over
+ranks that hold the *same* parameters, and these are the replicas of one stage. Ranks are laid out with dp fastest:
+
+    stage 0    rank 0, rank 1     ◀─ reduce-scatter and all-gather among these two
+    stage 1    rank 2, rank 3     ◀─ and among these two; the stages are of different sizes
+
+After the backwards each rank has the gradients of its stage, of its replica's part of the batch. A step is
+
+    1. reduce-scatter the gradients in the stage's dp group: each rank gets its shard of their mean
+    2. update that shard of the parameters; only its optimizer states exist here
+    3. all-gather the updated shards
+
+`flatten` and `unflatten` (given) turn a list of tensors into one, padded to a multiple of n, and back.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.measures import collectives, peak, ring
+from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.serial import adam
+from mpkit.course.framework.serial import model as network
+from mpkit.course.framework.staged import record_stage
+from mpkit.plan.mesh import Mesh
+
+
+# %% given
+def flatten(tensors: list[Tensor | None], n: int) -> Tensor:
+    """Return all elements in one row, with zeros at the end up to a multiple of n: (k n,)."""
+    row = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(row, (0, -len(row) % n))
+
+
+def unflatten(row: Tensor, tensors: list[Tensor]) -> None:
+    """Copy from such a row into the tensors."""
+    first = 0
+    for tensor in tensors:
+        tensor.data.copy_(row[first : first + tensor.numel()].view_as(tensor))
+        first += tensor.numel()
+
+
+# %% answer
+class Zero1:
+    """A rank's part of its stage's optimizer.
+
+    ctx: this rank's. stage: its part of the model. dp: replicas of each stage; there are world_size // dp stages.
+    adam: adam([tensor]) makes an optimizer that steps a tensor by its `.grad`.
+    """
+
+    def __init__(self, ctx: mk.Context, stage: nn.Module, dp: int, adam: type[torch.optim.Adam]) -> None:
+        self.ctx, self.dp = ctx, dp
+        self.parameters = list(stage.parameters())
+        ### BEGIN SOLUTION
+        # instead: raise NotImplementedError("your turn: this stage's dp group, this rank's shard, its optimizer")
+        groups = [ctx.comm.group(range(first, first + dp)) for first in range(0, ctx.world_size, dp)]
+        self.group = groups[ctx.rank // dp]
+        self.shard = flatten(self.parameters, dp).chunk(dp)[ctx.rank % dp].clone()
+        self.optimizer = adam([self.shard])
+        ### END SOLUTION
+
+    def step(self) -> None:
+        """Step once, after the backwards: each parameter has this replica's gradient in `.grad`."""
+        ### BEGIN SOLUTION
+        gradients = flatten([parameter.grad for parameter in self.parameters], self.dp)
+        self.shard.grad = self.ctx.comm.reduce_scatter(gradients, self.group) / self.dp
+        self.optimizer.step()
+        unflatten(self.ctx.comm.all_gather(self.shard, self.group), self.parameters)
+        ### END SOLUTION
+
+
+# %% checks
+STEPS, SAMPLES = 2, 4
+
+
+def stages(case: Case) -> list[nn.Sequential]:
+    """Return one stage per rank along pp, of different sizes."""
+    count = case.ranks // case["dp"]
+    whole = list(network(case.seed, (6, *range(9, 9 - count, -1), 6)))
+    return [nn.Sequential(*whole[2 * stage : 2 * stage + 2]) for stage in range(count - 1)] + [
+        nn.Sequential(*whole[2 * count - 2 :])
+    ]
+
+
+def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Return one whole batch per step."""
+    shape = (STEPS, 2, SAMPLES * case["dp"], 6)
+    drawn = torch.randn(shape, generator=case.generator(), dtype=torch.float64)
+    return [(x, y) for x, y in drawn]
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """Run two steps of naive MP with replicas; return the stage's parameters after them."""
+    assert callable(answer)
+    place = Mesh(pp=case.ranks // case["dp"], dp=case["dp"]).place(ctx.rank)
+    stage, n = stages(case)[place.pp], case["dp"]
+    record_stage(ctx, stage, place.pp)
+    widths = [part[0].in_features for part in stages(case)]
+    with Memory(ctx, stage.parameters()):
+        zero = answer(ctx, stage, n, adam)
+        for x, y in batches(case):
+            x, y = x[place.dp :: n].clone(), y[place.dp :: n]
+            if place.pp:
+                x = ctx.comm.recv(x.new_empty(len(x), widths[place.pp]), ctx.rank - n).requires_grad_()
+            output = stage(x)
+            if ctx.rank + n < case.ranks:
+                ctx.comm.send(output, ctx.rank + n)
+                output.backward(ctx.comm.recv(torch.empty_like(output), ctx.rank + n))
+            else:
+                F.mse_loss(output, y).backward()
+            if place.pp:
+                ctx.comm.send(x.grad, ctx.rank - n)
+            zero.step()
+            stage.zero_grad()
+    return {name: parameter.detach() for name, parameter in stage.named_parameters()}
+
+
+def expected(case: Case) -> list[object]:
+    """Train serially; return each rank's stage's parameters."""
+    parts = stages(case)
+    whole = nn.Sequential(*parts)
+    optimizer = adam(list(whole.parameters()))
+    for x, y in batches(case):
+        optimizer.zero_grad()
+        F.mse_loss(whole(x), y).backward()
+        optimizer.step()
+    weights = [{name: p.detach() for name, p in part.named_parameters()} for part in parts]
+    return [weights[rank // case["dp"]] for rank in range(case.ranks)]
+
+
+def largest(case: Case) -> int:
+    """Return the number of elements of the largest stage, padded to a multiple of dp."""
+    n = case["dp"]
+    return max(-(-sum(p.numel() for p in part.parameters()) // n) * n for part in stages(case))
+
+
+def of_all_ranks(seen: Seen) -> bool:
+    """Return whether the calls that do not match were made without a group."""
+    return f"of ranks {','.join(map(str, range(seen.case.ranks)))}." in seen.mismatch
+
+
+EXERCISE = OnRanks(
+    solution=Zero1,
+    cases=(Case(2, 1, {"dp": 2}), Case(4, 2, {"dp": 2}), Case(6, 3, {"dp": 2}), Case(6, 4, {"dp": 3})),
+    play=play,
+    expected=expected,
+    result="the parameters after two steps",
+    budgets=(
+        Budget(
+            "bytes of optimizer states on a rank",
+            peak("optimizer"),
+            lambda case: float(2 * 8 * largest(case) // case["dp"]),
+            "bytes",
+        ),
+        Budget("collectives that a rank takes part in", collectives, 2 * STEPS),
+        Budget(
+            "bytes that a rank sends for them",
+            ring,
+            lambda case: 2 * STEPS * 8 * largest(case) * (1 - 1 / case["dp"]),
+            "bytes",
+        ),
+    ),
+    after="07-three-dimensions",
+    place=30,
+    start="First the groups: with 4 ranks and dp = 2, ranks 0 and 1 hold stage 0, ranks 2 and 3 stage 1. Every rank "
+    "makes both groups, and keeps its own. Which part of its stage's parameters does this rank update?",
+    mistakes=(
+        Mistake(
+            "shards-over-all-ranks",
+            (
+                "Which ranks hold the same parameters as this one? Over which do you reduce?",
+                "Without a group, gradients of different stages are added up: they belong to different parameters, "
+                "and are not even as many. ZeRO works among the replicas of one stage.",
+                "Pass the stage's dp group to reduce_scatter and to all_gather.",
+            ),
+            [
+                ("reduce_scatter(gradients, self.group)", "reduce_scatter(gradients)"),
+                ("all_gather(self.shard, self.group)", "all_gather(self.shard)"),
+            ],
+            when=lambda seen: (
+                seen.case.ranks > seen.case["dp"]
+                and not seen.is_finished
+                and (of_all_ranks(seen) if seen.mismatch else "group" not in seen.error)
+            ),
+        ),
+        Mistake(
+            "group-along-pp",
+            (
+                "Look at the ranks of your group: do they hold one stage, or one replica?",
+                "Ranks 0 and 2 are stages of one replica, with different parameters. A stage's replicas are "
+                "neighbours here: dp varies fastest.",
+                "`range(first, first + dp)` for first = 0, dp, 2 dp, ...",
+            ),
+            [
+                (
+                    "[ctx.comm.group(range(first, first + dp)) for first in range(0, ctx.world_size, dp)]",
+                    "[ctx.comm.group(range(r, ctx.world_size, ctx.world_size // dp)) for r in range(ctx.world_size "
+                    "// dp)]",
+                ),
+                ("groups[ctx.rank // dp]", "groups[ctx.rank % (ctx.world_size // dp)]"),
+            ],
+            when=lambda seen: seen.case.ranks > seen.case["dp"] and (seen.mismatch or "group" in seen.error),
+        ),
+        Mistake(
+            "summed-not-averaged",
+            (
+                "The steps are too long. What is the sum of the replicas' gradients, if each is that of a mean loss?",
+                "reduce_scatter adds up. The gradient of the mean over the batch is the mean of the replicas' "
+                "gradients.",
+                "Divide by dp: by the replicas of a stage, and not by the number of all ranks.",
+            ),
+            [(" / self.dp", "")],
+        ),
+        Mistake(
+            "divided-by-all-ranks",
+            (
+                "With one stage it is right, with two it is not. By what do you divide?",
+                "The stages do not see different samples: only the replicas do. The mean is over dp, not over the "
+                "world.",
+            ),
+            [(" / self.dp", " / self.ctx.world_size")],
+        ),
+        Mistake(
+            "states-are-not-sharded",
+            (
+                "The parameters are right. For how many of them does a rank keep Adam's two moments?",
+                "Every replica keeps the states of the whole stage: that is DDP. Update the rank's own shard only, "
+                "and gather the others' shards afterwards.",
+            ),
+            """
+            class Zero1:
+                def __init__(self, ctx: mk.Context, stage: nn.Module, dp: int, adam) -> None:
+                    groups = [ctx.comm.group(range(first, first + dp)) for first in range(0, ctx.world_size, dp)]
+                    self.group = groups[ctx.rank // dp]
+                    self.ctx, self.dp, self.parameters = ctx, dp, list(stage.parameters())
+                    self.whole = flatten(self.parameters, dp)
+                    self.optimizer = adam([self.whole])
+
+                def step(self) -> None:
+                    gradients = flatten([parameter.grad for parameter in self.parameters], self.dp)
+                    self.whole.grad = self.ctx.comm.all_reduce(gradients, self.group) / self.dp
+                    self.optimizer.step()
+                    unflatten(self.whole, self.parameters)
+            """,
+            when=lambda seen: "optimizer states" in seen.budget,
+        ),
+        Mistake(
+            "all-reduces-first",
+            (
+                "How many bytes does a rank send for the gradients, and which part of the sum does it use?",
+                "A rank updates its shard only, so it needs its shard of the sum only: a reduce-scatter sends half "
+                "of what an all-reduce does.",
+            ),
+            [
+                (
+                    "self.ctx.comm.reduce_scatter(gradients, self.group) / self.dp",
+                    "self.ctx.comm.all_reduce(gradients, self.group).chunk(self.dp)[self.ctx.rank % self.dp] / "
+                    "self.dp",
+                )
+            ],
+            when=lambda seen: "sends" in seen.budget,
+        ),
+        Mistake(
+            "nobody-gets-the-others-shards",
+            (
+                "Which of a rank's parameters have changed after a step?",
+                "Each rank has updated its shard; the rest of its parameters are those of before. All-gather the "
+                "shards.",
+            ),
+            [
+                (
+                    "unflatten(self.ctx.comm.all_gather(self.shard, self.group), self.parameters)",
+                    "whole = flatten(self.parameters, self.dp)\n"
+                    "        whole.chunk(self.dp)[self.ctx.rank % self.dp].copy_(self.shard)\n"
+                    "        unflatten(whole, self.parameters)",
+                )
+            ],
+        ),
+    ),
+    otherwise=(
+        "With one stage it is plain ZeRO-1. Make that right first (the first case), then the groups.",
+    ),
+)

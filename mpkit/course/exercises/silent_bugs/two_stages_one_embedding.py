@@ -1,0 +1,215 @@
+"""Silent bug 4: two stages, one embedding.
+
+A small language model in two stages, a rank each. The first layer turns tokens into vectors with an embedding E; the
+last one turns vectors into scores for each token, **with the same E** (Press & Wolf 2017). On one device that is one
+parameter. Here both ranks hold a copy of it:
+
+    rank 0   tokens → E → linear → tanh ──hidden──▶
+    rank 1                              ◀─gradient── linear → tanh → · Eᵀ → loss
+
+Activations go down, gradients come back, both ranks step, the loss falls. After a while the model generates nonsense,
+and the two copies of E have little in common.
+
+`mk.compare("two-stages-one-embedding", train)` shows which weights differ from serial training after each step.
+The first loss is right. Only one weight is wrong after the first step, on both ranks, and each time in another way:
+what does its gradient lack?
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.course.framework import serial
+from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.on_ranks import OnRanks
+
+
+# %% answer
+def train(ctx: mk.Context, stage: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Train for one step per batch; return the losses. `batches`: tokens and targets, (B,) each.
+
+    stage: rank 0's gives hidden values (B, D) for tokens, rank 1's scores (B, V) for hidden values. Both have
+    `stage.embedding.weight`, E: (V, D), and begin with the same values of it.
+    """
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
+    losses = []
+    for tokens, targets in batches:
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        shape = len(tokens), stage.embedding.embedding_dim
+        if ctx.rank == 0:
+            hidden = stage(tokens)
+            ctx.comm.send(hidden, 1)
+            gradient = ctx.comm.recv(torch.empty(shape, dtype=hidden.dtype), 1)
+            hidden.backward(gradient)
+        else:
+            hidden = ctx.comm.recv(torch.empty(shape, dtype=torch.float64), 0).requires_grad_()
+            loss = F.cross_entropy(stage(hidden), targets)
+            loss.backward()
+            ctx.comm.send(hidden.grad, 0)
+        ### BEGIN SOLUTION
+        # instead: # here both ranks have all their gradients
+        ctx.comm.all_reduce(stage.embedding.weight.grad)
+        ### END SOLUTION
+        optimizer.step()
+        losses.append(ctx.comm.broadcast(loss.detach(), src=1).item())
+    return losses
+
+
+# %% checks
+TOKENS, WIDTH, SAMPLES = 7, 5, 40
+
+
+class First(nn.Module):
+    """The first stage, which maps tokens to hidden values."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.linear = embedding, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the hidden values (B, D) of tokens (B,)."""
+        return torch.tanh(self.linear(self.embedding(tokens)))
+
+
+class Last(nn.Module):
+    """The last stage, which maps hidden values to scores with the embedding's transpose."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding, self.linear = embedding, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the scores (B, V) of hidden values (B, D)."""
+        return torch.tanh(self.linear(hidden)) @ self.embedding.weight.T
+
+
+def stages(case: Case) -> nn.Sequential:
+    """Return both stages, which share one embedding."""
+    embedding = nn.Embedding(TOKENS, WIDTH)
+    return serial.fill(nn.Sequential(First(embedding), Last(embedding)), case.seed)
+
+
+def batches(case: Case) -> list[serial.Batch]:
+    """Return batches in which the next token follows from the previous one most of the time."""
+    generator = case.generator()
+    follows = torch.randperm(TOKENS, generator=generator)
+    made = []
+    for _ in range(case["steps"]):
+        tokens = torch.randint(TOKENS, (SAMPLES,), generator=generator)
+        noise = torch.randint(TOKENS, (SAMPLES,), generator=generator)
+        rarely = torch.rand(SAMPLES, generator=generator) < 0.1
+        made.append((tokens, torch.where(rarely, noise, follows[tokens])))
+    return made
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """Return the losses and this stage's weights."""
+    assert callable(answer)
+    stage = copy.deepcopy(stages(case)[ctx.rank])
+    return serial.outcome(answer(ctx, stage, batches(case)), stage)
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    """Return the same optimizer as the program's."""
+    return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def expected(case: Case) -> list[serial.Outcome]:
+    """Return what serial training gives: each rank has its stage's weights, and both have the embedding."""
+    trained = serial.train(stages(case), batches(case), F.cross_entropy, sgd)
+    outcomes = []
+    for rank in range(2):
+        own = {name[2:]: w for name, w in trained["weights"].items() if name.startswith(f"{rank}.")}
+        own["embedding.weight"] = trained["weights"]["0.embedding.weight"]
+        outcomes.append({**trained, "weights": own})
+    return outcomes
+
+
+EXERCISE = OnRanks(
+    solution=train,
+    cases=(Case(2, 1, {"steps": 4}), Case(2, 2, {"steps": 6}), Case(2, 3, {"steps": 5})),
+    play=play,
+    expected=expected,
+    result="losses and weights",
+    after="05-real-models",
+    place=40,
+    start="Run the program as it is, with `mk.compare`. Which weight differs first, and which ranks hold it?",
+    mistakes=(
+        Mistake(
+            "still-two-embeddings",
+            (
+                "After the first step one weight is wrong, on both ranks: the embedding. On one device, from how "
+                "many places does a gradient come to it?",
+                "From two: as the first layer and as the last. Autograd adds both up in the one parameter. Here each "
+                "rank has its own copy, which gets one of the two. What is missing is the sum.",
+                "Before the step both ranks need the sum of both gradients: an all-reduce of "
+                "`stage.embedding.weight.grad`.",
+            ),
+            [("        ctx.comm.all_reduce(stage.embedding.weight.grad)\n", "")],
+        ),
+        Mistake(
+            "averaged",
+            (
+                "The two copies agree now, and still differ from serial training. Is it a mean that autograd makes "
+                "of two uses?",
+                "Data-parallel replicas see different samples of one mean, so they average. Two uses of one weight "
+                "both contribute to the same loss: their gradients add up. (Averaging the weights after the step "
+                "comes to the same half of a gradient.)",
+            ),
+            [("stage.embedding.weight.grad)", 'stage.embedding.weight.grad, op="mean")')],
+        ),
+        Mistake(
+            "copies-the-weights",
+            (
+                "Both ranks have the same embedding now. Which of its two gradients moved it?",
+                "Only rank 0's: what the last layer has learned about E is thrown away in each step. That the copies "
+                "agree hides the bug. It is the gradients that have to meet, before the step.",
+            ),
+            [
+                ("        ctx.comm.all_reduce(stage.embedding.weight.grad)\n", ""),
+                (
+                    "        optimizer.step()\n",
+                    "        optimizer.step()\n        ctx.comm.broadcast(stage.embedding.weight)\n",
+                ),
+            ],
+        ),
+        Mistake(
+            "the-last-stage-decides",
+            (
+                "Both ranks step with the same gradient of E. Which one is it?",
+                "A broadcast gives both ranks the gradient of one use, and the other's is lost. You need both: the "
+                "sum.",
+            ),
+            [
+                (
+                    "ctx.comm.all_reduce(stage.embedding.weight.grad)",
+                    "ctx.comm.broadcast(stage.embedding.weight.grad, src=1)",
+                )
+            ],
+        ),
+        Mistake(
+            "sums-all-gradients",
+            (
+                "Now weights are wrong that were right before. Which parameters do the two stages have in common?",
+                "Only the embedding. The linear layers of the two stages have the same shape, and nothing else in "
+                "common: their gradients must not be mixed.",
+            ),
+            [
+                (
+                    "        ctx.comm.all_reduce(stage.embedding.weight.grad)\n",
+                    "        for parameter in stage.parameters():\n            ctx.comm.all_reduce(parameter.grad)\n",
+                )
+            ],
+        ),
+    ),
+    otherwise=(
+        "Print `stage.embedding.weight.grad` on both ranks after the first backward, and the gradient of the one E "
+        "in serial training: how does the third come from the other two?",
+    ),
+)

@@ -1,0 +1,236 @@
+"""Attention by heads.
+
+Heads do not look at each other: each has its own queries, keys and values, so each rank can have some of the heads. The
+matrix that makes queries, keys and values is cut by columns, the one after attention by rows; f where x enters, g where
+the result leaves: one all-reduce in the forward, one in the backward, as in the MLP.
+
+The layer `qkv` is *fused*: the rows of its weight [3h, h] are all queries, then all keys, then all values, and within
+each of the three the heads follow one another, h/heads rows a head:
+
+    qkv.weight   [ q: head 0 | head 1 | head 2 | head 3 ‖ k: head 0 | head 1 | ... ‖ v: head 0 | head 1 | ... ]
+
+Which rows are a rank's, if it has heads 0 and 1 of 4? The weights are whole on every rank; compute with your part of
+each. Which heads a rank takes is up to you, as long as each head is computed by one rank, and all ranks have as many.
+
+Source: Shoeybi et al. 2019, section 3, figure 3b.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.course.exercises.tensor_parallel import operator
+from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.measures import collectives, payload
+from mpkit.course.framework.on_ranks import OnRanks
+
+
+# %% given
+def f(ctx: mk.Context, x: Tensor) -> Tensor:
+    """Apply Megatron's f: the identity in the forward, an all-reduce in the backward."""
+    return operator(x, lambda x: x, lambda dx: ctx.comm.all_reduce(dx))
+
+
+def g(ctx: mk.Context, y: Tensor) -> Tensor:
+    """Apply Megatron's g: an all-reduce in the forward, the identity in the backward."""
+    return operator(y, lambda y: ctx.comm.all_reduce(y), lambda dy: dy)
+
+
+# %% answer
+def attention(ctx: mk.Context, x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
+    """Compute causal self-attention, [b, s, h] -> [b, s, h], of which each rank does heads / n heads.
+
+    qkv: [h -> 3h], out: [h -> h], whole on every rank; n divides heads. On one rank it would be
+
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out(y.transpose(1, 2).flatten(2))
+    """
+    n, r = ctx.world_size, ctx.rank
+    ### BEGIN SOLUTION
+    x = f(ctx, x)
+    weights = [part.chunk(n)[r] for part in qkv.weight.chunk(3)]
+    biases = [part.chunk(n)[r] for part in qkv.bias.chunk(3)]
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(-1, (heads // n, -1)).transpose(1, 2)
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return g(ctx, F.linear(y.transpose(1, 2).flatten(2), out.weight.chunk(n, 1)[r])) + out.bias
+    ### END SOLUTION
+
+
+# %% checks
+B, S, H = 2, 5, 12
+CUT = ("gradient of qkv.weight", "gradient of qkv.bias", "gradient of out.weight")
+WORKED = "rows of qkv.weight that a rank computes with"
+CALLS, SENT = "collectives, of forward and backward together", "bytes of collectives"
+Linears = tuple[nn.Linear, nn.Linear]
+
+
+def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
+    """Return X, the gradient of the result, and both layers."""
+    generator = case.generator(5)
+    x, dz = torch.randn(2, B, S, H, generator=generator, dtype=torch.float64)
+    qkv, out = nn.Linear(H, 3 * H, dtype=torch.float64), nn.Linear(H, H, dtype=torch.float64)
+    for parameter in (*qkv.parameters(), *out.parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
+    return x.requires_grad_(), dz, (qkv, out)
+
+
+def serial(x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
+    """Compute all heads on one rank."""
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    result: Tensor = out(y.transpose(1, 2).flatten(2))
+    return result
+
+
+def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
+    """Return the gradients by name."""
+    qkv, out = layers
+    return {
+        "gradient of x": x.grad,
+        "gradient of qkv.weight": qkv.weight.grad,
+        "gradient of qkv.bias": qkv.bias.grad,
+        "gradient of out.weight": out.weight.grad,
+        "gradient of out.bias": out.bias.grad,
+    }
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """Run this rank's forward and backward with the answer."""
+    assert callable(answer)
+    x, dz, layers = whole(case)
+    z = answer(ctx, x, *layers, case["heads"])
+    z.backward(dz)
+    return {"result": z.detach(), **gradients(x, layers)}
+
+
+def expected(case: Case) -> list[dict[str, Tensor | int | None]]:
+    """Return the results of all heads on one rank, and how many rows of `qkv.weight` are a rank's."""
+    x, dz, layers = whole(case)
+    z = serial(x, *layers, case["heads"])
+    z.backward(dz)
+    return [{"result": z.detach(), **gradients(x, layers), WORKED: 3 * H // case.ranks}] * case.ranks
+
+
+def together(case: Case, results: list[dict[str, Tensor]]) -> list[dict[str, object]]:
+    """Add up the gradients of what is cut, over ranks; count the rows of qkv.weight that a rank computes with."""
+    cut = {name: sum(one[name] for one in results) for name in CUT}
+    rows = [int((one["gradient of qkv.weight"] != 0).any(1).sum()) for one in results]
+    return [{**one, **cut, WORKED: number} for one, number in zip(results, rows, strict=True)]
+
+
+EXERCISE = OnRanks(
+    solution=attention,
+    cases=(
+        Case(2, seed=41, sizes={"heads": 4}),
+        Case(3, seed=42, sizes={"heads": 6}),
+        Case(4, seed=43, sizes={"heads": 4}),
+    ),
+    play=play,
+    expected=expected,
+    together=together,
+    result="result and gradients, those of cut weights added up over ranks",
+    budgets=(
+        Budget(CALLS, collectives, 2),
+        Budget(SENT, payload, 2 * B * S * H * 8, "bytes"),
+    ),
+    after="06-tensor-parallel",
+    place=40,
+    start="Cut `qkv.weight` into its three thirds first: `qkv.weight.chunk(3)`. Of each third, which rows belong to "
+    "this rank's heads?",
+    mistakes=(
+        Mistake(
+            "cuts-the-fused-matrix-across",
+            (
+                "With 4 heads on 2 ranks, what is in the first half of the rows of `qkv.weight`?",
+                "The first half of a fused matrix is all queries and half of the keys, not the queries, keys and "
+                "values of half of the heads. Cut each of the three by itself.",
+                "`[part.chunk(n)[r] for part in qkv.weight.chunk(3)]`, and the bias in the same way.",
+            ),
+            [
+                ("[part.chunk(n)[r] for part in qkv.weight.chunk(3)]", "qkv.weight.chunk(n)[r].chunk(3)"),
+                ("[part.chunk(n)[r] for part in qkv.bias.chunk(3)]", "qkv.bias.chunk(n)[r].chunk(3)"),
+            ],
+        ),
+        Mistake(
+            "whole-number-of-heads",
+            (
+                "Into how many heads do you cut this rank's queries?",
+                "A rank has heads / n of them. Cut into `heads`, each is too narrow, and looks at a part of what it "
+                "should.",
+                "`unflatten(-1, (heads // n, -1))`",
+            ),
+            [("heads // n", "heads")],
+            when=lambda seen: "unflatten" in seen.error,
+        ),
+        Mistake(
+            "no-f",
+            (
+                "The result is right. Is the gradient of x the same on every rank?",
+                "Each rank's gradient of x comes through its own heads: a part of a sum. f adds the parts up.",
+                "`x = f(ctx, x)`, before queries, keys and values are made.",
+            ),
+            [("x = f(ctx, x)", "x = x.clone()")],
+        ),
+        Mistake(
+            "f-three-times",
+            (
+                "How many collectives are there in the backward, and how many are needed?",
+                "Queries, keys and values come from one x. Let it pass f once, and use the result for all three: "
+                "autograd adds up at home what the three give, and that is sent once.",
+            ),
+            [
+                ("    x = f(ctx, x)\n", ""),
+                ("F.linear(x, weight, bias)", "F.linear(f(ctx, x), weight, bias)"),
+            ],
+            when=lambda seen: seen.budget,
+        ),
+        Mistake(
+            "bias-added-n-times",
+            (
+                "By how much is the result too large?",
+                "After the second matrix each rank has a part of a sum. The bias is no part of it: add it once, "
+                "after g.",
+            ),
+            [
+                (
+                    "out.weight.chunk(n, 1)[r])) + out.bias",
+                    "out.weight.chunk(n, 1)[r], out.bias))",
+                )
+            ],
+        ),
+        Mistake(
+            "no-g",
+            (
+                "Is the result the same on every rank?",
+                "Each rank has what its own heads give. The results of all heads are a sum: g.",
+            ),
+            [
+                (
+                    "g(ctx, F.linear(y.transpose(1, 2).flatten(2), out.weight.chunk(n, 1)[r]))",
+                    "F.linear(y.transpose(1, 2).flatten(2), out.weight.chunk(n, 1)[r])",
+                )
+            ],
+        ),
+        Mistake(
+            "no-bias-in-qkv",
+            (
+                "What is added to queries, keys and values?",
+                "`qkv.bias` is cut like the rows of `qkv.weight`: a part for this rank's heads of each of the three.",
+            ),
+            [
+                ("F.linear(x, weight, bias)", "F.linear(x, weight)"),
+                ("for weight, bias in zip(weights, biases, strict=True)", "for weight in weights"),
+            ],
+        ),
+    ),
+    otherwise=(
+        "Compare the queries of this rank with those of the serial layer: they are the columns of its heads.",
+    ),
+)

@@ -1,0 +1,316 @@
+"""FSDP as a wrapper.
+
+In ZeRO-3 you wrote the backward by hand. FSDP puts the same around any model: hooks gather a block's parameters before
+it is needed, and free them after that. The model's own code knows nothing of it.
+
+    forward of a block      gather its parameters · compute · free them
+    backward of a block     gather again · gradients · of each parameter: reduce-scatter the gradient, keep the n-th,
+    free both
+
+Write the class `Sharded`. It takes a model whose children are the blocks (a block's parameters lie flat in it), and
+`sharded(x)` returns the model's outputs. `sharded.shards` is a list with a tensor for each parameter, in the model's
+order: this rank's n-th, `flat([parameter], n).chunk(n)[rank]`. After a backward, the `grad` of each shard is its n-th
+of the mean gradient over all ranks. The optimizer steps the shards, and the next forward has to see that.
+
+- `block.register_forward_pre_hook(lambda block, inputs: ...)`, `block.register_forward_hook(lambda block, inputs,
+  outputs: ...)`,
+  `block.register_full_backward_pre_hook(lambda block, grad: ...)` and
+  `parameter.register_post_accumulate_grad_hook(hook)`.
+- A parameter is freed by `parameter.data = torch.empty(0)`, and is back with `parameter.data = whole`. Autograd refers
+  to the
+  parameter, not to its data: it finds what is there in the backward.
+- A tensor that is a part of another keeps all of it alive: `clone()` what you keep.
+
+Budget: after a forward, and after a backward, no parameter is gathered, and no gradient is left on a parameter. Bytes
+held at a time: the shards, and less than three blocks. Sent by a rank: 3ψ(n-1)/n numbers per step.
+
+Sources: Zhao et al., "PyTorch FSDP", VLDB 2023, section 3; Rajbhandari et al., SC 2020, section 5.3.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+import mpkit as mk
+from mpkit.course.exercises.zero import flat
+from mpkit.course.framework import serial
+from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.measures import peak, ring
+from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.seen import Seen
+
+
+# %% answer
+class Sharded(nn.Module):
+    """Gathers the parameters of each block of `model` when it computes, and keeps an n-th of them otherwise."""
+
+    def __init__(self, ctx: mk.Context, model: nn.Module) -> None:
+        super().__init__()
+        ### BEGIN SOLUTION
+        # instead: self.shards = []
+        # instead: raise NotImplementedError("your turn: the shards, and the hooks")
+        self.ctx, self.model = ctx, model
+        self.shards = []
+        self.shard_of, self.shape_of = {}, {}
+        n = ctx.world_size
+        for block in model.children():
+            for parameter in block.parameters():
+                shard = flat([parameter], n).chunk(n)[ctx.rank].clone()
+                self.shards.append(shard)
+                self.shard_of[parameter], self.shape_of[parameter] = shard, parameter.shape
+                parameter.register_post_accumulate_grad_hook(self.reduce)
+            self.free(block)
+            block.register_forward_pre_hook(lambda block, inputs: self.gather(block))
+            block.register_forward_hook(lambda block, inputs, outputs: self.free(block))
+            block.register_full_backward_pre_hook(lambda block, grad: self.gather(block))
+
+    def gather(self, block: nn.Module) -> None:
+        """Fill a block's parameters from all ranks' shards."""
+        for parameter in block.parameters():
+            whole = self.ctx.comm.all_gather(self.shard_of[parameter])
+            shape = self.shape_of[parameter]
+            parameter.data = whole[: shape.numel()].view(shape)
+
+    def free(self, block: nn.Module) -> None:
+        """Free a block's parameters."""
+        for parameter in block.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Give the shard its n-th of the mean gradient; free the gradient and the parameter."""
+        n = self.ctx.world_size
+        assert parameter.grad is not None
+        self.shard_of[parameter].grad = self.ctx.comm.reduce_scatter(flat([parameter.grad], n)) / n
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        ### END SOLUTION
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the model's outputs."""
+        ### BEGIN SOLUTION
+        return self.model(x)
+        ### END SOLUTION
+
+
+# %% checks
+BLOCKS, WIDTH, SAMPLES, STEPS = 8, 10, 12, 2
+HELD, SENT = "bytes held at a time", "bytes that a rank sends, on a ring"
+
+
+class Block(nn.Module):
+    """A block: tanh(x W + b)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, [samples, WIDTH]."""
+        return torch.tanh(x @ self.weight + self.bias)
+
+
+def model(case: Case) -> nn.Sequential:
+    """Return the blocks, the same on every rank."""
+    return serial.fill(nn.Sequential(*(Block() for _ in range(BLOCKS))), case.seed)
+
+
+def batches(case: Case) -> list[serial.Batch]:
+    """Return the whole batch of each step."""
+    x = torch.randn(STEPS, 2, SAMPLES, WIDTH, generator=case.generator(), dtype=torch.float64)
+    return [(inputs, torch.tanh(targets)) for inputs, targets in x]
+
+
+def left(module: nn.Module) -> list[int]:
+    """Return how many parameters are gathered, and how many have a gradient."""
+    gathered = sum(parameter.untyped_storage().nbytes() > 0 for parameter in module.parameters())
+    return [gathered, sum(parameter.grad is not None for parameter in module.parameters())]
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """Train; return the losses, this rank's shards, and what is gathered after forwards and backwards."""
+    assert callable(answer)
+    blocks, result = model(case), {"after the forward": [], "after the backward": [], "losses": []}
+    with Memory(ctx):
+        sharded = answer(ctx, blocks)
+        optimizer = serial.adam(sharded.shards)
+        for batch in batches(case):
+            x, y = serial.share(batch, ctx.rank, ctx.world_size)
+            optimizer.zero_grad()
+            loss = serial.mse(sharded(x), y)
+            result["after the forward"].append(left(blocks)[0])
+            loss.backward()
+            result["after the backward"].append(left(blocks))
+            optimizer.step()
+            result["losses"].append(loss.item())
+    return {**result, "shards": list(sharded.shards)}
+
+
+def expected(case: Case) -> list[dict[str, object]]:
+    """Return the same, by serial training."""
+    whole, n = model(case), case.ranks
+    optimizer = serial.adam(whole)
+    losses: list[list[float]] = [[] for _ in range(n)]
+    for batch in batches(case):
+        optimizer.zero_grad()
+        for rank in range(n):
+            x, y = serial.share(batch, rank, n)
+            loss = serial.mse(whole(x), y)
+            losses[rank].append(loss.item())
+            (loss / n).backward()
+        optimizer.step()
+    none = {"after the forward": [0] * STEPS, "after the backward": [[0, 0]] * STEPS}
+    return [
+        {
+            **none,
+            "losses": losses[rank],
+            "shards": [flat([parameter], n).chunk(n)[rank] for parameter in whole.parameters()],
+        }
+        for rank in range(n)
+    ]
+
+
+def shard_numbers(case: Case) -> int:
+    """Return how many numbers a rank's shards have, with what they are filled up with."""
+    return sum(-(-parameter.numel() // case.ranks) for parameter in model(case).parameters())
+
+
+def held(case: Case) -> float:
+    """Return the bytes that may be held: shards, their gradients and Adam's states; three blocks; activations."""
+    block = (WIDTH * WIDTH + WIDTH + 2 * case.ranks) * 8
+    activations = (3 * BLOCKS + 6) * SAMPLES / case.ranks * WIDTH * 8
+    return 4 * shard_numbers(case) * 8 + 3 * block + activations
+
+
+def missed(seen: Seen, what: str, place: int | None = None) -> bool:
+    """Return whether something is left after the forwards, or after the backwards."""
+    return seen.got is not None and any(each if place is None else each[place] for each in seen.got[0][what])
+
+
+EXERCISE = OnRanks(
+    solution=Sharded,
+    cases=(Case(2, seed=91), Case(3, seed=92)),
+    play=play,
+    expected=expected,
+    result=f"losses, shards and what is left in {STEPS} steps",
+    budgets=(
+        Budget(HELD, peak(), held, "bytes"),
+        Budget(SENT, ring, lambda case: STEPS * 3 * (case.ranks - 1) * shard_numbers(case) * 8 + 1, "bytes"),
+    ),
+    after="03-zero",
+    place=45,
+    start="Write `gather(block)` and `free(block)` first: from the shards to a block's parameters, and back to "
+    "nothing. Then "
+    "register them: before the forward, after it, before the backward.",
+    mistakes=(
+        Mistake(
+            "not-gathered-in-the-backward",
+            (
+                "A forward works, and the backward finds something of the wrong size. What is in the parameters then?",
+                "Nothing: they were freed after the forward. Gather them again, in a "
+                "`register_full_backward_pre_hook` of each "
+                "block.",
+            ),
+            [
+                (
+                    "            block.register_full_backward_pre_hook(lambda block, grad: self.gather(block))\n",
+                    "",
+                )
+            ],
+            when=lambda seen: re.search("size|shape|dimension|must be a matrix", seen.error),
+        ),
+        Mistake(
+            "nothing-is-freed-after-the-forward",
+            (
+                "How many parameters are gathered when the forward is over?",
+                "Each block's have to be freed when its own forward is over: `register_forward_hook`.",
+            ),
+            [
+                (
+                    "            block.register_forward_hook(lambda block, inputs, outputs: self.free(block))\n",
+                    "",
+                )
+            ],
+            when=lambda seen: missed(seen, "after the forward"),
+        ),
+        Mistake(
+            "whole-gradients-stay",
+            (
+                "After the backward, what is `parameter.grad`?",
+                "The whole gradient is still there, and in the next step the backward adds to it: "
+                "`parameter.grad = None`.",
+            ),
+            [("        parameter.grad = None\n", "")],
+            when=lambda seen: missed(seen, "after the backward", 1),
+        ),
+        Mistake(
+            "nothing-is-freed-after-the-backward",
+            (
+                "After the backward, how many parameters are gathered?",
+                "Nothing frees what the backward has gathered. When a parameter's gradient is complete, nobody "
+                "needs the "
+                "parameter any more: free it in its hook.",
+            ),
+            [
+                (
+                    "        parameter.grad = None\n        parameter.data = torch.empty(0, dtype=parameter.dtype)\n",
+                    "        parameter.grad = None\n",
+                )
+            ],
+            when=lambda seen: missed(seen, "after the backward", 0),
+        ),
+        Mistake(
+            "summed-not-averaged",
+            (
+                "The first losses are right. By which factor are the shards' gradients wrong?",
+                "A reduce-scatter adds up the gradients of n ranks. Divide by n.",
+            ),
+            [("(flat([parameter.grad], n)) / n", "(flat([parameter.grad], n))")],
+        ),
+        Mistake(
+            "its-own-gradient-only",
+            (
+                "Whose samples is the gradient of a shard of?",
+                "That of this rank alone. The n-th has to be summed over all ranks: `reduce_scatter`.",
+            ),
+            [
+                (
+                    "self.ctx.comm.reduce_scatter(flat([parameter.grad], n)) / n",
+                    "flat([parameter.grad], n).chunk(n)[self.ctx.rank].clone()",
+                )
+            ],
+        ),
+        Mistake(
+            "all-reduces-the-gradients",
+            (
+                "Which part of what a rank receives does it keep?",
+                "An all-reduce sends twice what a reduce-scatter does, and leaves the whole gradient on every rank.",
+            ),
+            [
+                (
+                    "self.ctx.comm.reduce_scatter(flat([parameter.grad], n)) / n",
+                    "self.ctx.comm.all_reduce(flat([parameter.grad], n)).chunk(n)[self.ctx.rank].clone() / n",
+                )
+            ],
+            when=lambda seen: seen.budget == SENT,
+        ),
+        Mistake(
+            "shards-that-are-views",
+            (
+                "Everything is right, and too much is held. Of which tensor is a shard a part?",
+                "A chunk is a view: as long as it lives, all of the flat parameter does. Keep a copy of the "
+                "n-th: `.clone()`.",
+            ),
+            [("flat([parameter], n).chunk(n)[ctx.rank].clone()", "flat([parameter], n).chunk(n)[ctx.rank]")],
+            when=lambda seen: seen.budget == HELD,
+        ),
+    ),
+    otherwise=(
+        "Take one block, print in each hook which it is and the shape of its weight: [10, 10] when it computes, "
+        "[0] in between.",
+    ),
+)

@@ -1,0 +1,241 @@
+"""Prefetch the next layer.
+
+In ZeRO-3 a layer's parameters are gathered before it computes. If the gather is waited for at once, the device is idle
+that long before each layer. So issue the gather of layer i+1 *before* layer i computes, and wait for it after:
+
+    links      gather 0   gather 1   gather 2
+    device                layer 0    layer 1    layer 2
+
+`work = ctx.comm.all_gather(shard, async_op=True)` returns at once; `work.wait()` returns the gathered tensor. Until
+then nothing may look at it. `compute(ctx, i, weights, x)` computes layer i, and puts it on the timeline.
+
+Budget: at most one layer (the last) computes while no gather is under way, and never are there parameters of more than
+a few layers: gathering everything at the beginning hides the gathers too, and gives away what stage 3 saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mpkit as mk
+from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.measures import collectives, peak
+from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.seen import Seen
+from mpkit.trace import Kind
+
+
+# %% given
+def compute(ctx: mk.Context, i: int, weights: Tensor, x: Tensor) -> Tensor:
+    """Return the output of layer i: [b, h] -> [b, h]. weights: [h * h], flat."""
+    with ctx.record.span(f"layer {i}"):
+        return torch.tanh(x @ weights.view(x.shape[1], x.shape[1]))
+
+
+# %% answer
+def prefetch(ctx: mk.Context, shards: list[Tensor], x: Tensor) -> Tensor:
+    """Run a forward, [b, h] -> [b, h], in which the next layer's parameters travel while a layer computes.
+
+    shards: this rank's n-th of each layer's flat parameters, [h * h / n].
+    """
+    ### BEGIN SOLUTION
+    # instead: for i, shard in enumerate(shards):
+    # instead:     weights = ctx.comm.all_gather(shard)
+    # instead:     x = compute(ctx, i, weights, x)
+    # instead: return x
+    work = ctx.comm.all_gather(shards[0], async_op=True)
+    for i in range(len(shards)):
+        weights = work.wait()
+        if i + 1 < len(shards):
+            work = ctx.comm.all_gather(shards[i + 1], async_op=True)
+        x = compute(ctx, i, weights, x)
+        del weights
+    return x
+    ### END SOLUTION
+
+
+# %% checks
+LAYERS, WIDTH, ROWS = 8, 12, 2
+LAYER = WIDTH * WIDTH * 8
+EXPOSED = "layers that compute while no gather is under way"
+HELD = "bytes of gathered parameters and all else"
+
+
+def alone(seen: Seen) -> float:
+    """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
+    assert seen.trace is not None
+    return max(_alone(rank.ops) for rank in seen.trace.ranks)
+
+
+def early(seen: Seen) -> bool:
+    """Return whether a layer computes before its own gather is waited for."""
+    assert seen.trace is not None
+    orders = [_in_order(rank.ops) for rank in seen.trace.ranks]
+    return any(
+        layer < waited
+        for gathers, layers in orders
+        for (_, waited), layer in zip(gathers, layers, strict=False)
+    )
+
+
+def _alone(ops: Any) -> int:
+    gathers, layers = _in_order(ops)
+    return sum(not any(issued < layer < waited for issued, waited in gathers) for layer in layers)
+
+
+def _in_order(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return where each gather is issued and waited for, and where each layer computes: places in program order."""
+    waits = {int(op["ref"]): place for place, op in enumerate(ops) if op["kind"] == Kind.WAIT}
+    gathers = [place for place, op in enumerate(ops) if op["kind"] == Kind.ALL_GATHER]
+    layers = [place for place, op in enumerate(ops) if op["kind"] == Kind.COMPUTE]
+    return [(place, waits.get(place, len(ops))) for place in gathers], layers
+
+
+def whole(case: Case) -> list[Tensor]:
+    """Return every layer's parameters."""
+    generator = case.generator(555)
+    scale = 1.5 / WIDTH**0.5
+    return [
+        torch.randn(WIDTH * WIDTH, generator=generator, dtype=torch.float64) * scale for _ in range(LAYERS)
+    ]
+
+
+def samples(case: Case, rank: int) -> Tensor:
+    """Return a rank's x."""
+    return torch.randn(ROWS, WIDTH, generator=case.generator(rank), dtype=torch.float64)
+
+
+def play(ctx: mk.Context, answer: object, case: Case) -> object:
+    """Run the answer with this rank's shards."""
+    assert callable(answer)
+    shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
+    x = samples(case, ctx.rank)
+    with Memory(ctx, shards):
+        return answer(ctx, shards, x)
+
+
+def expected(case: Case) -> list[Tensor]:
+    """Return each rank's outputs."""
+    results = []
+    for rank in range(case.ranks):
+        x = samples(case, rank)
+        for weights in whole(case):
+            x = torch.tanh(x @ weights.view(WIDTH, WIDTH))
+        results.append(x)
+    return results
+
+
+EXERCISE = OnRanks(
+    solution=prefetch,
+    cases=(Case(2, seed=41), Case(3, seed=42), Case(4, seed=43)),
+    play=play,
+    expected=expected,
+    result="the outputs",
+    budgets=(
+        Budget("collectives", collectives, LAYERS),
+        Budget(EXPOSED, alone, 1),
+        Budget(HELD, peak("activations"), 4 * LAYER + 6 * ROWS * WIDTH * 8, "bytes"),
+    ),
+    after="03-zero",
+    place=50,
+    start="The cell holds a forward that is right, and gathers each layer just before it computes.",
+    mistakes=(
+        Mistake(
+            "waits-at-once",
+            (
+                "Look at the timeline: what does the device do while a layer's parameters travel?",
+                "A gather hides behind a layer if it is issued before that layer computes, and waited for after. So "
+                "which layer's gather goes before `compute(ctx, i, ...)`?",
+                "Issue the gather of layer 0 before the loop. In the loop: wait for layer i's, issue that of layer "
+                "i+1, compute layer i.",
+            ),
+            [
+                (
+                    "    work = ctx.comm.all_gather(shards[0], async_op=True)\n    for i in range(len(shards)):\n",
+                    "    for i in range(len(shards)):\n        work = ctx.comm.all_gather(shards[i], "
+                    "async_op=True)\n",
+                ),
+                (
+                    "        if i + 1 < len(shards):\n            work = ctx.comm.all_gather(shards[i + 1], "
+                    "async_op=True)\n",
+                    "",
+                ),
+            ],
+            when=lambda seen: seen.budget == EXPOSED,
+        ),
+        Mistake(
+            "gathers-all-at-the-beginning",
+            (
+                "Nothing waits any more. How many layers' parameters does a rank hold when layer 0 computes?",
+                "If all gathers are issued first, all parameters are there at once: stage 3 has saved nothing. One "
+                "layer ahead is enough.",
+                "Keep one `work` under way, for layer i+1, and `del weights` once layer i has computed.",
+            ),
+            """
+            def prefetch(ctx: mk.Context, shards: list[Tensor], x: Tensor) -> Tensor:
+                works = [ctx.comm.all_gather(shard, async_op=True) for shard in shards]
+                for i in range(len(shards)):
+                    x = compute(ctx, i, works[i].wait(), x)
+                return x
+            """,
+            when=lambda seen: seen.budget == HELD,
+        ),
+        Mistake(
+            "computes-the-next-layer",
+            (
+                "Which layer's parameters are in `weights` when layer i computes?",
+                "`work` is the next layer's by then. Take what you have waited for, before you issue the next "
+                "gather.",
+                "`weights = work.wait()` first, then `work = ctx.comm.all_gather(shards[i + 1], async_op=True)`.",
+            ),
+            [
+                (
+                    "        weights = work.wait()\n        if",
+                    "        if",
+                ),
+                ("        x = compute", "        weights = work.wait()\n        x = compute"),
+            ],
+        ),
+        Mistake(
+            "computes-before-the-wait",
+            (
+                "Check once more: are other numbers wrong this time? What may be in a tensor that is still on its "
+                "way?",
+                "An asynchronous gather has filled its tensor only when `wait()` has returned. Before that there is "
+                "what happened to be in the memory, and some ranks' parts.",
+                "Wait for layer i's gather, issue the next, and only then compute layer i.",
+            ),
+            """
+            def prefetch(ctx: mk.Context, shards: list[Tensor], x: Tensor) -> Tensor:
+                for i, shard in enumerate(shards):
+                    weights = torch.zeros(len(shard) * ctx.world_size, dtype=shard.dtype)
+                    work = ctx.comm.all_gather(shard, async_op=True, out=weights)
+                    x = compute(ctx, i, weights, x)
+                    work.wait()
+                return x
+            """,
+            when=lambda seen: seen.is_finished and not seen.budget and early(seen),
+        ),
+        Mistake(
+            "one-gather-too-many",
+            (
+                "How many layers are there, and which one is gathered last?",
+                "The last layer has no next one: issue a gather only if there is.",
+                "`if i + 1 < len(shards):`",
+            ),
+            [
+                ("        if i + 1 < len(shards):\n            work", "        work"),
+                ("shards[i + 1], async", "shards[(i + 1) % len(shards)], async"),
+            ],
+            when=lambda seen: seen.budget == "collectives" or "IndexError" in seen.error,
+        ),
+    ),
+    otherwise=(
+        "First gather and wait for each layer before it computes, as the cell had it: that is right, if slow.",
+        "Then move one line: the gather of layer i+1 before the computing of layer i.",
+    ),
+)

@@ -1,0 +1,134 @@
+"""Exercises whose answer runs on ranks: a function, or a class, that `play` calls there.
+
+For each case:
+
+    play      run the answer on real ranks, under seeded delays
+    result    compare the result of every rank with the expected one
+    budgets   compare what the answer used with what a right answer may use
+    work      in the last case, compare how much each rank computes with what the solution's ranks compute
+
+Serial training on every rank gives right results and is no parallelism. It computes as many times too much as there
+are ranks; so does an answer that gathers everything first, and one whose ranks leave the work to one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mpkit.course.framework.equal import WHOLE, difference, spell, wrong_call
+from mpkit.course.framework.exercise import UNFORESEEN, Budget, Case, CheckRow, Exercise, Mistake
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.seen import Seen
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["UNDIVIDED", "OnRanks"]
+
+ROOM = 1.75
+"""How many times the work of the solution's busiest rank a rank may do: a forward twice, and not all of two shares."""
+
+WHAT = "work of the busiest rank"
+
+UNDIVIDED = Mistake(
+    name="work-not-divided",
+    hints=(
+        "The results are right. How many samples, layers or columns does each rank compute, and how many are there?",
+        "A rank computes about as much as all ranks together should. Then nothing is gained by having several: each "
+        "has to compute its own part only, and to send what the others need of it.",
+    ),
+    wrong=(),
+    when=lambda seen: seen.budget == WHAT,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRanks(Exercise):
+    """An exercise whose answer runs on ranks.
+
+    Attributes:
+        cases: the cases in the order in which they are tried, the simple ones first.
+        play: play(ctx, answer, case) runs on every rank; what it returns is checked.
+        expected: expected(case) returns what `play` should return, by rank.
+        together: together(case, results) returns what is compared with `expected`, by rank, where that takes the
+            results of all ranks: parts that the ranks choose, which have to make a whole. None: the results themselves.
+        result: what `play` returns, in words, such as "the sum".
+        budgets: the budgets, checked once all results of a case are right.
+    """
+
+    cases: Sequence[Case]
+    play: Callable[[Context, Any, Case], Any]
+    expected: Callable[[Case], Sequence[Any]]
+    result: str
+    budgets: Sequence[Budget] = ()
+    together: Callable[[Case, list[Any]], list[Any]] | None = None
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether some case has several ranks."""
+        return any(case.ranks > 1 for case in self.cases)
+
+    def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
+        """Try the answer case by case."""
+        for case in self.cases:
+            seen = replace(self._play_case(answer, case, room), expected=self.expected(case))
+            row = self._result(seen)
+            yield row
+            if not row.ok:
+                return
+            rows = [budget.row(seen) for budget in self.budgets]
+            yield from rows
+            if not all(row.ok for row in rows):
+                return
+            if case is self.cases[-1]:
+                divided = _work_row(seen, self.try_again(PackedAnswer.pack(self.solution), seen, room))
+                if divided is not None:
+                    yield divided
+
+    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
+        """Run the answer in the first case."""
+        return room.play(self.play, answer, self.cases[0])
+
+    def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
+        """Try another answer on the same case."""
+        return replace(self._play_case(answer, seen.case, room), expected=seen.expected, budget=seen.budget)
+
+    def _play_case(self, answer: PackedAnswer, case: Case, room: Room) -> Seen:
+        seen = room.play(self.play, answer, case)
+        if self.together is None or seen.got is None:
+            return seen
+        try:
+            return replace(seen, got=self.together(case, list(seen.got)))
+        except UNFORESEEN:  # results of another form, which the comparison says
+            return seen
+
+    def _result(self, seen: Seen) -> CheckRow:
+        what = f"{self.result}, on {seen.case}"
+        first = spell(seen.expected[0])
+        if seen.got is None:
+            got = "the ranks hang" if seen.hang else seen.error.partition(". ")[0]
+            return CheckRow(what, first, got, False, seen)
+        for rank, (expected, got) in enumerate(zip(seen.expected, seen.got, strict=True)):
+            wrong = difference(expected, got)
+            if wrong is not None:
+                if call := wrong_call(expected, got):
+                    return CheckRow(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
+                return CheckRow(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
+        return CheckRow(what, first, "equal on every rank", True, seen)
+
+
+def _work_row(seen: Seen, target: Seen) -> CheckRow | None:
+    """Check that no rank computes much more than the solution's busiest one; None if the solution computes nothing."""
+    most = max(target.work, default=0.0)
+    if most == 0.0:
+        return None
+    times = max(seen.work) / most
+    return CheckRow(
+        f"{WHAT}, on {seen.case}",
+        f"at most {ROOM:g} times that of a right answer",
+        f"{times:.2g} times",
+        times <= ROOM,
+        replace(seen, budget=WHAT, target=target),
+    )

@@ -1,0 +1,237 @@
+"""Ranks for a check: with seeded delays, limits on time and memory, and an explanation of every hang.
+
+On a rank:
+
+    limit     limit the memory
+    delay     sleep before each communication, as long as the case's seed says: answers that rely on luck are found out
+    watch     record what the answer sends with torch.distributed itself, like what it sends with `ctx.comm`
+    count     count the multiplications that it computes
+    play      call the exercise's own function with the answer and the case
+
+The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
+data (`mpkit.course.framework.sealed`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from mpkit.course.framework.exercise import HOMES, Case
+from mpkit.course.framework.fingerprint import fingerprint
+from mpkit.course.framework.sealed import pack_result, unpack_result
+from mpkit.course.framework.seen import Seen
+from mpkit.errors import CommMismatch, Deadlock, RankFailed
+
+if TYPE_CHECKING:
+    from mpkit.launch.session.cluster import Cluster
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["Limits", "PackedAnswer", "Play", "Room", "error_and_line", "limit_memory"]
+
+Play = Callable[[Any, Any, Case], Any]
+"""The function that runs on a rank: takes the rank's context (None in `Here`), the answer and the case;
+returns the result to check."""
+
+
+@dataclass(frozen=True)
+class PackedAnswer:
+    """A student's answer, packed by value.
+
+    Attributes:
+        packed: the answer as bytes, made by cloudpickle.
+        name: the name of the function or class; of any other value, the name of its type.
+        print: what the program says, the same for the same program (`fingerprint`); "" if nobody asked.
+    """
+
+    packed: bytes
+    name: str
+    print: str = ""
+
+    @classmethod
+    def pack(cls, value: Any) -> PackedAnswer:
+        """Pack a value.
+
+        Raises:
+            ValueError: The value holds something that cannot be sent to another process.
+        """
+        name = getattr(value, "__name__", type(value).__name__)
+        try:
+            return cls(cloudpickle.dumps(value), name, fingerprint(value))
+        except Exception as error:
+            raise ValueError(
+                f"{name} uses something that cannot be sent to ranks ({type(error).__name__}: {error}). Make such "
+                "things (files, locks, clusters, running generators) inside of the function that uses them."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on one case.
+
+    Attributes:
+        seconds: time after which the ranks have to stop and report where they are; what they queue for a core does
+            not count (`FairClock`).
+        memory: bytes that a rank may allocate in addition to what it has at the start.
+        grace: seconds after which it counts as a hang that all ranks wait and none makes progress.
+        delay: the longest delay before a communication, in seconds.
+    """
+
+    seconds: float = 8.0
+    memory: int = 2 * 2**30
+    grace: float = 1.5
+    delay: float = 0.004
+
+
+class Room:
+    """Ranks to try answers on.
+
+    Args:
+        cluster: the cluster whose helper process is used; None: the room starts its own.
+        limits: the limits on each case.
+    """
+
+    has_ranks = True
+    """Whether there are ranks at all."""
+
+    def __init__(self, cluster: Cluster | None = None, limits: Limits | None = None) -> None:
+        from mpkit.launch.session.cluster import Cluster
+
+        self._own = cluster is None
+        self._cluster = cluster if cluster is not None else Cluster(ranks=1, device="cpu")
+        self.limits = limits if limits is not None else Limits()
+
+    def cluster(self, ranks: int) -> Cluster:
+        """Return a cluster of the given number of ranks, forked from the one helper process."""
+        from mpkit.launch.session.cluster import Cluster
+
+        if self._own and self._cluster.fork_server_pid is None:  # an answer has ended it
+            self._cluster.close()
+            self._cluster = Cluster(ranks=1, device="cpu")
+        return self._cluster.resized(ranks)
+
+    @property
+    def pids(self) -> set[int]:
+        """The process id of the helper process; empty if there is none now."""
+        pid = self._cluster.fork_server_pid
+        return {pid} if pid is not None else set()
+
+    def close(self) -> None:
+        """End the helper process."""
+        self._cluster.close()
+
+    def play(self, play: Play, answer: PackedAnswer, case: Case) -> Seen:
+        """Run the answer on the case's ranks.
+
+        Args:
+            play: the function that runs on every rank, with the rank's context, the answer and the case.
+            answer: the packed answer.
+            case: the case, which has the number of ranks.
+        """
+        from mpkit.launch.launch import Launch
+        from mpkit.launch.process.fair_clock import FairClock
+
+        printed: list[str] = []
+        _send_exercises_by_value()
+        launch = self.cluster(case.ranks).launch(
+            on_rank, (play, answer.packed, case, self.limits), sink=printed.append, grace=self.limits.grace
+        )
+        assert isinstance(launch, Launch)  # exercises start their own ranks
+        launch.poll(0.0)  # starts the ranks, once torch is imported
+        clock = FairClock()
+        try:
+            while not launch.poll(0.1):
+                if clock.look(launch.pids) > self.limits.seconds and launch.error is None:
+                    launch.give_up()
+        except BaseException:
+            launch.kill()
+            launch.finish()
+            raise
+        evidence: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
+        try:
+            got, work = zip(*launch.results(unpack_result), strict=True)
+            return Seen(got=list(got), work=work, **evidence)
+        except Deadlock as error:
+            return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
+        except CommMismatch as error:
+            return Seen(error=str(error), mismatch=str(error), **evidence)
+        except RankFailed as error:
+            said = (
+                error_and_line(f"rank {error.rank}: ", error.traceback)
+                if error.traceback
+                else {"error": str(error)}
+            )
+            return Seen(**{**evidence, **said})
+        except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError, TypeError) as error:
+            return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **evidence)
+
+
+def _send_exercises_by_value() -> None:
+    """Send an exercise's functions to ranks with what they use, and not their module, which has the solution."""
+    for home in HOMES:
+        if home in sys.modules:
+            cloudpickle.register_pickle_by_value(sys.modules[home])
+
+
+def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
+    """Run the answer on this rank, under the limits."""
+    from mpkit.course.framework.memory import CountedWork
+    from mpkit.strategies.program_calls.compared import compare_calls
+
+    # ---- limit
+    limit_memory(limits.memory)
+    # ---- delay
+    if limits.delay:
+        ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
+    # ---- watch, count
+    with compare_calls(ctx.comm), CountedWork() as work:
+        # ---- play
+        result = play(ctx, pickle.loads(packed), case)
+    return pack_result((result, work.flops))
+
+
+def limit_memory(more: int) -> None:
+    """Allow this process to allocate that many more bytes of data, if the system can limit it."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[5])  # data and stack, as RLIMIT_DATA counts them
+    except (ImportError, OSError):  # not Linux
+        return
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _delays(case: Case, rank: int, longest: float) -> Callable[[], None]:
+    """Return a function that sleeps, mostly for a short time: each rank is late now and then, at times of its own."""
+    import random
+
+    draw = random.Random(f"{case.seed} {case.ranks} {rank}")
+    return lambda: time.sleep(longest * draw.random() ** 3)
+
+
+def error_and_line(rank: str, frames: str) -> dict[str, str]:
+    """Return the error in one line, after the rank, and the last line of the student's own code that led to it.
+
+    Args:
+        rank: which rank it was on, in words.
+        frames: the traceback.
+    """
+    last = [line for line in frames.rstrip().splitlines() if line and not line.startswith((" ", "|"))][-1]
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n(?:    (?! *File)(.*)\n)?', frames)
+    own = [
+        place for place in places if not re.search(r"[/\\](mpkit|torch|lib[/\\]python[\d.]+)[/\\]", place[0])
+    ]
+    where = ""
+    if own:
+        _, line, function, text = own[-1]
+        where = f"line {line} of the cell, in {function}" + (f": {text.strip()}" if text else "")
+    return {"error": f"{rank}{last}", "where": where}

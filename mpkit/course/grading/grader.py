@@ -1,0 +1,185 @@
+"""Grading one notebook: collect its answers, judge them.
+
+    collect    run a copy of the notebook in a process of its own
+    judge      judge the answers in another process, on ranks of its own
+
+A notebook that is broken, hangs or is hostile affects its own grade only: it runs enclosed (`enclose`) and under limits
+(`guard`), and all that it leaves behind is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from mpkit.course.catalogue import solution_folders
+from mpkit.course.grading.collect import ENDED, STARTED
+from mpkit.course.grading.handed_in import HandedIn
+from mpkit.course.grading.judging import Judges
+from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.reading import NoNotebook, read_file
+from mpkit.course.grading.same import suspicion
+from mpkit.course.grading.shown import predictions_kept
+from mpkit.course.judge import Checked
+from mpkit.course.progress import FILE
+from mpkit.course.sandbox.guard import Guard, answers_are_apart, sweep
+
+__all__ = ["Grader", "environment"]
+
+NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
+
+
+@dataclass
+class _Collected:
+    """The answers of a notebook, and what went wrong while it ran."""
+
+    answers: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    remarks: dict[str, str] = field(default_factory=dict)
+    predictions: dict[str, float] = field(default_factory=dict)
+
+
+class Grader:
+    """Grades notebooks one after the other, in a folder that is thrown away; used as a context manager.
+
+    The process that holds it should do nothing else: it ends all of its descendants between two notebooks.
+
+    Args:
+        guard: the limits on running a notebook.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mpkit-grade-", ignore_cleanup_errors=True)
+        self._base = Path(self._folder.name)
+        place = self._base / "judge"
+        place.mkdir()
+        self._guard = replace(guard, hidden=(*guard.hidden, *map(str, solution_folders()), str(self._base)))
+        limits = replace(guard, memory=guard.memory + 8 * 2**30, processes=guard.processes + 60)
+        self._judges = Judges(place, environment(place), limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._judges.close()
+        sweep(set)
+        self._folder.cleanup()
+
+    def grade(self, each: HandedIn) -> Grade:
+        """Return the grade of one notebook."""
+        return _judge(each, self._collect(each), self._judges)
+
+    def _collect(self, each: HandedIn) -> _Collected:
+        return _collect(each, self._guard, self._judges, self._base)
+
+    def all(self, submissions: Sequence[HandedIn]) -> Iterator[Grade]:
+        """Yield the grades in order; while one notebook is judged, the next one runs."""
+        with ThreadPoolExecutor(1) as ahead:
+            coming = [ahead.submit(self._collect, each) for each in submissions[:1]]
+            try:
+                for number, each in enumerate(submissions):
+                    collected = coming.pop().result()
+                    for following in submissions[number + 1 : number + 2]:
+                        coming.append(ahead.submit(self._collect, following))
+                    yield _judge(each, collected, self._judges)
+            finally:
+                for left in coming:
+                    left.cancel()
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Return the environment variables of a process that runs or judges answers and writes to a folder only."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+        "IPYTHONDIR": str(place / "ipython"),
+        "TMPDIR": str(place),
+    }
+
+
+def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Collected:
+    """Run a notebook, and collect its answers."""
+    if each.broken:
+        return _Collected(notes=[each.broken, *each.odd])
+    with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as name:
+        place = Path(name)
+        out, work, cells = place / "answers", place / "work", place / "cells.json"
+        out.mkdir()
+        work.mkdir()
+        cells.write_text(json.dumps(each.cells), encoding="utf-8")
+        (work / "notebook.ipynb").write_bytes(each.data)
+        command = [
+            *(sys.executable, "-m", "mpkit.course.grading.collect"),
+            *(str(cells), str(out), str(guard.memory)),
+            *(f"{entry.name}={entry.exercise.name_of_answer}" for entry in each.exercises),
+        ]
+        why = guard.run(command, place, work, environment(place), judges.pids, out / STARTED)
+        if not why and not (out / ENDED).exists():
+            why = "it left before its last cell"
+        collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+        collected.notes += [] if answers_are_apart() else [NOT_APART]
+        collected.notes += each.odd
+        collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
+        collected.predictions = _read_predictions(_read_left_file(work / FILE))
+        for entry in each.exercises:
+            answer = _read_left_file(out / f"{entry.name}.answer")
+            if answer is not None:
+                collected.answers[entry.name] = answer
+            elif (reason := _read_left_file(out / f"{entry.name}.why")) is not None:
+                collected.remarks[entry.name] = (
+                    f"no answer was found ({reason.decode('utf-8', 'replace')[:300]})"
+                )
+        return collected
+
+
+def _read_left_file(path: Path) -> bytes | None:
+    """Return a file that a notebook wrote; None if it is not a readable file, as a notebook may put anything there."""
+    try:
+        return read_file(path)
+    except NoNotebook:
+        return None
+
+
+def _judge(each: HandedIn, collected: _Collected, judges: Judges) -> Grade:
+    checked: dict[str, Checked | None] = dict.fromkeys(entry.name for entry in each.exercises)
+    for entry in each.exercises:
+        answer = collected.answers.get(entry.name)
+        if answer is None:
+            continue
+        checked[entry.name], why = judges.judge(entry, answer)
+        one = checked[entry.name]
+        if one is not None and one.passed:
+            why = suspicion(entry, answer, each.cells)
+        if why:
+            collected.remarks[entry.name] = why
+    predicted = collected.predictions | dict(
+        each.predicted
+    )  # what was locked in when the student ran it, counts
+    predictions = {name: predicted.get(name) for name in each.questions}
+    return Grade(each, checked, collected.notes, collected.remarks, predictions)
+
+
+def _read_predictions(progress: bytes | None) -> dict[str, float]:
+    """Return the predictions that the notebook made while it ran, with calls such as `mk.predict("bubble", 0.25)`."""
+    try:
+        return predictions_kept(json.loads(progress or b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _errors(log: bytes | None) -> list[str]:
+    """Return the errors of cells, as far as they can be read from the log."""
+    try:
+        lines = (log or b"").decode("utf-8", "replace").splitlines()[:20]
+        return [f"cell {int(one['cell'])}: {str(one['error'])[:500]}" for one in map(json.loads, lines)]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []

@@ -1,0 +1,211 @@
+"""From an answer to a verdict.
+
+examine   run the exercise's own checks, up to the first that fails
+tell      find the mistake: the first one that shows in the results
+hint      choose the mistake's next hint, by how many different answers of the student's were wrong before
+show      draw the answer's timeline beside the solution's
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpkit.course.answered import answered_row
+from mpkit.course.catalogue import ExerciseEntry
+from mpkit.course.framework.exercise import UNFORESEEN, CheckRow, Exercise, Mistake
+from mpkit.course.framework.on_ranks import UNDIVIDED
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.source import run_cell
+from mpkit.course.lesson import lesson
+from mpkit.errors import MpkitError
+from mpkit.trace import Lane
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["CHECKED", "SLIP", "UNCOUNTED", "Checked", "NotSolved", "is_stub", "judge", "look"]
+
+CHECKED = "application/vnd.mpkit.checked+json"
+"""The type of the part of a check's output that a notebook keeps for the class report; browsers do not show it."""
+
+STUB, SLIP = "not-written", "an-error"
+UNCOUNTED = (STUB, SLIP)
+"""What is found in programs that are no answers yet: they spend no hint, and are no tries."""
+
+SLIPS = (
+    "NameError", "UnboundLocalError", "SyntaxError", "ImportError", "ModuleNotFoundError", "AttributeError",
+)  # fmt: skip
+"""Errors of typing, which say nothing of what the student has understood."""
+
+
+class NotSolved(MpkitError):
+    """An answer that was required to be right is wrong."""
+
+
+@dataclass(frozen=True, repr=False)
+class Checked:
+    """The verdict of `mk.check`: printed as text, and shown as a table and a picture in a notebook.
+
+    Attributes:
+        name: the name of the exercise.
+        title: the title of the exercise.
+        rows: what was checked, up to the first check that failed.
+        passed: whether all checks passed.
+        mistake: the name of the mistake that shows; "" if none is known, or the answer is right.
+        lesson: paragraphs on what happened on the ranks, if they hang or failed.
+        hint: a hint; "" if the answer is right.
+        tries: how many different answers to this exercise were checked, this one included.
+        printed: what the ranks printed in the last case.
+        timelines: the timelines "yours" and "target", if there is something to see.
+        exam: whether nothing was judged: the one row says whether there is an answer that runs.
+    """
+
+    name: str
+    title: str
+    rows: tuple[CheckRow, ...]
+    passed: bool
+    mistake: str = ""
+    lesson: tuple[str, ...] = ()
+    hint: str = ""
+    tries: int = 1
+    printed: tuple[str, ...] = ()
+    timelines: dict[str, Timeline] | None = None
+    exam: bool = False
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is an answer that runs."""
+        return self.rows[-1].ok
+
+    def require(self) -> Checked:
+        """Return this verdict if the answer is right.
+
+        Raises:
+            NotSolved: The answer is wrong, or was not judged; the message has the table and the hint.
+        """
+        if not self.passed:
+            raise NotSolved(str(self))
+        return self
+
+    def __str__(self) -> str:
+        from mpkit.course.checked_text import checked_text
+
+        return checked_text(self)
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        from mpkit.course.checked_html import checked_html
+
+        kept = {"name": self.name, "passed": self.passed, "tries": self.tries, "mistake": self.mistake}
+        return {"text/html": checked_html(self), "text/plain": str(self), CHECKED: kept}
+
+
+def judge(
+    entry: ExerciseEntry, answer: PackedAnswer, room: Room, failures: int = 0, *, draw: bool = True
+) -> Checked:
+    """Examine an answer.
+
+    Args:
+        entry: the exercise.
+        answer: the packed answer.
+        room: the ranks to run it on.
+        failures: how many other answers of the student's were wrong before; hints get more specific.
+        draw: whether to run the solution as well, and make the timelines of both.
+    """
+    exercise = entry.exercise
+    # ---- examine
+    rows = tuple(exercise.examine(answer, room))
+    assert rows, f"{entry.name} checks nothing"
+    last = next((row for row in rows if not row.ok), rows[-1])
+    passed = last.ok
+    # ---- tell
+    mistake, hints = ("", ()) if passed else tell(entry, last.seen, room)
+    # ---- hint
+    hint = hints[min(failures, len(hints) - 1)] if hints else ""
+    # ---- show
+    timelines = _timelines(exercise, last, room) if draw else None
+    seen = last.seen
+    return Checked(
+        entry.name, entry.source.title, rows, passed, mistake,
+        tuple(lesson(seen)) if seen and not passed else (), hint, failures + 1,
+        tuple(seen.printed) if seen else (), timelines,
+    )  # fmt: skip
+
+
+def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
+    """Say whether there is an answer that runs, and nothing of whether it is right: a check in an exam."""
+    exercise = entry.exercise
+    seen = exercise.try_answer(answer, room)
+    stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given_code)
+    untouched = exercise.is_untouched(seen) or PackedAnswer.pack(stub).print == answer.print
+    row = answered_row(seen, untouched, exercise.questions_of(stub))
+    lines = () if untouched or row.ok else tuple(lesson(seen))
+    return Checked(
+        entry.name, entry.source.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
+    )
+
+
+def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
+    """Return the name of the mistake that shows, and its hints."""
+    exercise = entry.exercise
+    if seen is not None:
+        if exercise.is_untouched(seen):
+            return STUB, (exercise.start,)
+        if _is_typing_error(seen):
+            return SLIP, ()
+        for mistake in (*exercise.mistakes, UNDIVIDED):
+            if _shows(entry, mistake, seen, room):
+                return mistake.name, mistake.hints
+        if seen.error and seen.where and not seen.mismatch:
+            return SLIP, ()
+    return "", exercise.otherwise
+
+
+def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
+    """Return whether an answer is the program that the student was given to mend."""
+    if not entry.source.has_instead:
+        return False  # the stub raises NotImplementedError, which `is_untouched` sees
+    stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given_code)
+    return PackedAnswer.pack(stub).print == answer.print
+
+
+def _is_typing_error(seen: Seen) -> bool:
+    """Return whether the student's own line ended in an error of typing."""
+    kind = re.search(r"(?:rank \d+: )?(\w+): ", seen.error)
+    return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error
+
+
+def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
+    if mistake.when is None:
+        wrong = run_cell(
+            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given_code
+        )
+        other = entry.exercise.try_again(PackedAnswer.pack(wrong), seen, room) if seen.is_finished else None
+        return other is not None and entry.exercise.same_result(seen, other)
+    try:
+        return bool(mistake.when(seen))
+    except (*UNFORESEEN, AssertionError):  # there is nothing to look at: no results, no trace
+        return False
+
+
+def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timeline] | None:
+    """Return the timelines of the answer and the solution in the last case; None if neither communicates."""
+    seen = row.seen
+    if seen is None or seen.trace is None:
+        return None
+    target = seen.target or exercise.try_again(PackedAnswer.pack(exercise.solution), seen, room)
+    traces = {"yours": seen, "target": target}
+    shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
+    return shown or None
+
+
+def _drawable(seen: Seen) -> bool:
+    """Return whether the ranks did anything that a timeline can show."""
+    if seen.schedule is not None:
+        return True
+    return seen.trace is not None and any((rank.ops["lane"] == Lane.COMM).any() for rank in seen.trace.ranks)

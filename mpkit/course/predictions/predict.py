@@ -1,0 +1,160 @@
+"""mk.predict: a number that is locked in before the cell that shows it runs.
+
+lock       the first number counts; it is kept in the student's file of progress
+against    compare it with what came, which is not told before a number is locked in
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpkit.common.visible import escape
+from mpkit.course.predictions.amounts import EXAMPLES, amount, spell_amount
+from mpkit.course.predictions.questions import PredictionQuestion, question
+from mpkit.course.progress import Progress, StudentPrediction
+
+__all__ = ["PREDICTED", "Prediction", "PredictionOutcome", "predict"]
+
+PREDICTED = "application/vnd.mpkit.predicted+json"
+"""The type of the part of an output that a notebook keeps for the grader; browsers do not show it."""
+
+
+def predict(name: str, value: float | str | None = None) -> Prediction:
+    """Lock in a number before you see it; without a number, show a box to type it into.
+
+    >>> import mpkit as mk
+    >>> guess = mk.predict("bubble", "25 %")
+    >>> print(guess.against(mk.simulate(mk.Plan.gpipe(4, 8)).bubble))
+    You predicted 25.0 %, and it is 27.3 %: 2.3 percentage points too low.
+    Each GPU is idle for p-1 micro-batches' time out of m+p-1: the bubble is (p-1)/(m+p-1), here 3/11.
+
+    Args:
+        name: the name of the question, such as "bubble".
+        value: a number, or text with a unit: 0.25, "25 %", "6 MB", "12 ms". The first one counts.
+
+    Raises:
+        ValueError: There is no such question, or the value is no such number; the message has one that is.
+    """
+    asked = question(name)
+    prediction = Prediction(asked)
+    if value is not None:
+        prediction.lock(value)
+    return prediction
+
+
+@dataclass(eq=False, repr=False)
+class Prediction:
+    """A prediction: printed as text, and shown as a box in a notebook until a number is locked in.
+
+    Attributes:
+        question: what is predicted.
+        said: what became of the last number, if it was not locked in.
+    """
+
+    question: PredictionQuestion
+    said: str = field(default="", init=False)
+
+    @property
+    def value(self) -> float | None:
+        """The number that is locked in; None if there is none yet."""
+        kept = self._stored_prediction
+        return kept.value if kept is not None else None
+
+    def lock(self, value: float | str) -> None:
+        """Lock in a number; if there is one already, that stays, and `said` says so.
+
+        Raises:
+            ValueError: It is no such number.
+        """
+        number, kept = amount(value, self.question.unit), self._stored_prediction
+        self.said = ""
+        if kept is None:
+            Progress.read().add_prediction(self.question.name, StudentPrediction(number)).write()
+        elif kept.value != number:
+            self.said = f"{self._spell(kept.value)} was locked in first, and stays."
+
+    def against(self, shown: float | None = None) -> PredictionOutcome:
+        """Compare the prediction with what came; before a number is locked in, only ask for one.
+
+        Args:
+            shown: the number that came, such as `run.timeline().bubble`; None: what theory says.
+        """
+        kept = self._stored_prediction
+        shown = self.question.truth() if shown is None else amount(shown, self.question.unit)
+        if kept is None:
+            return PredictionOutcome(self.question, None, shown)
+        if kept.shown is None:
+            Progress.read().add_prediction(self.question.name, StudentPrediction(kept.value, shown)).write()
+        return PredictionOutcome(self.question, kept.value, shown)
+
+    def __str__(self) -> str:
+        if self.value is None:
+            how = f"mk.predict({self.question.name!r}, ...), such as {EXAMPLES[self.question.unit]}"
+            return f"{self.question.text}\nNot predicted yet: {how}"
+        return " ".join(
+            filter(None, [f"{self.question.text}\nLocked in: {self._spell(self.value)}.", self.said])
+        )
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        lines = "<br>".join(escape(line) for line in str(self).splitlines())
+        bundle = {
+            "text/plain": str(self),
+            "text/html": f'<div style="max-width:52em;line-height:1.5">{lines}</div>',
+        }
+        if self.value is None:
+            from mpkit.course.predictions.box import box
+
+            return {**box(self)._repr_mimebundle_(), **bundle}
+        return bundle | {PREDICTED: {"name": self.question.name, "value": self.value}}
+
+    @property
+    def _stored_prediction(self) -> StudentPrediction | None:
+        return Progress.read().predictions.get(self.question.name)
+
+    def _spell(self, value: float) -> str:
+        return spell_amount(value, self.question.unit)
+
+
+@dataclass(frozen=True, repr=False)
+class PredictionOutcome:
+    """A prediction beside what came.
+
+    Attributes:
+        question: what was predicted.
+        value: the prediction; None if there was none.
+        shown: what came.
+    """
+
+    question: PredictionQuestion
+    value: float | None
+    shown: float
+
+    @property
+    def gap(self) -> float | None:
+        """The prediction less what came; None if there was no prediction."""
+        return self.value - self.shown if self.value is not None else None
+
+    def __str__(self) -> str:
+        shown = spell_amount(self.shown, self.question.unit)
+        if self.value is None:
+            call = f"mk.predict({self.question.name!r}, ...), such as {EXAMPLES[self.question.unit]}"
+            return f"Predict it first: in the box, or with {call}. Then run this again.\n{self.question.text}"
+        said = f"You predicted {spell_amount(self.value, self.question.unit)}, and it is {shown}"
+        return f"{said}: {self.question.gap(self.value, self.shown)}.\n{self.question.why}"
+
+    __repr__ = __str__
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        head, *rest = str(self).splitlines()
+        colour = "#d29b00" if self.value is None or not self.question.close(self.value) else "#007a5a"
+        html = (
+            f'<div style="border-left:4px solid {colour};padding:6px 12px;max-width:52em;line-height:1.5">'
+            f"<b>{escape(head)}</b><br>{escape(' '.join(rest))}</div>"
+        )
+        bundle: dict[str, Any] = {"text/plain": str(self), "text/html": html}
+        return bundle | (
+            {PREDICTED: {"name": self.question.name, "value": self.value}} if self.value is not None else {}
+        )

@@ -1,0 +1,114 @@
+"""The questions whose answers are predicted, and what is true.
+
+What is true is computed by the kit's own simulation, or by the formula that is named, never read from a notebook.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpkit.course.predictions.amounts import spell_amount
+
+__all__ = ["POINTS", "QUESTIONS", "PredictionQuestion", "question"]
+
+POINTS = 2
+"""The points for a prediction: one for making it, one more if it is close."""
+
+
+@dataclass(frozen=True)
+class PredictionQuestion:
+    """A number to predict.
+
+    Attributes:
+        name: its name in `mk.predict`.
+        text: the question.
+        unit: "share", "bytes", "seconds" or "".
+        truth: returns what is true.
+        why: how the number comes about, told afterwards.
+        within: how far a prediction may be off, as a share of what is true, to count as close.
+    """
+
+    name: str
+    text: str
+    unit: str
+    truth: Callable[[], float]
+    why: str
+    within: float = 0.1
+
+    def close(self, value: float) -> bool:
+        """Return whether a prediction is close to what is true."""
+        return abs(value - self.truth()) <= self.within * abs(self.truth()) * (1 + 1e-9)
+
+    def gap(self, value: float, shown: float) -> str:
+        """Return in words how far a prediction is from a number.
+
+        >>> question("bubble").gap(0.2, 0.3), question("ddp-bytes").gap(4e6, 6e6)
+        ('10.0 percentage points too low', '2.00 MB too low')
+        """
+        apart = abs(value - shown)
+        if apart <= 1e-3 * abs(shown):
+            return "just right"
+        size = (
+            f"{100 * apart:.1f} percentage points" if self.unit == "share" else spell_amount(apart, self.unit)
+        )
+        return f"{size} too {'high' if value > shown else 'low'}"
+
+
+def question(name: str) -> PredictionQuestion:
+    """Return the question of a name.
+
+    >>> question("buble")
+    Traceback (most recent call last):
+    ValueError: nothing to predict is called 'buble'; did you mean 'bubble'? There are bubble, ddp-bytes, naive-bubble
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    known = {each.name: each for each in QUESTIONS}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(str(name).strip().lower().replace("_", "-"), known, 1, 0.5)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
+    raise ValueError(f"nothing to predict is called {name!r}{meant} There are {', '.join(sorted(known))}")
+
+
+def _bubble() -> float:
+    from mpkit.plan.plan import Plan
+    from mpkit.timeline.simulation import simulate
+
+    return simulate(Plan.gpipe(4, 8)).bubble
+
+
+def _naive_bubble() -> float:
+    from mpkit.plan.plan import Plan
+    from mpkit.timeline.simulation import simulate
+
+    return simulate(Plan.naive_mp(4)).bubble
+
+
+QUESTIONS = (
+    PredictionQuestion(
+        "naive-bubble",
+        "Four GPUs hold one stage of a model each, and work one after the other. Which share of a step is each idle?",
+        "share",
+        _naive_bubble,
+        "One of four works at any time: the bubble is (p-1)/p, with p stages.",
+    ),
+    PredictionQuestion(
+        "bubble",
+        "GPipe with 4 stages and 8 micro-batches: which share of a step is each GPU idle?",
+        "share",
+        _bubble,
+        "Each GPU is idle for p-1 micro-batches' time out of m+p-1: the bubble is (p-1)/(m+p-1), here 3/11.",
+    ),
+    PredictionQuestion(
+        "ddp-bytes",
+        "A model has 1,000,000 parameters in fp32. DDP all-reduces their gradients around a ring of 4 GPUs. "
+        "How many bytes does each GPU send per step?",
+        "bytes",
+        lambda: 2 * 3 / 4 * 4 * 1_000_000,
+        "Each of n ranks sends 2(n-1)/n of the payload: once around to add up, once more to tell; the payload is 4 MB.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,145 @@
+"""A student's progress: one file in the course's folder, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mpkit.common.bounded import read_json, read_text
+
+__all__ = ["FILE", "ExerciseProgress", "Progress", "StudentPrediction"]
+
+FILE = "mpkit-progress.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ExerciseProgress:
+    """A student's progress in one exercise.
+
+    Attributes:
+        tries: how many different answers were checked; the stub, and programs that raise an error, are no answers.
+        failures: how many different answers in a row were wrong since it was last solved.
+        passed: whether it was ever solved.
+        wrong: the fingerprints of these wrong answers, in their order.
+    """
+
+    tries: int = 0
+    failures: int = 0
+    passed: bool = False
+    wrong: Sequence[str] = field(default_factory=list)
+
+    def earlier(self, answer: str) -> int:
+        """Return how many other wrong answers came before this one; a second check of it counts for nothing.
+
+        >>> ExerciseProgress(2, 2, wrong=["a", "b"]).earlier("a"), ExerciseProgress(2, 2, wrong=["a", "b"]).earlier("c")
+        (0, 2)
+        """
+        return self.wrong.index(answer) if answer in self.wrong else self.failures
+
+
+@dataclass(frozen=True)
+class StudentPrediction:
+    """A prediction.
+
+    Attributes:
+        value: the number that was locked in.
+        shown: the number that it was first compared with; None if there was none yet.
+    """
+
+    value: float
+    shown: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A student's progress in all exercises.
+
+    Attributes:
+        path: the path of the file.
+        done: the progress in each exercise, by name.
+        predictions: the predictions, by name.
+        variant: whose numbers the exercises have; "" as long as none was checked whose numbers vary.
+    """
+
+    path: Path
+    done: Mapping[str, ExerciseProgress]
+    predictions: Mapping[str, StudentPrediction] = field(default_factory=dict)
+    variant: str = ""
+
+    @classmethod
+    def read(cls, folder: Path | None = None) -> Progress:
+        """Read the progress file of a folder; None: of the current one, which is the notebook's.
+
+        A file that cannot be read is renamed, and progress begins anew.
+        """
+        path = (folder if folder is not None else Path.cwd()) / FILE
+        try:
+            told = read_json(read_text(path))
+            if told["version"] != VERSION:
+                raise ValueError(f"version {told['version']}")
+            predictions = {
+                name: StudentPrediction(**one) for name, one in told.get("predictions", {}).items()
+            }
+            done = {name: ExerciseProgress(**one) for name, one in told["exercises"].items()}
+            return cls(path, done, predictions, str(told.get("variant", "")))
+        except FileNotFoundError:
+            return cls(path, {})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            return cls(_put_aside(path, error), {})
+
+    def add_check(self, name: str, passed: bool, answer: str = "", *, counts: bool = True) -> Progress:
+        """Return the progress after one more check of an exercise.
+
+        Args:
+            name: the exercise's name.
+            passed: whether the answer is right.
+            answer: its fingerprint; a wrong answer that was checked before changes nothing. "": it is a new one.
+            counts: whether it is an answer at all, and not the stub or a program that raises an error.
+        """
+        before = self.done.get(name, ExerciseProgress())
+        if not passed and (not counts or (answer and answer in before.wrong)):
+            return replace(self, done={**self.done, name: before})
+        wrong = [] if passed else [*before.wrong, *([answer] if answer else [])]
+        failures = 0 if passed else before.failures + 1
+        tries, ever = before.tries + 1, before.passed or passed
+        now = replace(before, tries=tries, failures=failures, passed=ever, wrong=wrong)
+        return replace(self, done={**self.done, name: now})
+
+    def add_prediction(self, name: str, predicted: StudentPrediction) -> Progress:
+        """Return the progress with a prediction."""
+        return replace(self, predictions={**self.predictions, name: predicted})
+
+    def write(self) -> None:
+        """Write the file atomically; warn if it cannot be written."""
+        told: dict[str, object] = {"version": VERSION}
+        told["exercises"] = {name: vars(one) for name, one in sorted(self.done.items())}
+        if self.variant:
+            told["variant"] = self.variant
+        if self.predictions:
+            told["predictions"] = {name: vars(one) for name, one in sorted(self.predictions.items())}
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
+            partial.replace(self.path)
+        except OSError as error:
+            warnings.warn(
+                f"your progress is not kept, since {self.path} cannot be written: {error}", stacklevel=3
+            )
+
+
+def _put_aside(path: Path, error: Exception) -> Path:
+    aside = path.with_suffix(".broken.json")
+    try:
+        path.replace(aside)
+    except OSError:
+        aside = path
+    warnings.warn(
+        f"{path.name} could not be read ({error}); it lies in {aside.name} now, and progress begins anew",
+        stacklevel=4,
+    )
+    return path

@@ -1,0 +1,1 @@
+"""Where answers of strangers run: enclosed in namespaces, under limits, apart from their judge."""

@@ -1,0 +1,103 @@
+"""`mk.doctor()`: gather, measure, parse, judge, report."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.calls import answers
+from mpkit.common.tracebacks import public
+from mpkit.errors import MpkitError
+from mpkit.launch.doctor.findings.variables import table
+from mpkit.launch.doctor.parsers.facts import Unknown, facts_of
+from mpkit.launch.doctor.probes.evidence import ProbeAnswers, gather
+from mpkit.launch.doctor.probes.measure import RankMeasurements, measure
+from mpkit.launch.doctor.probes.torch_build import torch_build
+from mpkit.launch.doctor.report import CheckupReport
+from mpkit.launch.doctor.rules import findings
+from mpkit.launch.doctor.topics import Topic, find_topic
+
+if TYPE_CHECKING:
+    from mpkit.launch.session.cluster import Cluster
+
+__all__ = ["doctor", "judge"]
+
+
+@public
+@answers('mk.doctor("slow scaling")', {"fast": "To leave out what is measured: quick=True."})
+def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -> CheckupReport:
+    """Examine this machine: devices, links, host, variables, and what two ranks measure.
+
+    Nothing is changed, and nothing is sent anywhere. It takes some seconds; commands that are not installed are listed
+    as not checked.
+
+    Args:
+        topic: a common issue: "gpus not found", "gpu 0 busier", "out of memory", "slow scaling", "nccl time-outs"; the
+            report then has its steps and the findings that belong to it. "variables" explains those of nccl one by one.
+        data: a dataset (with `__getitem__` and `__len__`), to measure how fast it loads.
+        quick: leave out what is measured on ranks.
+
+    Raises:
+        ValueError: there is no such topic, or `data` is no dataset.
+    """
+    begin = monotonic()
+    asked = None if topic is None else find_topic(topic)
+    if data is not None and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ValueError(
+            f"doctor(data={type(data).__name__}): a dataset with __getitem__ and __len__ is measured, such as that "
+            "of a DataLoader: mk.doctor(data=loader.dataset)"
+        )
+    if asked is not None and asked.name == "variables":
+        quick = True
+    with ExitStack() as stack:
+        # The cluster's helper process imports torch while commands are asked.
+        cluster = Unknown("left out (quick)") if quick and data is None else _cluster(stack)
+        evidence = gather()
+        found = cluster if isinstance(cluster, Unknown) else _measure_on_ranks(cluster, data)
+    return judge(evidence, found, asked, seconds=monotonic() - begin)
+
+
+def judge(
+    evidence: ProbeAnswers,
+    measured: RankMeasurements | Unknown,
+    topic: Topic | None = None,
+    *,
+    seconds: float = 0.0,
+) -> CheckupReport:
+    """Return the report that follows from evidence, wherever it is from."""
+    found = findings(facts_of(evidence, measured))
+    if topic is not None:
+        wanted = "variables" if topic.name == "variables" else None
+        found = [each for each in found if topic.name in each.topics or each.subject == wanted]
+    explained = tuple(table().values()) if topic is not None and topic.name == "variables" else ()
+    return CheckupReport(tuple(found), topic, explained, evidence.composed, seconds)
+
+
+def _cluster(stack: ExitStack) -> Cluster | Unknown:
+    """Make one rank per GPU, or two on CPUs; the stack closes it. Where there can be none, say why."""
+    from mpkit.launch.session.cluster import Cluster
+
+    gpus = torch_build().gpus
+    try:
+        return stack.enter_context(Cluster(ranks=gpus) if gpus > 1 else Cluster(ranks=2, device="cpu"))
+    except ValueError as error:
+        return Unknown(f"no ranks can be started here: {_first_line(error)}")
+
+
+def _measure_on_ranks(cluster: Cluster, data: Any) -> RankMeasurements | Unknown:
+    """Measure on ranks. What fails there is a finding, not the end of the report; what fails in `data` is the user's.
+
+    Raises:
+        RankFailed: the dataset raises.
+    """
+    try:
+        return measure(cluster, data)
+    except MpkitError as error:
+        if data is not None:
+            raise
+        return Unknown(f"measuring on ranks failed: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,137 @@
+"""The GPUs: whether there are any, whether torch sees them, whether they are alike, and whether somebody uses them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mpkit.devices.local.visible import visible
+from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, gigabytes, plural
+from mpkit.launch.doctor.parsers.facts import Facts, Unknown
+
+__all__ = ["gpus"]
+
+HIDDEN = ("gpus not found",)
+USED = 0.1
+"""The share of a GPU's memory in use by others from which on it is worth a finding."""
+
+
+def gpus(facts: Facts) -> Iterator[CheckupFinding]:
+    """Yield what there is to say about the GPUs."""
+    if isinstance(facts.gpus, Unknown) and facts.torch.gpus == 0:
+        yield CheckupFinding(
+            "GPUs",
+            Level.NOTE,
+            "There is no GPU that the driver or torch knows of: ranks are CPU processes here, over gloo.",
+            f"{facts.gpus.why}; torch.cuda.device_count() is 0",
+            mend="nothing needs mending: every strategy runs on CPU processes, mk.Cluster(ranks=4). If there should be "
+            "a GPU: mpkit doctor 'gpus not found'",
+            topics=HIDDEN,
+        )
+        return
+    if isinstance(facts.gpus, Unknown):
+        many = plural(facts.torch.gpus, "GPU")
+        yield CheckupFinding(
+            "GPUs",
+            Level.UNCHECKED,
+            f"torch sees {many}; their names and memory are not known.",
+            facts.gpus.why,
+        )
+        return
+    names = Counter(gpu.name for gpu in facts.gpus)
+    listed = ", ".join(f"{count} x {name}" for name, count in names.items())
+    seen = visible(facts.gpus, facts.environment)
+    if facts.torch.gpus < len(seen.gpus):
+        yield _explain_unseen(facts, listed, len(seen.gpus))
+    elif len(seen.gpus) < len(facts.gpus):
+        yield CheckupFinding(
+            "GPUs",
+            Level.NOTE,
+            f"{seen.decided_by} lets programs see {len(seen.gpus)} of {plural(len(facts.gpus), 'GPU')}.",
+            f"nvidia-smi lists {listed}",
+            mend="unset CUDA_VISIBLE_DEVICES  # to see all",
+            topics=HIDDEN,
+        )
+    else:
+        yield CheckupFinding(
+            "GPUs", Level.FINE, f"{listed}.", "nvidia-smi; torch sees as many", topics=HIDDEN
+        )
+    yield from (
+        CheckupFinding("GPUs", Level.COSTS, note, seen.decided_by, _COST_HIDDEN, seen.mend)
+        for note in seen.wrong
+    )
+    yield from _check_alike(facts, len(names))
+    yield from _check_used_memory(facts)
+
+
+_COST_HIDDEN = "other GPUs than those meant, or fewer, compute"
+
+
+def _explain_unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
+    build = facts.torch
+    why, mend = "", "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"
+    if not build.cuda and not build.hip:
+        why = f": torch {build.version} is a build without CUDA"
+        mend = "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)"
+    elif build.error:
+        why = f": {build.error}"
+    return CheckupFinding(
+        "GPUs",
+        Level.COSTS,
+        f"torch sees {build.gpus} of the {plural(there, 'GPU')} that nvidia-smi lists{why}.",
+        f"nvidia-smi: {listed}; torch.cuda.device_count(): {build.gpus}",
+        "programs run on CPUs, some 100 times slower than a GPU",
+        mend,
+        HIDDEN,
+    )
+
+
+def _check_alike(facts: Facts, kinds: int) -> Iterator[CheckupFinding]:
+    gpus = facts.gpu_list
+    if kinds > 1:
+        smallest = min(gpus, key=lambda gpu: gpu.memory)
+        lost = sum(gpu.memory - smallest.memory for gpu in gpus)
+        yield CheckupFinding(
+            "GPUs",
+            Level.COSTS,
+            f"The GPUs are not alike: {', '.join(dict.fromkeys(gpu.name for gpu in gpus))}.",
+            "; ".join(f"GPU {gpu.index}: {gpu.name}, {gigabytes(gpu.memory)}" for gpu in gpus),
+            "data-parallel ranks go at the pace of the slowest GPU, and none can hold more than the smallest does: "
+            f"{gigabytes(lost)} stay unused",
+            f"use those that are alike: mk.Cluster(devices={_largest_kind(facts)}); or give the faster ones longer "
+            "pipeline stages: mk.devices.Hardware('mixed', devices=[...], link=...) predicts it",
+            ("gpu 0 busier", "slow scaling"),
+        )
+        if "CUDA_DEVICE_ORDER" not in facts.environment:
+            yield CheckupFinding(
+                "GPUs",
+                Level.NOTE,
+                "CUDA counts unlike GPUs from the fastest on, nvidia-smi by their place on the PCI bus.",
+                "CUDA_DEVICE_ORDER is not set",
+                "cuda:0 may be another GPU than nvidia-smi's GPU 0",
+                "export CUDA_DEVICE_ORDER=PCI_BUS_ID  # before Python starts",
+            )
+    elif len(gpus) > 1:
+        yield CheckupFinding("GPUs", Level.FINE, "The GPUs are alike.", f"{len(gpus)} x {gpus[0].name}")
+
+
+def _largest_kind(facts: Facts) -> list[int]:
+    """Return the numbers, as torch counts, of the GPUs of the most frequent name."""
+    seen = visible(facts.gpu_list, facts.environment).gpus or facts.gpu_list
+    [(name, _)] = Counter(gpu.name for gpu in seen).most_common(1)
+    return [place for place, gpu in enumerate(seen) if gpu.name == name]
+
+
+def _check_used_memory(facts: Facts) -> Iterator[CheckupFinding]:
+    for gpu in facts.gpu_list:
+        if gpu.memory and gpu.used > USED * gpu.memory:
+            busy = f", busy {gpu.busy} % of the time" if gpu.busy else ""
+            yield CheckupFinding(
+                "GPUs",
+                Level.COSTS,
+                f"GPU {gpu.index} is in use: {gigabytes(gpu.used)} of its {gigabytes(gpu.memory)} are taken.",
+                f"nvidia-smi: {gpu.used >> 20} MiB used{busy}",
+                "a rank there has that much less memory, and waits for the other program's kernels",
+                "nvidia-smi --query-compute-apps=pid,used_memory,process_name --format=csv  # whose is it?",
+                ("out of memory", "gpu 0 busier"),
+            )

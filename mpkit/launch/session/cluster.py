@@ -1,0 +1,409 @@
+"""Cluster: ranks on this machine, fresh for every run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.calls import answers
+from mpkit.common.needs import require_torch
+from mpkit.common.provided import provide_method
+from mpkit.common.tracebacks import public
+from mpkit.devices.local.table import devices_html, devices_text
+from mpkit.errors import MpkitError
+from mpkit.launch.external.environment import is_launched, place_here
+from mpkit.launch.external.launched import refuse_second_launcher
+from mpkit.launch.hang.hang import GRACE
+from mpkit.launch.launch import Launch
+from mpkit.launch.process.fork_server_client import ForkServerClient
+from mpkit.launch.process.payload import pack, settings_here
+from mpkit.launch.session.cluster_checks import check_ranks, check_timeout, place_ranks
+from mpkit.launch.session.import_ahead import import_ahead
+from mpkit.launch.session.train_example import EXAMPLE, MEANT
+from mpkit.launch.session.turns import Turns
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpkit.devices.hardware import Hardware
+    from mpkit.launch.external.external_launch import ExternalLaunch
+    from mpkit.launch.external.session import Session
+    from mpkit.launch.session.run import Run
+    from mpkit.plan.plan import Plan
+    from mpkit.strategies.prepare.prepare import TrainJob
+    from mpkit.timeline.timeline import Timeline
+    from mpkit.trace import Trace
+
+__all__ = ["Cluster"]
+
+
+@dataclass
+class _Shared:
+    """What a cluster shares with those that `resized` makes of it: the helper process, also if a new one is started."""
+
+    fork_server: ForkServerClient | None = None
+    launching: threading.Lock = field(default_factory=threading.Lock)
+    """One thread at a time checks whether its cluster is busy, and launches."""
+
+
+@public
+class Cluster:
+    """Ranks on this machine: processes that run your function, or train your model.
+
+    Making a cluster is cheap: a helper process imports torch in the background, and for every run the ranks are
+    forked from it, so that nothing carries over from one run to the next. Meanwhile a thread of this process imports
+    what `train` will need.
+
+    >>> import mpkit as mk
+    >>> import torch
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(2) * ctx.rank).tolist())
+    [[1.0, 1.0], [1.0, 1.0]]
+
+    Args:
+        ranks: the number of processes; with `devices` one per device by default. None where a launcher has started
+            them (torchrun, srun, mpirun): see `from_env`.
+        device: "auto" (GPUs if there are any, else CPU processes), "cpu", "cuda", another kind of accelerator ("xpu",
+            "hpu", "mps"), or one of them ("cuda:1"), which all ranks share. Ranks on GPUs use nccl if each has a GPU
+            of its own; else, and on other accelerators, gloo through the host's memory.
+        devices: which device each rank is on: [2, 0] puts rank 0 on the GPU that torch counts as 2; "cuda:1",
+            ["xpu:0", "xpu:1"], or "cuda" for all. More ranks than devices share them in turn. What
+            CUDA_VISIBLE_DEVICES hides is not there; `print(cluster)` says who is where, and which variable decided.
+            Under a launcher the list is for the ranks of one node, by LOCAL_RANK.
+        layers: record every layer of the model, not only whole actions.
+        start: "fork" (fast) or "spawn" (a fresh interpreter per rank; the default where forking is not safe).
+
+    Raises:
+        ValueError: the number of ranks or the device is not available here.
+    """
+
+    @answers("mk.Cluster(ranks=4)")
+    def __init__(
+        self, ranks: int | None = None, device: str = "auto", *, devices: Any = None, layers: bool = False,
+        start: str | None = None,
+    ) -> None:  # fmt: skip
+        require_torch("mk.Cluster")
+        launched = ranks is None and is_launched()
+        if not launched:
+            refuse_second_launcher()
+        self._chosen = chosen = place_ranks(1 if launched and devices is None else ranks, device, devices)
+        self.ranks, self.device, self.devices = chosen.ranks or 0, chosen.kind, len(chosen.numbers)
+        self.backend = "nccl" if self.device == "cuda" and chosen.one_each(self.ranks) else "gloo"
+        self._session: Session | None = None
+        if launched:
+            from mpkit.launch.external.session import Session
+
+            self._session = Session(chosen)
+        self.layers = layers
+        if start not in (None, "fork", "spawn"):
+            raise ValueError(
+                f"start={start!r}: there are 'fork' and 'spawn'; leave it out for what suits here"
+            )
+        import sys
+
+        self._fork = start == "fork" if start else sys.platform == "linux"
+        self._shared = _Shared()
+        if self._session is None:
+            self._shared.fork_server = self._new_fork_server()
+        else:
+            self.ranks, self.backend = self._session.ranks, self._session.backend
+        self._imports = import_ahead()
+        self._turns = Turns()
+        self._closed = False
+
+    @classmethod
+    def from_env(cls, device: str = "auto", *, layers: bool = False) -> Cluster:
+        """Return the cluster of the ranks that a launcher has started, of which this process is one.
+
+        Under torchrun, SLURM's srun or mpirun, on one machine or several, every process runs the same script and makes
+        the same calls. `train` and `run` then run this process's rank here, and return when all ranks have finished.
+        The results of `run`, `run.losses` and `run.state_dict()` are the same on every rank; `run.trace` and
+        `run.timeline()` are those of rank 0. See docs/many-machines.md.
+
+        Raises:
+            ValueError: no launcher's variables are set.
+            MpkitError: not all processes came.
+        """
+        place_here()  # says what is missing
+        return cls(None if is_launched() else 1, device, layers=layers)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank under a launcher; 0 where this process starts the ranks itself."""
+        return 0 if self._session is None else self._session.rank
+
+    def _new_fork_server(self) -> ForkServerClient:
+        return ForkServerClient(self._fork)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.backend
+        first = f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
+        return (
+            first
+            if self.device == "cpu"
+            else f"{first}\n{devices_text(self._chosen, self.ranks, self._rows)}"
+        )
+
+    def _repr_html_(self) -> str | None:
+        return None if self.device == "cpu" else devices_html(self._chosen, self.ranks, self._rows)
+
+    @property
+    def _rows(self) -> list[list[str]] | None:
+        return None if self._session is None else self._session.devices
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def fork_server_pid(self) -> int | None:
+        """Process id of the helper process, the parent of all ranks; None if there is none now."""
+        fork_server = self._shared.fork_server
+        return fork_server.pid if fork_server is not None and fork_server.alive else None
+
+    def resized(self, ranks: int) -> Cluster:
+        """Return a cluster of another number of ranks that shares this helper process; one of them may run at a time.
+
+        Raises:
+            ValueError: there can be no such number of ranks, or this cluster is closed.
+        """
+        if self._closed:
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
+        if self._session is not None and ranks != self.ranks:
+            raise ValueError(
+                f"the launcher has started {self.ranks} ranks, and {ranks} are asked for: start the script with as "
+                "many (torchrun --nproc-per-node), or without a launcher, where a Cluster starts its ranks itself"
+            )
+        other = copy.copy(self)
+        other.ranks, other._turns = check_ranks(ranks), Turns()
+        if self._session is not None:
+            return other
+        other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
+        return other
+
+    def close(self) -> None:
+        """Stop whatever runs, and the helper process. A closed cluster cannot be used again."""
+        self._closed = True
+        if self._shared.fork_server is not None:
+            self._shared.fork_server.close()
+            self._shared.fork_server = None
+
+    @answers("cluster.run(lambda ctx: ctx.rank)")
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, on_busy: str = "raise",
+        watch: bool | int = False,
+    ) -> list[Any]:  # fmt: skip
+        """Call `fn(ctx, *args)` on every rank and wait; what the ranks print appears here, labelled.
+
+        Args:
+            fn: a function whose first argument is a `Context`; may be a lambda or defined in this notebook.
+            args: further arguments, sent to every rank by value.
+            timeout: seconds without progress on any rank after which a hang is reported, also of ranks that compute.
+                None: a rank that uses CPU time is never given up; if none does, a hang is reported a few seconds past
+                the slowest op if all ranks wait for each other or are stopped, after 600 s otherwise. After 10 s a
+                line says which rank the others wait for, and where it is.
+            on_busy: as in `train`; by default an earlier training is left alone, unless "stop" or "wait" is passed.
+            watch: record what `fn` does although it does not know of mpkit: communication of torch.distributed, DDP,
+                FSDP and pipelining; forwards, backwards and optimizer steps; memory. True records a model's repeated
+                blocks, a number its modules down to that depth. A notebook shows it live; `cluster.timeline()` has it.
+
+        Returns:
+            What `fn` returned, by rank.
+
+        Raises:
+            RankFailed: a rank raised or was killed; the error carries that rank's own traceback.
+            CommMismatch: the calls of two ranks for one collective or message do not match.
+            Deadlock: the ranks wait for each other.
+            ValueError: `fn` or an argument cannot be sent to other processes.
+        """
+        if not callable(fn):
+            raise ValueError(
+                f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
+            )
+        self._turns.make_free(on_busy)
+        if watch is not False:
+            from mpkit.launch.session.watched_run import run_watched
+
+            return run_watched(self.launch, fn, args, watch, timeout)
+        from mpkit.strategies.program_calls.compared import ComparedFunction
+
+        launch = self.launch(ComparedFunction(fn), args, timeout=timeout, sink=print)
+        launch.work()
+        return launch.results()
+
+    @property
+    def trace(self) -> Trace:
+        """What the ranks of the latest `run` or `train` recorded, including your own spans.
+
+        Raises:
+            MpkitError: nothing has run on this cluster yet.
+        """
+        if self._turns.latest is None:
+            raise MpkitError("this cluster has no trace yet: cluster.run(fn) or cluster.train(...) first")
+        return self._turns.latest.trace
+
+    def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """Put the latest run on a clock; see `Run.timeline`."""
+        from mpkit.timeline.timeline import Timeline
+
+        return Timeline.of(self.trace, hardware, clock)
+
+    @answers(EXAMPLE, MEANT)
+    def train(
+        self, model: torch.nn.Module, data: Any, plan: Plan | None = None, *,
+        loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
+        steps: int = 1, seed: int = 0, max_grad_norm: float | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
+        checkpoint_every: int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_keep: int = 2, resume_from: str | os.PathLike[str] | None = None,
+        on_step: Callable[[Any, int], Any] | None = None, evaluate: Any = None, every: int | None = None,
+        ema: float | None = None, verify: Any = "first",
+        timeout: float | None = None, show: bool | None = None, on_busy: str | None = None,
+    ) -> Run:  # fmt: skip
+        """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
+
+        Args:
+            model: the model whose weights training starts from; it is left unchanged.
+            data: sequence of (inputs, targets), each a whole global batch; step i takes data[i % len(data)]. Or
+                `mk.Batches` of a dataset, reshuffled in each epoch, of which a rank loads its own samples only. Or an
+                iterable that yields batches (a generator, an IterableDataset, a DataLoader of one): this process reads
+                it as the ranks need it, a few batches ahead; all batches must have the shapes of the first two.
+            plan: the plan to follow; None: `Plan.serial()`.
+            loss: loss(outputs, targets) -> scalar, the mean over the batch; or (total, count) if something other than
+                samples is counted, such as unmasked targets: the loss is then the sum of totals / the sum of counts.
+                Torch's own means are correct as they are, even with masked targets and class weights, and
+                `mk.mean_loss` makes a function around one correct; a loss that needs all samples at once takes
+                `mk.whole_batch_loss`.
+            optimizer: optimizer(params) -> torch.optim.Optimizer, or a list of several. Called on each rank with a list
+                of all parameters that are trained, in the model's order, so that groups by index, number or shape are
+                those of the whole model; `mk.optimizer.by_name(optimizer)` receives (name, parameter) pairs instead.
+            steps, seed: the number of steps, and the seed of every rank's random state.
+            max_grad_norm, lr_schedule: clip all gradients together to this norm; the learning rate's factor in a step.
+            checkpoint_every: save a checkpoint after every so many steps; None: never. See docs/checkpoints.md.
+            checkpoint_dir, checkpoint_keep: the folder for checkpoints, and how many of the newest are kept there.
+            resume_from: a checkpoint, or a folder of them, whose newest complete one is resumed, on any plan and any
+                number of ranks. `steps` still counts from the very beginning: the same call with resume_from finishes
+                a training that was cut short.
+            verify: the steps that are compared with plain PyTorch: "first", two and a later one; "all"; some, counted
+                from 1, such as (1, 10); or False. `run.proof` says which were equal (docs/proof.md).
+            on_step, evaluate, every, ema: what happens between steps (docs/callbacks.md): on_step(ctx, step) on every
+                rank; evaluation on data, or (data, metric), every so many steps; the decay of an average of weights.
+            timeout, show: as in `run`; whether to show the Run live, None: only in a notebook.
+            on_busy: what to do if an earlier training of this cluster still runs: "stop" it, "wait" for its end, or
+                "raise" a ValueError; None: stop it in a notebook, where a cell is often run again, else raise.
+
+        Raises:
+            ValueError: an argument cannot work; raised before any process starts.
+        """
+        timeout = check_timeout(timeout)
+        with self._turns.instead_of_earlier(on_busy):
+            self._imports.join()
+            from mpkit.launch.session.run import Run
+            from mpkit.strategies.prepare.prepare import prepare
+
+            job = self._agree_on_job(
+                prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss,
+                optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
+                checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
+                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema, verify=verify,
+            )  # fmt: skip
+        self._turns.training = Run(self, job, timeout=timeout, show=show)
+        return self._run_own_rank(self._turns.training)
+
+    def _agree_on_job(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
+        """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same.
+
+        Warn if the plan's features work against each other, if it is estimated to need more memory than GPUs have, or
+        if tensor parallelism spans nodes.
+        """
+        from mpkit.strategies.prepare.unwise import warn_if_unwise
+
+        if self._session is None:
+            job = prepare(*args, **kwargs)
+            warn_if_unwise(job.plan)
+            if self.device != "cpu":
+                provide_method("Cluster.warn_of_memory")(job, self._chosen, self.ranks)
+            return job
+        from mpkit.launch.session.launched_cluster import facts_in_common, verified_alike, warn_of_nodes
+
+        job = self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
+        job = verified_alike(job, self._session)
+        warn_if_unwise(job.plan)
+        warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)
+        return job
+
+    def _run_own_rank(self, training: Run) -> Run:
+        """Return the Run; under a launcher, once this process's rank and all others have finished."""
+        if self._session is not None and self._turns.latest is not None:
+            self._turns.latest.work()
+            training.wait()
+        return training
+
+    def launch(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        timeout: float | None = None,
+        sink: Callable[[str], None],
+        flush: Callable[[], None] = lambda: None,
+        meta: dict[str, Any] | None = None,
+        modules: Sequence[str] = (),
+        grace: float = GRACE,
+        compares: bool = True,
+    ) -> Launch | ExternalLaunch:
+        """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are built on this.
+
+        Args:
+            fn, args, timeout: as in `run`.
+            sink, flush: `sink` receives each labelled line of output; `flush` is called when no more follow for now.
+            meta: entries for the trace's meta.
+            modules: modules to import before ranks are forked, so that the ranks need not each import them.
+            grace: seconds to wait past the slowest op, if there is no `timeout`.
+            compares: compare each communication with its peers' calls; a training's strategies do not need this.
+        """
+        if self._closed:
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
+        timeout = check_timeout(timeout)
+        self._turns.make_free("raise")
+        payload = pack(fn, args, modules)
+        settings = settings_here(
+            self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
+        )
+        if self._session is not None:
+            from mpkit.launch.external.external_launch import ExternalLaunch
+
+            self._turns.latest = ExternalLaunch(
+                self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, grace=grace
+            )
+            return self._turns.latest
+        refuse_second_launcher()
+        with self._shared.launching:
+            self._turns.make_free("raise")  # another thread may have launched first
+            fork_server = self._shared.fork_server
+            if fork_server is None or not fork_server.alive:
+                if fork_server is not None:
+                    fork_server.close()
+                self._shared.fork_server = fork_server = self._new_fork_server()
+            self._turns.latest = Launch(
+                fork_server,
+                replace(settings, environment=fork_server.environment_since()),
+                payload,
+                timeout=timeout,
+                sink=sink,
+                flush=flush,
+                meta=meta or {},
+                modules=modules,
+                grace=grace,
+            )
+            return self._turns.latest

@@ -1,0 +1,158 @@
+"""The runs of this notebook: what each was and what came out, kept when its variable is gone, sortable, comparable.
+
+keep    a run that has ended leaves a row, and the timeline of its last step
+runs    the rows so far
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+
+from mpkit.common.display import data_frame, draw
+from mpkit.plan.plan import Plan
+from mpkit.timeline.comparison import Comparison, compare_timelines
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from mpkit.launch.session.run import Run
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["KeptRun", "RunList", "keep", "runs"]
+
+KEPT = 100
+"""The most runs that are kept; the oldest go first."""
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """What is kept of a run.
+
+    Attributes:
+        number: counts the runs of this process, from 1.
+        plan: its plan.
+        status: "finished", "stopped" or "failed".
+        steps: the steps that it did.
+        step_time: seconds of a step, the median on the virtual clock without the first; None if it did none.
+        bubble: the idle share of its last step; None if it did none.
+        memory: bytes that the fullest rank held at its peak.
+        loss: of its last step; None if it did none.
+        timeline: of its last step; None if it did none.
+    """
+
+    number: int
+    plan: Plan
+    status: str
+    steps: int
+    step_time: float | None
+    bubble: float | None
+    memory: int
+    loss: float | None
+    timeline: Timeline | None = field(repr=False)
+
+
+class RunList(Sequence[KeptRun]):
+    """The runs of this notebook, the oldest first; in a notebook, a table to sort."""
+
+    def __init__(self, rows: Sequence[KeptRun]) -> None:
+        self._rows = list(rows)
+
+    @overload
+    def __getitem__(self, index: int) -> KeptRun: ...
+    @overload
+    def __getitem__(self, index: slice) -> RunList: ...
+    def __getitem__(self, index: int | slice) -> KeptRun | RunList:
+        return RunList(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[KeptRun]:
+        return iter(self._rows)
+
+    def compare(self, *numbers: int) -> Comparison:
+        """Compare the last steps of some runs, by the numbers in the table: timelines on one axis, and why ranks idle.
+
+        Raises:
+            ValueError: there is no such run, or it did no step.
+        """
+        known = {row.number: row for row in self._rows if row.timeline is not None}
+        chosen = numbers or tuple(known)[-2:]
+        for number in chosen:
+            if number not in known:
+                there = ", ".join(map(str, known)) or "none yet"
+                raise ValueError(
+                    f"compare({number}): there is no run {number} with a step. There are: {there}"
+                )
+        return compare_timelines([(f"run {n}: {known[n].plan!r}", known[n].timeline) for n in chosen])  # type: ignore[misc]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return a row per run."""
+        names = ("number", "plan", "status", "steps", "step_time", "bubble", "memory", "loss")
+        return data_frame([[getattr(row, name) for name in names] for row in self._rows], [*names])
+
+    def __str__(self) -> str:
+        return str(draw(self, "text"))
+
+    __repr__ = __str__
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(draw(self, "widget"))  # type: ignore[no-untyped-call]
+
+
+_kept: deque[KeptRun] = deque(maxlen=KEPT)
+_numbers = count(1)
+
+
+def keep(run: Run) -> KeptRun:
+    """Keep a run that has ended; a notebook's runs are kept by themselves.
+
+    Returns:
+        Its row.
+    """
+    timeline = run.timeline() if run.losses else None
+    steps = timeline.steps if timeline is not None else []
+    last = timeline.step(steps[-1]) if timeline is not None and steps else None
+    times = [timeline.step(step).step_time for step in steps[1:] or steps] if timeline is not None else []
+    row = KeptRun(
+        number=next(_numbers),
+        plan=run.plan,
+        status=run.status,
+        steps=len(run.losses),
+        step_time=float(np.median(times)) if times else None,
+        bubble=last.bubble if last is not None else None,
+        memory=max((sum(held.values()) for held in timeline.peak_memory), default=0)
+        if timeline is not None
+        else 0,
+        loss=run.losses[-1] if run.losses else None,
+        timeline=last,
+    )
+    _kept.append(row)
+    return row
+
+
+def runs() -> RunList:
+    """Return the runs of this notebook that have ended, the oldest first.
+
+    >>> import torch, mpkit as mk
+    >>> from mpkit.launch.session.run_list import keep
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 2)):
+    ...         _ = keep(cluster.train(
+    ...             mk.models.MLP(2, 3), [(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))], plan,
+    ...             loss=torch.nn.functional.cross_entropy, optimizer=torch.optim.SGD, steps=2).wait())
+    >>> found = mk.runs()
+    >>> [row.plan for row in found[-2:]]
+    [Plan(dp=2), Plan(pp=2, schedule='gpipe', microbatches=2)]
+    >>> len(found.compare().rows)
+    2
+    """
+    return RunList([*_kept])

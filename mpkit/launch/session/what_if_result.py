@@ -1,0 +1,125 @@
+"""WhatIf: a run beside its step as predicted after some changes, and what each change contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mpkit.common.display import Drawn, draw
+from mpkit.plan.plan import Plan
+from mpkit.timeline.comparison import Comparison, compare_timelines
+from mpkit.timeline.timeline import Timeline
+
+__all__ = ["PredictedStep", "WhatIf"]
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step after some of the changes.
+
+    The three parts are averaged over ranks, and sum to the step time.
+
+    Attributes:
+        change: the last of the changes, in words; "" for the run itself.
+        plan: the plan.
+        timeline: the timeline of that step.
+    """
+
+    change: str
+    plan: Plan
+    timeline: Timeline
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the step."""
+        return self.timeline.step_time
+
+    @property
+    def compute(self) -> float:
+        """Seconds in which a rank computes."""
+        return sum(self.timeline.busy) / self.timeline.world_size
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds in which a rank communicates and does not compute."""
+        return sum(self.timeline.exposed_comm) / self.timeline.world_size
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which a rank does neither: it waits for what others compute, or for data."""
+        return self.step_time - self.compute - self.exposed_communication
+
+
+@dataclass(frozen=True)
+class WhatIf(Drawn):
+    """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
+
+    Attributes:
+        rows: the run's typical step, and the step after each change on top of those before it.
+        band: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks what_if`,
+            on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on GPUs.
+        run_memory: peak bytes that the run recorded, by rank and category, and "total".
+        played_memory: the same for the run's own plan, played as the changed one is; None if no plan was played.
+        memory: the same as predicted. A played rank's buffers include temporaries, which a run does not record: compare
+            it with `played_memory`.
+    """
+
+    rows: tuple[PredictedStep, ...]
+    band: float | None
+    run_memory: list[dict[str, int]]
+    played_memory: list[dict[str, int]] | None
+    memory: list[dict[str, int]]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with all changes."""
+        return self.rows[-1].plan
+
+    @property
+    def before(self) -> Timeline:
+        """The run's typical step: the one of median length, on the virtual clock."""
+        return self.rows[0].timeline
+
+    @property
+    def timeline(self) -> Timeline:
+        """The predicted step."""
+        return self.rows[-1].timeline
+
+    @property
+    def step_time(self) -> float:
+        """Predicted seconds per step, each rank on a device of its own."""
+        return self.timeline.step_time
+
+    @property
+    def bubble(self) -> float:
+        """The predicted bubble: the idle share of the makespan, averaged over ranks (`Timeline.bubble`)."""
+        return self.timeline.bubble
+
+    @property
+    def causes(self) -> list[tuple[str, float]]:
+        """What each change adds to the step, in seconds, on top of those before it; they sum to the whole change."""
+        pairs = zip(self.rows, self.rows[1:], strict=False)
+        return [(after.change, after.step_time - before.step_time) for before, after in pairs]
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """The run beside the prediction, as `mk.compare` puts them: work and idle time by cause, and pictures."""
+        return compare_timelines([("run", self.before), ("what if", self.timeline)])
+
+    def gap(self) -> Mapping[str, float]:
+        """Return the parts of the difference in seconds, by op and by cause of idle time (`Comparison.gap`)."""
+        return self.comparison.gap()
+
+    def show(self) -> Any:
+        """Show both timelines in a notebook, one below the other on one time axis, and the table."""
+        return draw(self, "widget")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):  # without plotly, the SVG picture is shown
+            shown = self.show()._repr_mimebundle_()
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return bundle | super()._repr_mimebundle_(include, exclude)

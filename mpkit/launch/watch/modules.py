@@ -1,0 +1,236 @@
+"""The forwards and backwards of a program's modules.
+
+    find        a global hook sees the first call of each outermost module
+    root        its calls are actions
+    layers      the modules inside it that are recorded too: its repeated blocks and what is beside them, or all modules
+                down to a depth. Hooks on these few see their forwards, and on their outputs their backwards
+
+The global hook costs each module's call some time. So it is removed when a step has brought nothing new, and returns
+when a backward comes without a forward. Compiled modules are recorded as a whole: hooks inside would break the graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from mpkit.launch.watch.actions import Actions
+from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.trace import Kind
+from mpkit.trace.record.hooks import layers_of
+from mpkit.trace.record.recorder import Recorder
+
+__all__ = ["Modules", "layers_to_record"]
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+
+
+class Modules:
+    """The modules of one rank's program.
+
+    Args:
+        record: the rank's recorder.
+        actions: the rank's actions.
+        roots: the outermost modules are added here.
+        depth: how deep modules are recorded; None: repeated blocks, and what is beside them.
+    """
+
+    def __init__(
+        self, record: Recorder, actions: Actions, roots: weakref.WeakSet[nn.Module], depth: int | None = None
+    ) -> None:
+        self._record, self._actions, self.roots, self._depth = record, actions, roots, depth
+        self._handles: list[RemovableHandle] = []
+        self._finder: RemovableHandle | None = None
+        self._new = False
+        self._inside = 0  # how many roots are being called, one within another
+        self._forwards = 0  # since the last backward
+        self._backward = -1  # the op of the layer whose backward is running
+
+    # ---- begin and end of watching
+
+    def install(self) -> None:
+        """Begin to look for outermost modules."""
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+        if self._finder is None:
+            self._finder = register_module_forward_pre_hook(self._find)
+
+    def uninstall(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stop_finding()
+
+    def step_ended(self) -> None:
+        """Stop looking for outermost modules if the step had no new ones."""
+        if not self._new:
+            self._stop_finding()
+        self._new = False
+
+    def _stop_finding(self) -> None:
+        if self._finder is not None:
+            self._finder.remove()
+            self._finder = None
+
+    # ---- roots
+
+    def _find(self, module: nn.Module, inputs: Any) -> None:
+        actions = self._actions
+        if torch.compiler.is_compiling() or self._inside or actions.backwards or module in self.roots:
+            return
+        if actions.is_running and actions.place == (-1, -1):  # within something else than a pipeline's action
+            return
+        if not any(True for _ in module.parameters()) and not isinstance(module, nn.modules.loss._Loss):
+            return  # a ReLU that is called by hand says little
+        self._new = True
+        self.roots.add(module)
+        name = type(module).__name__
+        ops: list[int] = []
+
+        def before_forward(_module: nn.Module, inputs: Any, given: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            kind = Kind.RECOMPUTE if self._actions.backwards else Kind.FORWARD
+            self._inside += 1
+            ops.append(self._actions.begin(kind, name, (inputs, given)))
+
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or not ops:
+                return
+            self._forwards += 1
+            self._inside -= 1
+            self._actions.end(ops.pop())
+            if torch.is_grad_enabled() and output is not None:
+                self._actions.begin_loss()
+
+        before_forward(module, inputs, {})
+        self._handles += [
+            module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after_forward, always_call=True),
+        ]
+        for path, layer in layers_to_record(module, self._depth):
+            self._watch_layer(path, layer)
+
+    # ---- layers
+
+    def _watch_layer(self, name: str, layer: nn.Module) -> None:
+        """Record a layer's forwards, and its backwards: from the arrival of its output's gradient to the next one's."""
+        record, actions = self._record, self._actions
+        ops: list[int] = []
+
+        def before_forward(*_: Any) -> None:
+            kind = Kind.RECOMPUTE if actions.backwards else Kind.FORWARD
+            stage, microbatch, _step = record.place()
+            ops.append(record.begin(kind, name, stage=stage, microbatch=microbatch))
+
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if ops:
+                record.end(ops.pop())
+            if not torch.is_grad_enabled():
+                return
+            for tensor in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(on_gradient)
+                    break
+
+        def on_gradient(_gradient: torch.Tensor) -> None:
+            record.end(self._backward)
+            self._backward = -1
+            if actions.backwards:
+                stage, microbatch, _step = record.place()
+                self._backward = record.begin(Kind.BACKWARD, name, stage=stage, microbatch=microbatch)
+
+        self._handles += [
+            layer.register_forward_pre_hook(before_forward, prepend=True),
+            layer.register_forward_hook(after_forward, always_call=True),
+        ]
+
+    # ---- backwards
+
+    def backward_begins(self) -> None:
+        """Look for outermost modules again if nothing that is known has run since the last backward."""
+        if not self._forwards:
+            self.install()
+
+    def backward_ends(self) -> None:
+        """End the backward of the layer that came last."""
+        self._forwards = 0
+        record, self._backward = self._backward, -1
+        self._record.end(record)
+
+
+def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[str, nn.Module]]:
+    """Return the modules inside a root whose forwards and backwards are recorded, by name.
+
+    Args:
+        root: the outermost module.
+        depth: modules down to this depth, containers not counted; None: the repeated blocks and those beside them.
+
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": nn.ModuleList(
+    ...     nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2))})
+    >>> [name for name, _ in layers_to_record(model)]
+    ['embed', 'layers.0', 'layers.1']
+    >>> [name for name, _ in layers_to_record(model, depth=2)]
+    ['embed', 'layers.0', 'layers.0.0', 'layers.0.1', 'layers.1', 'layers.1.0', 'layers.1.1']
+    """
+    inner = unwrap_module(root)
+    if inner is None:
+        return []
+    if depth is not None:
+        return list(_down_to(inner, depth, ""))
+    blocks = repeated_blocks(inner)
+    if not blocks:
+        return [(name, layer) for name, layer in layers_of(inner) if any(True for _ in layer.parameters())]
+    return list(_outermost_modules(inner, {id(block) for block in blocks.values()}, ""))
+
+
+def unwrap_module(root: nn.Module) -> nn.Module | None:
+    """Return the program's own module inside DDP, FSDP and the like; None if it is compiled."""
+    while True:
+        if isinstance(root, torch._dynamo.OptimizedModule if "torch._dynamo" in _loaded_modules() else ()):
+            return None
+        for wrapper in _WRAPPERS:
+            inner = root._modules.get(wrapper[:-1])
+            if isinstance(inner, nn.Module) and sum(True for _ in root.children()) == 1:
+                root = inner
+                break
+        else:
+            return root
+
+
+def _loaded_modules() -> Any:
+    import sys
+
+    return sys.modules
+
+
+def _down_to(module: nn.Module, depth: int, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    if depth < 1:
+        return
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _down_to(child, depth, f"{path}.")
+        else:
+            yield path, child
+            yield from _down_to(child, depth - 1, f"{path}.")
+
+
+def _outermost_modules(module: nn.Module, blocks: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks and the outermost modules with parameters that contain no block."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if id(child) in blocks:
+            yield path, child
+        elif any(id(inner) in blocks for inner in child.modules()):
+            yield from _outermost_modules(child, blocks, f"{path}.")
+        elif any(True for _ in child.parameters()):
+            yield path, child

@@ -1,0 +1,51 @@
+"""`mk.span(name)`: what a watched program does by other means than torch's, recorded by hand."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+
+from mpkit.launch.watch.step import WATCHED
+from mpkit.trace import Kind, Lane, lane_of
+
+__all__ = ["span"]
+
+_KINDS = {
+    kind.word: kind for kind in Kind if lane_of(kind) in (Lane.COMPUTE, Lane.COMM) and kind != Kind.WAIT
+}
+
+
+def span(
+    name: str, *, kind: str = "compute", flops: float = 0.0, nbytes: int = 0
+) -> AbstractContextManager[None]:
+    """Record a piece of a watched program: `with mk.span("attention"):`.
+
+    What torch does is recorded without it. This is for what mpkit cannot see: another framework, a library in C++. The
+    program waits for a communication that is recorded so until the block ends. A step ends after an "optimizer", as
+    after one of torch's, or where `mk.step()` says so. Where nothing is watched, nothing is recorded.
+
+    Args:
+        name: what the timeline calls it.
+        kind: "compute", "forward", "backward", "optimizer", "all_reduce" or another kind of op, as in
+            `timeline.to_dataframe()`.
+        flops: the FLOPs of a piece that computes.
+        nbytes: the bytes that it reads and writes; of a communication its payload.
+
+    Raises:
+        ValueError: there is no such kind.
+
+    >>> import mpkit as mk
+    >>> def program(ctx):
+    ...     with mk.span("another framework's step"):
+    ...         with mk.span("its gradients", kind="all_reduce", nbytes=4_000):
+    ...             pass
+    >>> with mk.Cluster(ranks=1, device="cpu") as cluster:
+    ...     _ = cluster.run(program, watch=True)
+    ...     cluster.timeline().comm_bytes
+    [{'all_reduce': 4000}]
+    """
+    if kind not in _KINDS:
+        near = get_close_matches(kind, _KINDS, 1) or ["compute"]
+        raise ValueError(f"mk.span(kind={kind!r}): there are {', '.join(_KINDS)}; such as kind={near[0]!r}")
+    actions = WATCHED.get()
+    return nullcontext() if actions is None else actions.span(_KINDS[kind], name, flops, nbytes)

@@ -1,0 +1,204 @@
+"""Key and Format: their keys beside our fields. What is written, what is read and what cannot be said follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpkit.plan.checks import whole
+from mpkit.plan.formats.asked import ExportRequest
+from mpkit.plan.formats.syntax import Syntax
+from mpkit.plan.formats.text.word import Word, shorten
+
+__all__ = ["LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of"]
+
+LARGEST = 2**40
+"""The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
+
+Values = dict[str, Any]
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FormatKey:
+    """A key of a format.
+
+    Attributes:
+        name: its name; a nested one is joined by dots.
+        comment: what it means, in our words.
+        write: the value for a plan; None leaves the key out.
+        read: the fields of a Plan that a value says; ValueError if it is none.
+        fields: the fields that it is about.
+        values: the values that it can have, if they are few.
+    """
+
+    name: str
+    comment: str
+    write: Callable[[ExportRequest], Any]
+    read: Callable[[Any], Mapping[str, Any]]
+    fields: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Format:
+    """A framework's configuration.
+
+    Attributes:
+        name: what `Plan.to` calls it.
+        title: what its users call it, and which file it is.
+        syntax: how its values are written.
+        keys: the keys that carry a plan, in the order of the file.
+        finish: completes the fields that keys said alone by what several keys say together; it may add notes.
+        reasons: why a field cannot be said, where that is more than that there is no key.
+        check: raises ValueError if the framework would refuse the plan.
+    """
+
+    name: str
+    title: str
+    syntax: Syntax
+    keys: tuple[FormatKey, ...]
+    finish: Callable[[Values, Fields, list[str]], Fields] = lambda values, fields, notes: fields
+    reasons: Mapping[str, str] | None = None
+    check: Callable[[ExportRequest], None] = lambda asked: None
+
+    def values_of(self, asked: ExportRequest) -> Values:
+        """Return what is written, by key."""
+        found = ((key.name, key.write(asked)) for key in self.keys)
+        return {name: value for name, value in found if value is not None}
+
+    def fields_of(self, values: Mapping[str, Any], notes: list[str]) -> Fields:
+        """Return the fields of a Plan that values say, and add notes about what a Plan says differently.
+
+        Raises:
+            ValueError: a value is none that the key can have.
+        """
+        known = {key.name: key for key in self.keys}
+        fields: Fields = {}
+        kept: Values = {}
+        for name, value in values.items():
+            if name not in known or value is None:
+                continue
+            if value == "auto" and not name.startswith("--"):
+                notes.append(f"{name} is 'auto', which the framework fills in: not read")
+                continue
+            kept[name] = value
+            reason = value.reason if isinstance(value, Word) else ""
+            try:
+                fields |= known[name].read(value)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {name} = {shorten(value)}: {reason or error}") from None
+            if isinstance(value, Word) and value.note:
+                notes.append(value.note)
+        return self.finish(kept, fields, notes)
+
+    def why_not(self, field: str, value: Any) -> str:
+        """Say why a field's value cannot be said."""
+        if self.reasons and field in self.reasons:
+            return self.reasons[field]
+        for key in self.keys:
+            if field in key.fields and key.values:
+                return f"{key.name} is one of {', '.join(map(str, key.values))}"
+        near = next((key.name for key in self.keys if field in key.fields), None)
+        return f"{near} does not go with this plan" if near else f"{self.name} has no key for it"
+
+
+# ---- values
+
+
+def number_of(value: Any) -> int:
+    """Return a whole number of 1 or more that is written as a number or as text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, Word) and value.reason:
+        raise ValueError(value.reason)
+    found = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else whole(value)
+    if found is None or not 1 <= found <= LARGEST:
+        raise ValueError(
+            "a whole number, 1 or more, such as 4" + " (up to 2**40)" * (found is not None and found > 1)
+        )
+    return found
+
+
+def bool_of(value: Any) -> bool:
+    """Return a truth value that is written as such or as text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
+    if found is None:
+        raise ValueError("true or false")
+    return found
+
+
+# ---- keys of a common kind
+
+
+def number(
+    name: str, field: str, comment: str, when: Callable[[ExportRequest], bool] = lambda asked: True
+) -> FormatKey:
+    """Return a key that is a degree of the plan."""
+    return FormatKey(
+        name, comment, lambda asked: getattr(asked.plan, field) if when(asked) else None,
+        lambda value: {field: number_of(value)}, (field,),
+    )  # fmt: skip
+
+
+def choice(
+    name: str,
+    field: str,
+    values: Mapping[Any, Any],
+    comment: str,
+    *,
+    otherwise: Any = None,
+    when: Callable[[ExportRequest], bool] = lambda asked: True,
+) -> FormatKey:
+    """Return a key whose values stand for values of a field.
+
+    Args:
+        name, field, comment: of the key.
+        values: theirs by ours.
+        otherwise: what is written for a value of ours that has none.
+        when: whether it is written.
+    """
+    ours = {str(theirs).lower(): mine for mine, theirs in reversed([*values.items()])}
+
+    def read(value: Any) -> Mapping[str, Any]:
+        if str(value).lower() not in ours:
+            raise ValueError(f"one of {', '.join(map(str, values.values()))}")
+        return {field: ours[str(value).lower()]}
+
+    def write(asked: ExportRequest) -> Any:
+        value = getattr(asked.plan, field)
+        return values.get(value, otherwise) if when(asked) else None
+
+    return FormatKey(name, comment, write, read, (field,), tuple(dict.fromkeys(values.values())))
+
+
+def flag(name: str, field: str, ours: Any, comment: str, *, always: bool = False) -> FormatKey:
+    """Return a key that is true where a field has this value; it is left out otherwise, if not `always`."""
+
+    def write(asked: ExportRequest) -> bool | None:
+        said = getattr(asked.plan, field) == ours
+        return said if said or always else None
+
+    return FormatKey(name, comment, write, lambda value: {field: ours} if bool_of(value) else {}, (field,))
+
+
+def context(
+    name: str, comment: str, write: Callable[[ExportRequest], Any], kinds: Sequence[type] = ()
+) -> FormatKey:
+    """Return a key that says what a Plan leaves open, and is read for what it says together with others."""
+
+    def read(value: Any) -> Mapping[str, Any]:
+        if int in kinds:
+            number_of(value)
+        if bool in kinds:
+            bool_of(value)
+        return {}
+
+    return FormatKey(name, comment, write, read)

@@ -1,0 +1,151 @@
+"""Megatron-LM's arguments, after torchrun's: all axes, 1F1B plain or interleaved, the distributed optimizer.
+
+`--use-megatron-fsdp` shards gradients and parameters too. With it Megatron takes no pipeline here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.plan.checks import call_of
+from mpkit.plan.formats.asked import ExportRequest
+from mpkit.plan.formats.command import command, options
+from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, context, flag, number, number_of
+from mpkit.plan.formats.syntax import Page
+from mpkit.plan.formats.torchrun import FLAGS, LAUNCH, ranks_of
+from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
+
+__all__ = ["MEGATRON"]
+
+GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
+STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+
+
+def _fsdp(asked: ExportRequest) -> bool:
+    return asked.plan.zero > 1 and asked.plan.pp == 1
+
+
+def _read_sharding(value: Any) -> dict[str, Any]:
+    stages = {"no_shard": 0, **{name: stage for stage, name in STRATEGIES.items()}}
+    if not isinstance(value, str) or value not in stages:
+        raise ValueError(f"one of {', '.join(stages)}")
+    return {"zero": stages[value]}
+
+
+def _granularity(value: Any) -> dict[str, Any]:
+    if value not in ("full", "selective"):
+        raise ValueError("full or selective")
+    return {"recompute": value}
+
+
+def _bucket(value: Any) -> dict[str, Any]:
+    return {"bucket_mb": number_of(value) * GRADIENT_BYTES / 2**20}
+
+
+def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
+    ranks = ranks_of(values, notes) if "--nproc-per-node" in values else inner
+    if ranks % inner:
+        raise ValueError(
+            f"megatron: {ranks} ranks are no multiple of tensor x pipeline x context = {inner}: "
+            f"--nproc-per-node={inner}"
+        )
+    dp = ranks // inner
+    fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
+    fields |= {"cp_order": "zigzag"} if fields.get("cp", 1) > 1 else {}
+    if "--global-batch-size" in values and "--micro-batch-size" in values:
+        total, micro = number_of(values["--global-batch-size"]), number_of(values["--micro-batch-size"])
+        if total % (micro * dp):
+            raise ValueError(
+                f"megatron: --global-batch-size={total} is no multiple of --micro-batch-size={micro} x {dp} replicas: "
+                f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
+            )
+        fields["microbatches"] = total // (micro * dp)
+    if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
+        notes.append("recomputation of some layers is read as of all")
+    return fields
+
+
+def _check(asked: ExportRequest) -> None:
+    plan = asked.plan
+    if plan.schedule == INTERLEAVED_1F1B and plan.pp > 1 and plan.microbatches % plan.pp:
+        more = plan.pp * (plan.microbatches // plan.pp + 1)
+        raise ValueError(
+            f"{call_of(plan)}: Megatron's interleaved schedule takes micro-batches in groups of pp={plan.pp}: "
+            f"{call_of(plan, {'microbatches': more})}"
+        )
+
+
+def _script(page: Page) -> str:
+    launch = [key.name for key in LAUNCH]
+    rest = [name for name in page.values if name not in launch]
+    return "\n".join(
+        [
+            options(page, "LAUNCH", launch),
+            options(page, "ARGS", rest),
+            '# The model, its data and its optimizer: arguments of your own after "${ARGS[@]}".',
+            'torchrun "${LAUNCH[@]}" ' + page.asked.script + ' "${ARGS[@]}"',
+        ]
+    )
+
+
+KEYS: tuple[FormatKey, ...] = (
+    number("--tensor-model-parallel-size", "tp", "ranks that share each layer"),
+    number("--pipeline-model-parallel-size", "pp", "pipeline ranks"),
+    number("--num-virtual-stages-per-pipeline-rank", "virtual_stages", "stages per rank: interleaved 1F1B",
+           lambda asked: asked.plan.schedule == INTERLEAVED_1F1B and asked.plan.virtual_stages > 1
+           and asked.plan.pp > 1),
+    number("--context-parallel-size", "cp", "ranks that share each sequence"),
+    flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
+    context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
+    context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),
+    context("--seq-length", "tokens per sample", lambda asked: asked.sequence, (int,)),
+    FormatKey("--use-distributed-optimizer", "shards optimizer states among replicas (ZeRO-1)",
+        lambda asked: True if asked.plan.zero else None, lambda value: {"zero": 1}, ("zero",)),
+    context("--use-megatron-fsdp", "shards gradients and parameters too", lambda asked: True if _fsdp(asked) else None),
+    FormatKey("--data-parallel-sharding-strategy", "2: gradients too; 3: parameters too",
+        lambda asked: STRATEGIES[asked.plan.zero] if _fsdp(asked) else None, _read_sharding, ("zero",)),
+    FormatKey("--ddp-bucket-size", "elements of a bucket of gradients",
+        lambda asked: max(1, round(asked.plan.bucket_mb * 2**20 / GRADIENT_BYTES)), _bucket, ("bucket_mb",)),
+    FormatKey("--recompute-granularity", "what is computed again in the backward: full, or attentions (selective)",
+        lambda asked: asked.plan.recompute if asked.plan.recompute in ("full", "selective") else None,
+        _granularity, ("recompute",)),
+    context("--recompute-method", "all layers, one by one",
+            lambda asked: "uniform" if asked.plan.recompute == "full" else None),
+    context("--recompute-num-layers", "layers of which one input is kept",
+            lambda asked: 1 if asked.plan.recompute == "full" else None, (int,)),
+    flag("--bf16", "precision", "bf16", "computes in bf16, with fp32 master weights"),
+    flag("--fp16", "precision", "fp16", "computes in fp16, with loss scaling"),
+    FormatKey("--optimizer-cpu-offload", "the optimizer works on the host",
+        lambda asked: True if asked.plan.offload == "optimizer" and asked.plan.zero else None,
+        lambda value: {"offload": "optimizer"}, ("offload",)),
+    context("--use-precision-aware-optimizer", "which offload needs",
+            lambda asked: True if asked.plan.offload == "optimizer" and asked.plan.zero else None),
+)  # fmt: skip
+
+MEGATRON = Format(
+    "megatron",
+    "Megatron-LM's arguments",
+    command(
+        _script,
+        (
+            *FLAGS, "--sequence-parallel", "--use-distributed-optimizer", "--use-megatron-fsdp", "--bf16", "--fp16",
+            "--optimizer-cpu-offload", "--use-precision-aware-optimizer",
+        ),
+    ),
+    (*LAUNCH, *KEYS),
+    _finish,
+    {
+        "schedule": "Megatron has 1F1B, plain or interleaved",
+        "virtual_stages": "only the interleaved schedule has several stages per rank",
+        "cut": "--pipeline-model-parallel-layout has a language of its own for the cut",
+        "zero": "with a pipeline Megatron shards optimizer states only",
+        "recompute": "recomputation is of all layers, or of attentions in all layers",
+        "offload": "the distributed optimizer is offloaded (zero=1 or more), parameters are not",
+        "cp_order": "Megatron divides sequences in zigzag order",
+        "prefetch": "how far ahead is its own choice",
+        "bucket_mb": "--ddp-bucket-size is a whole number of elements",
+        "tensor": "which layers are divided is in the model's code",
+    },
+    _check,
+)  # fmt: skip

@@ -1,0 +1,156 @@
+"""A framework's configuration read as a Plan; the format is guessed from its keys."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpkit.common.tracebacks import level_of_user
+from mpkit.plan.config import Config
+from mpkit.plan.formats.keys import Format
+from mpkit.plan.formats.syntax import JSON, YAML, Syntax, flat, is_json
+from mpkit.plan.formats.table import FORMATS
+from mpkit.plan.formats.write import format_of
+from mpkit.plan.plan import Plan
+
+__all__ = ["read"]
+
+SHOWN = 12  # keys in a warning
+LONGEST = 2**20  # bytes of a file
+MOST_RANKS = 2**20
+ENDINGS = {
+    ".json": {"JSON"}, ".yaml": {"YAML"}, ".yml": {"YAML"}, ".py": {"Python"}, ".sh": {"a command line"},
+}  # fmt: skip
+"""What files with an ending are written in: a YAML with a mistake is not read as something else."""
+
+
+def read(source: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None) -> Plan:
+    """Return the plan in a file, a text of several lines, or a mapping, for `Plan.read`.
+
+    Raises:
+        ValueError: it is of no format that is known, or could be of several; or a value cannot be.
+    """
+    if isinstance(source, Config):
+        format = format or source.kind
+    what = "The text" if isinstance(source, Mapping) or _is_text(source) else str(source)
+    found, faults = _load_formats(source, what)
+    chosen = format_of(format) if format is not None else _guess(what, found, faults)
+    if chosen.name not in found:
+        why = faults.get(chosen.syntax.name, f"it is not {chosen.syntax.name}")
+        raise ValueError(f"{what} cannot be read as {chosen.name}: {why}")
+    values = found[chosen.name]
+    notes: list[str] = []
+    try:
+        fields = chosen.fields_of(values, notes)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    try:
+        plan = Plan(**fields)
+    except ValueError as error:
+        raise ValueError(f"{what}, read as {chosen.name}, says a plan that cannot work. {error}") from None
+    if plan.ranks > MOST_RANKS:
+        raise ValueError(
+            f"{what}, read as {chosen.name}, is of {plan.ranks:,} ranks: {MOST_RANKS:,} are the most"
+        )
+    if unknown := _unknown(chosen, values):
+        more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
+        names = ", ".join(name if len(name) <= 60 else f"{name[:60]}..." for name in unknown[:SHOWN])
+        notes.append(f"not read, since a Plan says nothing of it: {names}{more}")
+    if notes:
+        warnings.warn(f"{what}, read as {chosen.name}: {'; '.join(notes)}", stacklevel=level_of_user())
+    return plan
+
+
+def _is_text(source: Any) -> bool:
+    return isinstance(source, Config) or (
+        isinstance(source, str) and ("\n" in source or source.lstrip("\ufeff \t")[:1] == "{")
+    )
+
+
+def _text(source: Any) -> str:
+    """Return the text of a source, without the byte order mark with which editors on Windows begin a file."""
+    if _is_text(source):
+        if len(source) > LONGEST:
+            raise ValueError(
+                f"The text has {len(source):,} characters, and a configuration has at most {LONGEST:,}"
+            )
+        return str(source).removeprefix("\ufeff")
+    try:
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError
+        with path.open("rb") as file:
+            data = file.read(LONGEST + 1)
+    except (FileNotFoundError, TypeError):
+        raise ValueError(
+            f"Plan.read({str(source)!r:.200}): there is no such file. It takes the path of a configuration, such as "
+            "Plan.read('ds_config.json'), or its text"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{str(source)[:200]} cannot be read ({error.strerror})") from None
+    if len(data) > LONGEST:
+        raise ValueError(f"{path} has more than {LONGEST:,} bytes, which no configuration has")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no text in UTF-8 ({error}), and a configuration is: {', '.join(FORMATS)}"
+        ) from None
+
+
+def _load_formats(source: Any, what: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the values by format, of the formats that can be written like this; and why others cannot, by syntax."""
+    if isinstance(source, Mapping):
+        try:
+            return dict.fromkeys(FORMATS, flat(source)), {}
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+    text = _text(source)
+    syntaxes = dict.fromkeys(each.syntax for each in FORMATS.values())
+    names = {syntax.name for syntax in syntaxes}
+    if is_json(text):
+        names = {"JSON"}
+    elif not _is_text(source):
+        names = ENDINGS.get(Path(source).suffix.lower(), names)
+    values: dict[Syntax, dict[str, Any]] = {}
+    faults: dict[str, str] = {}
+    for syntax in syntaxes:
+        if syntax.name in names:
+            try:
+                values[syntax] = syntax.load(text)
+            except ValueError as error:
+                faults[syntax.name] = str(error)
+    if is_json(text) and JSON in values:
+        values[YAML] = values[JSON]  # all JSON is YAML
+    return {name: values[each.syntax] for name, each in FORMATS.items() if each.syntax in values}, faults
+
+
+def _unknown(chosen: Format, values: Mapping[str, Any]) -> list[str]:
+    known = {key.name for key in chosen.keys}
+    return [name for name in values if name not in known]
+
+
+def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:
+    """Return the format that knows the most keys."""
+    counts = {name: len(values) - len(_unknown(FORMATS[name], values)) for name, values in found.items()}
+    most = max(counts.values(), default=0)
+    best = [name for name, count in counts.items() if count == most]
+    keys = {name: {key.name for key in FORMATS[name].keys} for name in best}
+    # Megatron's arguments come after torchrun's: those of torchrun alone are torchrun's.
+    best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
+    if not most:
+        why = "If it is one of them, say which: Plan.read(path, format='deepspeed')"
+        if not found:
+            why = "It cannot be read: " + "; ".join(
+                {fault: f"as {name}: {fault}" for name, fault in faults.items()}.values()
+            )
+        raise ValueError(f"{what} has no key of a format that is known ({', '.join(FORMATS)}). {why}")
+    if len(best) > 1:
+        raise ValueError(
+            f"{what} could be of {' or '.join(best)}: all its keys that are known are in both. Say which: "
+            f"Plan.read(path, format={best[0]!r})"
+        )
+    return FORMATS[best[0]]

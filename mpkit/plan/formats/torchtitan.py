@@ -1,0 +1,156 @@
+"""torchtitan's configuration (0.3 and later: Python in a recipe): all axes, torch's schedules, FSDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.plan.formats.asked import ExportRequest
+from mpkit.plan.formats.keys import (
+    Fields,
+    Format,
+    FormatKey,
+    Values,
+    bool_of,
+    choice,
+    context,
+    number,
+    number_of,
+)
+from mpkit.plan.formats.python_code import assignments, python_code
+from mpkit.plan.formats.syntax import Page
+from mpkit.plan.formats.text.word import Word
+from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
+
+__all__ = ["TORCHTITAN"]
+
+SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
+P, T = "parallelism", "training"
+
+
+def _has_pipeline(asked: ExportRequest) -> bool:
+    return asked.plan.pp > 1
+
+
+def _schedule(asked: ExportRequest) -> str | None:
+    plan = asked.plan
+    if plan.pp == 1:
+        return None
+    known = names_in("torchtitan")
+    plain = known[ONE_F_ONE_B]
+    if not isinstance(plan.schedule, str):
+        return plain
+    # torchtitan gives looped schedules 2 stages per rank
+    looped = SCHEDULES[plan.schedule].per_rank == ANY and plan.virtual_stages == 1
+    return plain if looped else known.get(plan.schedule, plain)
+
+
+def _replicas(asked: ExportRequest, sharded: bool) -> int:
+    return asked.plan.dp if (asked.plan.zero > 1) == sharded else 1
+
+
+def _read_schedule(value: Any) -> dict[str, Any]:
+    ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
+    if str(value).lower() not in ours:
+        raise ValueError(f"one of {', '.join(names_in('torchtitan').values())}")
+    name = ours[str(value).lower()]
+    return {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
+
+
+def _degree(value: Any) -> dict[str, Any]:
+    if value == -1:
+        raise ValueError("-1 is whatever ranks remain, which the file does not say: write the number")
+    number_of(value)
+    return {}
+
+
+def _recompute(value: Any) -> dict[str, Any]:
+    if isinstance(value, Word) and not value.startswith(("FullAC.", "SelectiveAC.")):
+        raise ValueError(value.reason)
+    return {"recompute": "full"} if str(value).startswith("FullAC") else {}
+
+
+def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    shard = number_of(values.get(f"{P}.data_parallel_shard_degree", 1))
+    replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))
+    if f"{P}.data_parallel_shard_degree" not in values:
+        notes.append("data_parallel_shard_degree is left out, which is whatever ranks remain: read as 1")
+    if shard > 1 and replicate > 1:
+        notes.append("hybrid sharding (replicate x shard) is read as sharding among all replicas")
+    pipelined = fields.get("pp", 1) > 1
+    policy = values.get(f"{P}.fsdp_reshard_after_forward", "default")
+    if (
+        shard > 1 or fields.get("cp", 1) > 1 or fields.get("offload") == "params"
+    ):  # ranks of cp are sharded too
+        fields["zero"] = 2 if policy == "never" or (policy == "default" and pipelined) else 3
+    fields["dp"] = shard * replicate
+    if fields.get("tp", 1) == 1:
+        fields.pop("sequence_parallel", None)
+    elif f"{P}.enable_sequence_parallel" not in values:
+        fields["sequence_parallel"] = True
+    local = number_of(values.get(f"{T}.local_batch_size", 8))
+    micro = number_of(values.get(f"{P}.pipeline_parallel_microbatch_size", 1)) if pipelined else local
+    total = values.get(f"{T}.global_batch_size", -1)
+    parts = local // micro if pipelined else 1 if total == -1 else number_of(total) // (local * fields["dp"])
+    if str(values.get("activation_checkpoint", "")).startswith("SelectiveAC"):
+        notes.append("selective recomputation by operators is not read: a Plan's is of attentions")
+    return fields | {"microbatches": max(1, parts)}
+
+
+def _body(page: Page) -> str:
+    names = ["from torchtitan.config import ParallelismConfig, TrainingConfig"]
+    if "activation_checkpoint" in page.values:
+        names.append("from torchtitan.distributed.activation_checkpoint import FullAC")
+    return "\n".join([*names, "", assignments(page, SECTIONS)])
+
+
+TORCHTITAN = Format(
+    "torchtitan",
+    "torchtitan's configuration (fields of a Trainer.Config)",
+    python_code(_body, {name: section for section, name in SECTIONS.items()}),
+    (
+        FormatKey("activation_checkpoint", "recomputes each block in the backward",
+            lambda asked: "FullAC.Config" if asked.plan.recompute == "full" else None, _recompute, ("recompute",)),
+        context(f"{P}.data_parallel_replicate_degree", "replicas that hold everything",
+                lambda asked: _replicas(asked, False), (int,)),
+        FormatKey(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",
+            lambda asked: _replicas(asked, True), _degree, ("zero",)),
+        context(f"{P}.fsdp_reshard_after_forward", "always: ZeRO-3; never: gathered parameters stay until the backward",
+                lambda asked: {2: "never", 3: "always"}.get(asked.plan.zero)),
+        number(f"{P}.tensor_parallel_degree", "tp", "ranks that share each layer"),
+        FormatKey(f"{P}.enable_sequence_parallel", "divides the sequence between layers too",
+            lambda asked: asked.plan.sequence_parallel if asked.plan.tp > 1 else None,
+            lambda value: {"sequence_parallel": bool_of(value)}, ("sequence_parallel",)),
+        number(f"{P}.context_parallel_degree", "cp", "ranks that share each sequence"),
+        choice(f"{P}.context_parallel_load_balancer", "cp_order", {"zigzag": "headtail"},
+               "headtail: zigzag; without it contiguous", when=lambda asked: asked.plan.cp_order == "zigzag"),
+        number(f"{P}.pipeline_parallel_degree", "pp", "pipeline ranks"),
+        FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
+        context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",
+                lambda asked: asked.micro_batch if _has_pipeline(asked) else None, (int,)),
+        context(f"{T}.local_batch_size", "samples per replica (and micro-batch, without a pipeline)",
+                lambda asked: asked.micro_batch * (asked.plan.microbatches if _has_pipeline(asked) else 1), (int,)),
+        context(f"{T}.global_batch_size", "samples per optimizer step", lambda asked: asked.global_batch),
+        context(f"{T}.seq_len", "tokens per sample", lambda asked: asked.sequence, (int,)),
+        choice(f"{T}.mixed_precision_param", "precision", {"full": "float32", "bf16": "bfloat16"},
+               "what it computes in", otherwise="bfloat16"),
+        FormatKey(f"{T}.enable_cpu_offload", "parameters, gradients and optimizer on the host",
+            lambda asked: True if asked.plan.offload == "params" else None,
+            lambda value: {"offload": "params"} if bool_of(value) else {}, ("offload",)),
+    ),
+    _finish,
+    {
+        "schedule": "a schedule by name is one of torch's; any other goes through a file: "
+        "plan.build().to_csv('schedule.csv'), and pipeline_parallel_schedule_csv='schedule.csv'",
+        "virtual_stages": "looped schedules have 2 stages per rank, unless pipeline_parallel_layers_per_stage says "
+        "otherwise",
+        "cut": "module_fqns_per_model_part lists the modules of each stage by name",
+        "zero": "replicas shard everything (FSDP) or nothing: zero=0, 2 or 3; ranks that share a sequence always do",
+        "recompute": "all blocks (FullAC), or by operators (SelectiveAC), not attentions or every k-th block",
+        "offload": "CPU offload is of all states, under FSDP",
+        "precision": "it computes in bfloat16 or float32",
+        "bucket_mb": "DDP's buckets are not in the configuration",
+        "cp_order": "without context parallelism sequences have no order",
+        "tensor": "which layers are divided is in the model's code",
+    },
+
+)  # fmt: skip

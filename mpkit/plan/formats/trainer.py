@@ -1,0 +1,120 @@
+"""transformers' TrainingArguments, as YAML that HfArgumentParser reads: DDP or FSDP2, micro-batches, 16 bits.
+
+The number of ranks is torchrun's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpkit.plan.formats.asked import ExportRequest
+from mpkit.plan.formats.keys import (
+    Fields,
+    Format,
+    FormatKey,
+    Values,
+    bool_of,
+    context,
+    flag,
+    number,
+    number_of,
+)
+from mpkit.plan.formats.syntax import YAML
+
+__all__ = ["TRAINER", "legacy_fsdp"]
+
+STRATEGIES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
+
+
+def legacy_fsdp(words: str, notes: list[str]) -> dict[str, Any]:
+    """Return the fields that FSDP's older words say, such as "full_shard auto_wrap".
+
+    >>> legacy_fsdp("full_shard auto_wrap offload", [])
+    {'zero': 3, 'offload': 'params'}
+
+    Raises:
+        ValueError: a word is none of them.
+    """
+    fields: dict[str, Any] = {}
+    for word in words.lower().split():
+        if word in STRATEGIES:
+            fields["zero"] = STRATEGIES[word]
+        elif word == "offload":
+            fields["offload"] = "params"
+        elif word != "auto_wrap":
+            raise ValueError(f"{word!r} is none of {', '.join(STRATEGIES)}, auto_wrap, offload")
+        if word.startswith("hybrid"):
+            notes.append(
+                f"{word} shards within a node and replicates among nodes; a Plan shards among all replicas"
+            )
+    return fields
+
+
+def _shards(asked: ExportRequest) -> bool:
+    return asked.plan.zero > 1
+
+
+def _fsdp(value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and value.lower() not in ("true", "false", ""):
+        return legacy_fsdp(value, [])
+    return {"zero": 3} if value and bool_of(value) else {}
+
+
+def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    if isinstance(values.get("fsdp"), str):
+        legacy_fsdp(values["fsdp"], notes) if values["fsdp"].lower() not in ("true", "false", "") else None
+    if fields.get("zero"):
+        if not bool_of(values.get("fsdp_config.reshard_after_forward", True)):
+            fields["zero"] = 2
+        fields |= {"offload": "params"} if bool_of(values.get("fsdp_config.cpu_offload", False)) else {}
+    if fields.get("offload") == "params":
+        fields["zero"] = 3
+    return fields
+
+
+def _recompute(value: Any) -> dict[str, Any]:
+    return {"recompute": "full"} if bool_of(value) else {}
+
+
+TRAINER = Format(
+    "trainer",
+    "transformers' TrainingArguments",
+    YAML,
+    (
+        context("per_device_train_batch_size", "samples per GPU and micro-batch", lambda asked: asked.micro_batch,
+                (int,)),
+        number("gradient_accumulation_steps", "microbatches", "micro-batches per optimizer step"),
+        flag("bf16", "precision", "bf16", "computes in bf16", always=True),
+        flag("fp16", "precision", "fp16", "computes in fp16, with loss scaling", always=True),
+        FormatKey("activation_checkpointing", "recomputes each block in the backward",
+            lambda asked: asked.plan.recompute == "full" and not _shards(asked), _recompute, ("recompute",)),
+        FormatKey("gradient_checkpointing", "its older name", lambda asked: None, _recompute, ("recompute",)),
+        FormatKey("fsdp", "shards parameters, gradients and optimizer states (FSDP2)",
+            lambda asked: True if _shards(asked) else None, _fsdp, ("zero",)),
+        context("fsdp_config.version", "FSDP2: fully_shard", lambda asked: 2 if _shards(asked) else None),
+        context("fsdp_config.reshard_after_forward", "true: ZeRO-3; false: gathered parameters stay until the backward",
+                lambda asked: asked.plan.zero == 3 if _shards(asked) else None, (bool,)),
+        context("fsdp_config.cpu_offload", "parameters, gradients and optimizer on the host",
+                lambda asked: asked.plan.offload == "params" if _shards(asked) else None, (bool,)),
+        FormatKey("fsdp_config.activation_checkpointing", "recomputes each block in the backward",
+            lambda asked: asked.plan.recompute == "full" if _shards(asked) else None, _recompute, ("recompute",)),
+        FormatKey("ddp_bucket_cap_mb", "MiB of gradients that DDP reduces at once",
+            lambda asked: None if _shards(asked) else round(asked.plan.bucket_mb) or 1,
+            lambda value: {"bucket_mb": number_of(value)}, ("bucket_mb",)),
+        FormatKey("ddp_find_unused_parameters", "whether parameters may be without a gradient",
+            lambda asked: None if _shards(asked) else asked.plan.unused == "allow",
+            lambda value: {"unused": "allow"} if bool_of(value) else {}, ("unused",)),
+    ),
+    _finish,
+    {
+        "dp": "the number of ranks is torchrun's: plan.to('torchrun')",
+        "zero": "FSDP shards parameters too; ZeRO-1 is DeepSpeed's: plan.to('deepspeed'), and deepspeed: its file",
+        "pp": "the Trainer has no pipeline",
+        "tp": "tensor parallelism is the model's: from_pretrained(tp_plan='auto')",
+        "cp": "context parallelism is code: parallelism_config=ParallelismConfig(cp_size=...)",
+        "offload": "FSDP offloads all states, with ZeRO-3; the optimizer alone is DeepSpeed's",
+        "recompute": "activation_checkpointing is of all blocks or none",
+        "bucket_mb": "ddp_bucket_cap_mb is a whole number, and of DDP only",
+        "unused": "ddp_find_unused_parameters is of DDP only",
+    },
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""A Plan written as a framework's configuration."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from mpkit.common.tracebacks import level_of_user
+from mpkit.plan.config import Config
+from mpkit.plan.formats.asked import ExportRequest
+from mpkit.plan.formats.keys import Format
+from mpkit.plan.formats.syntax import Page
+from mpkit.plan.formats.table import FORMATS
+from mpkit.plan.plan import Plan
+
+__all__ = ["format_of", "write"]
+
+
+def format_of(name: str) -> Format:
+    """Return the format with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    near = get_close_matches(str(name).lower(), FORMATS, 1, 0.4) or ["deepspeed"]
+    raise ValueError(
+        f"There is no format {name!r}. There are {', '.join(map(repr, FORMATS))}. Did you mean "
+        f"plan.to({near[0]!r})?"
+    )
+
+
+def write(plan: Plan, name: str, **context: Any) -> Config:
+    """Return a plan as a configuration, for `Plan.to`.
+
+    Raises:
+        ValueError: there is no such format, or the framework would refuse the plan.
+    """
+    chosen = format_of(name)
+    asked = ExportRequest.from_plan(plan, name, context)
+    chosen.check(asked)
+    values = chosen.values_of(asked)
+    cannot = _cannot_say(plan, chosen, values)
+    effects = {field: reason for field, reason in cannot.items() if field not in _no_effect(plan)}
+    if effects:
+        said = "; ".join(f"{field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items())
+        warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
+    comments = {key.name: key.comment for key in chosen.keys if key.name in values}
+    page = Page(asked, values, comments, _header(asked, chosen, effects))
+    return Config.with_comments(
+        chosen.syntax.dump(page), name, comments, cannot, chosen.syntax.annotate(page)
+    )
+
+
+def _cannot_say(plan: Plan, chosen: Format, values: dict[str, Any]) -> dict[str, str]:
+    """Return the fields that come back with another value, each with the reason."""
+    back = Plan(**chosen.fields_of(values, []))
+    silent = _no_effect(plan)
+    return {
+        field.name: silent.get(field.name) or chosen.why_not(field.name, getattr(plan, field.name))
+        for field in fields(plan)
+        if getattr(plan, field.name) != getattr(back, field.name)
+    }
+
+
+def _no_effect(plan: Plan) -> dict[str, str]:
+    """Return the fields that change nothing in this plan, with the reason."""
+    found: dict[str, str] = {}
+    if plan.stages == 1:
+        found |= dict.fromkeys(("schedule", "virtual_stages", "cut"), "no effect: the model is one stage")
+    if plan.dp * plan.cp == 1:
+        alone = "no effect: there is one replica"
+        found |= dict.fromkeys(("bucket_mb", "batchnorm", "data_parallel"), alone)
+        found |= {"zero": alone} if plan.offload == "none" else {}
+    if plan.cp == 1:
+        found["cp_order"] = "no effect: sequences are whole"
+    if plan.tp == 1:
+        found["tensor"] = "no effect: layers are whole"
+    if plan.zero != 3:
+        found["prefetch"] = "no effect: only ZeRO-3 gathers parameters"
+    return found
+
+
+def _header(asked: ExportRequest, chosen: Format, effects: dict[str, str]) -> list[str]:
+    plan = asked.plan
+    lines = [f"{chosen.title}, written by mpkit from {plan!r}".replace("\n", " ")]
+    if effects:
+        lines.append("Not said here:")
+        lines += [f"  {field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items()]
+    return lines

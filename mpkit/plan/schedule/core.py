@@ -1,0 +1,205 @@
+"""Schedule: a row of actions for each rank, and what an action needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.disk import write_whole
+from mpkit.common.tracebacks import public
+from mpkit.plan.schedule.action import Action
+from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.play import Order, needs_of, order_of
+from mpkit.plan.schedule.read import Read, call_source, holders, read
+from mpkit.plan.schedule.torch_csv import lines_of, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpkit.plan.schedule.read import Source
+
+__all__ = ["Schedule"]
+
+
+@public
+@dataclass(frozen=True, init=False, repr=False)
+class Schedule:
+    """The actions of each rank, in program order.
+
+    Attributes:
+        rows: one row of actions per rank.
+        name: the name of the schedule.
+        stage_to_rank: the rank that holds each stage; if left out, the rank whose row names the stage.
+        together: forwards that run as one with the backward that follows them in their row (DualPipe's F & B):
+            the results of both are sent when both are done.
+
+    A Schedule is made from one of these (see `mpkit.plan.schedule.read`):
+
+    - text with one line per rank, or a list of lines: `2F0` is stage 2's forward of micro-batch 0, `0F3&3B1` run
+      together; the stage may be left out where a rank holds only one
+    - one list of actions per rank, or one list of all actions in execution order, which is split by rank
+    - a function of (p, m) that returns or yields any of these
+
+    >>> Schedule(["F0 F1 B1 B0", "F0 F1 B1 B0"], name="gpipe").stage_to_rank
+    (0, 1)
+    >>> def depth_first(p, m):
+    ...     for rank in range(p):
+    ...         yield [Action(kind, rank, i) for i in range(m) for kind in "FB"]
+    >>> Schedule(depth_first, p=2, m=3)
+    Schedule(['0F0 0B0 0F1 0B1 0F2 0B2', '1F0 1B0 1F1 1B1 1F2 1B2'], name='depth_first')
+
+    Raises:
+        ValueError: something is not an action. (`validate` says whether the schedule would finish.)
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+    name: str = "own"
+    stage_to_rank: tuple[int, ...] = ()
+    together: frozenset[Action] = field(default=frozenset())
+
+    def __init__(
+        self,
+        rows: Source,
+        name: str = "",
+        stage_to_rank: Sequence[int] = (),
+        together: Iterable[Action] = (),
+        *,
+        p: int | None = None,
+        m: int | None = None,
+    ) -> None:
+        source, called_as = call_source(rows, p, m)
+        if isinstance(source, Schedule):
+            parsed = Read(
+                source.rows, tuple(stage_to_rank or source.stage_to_rank), source.together, source.name
+            )
+        else:
+            parsed = read(source, tuple(stage_to_rank), called_as)
+        object.__setattr__(self, "rows", parsed.rows)
+        object.__setattr__(self, "name", name or parsed.name)
+        object.__setattr__(self, "stage_to_rank", parsed.stage_to_rank)
+        object.__setattr__(self, "together", parsed.together.union(together))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, p."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages: p, or v p if each rank holds v of them."""
+        return len(self.stage_to_rank)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """The number of micro-batches, m."""
+        return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
+
+    @cached_property
+    def order(self) -> Order:
+        """The actions, each after all that it needs."""
+        return order_of(self, self._actions)
+
+    @cached_property
+    def _actions(self) -> frozenset[Action]:
+        return frozenset(action for row in self.rows for action in row)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank holds, in order."""
+        return tuple(stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank)
+
+    def needs(self, action: Action) -> list[Action]:
+        """List the actions that must be done before this one can run, besides those earlier in its row.
+
+        >>> s = Schedule(["0F0 0B0", "1F0 1B0"])
+        >>> s.needs(Action.parse("0B0"))
+        [0F0, 1B0]
+        """
+        return needs_of(action, self.stages, self._actions)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is split into I and W."""
+        return any(action.kind == "W" for action in self._actions)
+
+    @property
+    def peak_live(self) -> list[float]:
+        """The most activations that each rank holds at once: 1 per micro-batch and stage, from F to B or W.
+
+        >>> Schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]).peak_live
+        [2, 1]
+        """
+        return [max(live(row), default=0) for row in self.rows]
+
+    def validate(
+        self,
+        *,
+        max_live: float | Sequence[float] | None = None,
+        activation: float | Sequence[float] = 1,
+    ) -> Schedule:
+        """Return the schedule itself, if it can run, and within a cap on memory; see `mpkit.plan.schedule.validate`.
+
+        Args:
+            max_live: the most activations that a rank may hold at once: one number, or one per rank.
+            activation: how much a stage holds per micro-batch, in the same unit: one number, or one per stage.
+
+        Raises:
+            ValueError: it cannot run; the message says why and draws the schedule, with an arrow at the action.
+        """
+        from mpkit.plan.schedule.validate import validate
+
+        validate(self, max_live=max_live, activation=activation)
+        return self
+
+    def spelled(self) -> list[str]:
+        """Return the rows as text, from which the same schedule can be made again.
+
+        >>> Schedule(["F0&B1", "F0"]).spelled()
+        ['0F0&0B1', '1F0']
+        """
+        if not self.together:
+            return [" ".join(map(str, row)) for row in self.rows]
+        ends = [["&" if action in self.together else " " for action in row] for row in self.rows]
+        return [
+            "".join(f"{action}{end}" for action, end in zip(row, each, strict=True)).rstrip()
+            for row, each in zip(self.rows, ends, strict=True)
+        ]
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return the schedule as torch's CSV of computation alone; write it to `path` as well if that is given.
+
+        torch.distributed.pipelining loads it (`_load_csv`), and torchtitan (`pipeline_parallel_schedule_csv`).
+        """
+        text = text_of(self.rows, self.together)
+        if path is not None:
+            write_whole(Path(path), text.encode())
+        return text
+
+    @classmethod
+    def from_csv(cls, source: str | Path, name: str = "") -> Schedule:
+        """Read a schedule from torch's CSV, a file or its text; communication in it is left out.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: something is not an action.
+        """
+        rows, called_as = lines_of(source)
+        return cls(rows, name or called_as)
+
+    def __contains__(self, action: object) -> bool:
+        return action in self._actions
+
+    def __str__(self) -> str:
+        from mpkit.plan.schedule.grid import draw
+
+        return draw(self)
+
+    def __repr__(self) -> str:
+        named = "" if self.name == "own" else f", name={self.name!r}"
+        held = "" if self.stage_to_rank == holders(self.rows) else f", stage_to_rank={self.stage_to_rank}"
+        return f"Schedule({self.spelled()}{named}{held})"
+
+    def __reduce__(self) -> Any:
+        return Schedule, (self.rows, self.name, self.stage_to_rank, self.together)

@@ -1,0 +1,249 @@
+"""Play: when each action of a schedule can run, on paper.
+
+order    the actions, each after all that it needs: once for a schedule
+times    the end of each, from the ends of the action before it and of what it needs: once for each plan
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Container, Iterator, Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpkit.plan.schedule.action import COMPUTE, Action
+
+if TYPE_CHECKING:
+    from mpkit.plan.schedule.core import Schedule
+
+__all__ = [
+    "SLOTS",
+    "Order",
+    "Placed",
+    "Played",
+    "Timed",
+    "end_times",
+    "input_grad",
+    "lengths_of",
+    "needs_of",
+    "order_of",
+    "play",
+    "time_actions",
+]
+
+SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""How long an action takes by default: a backward takes twice as long as a forward."""
+
+
+class Placed(NamedTuple):
+    """An action with its time."""
+
+    start: float
+    end: float
+    rank: int
+    action: Action
+
+
+class Played(NamedTuple):
+    """The result of `play`: the actions that could run, and by rank where it was stuck and on what."""
+
+    placed: list[Placed]
+    stuck: dict[int, tuple[Action, Action]]
+
+
+class Timed(NamedTuple):
+    """An action with all its times.
+
+    Attributes:
+        rank, action: the action, and the rank that runs it.
+        free: when the rank got to it.
+        start: when everything that it needs was there, so that it began.
+        end: when it was done.
+        left: when its result left the rank: its end, or the end of the action that it runs together with.
+    """
+
+    rank: int
+    action: Action
+    free: float
+    start: float
+    end: float
+    left: float
+
+
+def play(schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOTS, hop: float = 0) -> Played:
+    """Run a schedule on paper: each rank runs its row in order, each action as soon as what it needs is there.
+
+    If a schedule cannot finish, `stuck` gives, for each rank that did not, the action that it is at and the one that
+    it waits for.
+
+    Args:
+        schedule: the schedule; messages in it are ignored.
+        slots: how long an action takes, by kind: a number, or one per stage.
+        hop: how long a result takes to get from one rank to another.
+
+    >>> from mpkit.plan.schedule import Schedule
+    >>> play(Schedule(["0F0 0B0", "1F0 1B0"])).placed
+    [Placed(start=0, end=1, rank=0, action=0F0), Placed(start=1, end=2, rank=1, action=1F0),
+     Placed(start=2, end=4, rank=1, action=1B0), Placed(start=4, end=6, rank=0, action=0B0)]
+    """
+    rows, stuck = time_actions(schedule, slots, hop)
+    placed = [Placed(t.start, t.end, t.rank, t.action) for row in rows for t in row]
+    placed.sort()
+    return Played(placed, stuck)
+
+
+def time_actions(
+    schedule: Schedule,
+    slots: Mapping[str, float | Sequence[float]] = SLOTS,
+    hop: float = 0,
+    again: Sequence[float] = (),
+) -> tuple[list[list[Timed]], dict[int, tuple[Action, Action]]]:
+    """Play a schedule as `play` does; return all times of each action, by rank in program order, and the stuck ranks.
+
+    Args:
+        schedule, slots, hop: as for `play`.
+        again: by stage, how long recomputing its forward takes before a backward; it does not wait for the gradient.
+    """
+    order, stages = schedule.order, schedule.stages
+    lengths = lengths_of(slots, stages)
+    lead = lengths_of({"B": again, "I": again}, stages) if again else [0] * len(lengths)
+    ends = end_times(order, lengths, hop, lead)
+    times: list[list[Timed]] = [[] for _ in schedule.rows]
+    columns = order.rank, order.action, order.slot, order.before, order.need
+    for number, (rank, action, slot, before, need) in enumerate(zip(*columns, strict=True), FIRST):
+        start = max(ends[before] + lead[slot], ends[need] + hop)
+        left = ends[order.leaves.get(number, number)]
+        times[rank].append(Timed(rank, action, ends[before], start, ends[number], left))
+    return times, order.stuck
+
+
+# ---- the order once, and the times for each plan that has it
+
+
+class Order(NamedTuple):
+    """The n actions of a schedule, each after all that it needs; they are numbered from FIRST.
+
+    Attributes:
+        rank, action: (n,) each action, and the rank that runs it.
+        slot: (n,) where in `lengths_of` its length is.
+        before: (n,) the number of the action before it in its row; START if there is none.
+        need: (n,) the number of the action of another rank at whose end what it needs leaves there; NEVER if there is
+            none. What it needs of its own rank comes before it in its row.
+        leaves: by the number of an action that runs together with the next in its row, the number of that one.
+        stuck: by rank that cannot go on, the action that it is at and the one that it waits for.
+    """
+
+    rank: list[int]
+    action: list[Action]
+    slot: list[int]
+    before: list[int]
+    need: list[int]
+    leaves: dict[int, int]
+    stuck: dict[int, tuple[Action, Action]]
+
+
+START, NEVER, FIRST = range(3)
+"""The numbers of the time at which all begin, of a time before everything, and of the first action."""
+
+
+def needs_of(action: Action, stages: int, actions: Container[Action]) -> list[Action]:
+    """List the actions that must be done before this one can run, besides those earlier in its row.
+
+    Args:
+        action: a computation.
+        stages: the number of stages.
+        actions: all actions of its schedule.
+    """
+    kind, s, m = action
+    if kind == "F":
+        return [Action("F", s - 1, m)] if s else []
+    if kind == "W":
+        return [Action("I", s, m)]
+    assert kind in ("B", "I"), f"{action} is a message: only compute is asked for"
+    forward = Action("F", s, m)
+    return [forward] if s == stages - 1 else [forward, input_grad(s + 1, m, actions)]
+
+
+def input_grad(stage: int, microbatch: int, actions: Container[Action]) -> Action:
+    """Return the action that makes the gradient of a stage's input: I where its backward is split, else B."""
+    split = Action("I", stage, microbatch)
+    return split if split in actions else Action("B", stage, microbatch)
+
+
+def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
+    """Return the actions of a schedule in an order in which each comes after all that it needs.
+
+    Args:
+        schedule: the schedule.
+        actions: all of its actions.
+    """
+    rank_of, together, stages = schedule.stage_to_rank, schedule.together, schedule.stages
+    rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.rows]
+    slots = {kind: number * stages for number, kind in enumerate(COMPUTE)}
+    order = Order([], [], [], [], [], {}, {})
+    left: dict[Action, int] = {}  # by action whose result has left its rank, the number at whose end it did
+    last, done = [START] * len(rows), [0] * len(rows)
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)
+
+    def run(rank: int) -> Iterator[Action]:
+        """Run what can be run of a rank's row, and yield the actions whose results have left it."""
+        row = rows[rank]
+        for at in range(done[rank], len(row)):
+            action, held = row[at], row[at - 1] if at and row[at - 1] in together else None
+            need = NEVER
+            for each in needs_of(action, stages, actions):
+                if each != held and each not in left:
+                    order.stuck[rank] = action, each
+                    waiting[each].append(rank)
+                    return
+                if rank_of[each.stage] != rank:
+                    need = left[each]
+            number = len(order.rank) + FIRST
+            order.rank.append(rank)
+            order.action.append(action)
+            order.slot.append(slots[action.kind] + action.stage)
+            order.before.append(last[rank])
+            order.need.append(need)
+            if held is not None:
+                order.leaves[last[rank]] = left[held] = number
+                yield held
+            last[rank], done[rank] = number, at + 1
+            if action not in together or at + 1 == len(row):
+                left[action] = number
+                yield action
+
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        order.stuck.pop(rank, None)
+        for action in run(rank):
+            if action in waiting:
+                ready.extend(waiting.pop(action))
+    return order
+
+
+def lengths_of(slots: Mapping[str, float | Sequence[float]], stages: int) -> list[float]:
+    """Return the length of an action, by kind (F, B, I, W) and then by stage.
+
+    Args:
+        slots: by kind, a number, or one per stage; 0 where it is left out.
+        stages: the number of stages.
+    """
+    each = (slots.get(kind, 0) for kind in COMPUTE)
+    return [time for slot in each for time in ([slot] * stages if isinstance(slot, int | float) else slot)]
+
+
+def end_times(order: Order, lengths: Sequence[float], hop: float, lead: Sequence[float]) -> list[float]:
+    """Return when each action ends, by its number, after START and NEVER.
+
+    Args:
+        order: the actions.
+        lengths: as `lengths_of` returns them.
+        hop: how long a result takes to get from one rank to another.
+        lead: how long an action takes before it waits for another rank; like lengths.
+    """
+    ends = [0, -inf]
+    for slot, before, need in zip(order.slot, order.before, order.need, strict=True):
+        own, there = ends[before] + lead[slot], ends[need] + hop
+        ends.append((there if there > own else own) + lengths[slot])
+    return ends

@@ -1,0 +1,210 @@
+"""Greedy: an order of F, I and W that a policy makes as the clock runs, within a cap on memory.
+
+Whenever a rank is free, it runs one of the actions whose inputs are there; a policy says which. On each stage, every
+kind of action takes the micro-batches in order.
+
+The cap on memory never leads to a deadlock. A forward is allowed only if afterwards the micro-batches that a rank has
+begun can still be finished one after the other, the oldest first, each with what those before it have freed (Dijkstra's
+banker's algorithm). Then the oldest of all can always continue, and so all can.
+
+Source: Athlur et al., "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", EuroSys 2022, whose
+schedules are made this way, with measured times of F, B and recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from mpkit.plan.schedule.action import Action
+
+__all__ = ["ActionCosts", "Policy", "greedy"]
+
+
+@dataclass(frozen=True)
+class ActionCosts:
+    """How long a stage's actions take, and how much memory it holds.
+
+    Attributes:
+        f, i, w: seconds by stage.
+        hop: seconds from one rank to another.
+        activation: by stage, what it holds per micro-batch from its F to its W.
+        max_live: by rank, how much it may hold, in the same unit.
+    """
+
+    f: Sequence[float]
+    i: Sequence[float]
+    w: Sequence[float]
+    hop: float
+    activation: Sequence[float]
+    max_live: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a free rank chooses among the actions that it could run.
+
+    Attributes:
+        forwards: among its stages' forwards, "deep" takes the last stage's, "shallow" the first's, and "turns" runs p
+            micro-batches through a stage before the next stage's turn.
+        first: the kind that goes first, "I" or "F", or "turns": the one that did not run last.
+        lead: by rank, how far the I's may be ahead of the W's while something else could run.
+        patience: a W does not begin if something else becomes ready within this fraction of its time.
+        limit: by rank, the most to hold, which is at most `ActionCosts.max_live`.
+    """
+
+    forwards: str
+    first: str
+    lead: Sequence[float]
+    patience: float
+    limit: Sequence[float]
+
+
+def greedy(stage_to_rank: Sequence[int], m: int, costs: ActionCosts, policy: Policy) -> list[list[Action]]:
+    """Return each rank's actions in the order in which they were run.
+
+    >>> costs = ActionCosts([1, 1], [1, 1], [1, 1], hop=0, activation=[1, 1], max_live=[2, 2])
+    >>> greedy([0, 1], 3, costs, Policy("deep", "I", lead=[0, 0], patience=0, limit=[2, 2]))[0]
+    [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
+    """
+    ranks = [_Rank(rank, stage_to_rank, m, costs, policy) for rank in range(max(stage_to_rank) + 1)]
+    events = [(0.0, rank) for rank in range(len(ranks))]  # when a rank may have something to do
+    while events:
+        now, rank = heappop(events)
+        this = ranks[rank]
+        if this.free > now:
+            continue
+        action = this.choose(now)
+        if action is None:
+            continue
+        end = this.do(action, now)
+        heappush(events, (end, rank))
+        kind, stage, i = action
+        to = stage + 1 if kind == "F" else stage - 1 if kind == "I" else -1
+        if 0 <= to < len(stage_to_rank):
+            other = stage_to_rank[to]
+            at = end + costs.hop * (other != rank)
+            ranks[other].comes[kind, to, i] = at
+            heappush(events, (at, other))
+    return [this.row for this in ranks]
+
+
+class _Rank:
+    """What a rank has run, and what it could run.
+
+    Attributes:
+        comes: when the input of an F, or the gradient for an I, arrives; known once the action that makes it has begun.
+        free: when the rank is free.
+        row: the actions that it has run.
+    """
+
+    def __init__(
+        self, rank: int, stage_to_rank: Sequence[int], m: int, costs: ActionCosts, policy: Policy
+    ) -> None:
+        self.stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == rank]
+        self._last = len(stage_to_rank) - 1
+        self._p = max(stage_to_rank) + 1
+        self._m, self._costs, self._policy = m, costs, policy
+        self._time = {"F": costs.f, "I": costs.i, "W": costs.w}
+        self._limit = max(policy.limit[rank], sum(costs.activation[stage] for stage in self.stages))
+        self._lead = policy.lead[rank]
+        self.comes: dict[tuple[str, int, int], float] = {("F", 0, i): 0.0 for i in range(m)}
+        self.free = 0.0
+        self.row: list[Action] = []
+        self._next = {kind: dict.fromkeys(self.stages, 0) for kind in "FIW"}
+        self._held = 0.0
+        self._ahead = 0  # I's without their W
+        self._before = "F"
+
+    def choose(self, now: float) -> Action | None:
+        """Choose what to do now; None if nothing can be done."""
+        forward, f_at = self._forward(now)
+        backward, i_at = self._input_grad(now)
+        weight = self._weight_grad()
+        if weight is not None and self._ahead > self._lead and (backward is None or i_at > now):
+            return weight
+        there = {a.kind: a for a, at in ((forward, f_at), (backward, i_at)) if a is not None and at <= now}
+        if there:
+            first = self._policy.first
+            wanted = ("I" if self._before == "F" else "F") if first == "turns" else first
+            return there.get(wanted) or next(iter(there.values()))
+        if weight is None:
+            return None
+        soon = now + self._policy.patience * self._costs.w[weight.stage]
+        return None if min(f_at, i_at) < soon else weight
+
+    def do(self, action: Action, now: float) -> float:
+        """Run the action, and return when it is done."""
+        kind, stage, i = action
+        self._next[kind][stage] += 1
+        self.row.append(action)
+        self.free = now + self._time[kind][stage]
+        if kind == "F":
+            self._held += self._costs.activation[stage]
+            if stage == self._last:
+                self.comes["I", stage, i] = self.free
+        elif kind == "I":
+            self._ahead += 1
+        else:
+            self._ahead -= 1
+            self._held -= self._costs.activation[stage]
+        if kind != "W":
+            self._before = kind
+        return self.free
+
+    # ---- what could run: the best of its kind, and when it is ready --------------------------------------
+
+    def _forward(self, now: float) -> tuple[Action | None, float]:
+        best, chosen, when = (inf, 0.0, 0.0), None, inf
+        for stage in self.stages:
+            i = self._next["F"][stage]
+            at = self.comes.get(("F", stage, i), inf)
+            if i >= self._m or at == inf or not self._is_allowed(stage, i):
+                continue
+            how = self._policy.forwards
+            turn = i // self._p if how == "turns" else 0
+            key = (max(at, now), float(turn), float(-stage if how == "deep" else stage))
+            if key < best:
+                best, chosen, when = key, Action("F", stage, i), at
+        return chosen, when
+
+    def _input_grad(self, now: float) -> tuple[Action | None, float]:
+        best, chosen, when = (inf, 0, 0), None, inf
+        for stage in self.stages:
+            i = self._next["I"][stage]
+            at = self.comes.get(("I", stage, i), inf)
+            if i < self._next["F"][stage] and at < inf:
+                key = (max(at, now), i, -stage)
+                if key < best:
+                    best, chosen, when = key, Action("I", stage, i), at
+        return chosen, when
+
+    def _weight_grad(self) -> Action | None:
+        due = [(self._next["W"][s], -s) for s in self.stages if self._next["W"][s] < self._next["I"][s]]
+        if not due:
+            return None
+        i, stage = min(due)
+        return Action("W", -stage, i)
+
+    def _is_allowed(self, stage: int, i: int) -> bool:
+        """Return whether everything that was begun can still be finished after this forward."""
+        size, spare = self._costs.activation, self._limit - self._held - self._costs.activation[stage]
+        if spare < -1e-9:
+            return False
+        if len(self.stages) == 1:
+            return True
+        forward, weight = self._next["F"], self._next["W"]
+        for each in range(min(weight.values()), max(forward.values())):
+            rest = freed = 0.0
+            for s in self.stages:
+                done = each < forward[s] or (s, each) == (stage, i)
+                if not done:
+                    rest += size[s]
+                elif each >= weight[s]:
+                    freed += size[s]
+            if rest > spare + 1e-9:
+                return False
+            spare += freed
+        return True

@@ -1,0 +1,122 @@
+"""A schedule in a few answers, for plans by the thousand: its bubble, its time, what its ranks hold, where stages are.
+
+Once a pipeline is full its ranks repeat themselves every p micro-batches. So a schedule of many micro-batches holds as
+much as one of few, and need not be built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from mpkit.plan.schedule.catalogue import ANY, SCHEDULES, build_schedule
+from mpkit.plan.schedule.core import Schedule
+from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
+from mpkit.plan.schedule.theory import bubble_in_theory
+
+__all__ = ["bubble", "makespan", "peak_live", "stage_ranks"]
+
+FULL = 4
+"""Times p micro-batches after which a pipeline mostly repeats itself."""
+LONG = 2**16
+"""Actions of the longest schedule that is played to its end."""
+
+
+def bubble(schedule: str | Schedule, p: int, m: int, v: int = 1) -> float:
+    """Return the idle fraction of a step with equal stages, F = I = W and no time for messages.
+
+    >>> bubble("1f1b", 4, 8), bubble("interleaved_1f1b", 4, 2, 2)  # too few micro-batches for the papers' formula
+    (0.2727272727272727, 0.5555555555555556)
+    """
+    theory = None if isinstance(schedule, Schedule) else bubble_in_theory(schedule, p, m, v)
+    return float(theory) if theory is not None else _played_bubble(schedule, p, m, v)
+
+
+@lru_cache(4096)
+def _played_bubble(schedule: str | Schedule, p: int, m: int, v: int) -> float:
+    built = build_schedule(schedule, p, m, v) if isinstance(schedule, str) else schedule
+    placed = play(built).placed
+    busy = sum(one.end - one.start for one in placed)
+    return 1 - busy / (built.ranks * (max(one.end for one in placed) - placed[0].start))
+
+
+def makespan(
+    schedule: str | Schedule, p: int, m: int, v: int, slots: Mapping[str, Sequence[float]], hop: float,
+    longest: int = LONG,
+) -> float:  # fmt: skip
+    """Return the seconds from the first action of a schedule to the end of the last.
+
+    Args:
+        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
+        p, m, v: ranks, micro-batches, stages per rank.
+        slots: seconds of an action, by kind (F, B, I, W) and stage.
+        hop: seconds until a result has got to another rank.
+        longest: the actions that are played; a schedule with more goes on at the pace that it has by then. Where one
+            rank is but little slower than another, that may be 1 % too fast.
+
+    >>> makespan("gpipe", 2, 3, 1, {"F": [1.0, 1.0], "B": [2.0, 2.0]}, hop=0.5)
+    13.0
+    """
+    lengths = lengths_of(slots, len(slots["F"]))
+    lead = [0.0] * len(lengths)
+    if isinstance(schedule, Schedule):
+        return max(end_times(schedule.order, lengths, hop, lead))
+    periods = max(0, m // p - max(FULL, longest // (2 * p * p * v)))
+    first = m - periods * p
+    took = max(end_times(_order(schedule, p, first, v), lengths, hop, lead))
+    if not periods:
+        return took
+    longer = max(end_times(_order(schedule, p, first + p, v), lengths, hop, lead))
+    return took + periods * (longer - took)
+
+
+@lru_cache(64)
+def _order(name: str, p: int, m: int, v: int) -> Order:
+    return build_schedule(name, p, m, v).order
+
+
+def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:
+    """Return, by rank, the most micro-batches whose activations are held at once; of v stages each counts as 1 / v.
+
+    Args:
+        schedule: a name in the catalogue, or a schedule, which has p and m of its own.
+        p, m, v: ranks, micro-batches, stages per rank.
+
+    >>> peak_live("1f1b", 4, 8), peak_live("zb_h1", 4, 8), peak_live("zbv", 2, 8, 2)
+    ((4.0, 3.0, 2.0, 1.0), (4.0, 4.0, 4.0, 4.0), (2.0, 2.0))
+    """
+    if isinstance(schedule, Schedule):
+        return tuple(
+            held / max(1, len(schedule.stages_of(rank))) for rank, held in enumerate(schedule.peak_live)
+        )
+    entry = SCHEDULES[schedule]
+    v = entry.stages_per_rank(v)
+    if p * v == 1:
+        return (1.0,)  # gradients are accumulated: one micro-batch after the other
+    if entry.holds_all:
+        return (float(m),) * p
+    full = 3 * p
+    if m > full and (m % p == 0 or entry.per_rank != ANY):
+        m = full + m % p
+    return _peak_live(schedule, p, m, v)
+
+
+@lru_cache(4096)
+def _peak_live(name: str, p: int, m: int, v: int) -> tuple[float, ...]:
+    return tuple(held / v for held in build_schedule(name, p, m, v).peak_live)
+
+
+def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]:
+    """Return the rank of each stage; the last one has the head and the loss.
+
+    >>> stage_ranks("1f1b", 4), stage_ranks("zbv", 2, 2)
+    ((0, 1, 2, 3), (0, 1, 1, 0))
+    """
+    if isinstance(schedule, Schedule):
+        return schedule.stage_to_rank
+    return _stage_ranks(schedule, p, SCHEDULES[schedule].stages_per_rank(v))
+
+
+@lru_cache(4096)
+def _stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
+    return build_schedule(name, p, 1, v).stage_to_rank

@@ -1,0 +1,231 @@
+"""Checks whether a schedule finishes, is complete, does everything once, and fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mpkit.plan.schedule.action import COMPUTE, Action
+from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.grid import draw_rows
+from mpkit.plan.schedule.play import time_actions
+
+if TYPE_CHECKING:
+    from mpkit.plan.schedule.core import Schedule
+
+__all__ = ["each", "validate"]
+
+Spot = tuple[int, int]
+"""A place in a schedule: rank, position in its row."""
+
+
+def validate(
+    schedule: Schedule,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    *,
+    max_live: float | Sequence[float] | None = None,
+    activation: float | Sequence[float] = 1,
+) -> None:
+    """Check a schedule of compute before anything runs.
+
+    1. Each row holds actions of its own rank's stages and of existing micro-batches, each of them once.
+    2. Nothing is missing: each stage and micro-batch has an F, and a B or both I and W.
+    3. It finishes: no action comes before what it needs, and no ranks wait for each other in a cycle.
+    4. No rank holds more activations than `max_live`.
+
+    Args:
+        schedule: a schedule of compute only; `lower` adds the messages.
+        stages: the number of stages; if left out, as many as the schedule names.
+        microbatches: the number of micro-batches, m; likewise.
+        max_live: the most activations that a rank may hold at once: one number for all ranks, or one per rank.
+        activation: how much a stage holds per micro-batch, from its F to the end of its B or W: a number, or one per
+            stage, in the unit of max_live.
+
+    Raises:
+        ValueError: it cannot run; the message draws the schedule with an arrow at the impossible action, and says why.
+
+    >>> from mpkit.plan.schedule import Schedule
+    >>> validate(Schedule(["F0 F1 B0 B1", "F0 F1 B0 B1"]), max_live=1)
+    Traceback (most recent call last):
+    ValueError: Schedule 'own' cannot run: at 0F1 rank 0 would hold 2 activations, and max_live is 1. A backward (B, or
+    W where it is split) before it frees one.
+    rank 0 | 0F0 0F1 0B0 0B1
+                 ^^^
+    rank 1 | 1F0 1F1 1B0 1B1
+    """
+    stages = schedule.stages if stages is None else stages
+    microbatches = schedule.microbatches if microbatches is None else microbatches
+    _check_rows(schedule, stages, microbatches)
+    _check_complete(schedule, stages, microbatches)
+    _check_finishes(schedule)
+    if max_live is not None:
+        _check_memory(schedule, max_live, activation)
+
+
+# ---- 1. each row by itself
+
+
+def _check_rows(schedule: Schedule, stages: int, microbatches: int) -> None:
+    seen: dict[Action, Spot] = {}
+    for rank, row in enumerate(schedule.rows):
+        for position, action in enumerate(row):
+            here = (rank, position)
+            if action.kind not in COMPUTE:
+                _fail(schedule, f"{action} is a message. Write compute only ({', '.join(COMPUTE)}): mpkit adds "
+                      "sends and receives where they are needed", here)  # fmt: skip
+            if action.stage >= stages:
+                _fail(schedule, f"there is no stage {action.stage}: the stages are {_range(stages)}", here)
+            if action.microbatch >= microbatches:
+                _fail(schedule, f"there is no micro-batch {action.microbatch}: they are "
+                      f"{_range(microbatches)}", here)  # fmt: skip
+            holder = schedule.stage_to_rank[action.stage]
+            if holder != rank:
+                _fail(schedule, f"{action} is in rank {rank}'s row, but stage {action.stage} is on rank {holder}, "
+                      "and its weights with it", here)  # fmt: skip
+            if action in seen:
+                _fail(
+                    schedule,
+                    f"{action} is there twice: each action is done once per step",
+                    here,
+                    seen[action],
+                )
+            other = Action("B", action.stage, action.microbatch)
+            if action.kind in ("I", "W") and other in schedule:
+                _fail(schedule, f"{action} and {other} would do the same work twice: a backward is either whole "
+                      "(B) or split into I and W", here)  # fmt: skip
+            seen[action] = here
+
+
+# ---- 2. nothing is missing
+
+
+def _check_complete(schedule: Schedule, stages: int, microbatches: int) -> None:
+    _check_numbers(schedule, "stage", stages, lambda action: action.stage)
+    _check_numbers(schedule, "micro-batch", microbatches, lambda action: action.microbatch)
+    for stage in range(stages):
+        for m in range(microbatches):
+            forward, backward = Action("F", stage, m), Action("B", stage, m)
+            halves = Action("I", stage, m), Action("W", stage, m)
+            if forward not in schedule:
+                _miss(schedule, forward, f"stage {stage} never sees micro-batch {m}")
+            if backward in schedule or all(half in schedule for half in halves):
+                continue
+            if any(half in schedule for half in halves):
+                lacking = next(half for half in halves if half not in schedule)
+                _miss(schedule, lacking, "a split backward needs both I and W")
+            _miss(schedule, backward, f"micro-batch {m} leaves no gradient on stage {stage}")
+
+
+def _check_numbers(schedule: Schedule, what: str, count: int, number: Callable[[Action], int]) -> None:
+    """Check that no stage or micro-batch is missing altogether, as when another's number was meant."""
+    there = {number(action) for row in schedule.rows for action in row}
+    absent = next((n for n in range(count) if n not in there), None)
+    if absent is None:
+        return
+    for rank, row in enumerate(schedule.rows):
+        for position, action in enumerate(row):
+            if number(action) > absent:
+                _fail(schedule, f"no row has {what} {absent}, though there is {action}: they are {_range(count)}",
+                      (rank, position))  # fmt: skip
+    _fail(schedule, f"no row has {what} {absent}: they are {_range(count)}")
+
+
+def _miss(schedule: Schedule, action: Action, why: str) -> NoReturn:
+    """Fail because an action is missing.
+
+    The arrow is at another action of its stage and micro-batch or, if there is none, of its micro-batch.
+    """
+    others = [
+        ((other.stage != action.stage), rank, position, other)
+        for rank, row in enumerate(schedule.rows)
+        for position, other in enumerate(row)
+        if other.microbatch == action.microbatch
+    ]
+    elsewhere, rank, position, other = min(others)
+    though = f", though there is {other}" if elsewhere else ""
+    _fail(schedule, f"{action} is missing: {why}{though}", (rank, position))
+
+
+# ---- 3. it finishes
+
+
+def _check_finishes(schedule: Schedule) -> None:
+    _, stuck = time_actions(schedule)
+    if not stuck:
+        return
+    # Follow each stuck rank to the rank that it waits for: the path must come back to itself.
+    ring: list[int] = []
+    rank = min(stuck)
+    while rank not in ring:
+        ring.append(rank)
+        rank = schedule.stage_to_rank[stuck[rank][1].stage]
+    ring = ring[ring.index(rank) :]
+    spots = {r: (r, schedule.rows[r].index(stuck[r][0])) for r in ring}
+    action, need = stuck[rank]
+    if len(ring) == 1:
+        _fail(schedule, f"{action} comes before {need}, which it needs ({_why(action, need)})", spots[rank])
+    waits = [
+        f"rank {r} is at {a} and waits for {n} of rank {schedule.stage_to_rank[n.stage]}{_pairing_note(schedule, n)}"
+        for r, (a, n) in ((r, stuck[r]) for r in ring)
+    ]
+    _fail(schedule, "the ranks wait for each other for ever: " + "; ".join(waits), *spots.values())
+
+
+def _pairing_note(schedule: Schedule, action: Action) -> str:
+    """Say which backward an action leaves together with, if it is a forward that is paired with one."""
+    if action not in schedule.together:
+        return ""
+    row = schedule.rows[schedule.stage_to_rank[action.stage]]
+    partner = row[row.index(action) + 1 :][:1]
+    return f", which leaves together with {partner[0]}" if partner else ""
+
+
+def _why(action: Action, need: Action) -> str:
+    if action.kind == "F":
+        return (
+            f"stage {action.stage} computes on what stage {need.stage} makes of micro-batch {need.microbatch}"
+        )
+    if need.kind == "F":
+        return "a backward needs what its forward kept"
+    if action.kind == "W":
+        return "the gradient of the weights follows from that of the inputs"
+    return f"the gradient comes from stage {need.stage}, which is after stage {action.stage}"
+
+
+# ---- 4. memory
+
+
+def _check_memory(
+    schedule: Schedule, max_live: float | Sequence[float], activation: float | Sequence[float]
+) -> None:
+    caps = each("max_live", max_live, schedule.ranks, "rank")
+    sizes = each("activation", activation, schedule.stages, "stage")
+    for rank, row in enumerate(schedule.rows):
+        for position, held in enumerate(live(row, sizes)):
+            if held > caps[rank]:
+                cap = "is" if isinstance(max_live, int | float) else f"of rank {rank} is"
+                _fail(schedule, f"at {row[position]} rank {rank} would hold {held:g} activations, and max_live {cap} "
+                      f"{caps[rank]:g}. A backward (B, or W where it is split) before it frees one",
+                      (rank, position))  # fmt: skip
+
+
+def each(name: str, value: float | Sequence[float], count: int, what: str) -> list[float]:
+    """Return one number for each rank or stage."""
+    given: list[Any] = [*value] if isinstance(value, Iterable) else [value] * count
+    if len(given) != count or not all(isinstance(number, int | float) and number > 0 for number in given):
+        raise ValueError(
+            f"{name}={value!r}: a number above 0, or {count} of them, one per {what}, such as {name}={[4] * count}"
+        )
+    return [float(number) for number in given]
+
+
+# ---- in words
+
+
+def _range(count: int) -> str:
+    return "0 only" if count == 1 else f"0 to {count - 1}"
+
+
+def _fail(schedule: Schedule, reason: str, *arrows: Spot) -> NoReturn:
+    raise ValueError(f"Schedule {schedule.name!r} cannot run: {reason}.\n{draw_rows(schedule, *arrows)}")

@@ -1,0 +1,151 @@
+"""Near misses: plans one change away from the best, and what stands against each.
+
+    faster    it would be faster and does not fit: by how many bytes
+    slower    it fits, and takes longer: because of what
+
+One change is another stage of ZeRO, less or more recomputation or offload, or twice or half of a degree in exchange for
+replicas or stages. Micro-batches are then divided anew, as the search would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mpkit.common.units import percent, seconds
+from mpkit.plan.schedule.catalogue import GPIPE
+from mpkit.prediction.advice.offers import Offers, offers_of
+from mpkit.prediction.advice.search import LayoutPrices
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.step import StepTime
+
+__all__ = ["NearMiss", "near_misses"]
+
+GIB = 2**30
+EXPOSED = "tensor parallel", "context parallel", "replicas", "ZeRO-3 gathers", "messages between stages"
+"""Causes that are communication which nothing hides."""
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A plan one change away from the best.
+
+    Attributes:
+        layout: the plan's layout.
+        change: what differs from the best.
+        seconds: per step.
+        excess: bytes by which it does not fit; 0 or less where it does.
+        why: the reason in words.
+    """
+
+    layout: Layout
+    change: str
+    seconds: float
+    excess: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.why}"
+
+
+def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
+    """Return the near misses: those that would be faster by how little they are out, then the others by time."""
+    room, took = float(priced.hardware.device.memory), priced.screened_seconds(best)
+    nearest: dict[str, tuple[bool, float, float, Layout]] = {}
+    for change, layout in _changes(priced, best, offers_of(priced.stack.name)):
+        seconds_, excess = priced.screened_seconds(layout), priced.memory(layout) - room
+        if seconds_ >= took if excess > 0 else seconds_ <= took:
+            continue  # it neither fits nor is faster; or it is as good as the best
+        this = excess > 0, seconds_, excess, layout
+        nearest[change] = min(nearest.get(change, this), this, key=lambda each: each[:2])
+    here = priced.step(best)
+    found = [_near_miss(priced, here, change, *of[2:]) for change, of in nearest.items()]
+    return sorted(found, key=lambda miss: (miss.excess <= 0, max(0.0, miss.excess), miss.seconds))
+
+
+def _near_miss(priced: LayoutPrices, here: StepTime, change: str, excess: float, layout: Layout) -> NearMiss:
+    """Say what stands against a layout: memory, or what grows most, or how much communication nothing hides.
+
+    Args:
+        priced: what was asked.
+        here: the best layout's step.
+        change: what differs from it.
+        excess: bytes by which the layout does not fit.
+        layout: the layout.
+    """
+    there = priced.step(layout)
+    if excess > 0:
+        why = f"out by {excess / GIB:.1f} GiB; it would take {seconds(there.seconds)} per step"
+        return NearMiss(layout, change, there.seconds, excess, why)
+    words = f"{percent(there.seconds / here.seconds - 1)} longer"
+    exposed = sum(there.because.get(cause, 0.0) for cause in EXPOSED)
+    if exposed > 0.2 * there.seconds:
+        share = percent(exposed / there.seconds)
+        why = f"{words}; {share} of the step is communication that nothing hides"
+    else:
+        more = {cause: took - here.because.get(cause, 0.0) for cause, took in there.because.items()}
+        cause = max(more, key=more.__getitem__)
+        why = f"{words}; {cause} takes {seconds(more[cause])} more"
+    return NearMiss(layout, change, there.seconds, excess, why)
+
+
+def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts one change away that the software and the model can have, with the change in words."""
+    for zero in offers.zero:
+        if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
+            yield f"zero={zero}", replace(best, zero=zero)
+    for recompute in offers.recompute:
+        if recompute != best.recompute and not (priced.stack.fused and recompute == "selective"):
+            words = "without recomputation" if recompute == "none" else f"recompute={recompute!r}"
+            yield words, replace(best, recompute=recompute)
+    for offload in offers.offload:
+        if offload != best.offload and not (offload == "params" and best.zero < 3):
+            yield (
+                "without offload" if offload == "none" else f"offload={offload!r}",
+                replace(best, offload=offload),
+            )
+    for axis in ("tp", "pp", "cp"):
+        for other in ("dp", "pp", "tp"):
+            for factor in (2, 1):
+                if axis == other:
+                    continue
+                more, less = (axis, other) if factor == 2 else (other, axis)
+                if getattr(best, less) % 2 == 0 and (axis == "tp" or other == "dp"):
+                    yield from _shift_degree(priced, best, offers, more, less)
+
+
+def _shift_degree(
+    priced: LayoutPrices, best: Layout, offers: Offers, more: str, less: str
+) -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts with twice as much of one degree and half of another, for each micro-batch."""
+    degrees = {more: getattr(best, more) * 2, less: getattr(best, less) // 2}
+    for layout in _layouts(priced, replace(best, **degrees), offers):
+        yield f"{more}={degrees[more]}, {less}={degrees[less]}", layout
+
+
+def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[Layout]:
+    """Yield a mesh's layouts by micro-batch, if the model, the batch and the software can have it."""
+    model, asked = priced.asked.model, priced.asked
+    impossible = (
+        (layout.tp > 1 and not offers.tensor)
+        or (layout.cp > 1 and not offers.context)
+        or (layout.pp > 1 and not offers.schedules)
+        or model.heads % layout.tp
+        or model.ffn % layout.tp
+        or asked.sequence % layout.cp
+        or asked.global_batch % layout.dp
+        or layout.pp * layout.virtual_stages > model.layers
+        or (offers.even and model.layers % (layout.pp * layout.virtual_stages))
+    )
+    if impossible:
+        return
+    samples = asked.global_batch // layout.dp
+    schedule, v = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else (GPIPE, 1)
+    if layout.pp > 1 and schedule == GPIPE:
+        schedule, v = offers.schedules[0]
+    for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
+        if each and samples % each == 0 and (not offers.filled or samples // each >= layout.pp - 1):
+            yield replace(
+                layout, schedule=schedule, virtual_stages=v, microbatch=each, microbatches=samples // each,
+                sequence_parallel=layout.tp > 1 and offers.sequence, zero=layout.zero if layout.replicas > 1 else 0,
+            )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Offers: what a software stack can do, so that only such plans are advised.
+
+Plain PyTorch and mpkit can do everything that a Plan says. Of the other stacks it is what their documentation lists, or
+for a stack of a year what the paper of that year describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpkit.plan.schedule.catalogue import GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
+from mpkit.prediction.cost_model.layout import Layout
+
+__all__ = ["EVERYTHING", "Offers", "missing_feature", "offers_of"]
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a stack offers.
+
+    Attributes:
+        pipelines: its schedules, with their stages per rank v; () if it has no pipelines; None: every schedule.
+        zero: its stages of ZeRO.
+        recompute, offload: as in a Plan, in the order of what they cost.
+        tensor, context, sequence: whether it has tensor, context and sequence parallelism.
+        even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
+            multiples of pp.
+        filled: whether a pipeline wants as many micro-batches as it has stages, less one.
+    """
+
+    pipelines: tuple[tuple[str, int], ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    offload: tuple[str, ...] = ("none", "optimizer", "params")
+    tensor: bool = True
+    context: bool = True
+    sequence: bool = True
+    even: bool = False
+    filled: bool = False
+
+    @property
+    def schedules(self) -> tuple[tuple[str, int], ...]:
+        """The schedules that are tried, with their stages per rank; of all schedules those that can be the best."""
+        if self.pipelines is not None:
+            return self.pipelines
+        return tuple((name, v) for name, entry in SCHEDULES.items() for v in entry.advised)
+
+
+EVERYTHING = Offers()
+
+MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
+
+OFFERS: Mapping[str, Offers] = {
+    "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True),
+    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True),
+    "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
+    "deepspeed": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
+    "llm-foundry": Offers(
+        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
+    ),
+    "llm-foundry-pure": Offers(
+        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
+    ),
+    "nanotron": Offers(((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
+}
+"""Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); Megatron-LM's, DeepSpeed's, llm-foundry's and
+nanotron's documentation."""
+
+
+def offers_of(stack: str) -> Offers:
+    """Return what a stack offers; everything if nothing else is known of it.
+
+    >>> offers_of("nanotron").schedules, offers_of("pytorch") is EVERYTHING
+    ((('1f1b', 1),), True)
+    """
+    return OFFERS.get(stack, EVERYTHING)
+
+
+def missing_feature(stack: str, layout: Layout) -> str:
+    """Say what a layout asks for that a stack does not offer, with what it has; "" if nothing.
+
+    >>> missing_feature("nanotron", Layout(dp=8, zero=3))
+    'nanotron has no ZeRO-3: it has ZeRO-0, ZeRO-1'
+    """
+    has = offers_of(stack)
+    asked = [
+        (
+            f"ZeRO-{layout.zero}",
+            layout.zero in has.zero or layout.replicas == 1,
+            _list_values("ZeRO-", has.zero),
+        ),
+        ("tensor parallelism", has.tensor or layout.tp == 1, ""),
+        ("context parallelism", has.context or layout.cp == 1, ""),
+        ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
+        ("pipelines", bool(has.schedules) or layout.pp == 1, ""),
+        (
+            f"schedule {layout.schedule!r}",
+            layout.pp == 1 or has is EVERYTHING or layout.schedule in {GPIPE, *dict(has.schedules)},
+            _list_values("", tuple(dict(has.schedules))),
+        ),
+        (
+            f"recompute={layout.recompute!r}",
+            layout.recompute in has.recompute or layout.recompute not in EVERYTHING.recompute,
+            _list_values("", has.recompute),
+        ),
+        (f"offload={layout.offload!r}", layout.offload in has.offload, _list_values("", has.offload)),
+    ]
+    missing = next(((what, others) for what, offered, others in asked if not offered), None)
+    if missing is None:
+        return ""
+    what, others = missing
+    return f"{stack} has no {what}" + (f": it has {others}" if others else "")
+
+
+def _list_values(kind: str, values: Sequence[object]) -> str:
+    return ", ".join(f"{kind}{value}" if kind else repr(value) for value in values)

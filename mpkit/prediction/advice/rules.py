@@ -1,0 +1,168 @@
+"""Rules: what the guides say, evaluated with this model's numbers, and what the search says of it.
+
+    one device     "if the model fits one GPU, use DDP"
+    layer          "if the largest layer does not fit one GPU, use tensor parallelism"
+    nodes          "tensor parallelism inside the node; pipelines and replicas between nodes"
+    zero           "with a pipeline, ZeRO-1 rather than -2 or -3"
+    single         "first what helps on one GPU: micro-batch, accumulation, recomputation, offload"
+
+Source: Hugging Face, "Efficient Training on Multiple GPUs" (perf_train_gpu_many), its decision list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mpkit.common.units import percent, seconds
+from mpkit.devices.unwise import TP_INSIDE
+from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
+from mpkit.prediction.cost_model.layout import Layout
+
+__all__ = ["Rule", "rules_of"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its numbers.
+
+    Attributes:
+        says: what the guide says, for this model.
+        agrees: whether the best plan follows it.
+        why: the search's numbers.
+    """
+
+    says: str
+    agrees: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.says} {'The search agrees' if self.agrees else 'The search disagrees'}: {self.why}"
+
+
+def rules_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Rule]:
+    """Return the rules that apply."""
+    if not found:
+        return [_states(priced)]
+    rules = (
+        _one_device(priced, found),
+        _layer(priced, found),
+        _nodes(priced, found),
+        _zero(found),
+        _single(priced, found),
+    )
+    return [rule for rule in rules if rule is not None]
+
+
+def _states(priced: LayoutPrices) -> Rule:
+    """Say what the states alone take where no plan fits."""
+    model, device = priced.asked.model, priced.hardware.device
+    states = (priced.stack.element + priced.stack.gradient + priced.stack.states) * model.parameters
+    needed = -(-states // device.memory)
+    have = priced.hardware.devices * device.memory / GIB
+    return Rule(
+        f"The states of {model.parameters / 1e9:.3g} B parameters take {states / GIB:,.0f} GiB over all ranks.",
+        True,
+        f"{priced.hardware.devices} devices have {have:,.0f} GiB; the states need {needed:.0f} or more.",
+    )
+
+
+def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
+    """Return whether a replica fits one device, so that data parallelism is enough."""
+    n, batch = priced.hardware.devices, priced.asked.global_batch
+    best, room = found[0], priced.hardware.device.memory / GIB
+    plain = Layout(dp=n, microbatches=max(1, batch // n))
+    held = priced.memory(plain) / GIB
+    if held > room:
+        return Rule(
+            f"A replica with its states needs {held:.0f} GiB and a device has {room:.0f}: divide states or model.",
+            best.layout.zero > 0 or best.layout.pp > 1 or best.layout.tp > 1 or best.layout.offload != "none",
+            f"the best plan holds {best.memory / GIB:.0f} GiB.",
+        )
+    only = best.layout.pp == best.layout.tp == best.layout.cp == 1
+    took = min((each.seconds for each in found if _is_plain(each.layout)), default=best.seconds)
+    return Rule(
+        f"A replica with its states needs {held:.0f} GiB and a device has {room:.0f}: data parallelism is enough.",
+        only,
+        f"DDP takes {seconds(took)} per step, the best plan {seconds(best.seconds)}.",
+    )
+
+
+def _layer(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+    """Return whether one layer with its states fits a device; None where a whole replica does."""
+    model, room, stack = priced.asked.model, priced.hardware.device.memory / GIB, priced.stack
+    states = stack.element + stack.gradient + stack.states
+    if states * model.parameters / GIB <= room:
+        return None
+    held = states * max(model.layer_parameters(first) for first, _ in model.kinds()) / GIB
+    best = found[0].layout
+    if held <= room:
+        return Rule(
+            f"The largest layer with its states takes {held:.1f} GiB of a device's {room:.0f}, so that a pipeline or "
+            "ZeRO is enough, without tensor parallelism.",
+            best.tp == 1,
+            f"the best plan has tp={best.tp}, pp={best.pp}, ZeRO-{best.zero}.",
+        )
+    return Rule(
+        f"The largest layer with its states takes {held:.1f} GiB and a device has {room:.0f}: divide the layer itself, "
+        "by tensor parallelism or ZeRO.",
+        best.tp > 1 or best.zero > 0,
+        f"the best plan has tp={best.tp}, ZeRO-{best.zero}.",
+    )
+
+
+def _is_plain(layout: Layout) -> bool:
+    return layout.pp == layout.tp == layout.cp == 1 and layout.zero == 0
+
+
+def _nodes(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+    """Return whether tensor parallelism stays inside the node; None on one node, or where nothing else fits."""
+    per_node = priced.hardware.per_node
+    inside = _first(found, lambda layout: layout.tp <= per_node)
+    across = _first(found, lambda layout: layout.tp > per_node)
+    if priced.hardware.nodes == 1 or inside is None or across is None:
+        return None
+    return Rule(
+        TP_INSIDE,
+        inside.seconds <= across.seconds,
+        f"at best {seconds(inside.seconds)} per step with tp={inside.layout.tp}, "
+        f"{seconds(across.seconds)} with tp={across.layout.tp} across nodes.",
+    )
+
+
+def _zero(found: Sequence[FoundLayout]) -> Rule | None:
+    """Return whether a pipeline is better with ZeRO-1 than with ZeRO-2 or -3; None where there is no such pair."""
+    low = _first(found, lambda layout: layout.pp > 1 and layout.zero <= 1)
+    high = _first(found, lambda layout: layout.pp > 1 and layout.zero >= 2)
+    if low is None or high is None:
+        return None
+    return Rule(
+        "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch: take ZeRO-1.",
+        low.seconds <= high.seconds,
+        f"at best {seconds(low.seconds)} per step with ZeRO-{low.layout.zero}, {seconds(high.seconds)} with "
+        f"ZeRO-{high.layout.zero}.",
+    )
+
+
+def _single(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+    """Return what recomputation or offload buys, which one device can do by itself; None where the best has none."""
+    best = found[0]
+    if best.layout.recompute == "none" and best.layout.offload == "none":
+        return None
+    without = _first(found, lambda layout: layout.recompute == "none" and layout.offload == "none")
+    measures = [f"recompute={best.layout.recompute!r}"] * (best.layout.recompute != "none")
+    measures += [f"offload={best.layout.offload!r}"] * (best.layout.offload != "none")
+    why = (
+        "no plan fits without."
+        if without is None
+        else f"the best plan without takes {seconds(without.seconds)} per step, "
+        f"{percent(without.seconds / best.seconds - 1)} longer."
+    )
+    return Rule(f"Before more GPUs, try what one can do: {', '.join(measures)}.", True, why)
+
+
+def _first(found: Sequence[FoundLayout], wanted: Callable[[Layout], bool]) -> FoundLayout | None:
+    """Return the fastest layout that is as wanted."""
+    return next((each for each in found if wanted(each.layout)), None)

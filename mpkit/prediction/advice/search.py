@@ -1,0 +1,176 @@
+"""Search: the layouts that fit, each with its time, memory first.
+
+For a family of layouts, which differ in the samples of a micro-batch only:
+
+    relief     offload and recomputation, in the order of what they cost: the cheapest that fits is the best of them
+    prune      activations and logits grow with the micro-batch, so when not even the most relief makes one fit, none of
+               the larger ones fits
+    time       priced for what fits only; a formula stands for the pipeline, and the best layouts are then played
+
+What is left out is never better than what is kept, so the best layout found is the best there is;
+tests/advice/test_search.py compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import groupby
+from typing import Any
+
+from mpkit.devices.hardware import Hardware
+from mpkit.plan.schedule import Schedule
+from mpkit.prediction.advice.offers import Offers, offers_of
+from mpkit.prediction.advice.space import TrainingQuestion, families
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.fits import FRAGMENTATION
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import fullest_stages, stage_memory
+from mpkit.prediction.cost_model.preset import Preset
+from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.stack import Constants, Stack
+from mpkit.prediction.cost_model.step import StepTime, screened_time, step_time
+
+__all__ = ["SHOWN", "FoundLayout", "LayoutPrices", "best_played", "search"]
+
+SHOWN = 20
+"""The plans of an advice."""
+PLAYED = 25
+"""The layouts that are played, for the order of those that are shown."""
+LONGEST = 4096
+"""The most actions of a schedule that are played for them; `mk.estimate` plays more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayout:
+    """A layout that fits.
+
+    Attributes:
+        layout: how the step is divided.
+        seconds: per step.
+        memory: bytes at the peak of the rank with most, fragmentation included.
+    """
+
+    layout: Layout
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class LayoutPrices:
+    """Prices layouts: memory and time.
+
+    Attributes:
+        asked, hardware, stack, preset: as for `mk.estimate`.
+    """
+
+    asked: TrainingQuestion
+    hardware: Hardware
+    stack: Stack
+    preset: Preset
+
+    @cached_property
+    def head(self) -> float:
+        """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
+        return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
+
+    def memory(self, layout: Layout) -> float:
+        """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
+        asked = self.asked
+        shares = self._shares(layout)
+        stages = stage_memory(
+            asked.model, layout, asked.sequence, self.stack, shares, fullest_stages(asked.model, layout),
+            self.hardware.device,
+        )  # fmt: skip
+        return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
+
+    @cached_property
+    def _shares(self) -> Callable[[Layout], ParameterShares]:
+        """Return the parameters of the ranks, which few of the degrees decide."""
+
+        @cache
+        def shares(pp: int, tp: int, zero: int, replicas: int, schedule: str | Schedule) -> ParameterShares:
+            layout = Layout(pp=pp, tp=tp, zero=zero, dp=replicas, head=self.head, schedule=schedule)
+            return ParameterShares(self.asked.model, layout, self.stack)
+
+        return lambda layout: shares(layout.pp, layout.tp, layout.zero, layout.replicas, layout.schedule)
+
+    def step(self, layout: Layout) -> StepTime:
+        """Return the time of a step."""
+        return step_time(*self._step_arguments(layout), LONGEST)
+
+    def screened_seconds(self, layout: Layout) -> float:
+        """Return about the seconds per step, in a fraction of the time."""
+        return screened_time(*self._step_arguments(layout))
+
+    def _step_arguments(
+        self, layout: Layout
+    ) -> tuple[Architecture, Layout, int, Hardware, Stack, Constants, ParameterShares]:
+        asked = self.asked
+        return (
+            asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants, self._shares(layout),
+        )  # fmt: skip
+
+
+def search(priced: LayoutPrices, devices: int) -> tuple[list[FoundLayout], int]:
+    """Return the layouts that fit so many devices, with about their seconds, and the number that were considered."""
+    room = float(priced.hardware.device.memory)
+    found: list[FoundLayout] = []
+    considered = 0
+    offers = offers_of(priced.stack.name)
+    for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
+        reliefs = _reliefs(family[0], offers, priced.stack)
+        considered += len(reliefs) * len(family)
+        for layout in family:
+            if priced.memory(_relieve(layout, *reliefs[-1])) > room:
+                break
+            fitting = _fitting_layouts(priced, layout, reliefs, room)
+            found += [FoundLayout(each, priced.screened_seconds(each), memory) for each, memory in fitting]
+    return found, considered
+
+
+def best_played(
+    priced: LayoutPrices, found: Sequence[FoundLayout], least: Callable[[FoundLayout], Any]
+) -> list[FoundLayout]:
+    """Return the layouts found, the best first, with the pipelines of the best ones played.
+
+    Args:
+        priced: what was asked.
+        found: the layouts, as `search` returns them.
+        least: what is least for the best.
+    """
+    ordered = sorted(found, key=least)
+    best = [replace(each, seconds=priced.step(each.layout).seconds) for each in ordered[:PLAYED]]
+    return [*sorted(best, key=least), *ordered[PLAYED:]]
+
+
+def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, str]]:
+    """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost.
+
+    Selective recomputation frees the attention's scores, which fused attention does not keep.
+    """
+    offloads = offers.offload if layout.zero == 3 else [each for each in offers.offload if each != "params"]
+    recomputes = [each for each in offers.recompute if not (stack.fused and each == "selective")]
+    return [(offload, recompute) for offload in offloads for recompute in recomputes]
+
+
+def _fitting_layouts(
+    priced: LayoutPrices, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
+) -> Iterator[tuple[Layout, float]]:
+    """Yield for each offload the least recomputation that fits; where none is needed, more offload is for nothing."""
+    for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
+        for _, recompute in group:
+            relieved = _relieve(layout, offload, recompute)
+            memory = priced.memory(relieved)
+            if memory <= room:
+                yield relieved, memory
+                if recompute == reliefs[0][1]:
+                    return
+                break
+
+
+def _relieve(layout: Layout, offload: str, recompute: str) -> Layout:
+    if (offload, recompute) == (layout.offload, layout.recompute):
+        return layout  # its degrees have been multiplied already
+    return replace(layout, offload=offload, recompute=recompute)

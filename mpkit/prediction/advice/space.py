@@ -1,0 +1,102 @@
+"""Space: every layout by which a batch of a model can be trained on a number of devices.
+
+    mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
+    schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
+                 without stages
+    zero         of those that it has, 0 to 3
+    microbatch   each divisor of a replica's samples
+
+Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
+for them (`mpkit.prediction.advice.search`). Sequence parallelism, where there is any, is on beside tp: it sends as
+much and holds less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpkit.plan.schedule.catalogue import GPIPE
+from mpkit.prediction.advice.offers import EVERYTHING, Offers
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.layout import Layout
+
+__all__ = ["TrainingQuestion", "divisors", "families"]
+
+
+@dataclass(frozen=True)
+class TrainingQuestion:
+    """What is to be trained.
+
+    Attributes:
+        model: its sizes.
+        global_batch, sequence: samples per step, and tokens per sample.
+    """
+
+    model: Architecture
+    global_batch: int
+    sequence: int
+
+
+def families(
+    asked: TrainingQuestion, devices: int, per_node: int, offers: Offers = EVERYTHING, head: float = 0.0
+) -> Iterator[tuple[Layout, ...]]:
+    """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
+
+    Args:
+        asked: what is to be trained.
+        devices: all of them are used.
+        per_node: devices per node; tensor parallelism goes up to four nodes.
+        offers: what the software can do.
+        head: as in a Layout.
+
+    >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
+    >>> found = list(families(TrainingQuestion(gpt2, 8, 1024), 2, 8))
+    >>> [layout.microbatch for layout in found[0]]  # of two replicas, each has 4 samples
+    [1, 2, 4]
+    """
+    model = asked.model
+    for tp in divisors(devices) if offers.tensor else [1]:
+        if tp > 4 * per_node or model.heads % tp or model.ffn % tp:
+            continue
+        for cp in divisors(devices // tp) if offers.context else [1]:
+            if asked.sequence % cp:
+                continue
+            for pp in divisors(devices // tp // cp) if offers.schedules else [1]:
+                dp = devices // tp // cp // pp
+                if pp > model.layers or asked.global_batch % dp:
+                    continue
+                yield from _of_mesh(asked, offers, pp, dp, tp, cp, head)
+
+
+def _of_mesh(
+    asked: TrainingQuestion, offers: Offers, pp: int, dp: int, tp: int, cp: int, head: float
+) -> Iterator[tuple[Layout, ...]]:
+    samples = asked.global_batch // dp
+    for zero in offers.zero if dp * cp > 1 else (0,):
+        for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
+            layers = asked.model.layers
+            if pp * v > layers or (offers.even and layers % (pp * v)):
+                continue
+            groups = pp if offers.even and v > 1 else 1  # of micro-batches
+            family = tuple(
+                Layout(
+                    pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
+                    virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
+                    head=head,
+                )
+                for each in divisors(samples)
+                if samples // each % groups == 0 and (not offers.filled or samples // each >= pp - 1)
+            )  # fmt: skip
+            if family:
+                yield family
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a number, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

@@ -1,0 +1,63 @@
+"""Summary: an advice in words, and what changed since the one before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.common.units import percent, seconds
+
+if TYPE_CHECKING:
+    from mpkit.prediction.advice.advice import Advice
+
+__all__ = ["change_since", "summary_of"]
+
+GIB = 2**30
+
+
+def summary_of(advice: Advice) -> str:
+    """Return the best plan with its reasons, a sentence per line."""
+    asked, hardware = advice.priced.asked, advice.priced.hardware
+    name = asked.model.name or "the model"
+    what = f"{name} on {hardware.name}, {asked.global_batch} samples of {asked.sequence} tokens"
+    counted = f"{advice.considered:,} plans considered, {len(advice.found):,} fit"
+    if advice.best is None:
+        lines = [f"{what}: no plan fits; {counted}."]
+    else:
+        best = advice.estimate(advice.best)
+        low, high = best.band
+        lines = [
+            f"{what}: {advice.best!r}",
+            f"  {seconds(best.step_time)} per step ({seconds(low)} to {seconds(high)}), "
+            f"{best.tokens_per_second:,.0f} tokens/s, MFU {percent(best.mfu)}, "
+            f"{advice.found[0].memory / GIB:.1f} of {hardware.device.memory / GIB:.1f} GiB; {counted}",
+        ]
+        if advice.objective.by != "time":
+            lines.append(f"  {advice.objective.words(advice.found[0], hardware.devices)}")
+        within = sum(each.seconds <= high for each in advice.found)
+        lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
+    lines += [f"- {rule}" for rule in advice.because]
+    out = [miss for miss in advice.near_misses if miss.excess > 0][:2]
+    others = [miss for miss in advice.near_misses if miss.excess <= 0][:2]
+    lines += [f"- Near miss, {miss}." for miss in (*out, *others)]
+    if advice.before is not None:
+        lines.append(f"- {advice.change}")
+    return "\n".join(lines)
+
+
+def change_since(advice: Advice) -> str:
+    """Return what changed since the advice before, and what moving weights and states costs; "" for the first."""
+    if advice.before is None:
+        return ""
+    if not advice.found or not advice.before.found:
+        return (
+            f"Before, on {advice.before.priced.hardware.name}: {advice.before.best!r}; now: {advice.best!r}."
+        )
+    old, new = advice.before.found[0], advice.found[0]
+    was = f"On {advice.before.priced.hardware.name} it was {advice.before.best!r} with {seconds(old.seconds)} per step"
+    moved = advice.moved
+    if not any(moved):
+        return f"{was}; every rank holds what it needs to go on."
+    return (
+        f"{was}, now {seconds(new.seconds)}; to go on, ranks fetch {sum(moved) / GIB:,.1f} GiB of weights and "
+        f"states, {max(moved) / GIB:.1f} GiB at most each."
+    )

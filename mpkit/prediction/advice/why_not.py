@@ -1,0 +1,59 @@
+"""Why not: what stands against a plan, in one sentence whose numbers come from `mk.estimate`.
+
+cannot      the model or the machine does not divide as the plan says, or the software has not what it asks for
+memory      it does not fit: by how much, and what is largest
+cost        it costs more, or takes more devices, where these are what counts
+time        it takes longer, and by the cause that adds most to the step
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.common.units import percent, seconds
+from mpkit.devices.unwise import out_of_memory
+from mpkit.plan.plan import Plan
+from mpkit.prediction.advice.offers import missing_feature
+from mpkit.prediction.cost_model.check import check_plan
+
+if TYPE_CHECKING:
+    from mpkit.prediction.advice.advice import Advice
+
+__all__ = ["why_not"]
+
+
+def why_not(advice: Advice, plan: Plan) -> str:
+    """Say why a plan is not the best of an advice; `Advice.why_not` shows it."""
+    check_plan(plan)
+    try:
+        this = advice.estimate(plan)
+    except ValueError as error:
+        return f"{plan!r} cannot work: {error}"
+    missing = missing_feature(advice.priced.stack.name, this.layout)
+    if missing:
+        return f"{plan!r} cannot work: {missing}."
+    needed, room = advice.fullest_bytes(this), float(advice.priced.hardware.device.memory)
+    if needed > room:
+        stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
+        largest = max(stage, key=stage.__getitem__)
+        return f"{plan!r} does not fit: {out_of_memory(needed, room, largest)}."
+    if advice.best is None or advice.objective.value_of(
+        this.step_time, plan.ranks
+    ) <= advice.objective.value_of(advice.found[0].seconds, advice.best.ranks):
+        return f"{plan!r} is as good as any: {seconds(this.step_time)} per step."
+    if advice.objective.by != "time":
+        against = advice.objective.explain_rejection(this.step_time, plan.ranks, advice.found[0])
+        return f"{plan!r} fits, but {against}, beside {advice.best!r}."
+    best = advice.estimate(advice.best)
+    more = {name: part - best.because.get(name, 0.0) for name, part in this.because.items()}
+    cause = max(more, key=more.__getitem__)
+    longer, took, least = (
+        this.step_time / best.step_time - 1,
+        this.because[cause],
+        best.because.get(cause, 0.0),
+    )
+    return (
+        f"{plan!r} fits and takes {seconds(this.step_time)} per step, {percent(longer)} longer than {advice.best!r}: "
+        f"{cause} takes {seconds(took)} of its step, {percent(took / this.step_time)}, where the best has "
+        f"{seconds(least)}."
+    )

@@ -1,0 +1,130 @@
+"""The bubble against the number of micro-batches: runs as points, the schedule's formula as a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.display import Drawn, data_frame
+from mpkit.common.tracebacks import public
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
+from mpkit.timeline.timeline import HasTimeline, Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["BubbleCurve", "BubblePoint", "bubble_curve"]
+
+
+@dataclass(frozen=True)
+class BubblePoint:
+    """One run, in its last complete step.
+
+    Attributes:
+        microbatches: m.
+        formula: the bubble in theory; None where there is no formula.
+        bubble: the bubble of the run.
+        step_time: seconds per step.
+    """
+
+    microbatches: int
+    formula: float | None
+    bubble: float
+    step_time: float
+
+
+@dataclass(frozen=True)
+class BubbleCurve(Drawn):
+    """Bubbles by micro-batches: prints as a table, and shows itself as points on the formula's line in a notebook.
+
+    Attributes:
+        plan: the plan of the run with the most micro-batches; it has the schedule, p and v of the line.
+        points: one per run, by m.
+    """
+
+    plan: Plan
+    points: tuple[BubblePoint, ...]
+
+    def formula(self, m: int) -> float | None:
+        """Return the bubble in theory with m micro-batches; None where the papers give none.
+
+        >>> import mpkit as mk
+        >>> mk.bubble_curve([mk.simulate(mk.Plan.gpipe(4, 8))]).formula(16)
+        0.15789473684210525
+        """
+        named = isinstance(self.plan.schedule, str)
+        return _theory(replace(self.plan, microbatches=m)) if named else None
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return a row per run: formula, measured (the bubble) and seconds per step, by the number of micro-batches."""
+        rows = [
+            {
+                "micro-batches": p.microbatches,
+                "formula": p.formula,
+                "measured": p.bubble,
+                "seconds per step": p.step_time,
+            }
+            for p in self.points
+        ]
+        return data_frame(rows).set_index("micro-batches")
+
+
+@public
+def bubble_curve(runs: Iterable[Timeline | HasTimeline]) -> BubbleCurve:
+    """Compare the bubbles of runs that differ in their micro-batches with the schedule's formula.
+
+    Args:
+        runs: Runs or Timelines of pipelines with the same number of stages; naive model parallelism is a pipeline with
+            m = 1.
+
+    Raises:
+        ValueError: there is none, one is no pipeline, or they differ in more than the number of micro-batches.
+
+    >>> import mpkit as mk
+    >>> print(bubble_curve(mk.simulate(mk.Plan.gpipe(4, m)) for m in (1, 2, 8)))
+    bubble by micro-batches: gpipe, 4 stages
+    micro-batches   formula    bubble   step time
+                1    75.0 %    75.0 %      12.0 s
+                2    60.0 %    60.0 %      15.0 s
+                8    27.3 %    27.3 %      33.0 s
+    """
+    timelines: list[Any] = [run.timeline() if isinstance(run, HasTimeline) else run for run in runs]
+    if wrong := [each for each in timelines if not isinstance(each, Timeline)]:
+        raise ValueError(
+            f"bubble_curve([{wrong[0]!r}]): give Runs or Timelines, such as "
+            "[mk.simulate(mk.Plan.gpipe(4, m)) for m in (1, 2, 4)]"
+        )
+    by_m: list[tuple[Plan, Timeline]] = sorted(
+        ((Plan.from_json(each.meta["plan"]), each) for each in timelines), key=lambda it: it[0].microbatches
+    )
+    if not by_m:
+        raise ValueError("bubble_curve([]): give one run or more, such as [mk.simulate(mk.Plan.gpipe(4, 8))]")
+    last = by_m[-1][0]
+    for plan, _ in by_m:
+        if plan.pp < 2:
+            raise ValueError(
+                f"bubble_curve: {plan!r} is no pipeline; pp=2 or more has a bubble, as Plan.gpipe(4, 8) has"
+            )
+        if _shape(plan) != _shape(last):
+            raise ValueError(
+                f"bubble_curve: {plan!r} and {last!r} differ in more than their micro-batches, so that no line fits "
+                "both: make a curve of each"
+            )
+    points = [
+        BubblePoint(plan.microbatches, _theory(plan), timeline.bubble, timeline.step_time)
+        for plan, timeline in by_m
+    ]
+    return BubbleCurve(last, tuple(points))
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    """Return what runs on one curve have in common: with one micro-batch, naive model parallelism is GPipe."""
+    schedule = GPIPE if plan.schedule == NAIVE and plan.microbatches == 1 else plan.schedule
+    return schedule, plan.pp, plan.virtual_stages, plan.recompute
+
+
+def _theory(plan: Plan) -> float | None:
+    exact = plan.bubble_in_theory
+    return None if exact is None else float(exact)

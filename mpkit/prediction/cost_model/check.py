@@ -1,0 +1,88 @@
+"""What cannot be: a plan that does not divide this model, or needs more devices than the machine has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpkit.devices.hardware import Device, Hardware
+from mpkit.plan.checks import whole
+from mpkit.plan.plan import Plan
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.kernels import CONVERTED
+from mpkit.prediction.cost_model.layout import Layout, layout_of
+from mpkit.prediction.cost_model.stack import Stack
+
+__all__ = ["check_plan", "check_products", "checked_layout"]
+
+
+def check_plan(plan: object) -> None:
+    """Check that a plan is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 8)")
+
+
+def check_products(stack: Stack, device: Device) -> None:
+    """Check that a device computes in the 8 or 4 bits of a stack.
+
+    Raises:
+        ValueError: it does not, or both are asked for.
+    """
+    dtype, switch = ("float4", "fp4") if stack.fp4 else ("float8", "fp8")
+    if stack.fp8 and stack.fp4:
+        raise ValueError("stack_of(fp8=True, fp4=True): products run in one of them; fp4=True alone is NVFP4")
+    if stack.scaling not in CONVERTED:
+        raise ValueError(f"stack_of(scaling={stack.scaling!r}): one of {', '.join(map(repr, CONVERTED))}")
+    if (stack.fp8 or stack.fp4) and dtype not in device.peak:
+        raise ValueError(
+            f"stack={stack.name!r} with {switch}=True multiplies in {dtype}, and no rate of {device.name} in it is "
+            f"known: {switch}=False, or hardware={'8x-b200-nvlink' if stack.fp4 else '8x-h100-nvlink'!r}"
+        )
+
+
+def checked_layout(
+    model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, trainable: float = 1.0,
+    within: bool = False,
+) -> Layout:  # fmt: skip
+    """Return the layout of a plan that can work.
+
+    Raises:
+        ValueError: it cannot; the message says why, and what would.
+    """
+    if (whole(sequence) or 0) < 1:
+        raise ValueError(f"sequence={sequence!r}: tokens per sample, a whole number, 1 or more")
+    if not 0 < trainable <= 1:
+        raise ValueError(
+            f"trainable={trainable!r}: the share of the parameters that is trained, such as 0.01 for LoRA"
+        )
+    if plan.ranks > hardware.devices:
+        raise ValueError(
+            f"{plan!r} needs {plan.ranks} devices, and {hardware.name} has {hardware.devices}. "
+            f"mk.cluster_of({_short(hardware)!r}, nodes={-(-plan.ranks // hardware.per_node)}, "
+            f"per_node={hardware.per_node}, nic='ndr') has enough."
+        )
+    if model.heads % plan.tp or model.ffn % plan.tp:
+        fits = [t for t in range(1, plan.tp) if not model.heads % t and not model.ffn % t]
+        raise ValueError(
+            f"tp={plan.tp} does not divide {model.heads} attention heads and an MLP of {model.ffn}: tp={fits[-1]} does"
+        )
+    if plan.stages > model.layers:
+        raise ValueError(f"{plan.stages} stages for {model.layers} layers: pp={model.layers} at most")
+    if sequence % plan.cp:
+        near = sequence // plan.cp * plan.cp or plan.cp
+        raise ValueError(f"cp={plan.cp} does not divide sequences of {sequence} tokens: sequence={near} does")
+    layout = layout_of(plan, global_batch, trainable)
+    if within and plan.zero:  # HSDP: nodes hold replicas
+        return replace(layout, sharded=layout.per_node("replicas", hardware.per_node))
+    return layout
+
+
+def _short(hardware: Hardware) -> str:
+    from mpkit.devices.catalogue.clusters import DEVICES
+
+    return next(
+        (short for short, (row, _) in DEVICES.items() if row == hardware.device.name), hardware.device.name
+    )

@@ -1,0 +1,258 @@
+"""Estimate: a step's time and memory of any plan on any hardware, with the band that the prediction keeps within.
+
+read        the architecture, the layout of the plan, the machine, the stack and its preset
+check       what cannot be: too few devices, heads that do not divide, more stages than layers
+time        layers priced once and composed (`mpkit.prediction.cost_model.step`)
+memory      by rank and category (`mpkit.prediction.cost_model.memory`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mpkit.common.tracebacks import public
+from mpkit.common.units import percent, seconds
+from mpkit.devices.catalogue import hardware as machine_of
+from mpkit.devices.hardware import Hardware
+from mpkit.plan.checks import call_of
+from mpkit.plan.plan import Plan
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.calibrate import Observation
+from mpkit.prediction.cost_model.check import check_plan, check_products, checked_layout
+from mpkit.prediction.cost_model.kernels import peak_of
+from mpkit.prediction.cost_model.known_models import architecture_of
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import CATEGORIES, stage_memory
+from mpkit.prediction.cost_model.preset import Preset, preset_as_played, preset_for
+from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.stack import Stack, stack_of
+from mpkit.prediction.cost_model.step import StepTime, step_time
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["Estimate", "estimate", "estimate_checked"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The prediction of a step; it prints with its band and where the time goes.
+
+    Attributes:
+        model, plan, hardware, sequence: what was asked for.
+        layout: the plan's degrees, with the samples of a micro-batch.
+        stack, preset: what the software does, and the constants with what they were fitted on.
+        shares: the parameters of the ranks.
+        step: seconds by stage and by cause.
+    """
+
+    model: Architecture
+    plan: Plan
+    hardware: Hardware
+    sequence: int
+    layout: Layout
+    stack: Stack
+    preset: Preset
+    shares: ParameterShares = field(repr=False)
+    step: StepTime = field(repr=False)
+
+    # ---- time
+
+    @property
+    def step_time(self) -> float:
+        """Seconds per step."""
+        return self.step.seconds
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """The seconds between which nine of ten such steps should lie: the preset's band."""
+        return self.step_time * (1 - self.preset.band), self.step_time * (1 + self.preset.band)
+
+    @property
+    def because(self) -> dict[str, float]:
+        """Where the time goes: seconds by cause on the slowest stage's rank, in descending order."""
+        return self.step.because
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all ranks together."""
+        return self.layout.global_batch * self.sequence / self.step_time
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s per device: three forwards, attention counted as if not causal, nothing for recomputation.
+
+        That is the convention of Chowdhery et al., "PaLM", 2022, appendix B. Megatron's published figures count a
+        fourth forward where everything is recomputed.
+        """
+        flops = 3 * self.layout.global_batch * self.model.forward_flops(self.sequence, causal=False)
+        return flops / self.step_time / self.layout.ranks / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: `tflops_per_gpu` as a share of the device's published peak in the compute dtype."""
+        dtype = "bfloat16" if self.stack.element == 2 else "float32"
+        return self.tflops_per_gpu * 1e12 / peak_of(self.hardware.device, dtype)
+
+    # ---- memory
+
+    @cached_property
+    def stage_memory(self) -> list[dict[str, float]]:
+        """Bytes by category for a rank of each stage."""
+        return stage_memory(
+            self.model, self.layout, self.sequence, self.stack, self.shares, device=self.hardware.device
+        )
+
+    @property
+    def memory(self) -> Sequence[dict[str, float]]:
+        """Bytes at the peak by rank and category; ranks of one stage hold the same."""
+        per_stage = self.layout.ranks // self.layout.pp
+        return [memory for memory in self.stage_memory for _ in range(per_stage)]
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes at the peak of the rank with most."""
+        return max(sum(memory.values()) for memory in self.stage_memory)
+
+    # ---- pictures
+
+    def timeline(self) -> Timeline:
+        """Return the step as a simulated Timeline, one row per rank of a pipeline; it takes `step_time`.
+
+        What nothing hides of the reduction of gradients, the optimizer and the wait for the slowest node come last.
+        """
+        from mpkit.timeline.played_schedule import followed_by
+        from mpkit.timeline.simulation import simulate
+
+        plan = Plan(
+            pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
+            virtual_stages=self.plan.virtual_stages,
+        )  # fmt: skip
+        forward, backward, hop = self.step.played_times
+        halves = [time / 2 for time in backward]
+        reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
+        kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}
+        after = [(phase, kinds[phase], time) for phase, time in self.step.after.items() if time]
+        return followed_by(simulate(plan, forward, halves, halves, hop), after)
+
+    def measured(self, seconds: float, memory: float = 0.0) -> Observation:
+        """Return this step with its measured time, for `mk.calibrate`."""
+        name, e = self.model.name or "a step", self
+        return Observation(name, e.model, e.layout, e.sequence, e.hardware, e.stack, seconds, memory)
+
+    def __str__(self) -> str:
+        low, high = self.band
+        shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
+        most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
+        held = ", ".join(f"{name} {most[name] / GIB:.1f}" for name in CATEGORIES if most[name] > 0.05 * GIB)
+        name = self.model.name or "the model"
+        origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
+        return "\n".join(
+            [
+                f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",
+                f"on {self.hardware.name} in {8 * self.stack.element} bits, {self.layout.global_batch} samples of "
+                f"{self.sequence} tokens per step",
+                f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({origin})",
+                f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
+                f"MFU {percent(self.mfu)}",
+                f"because     {shares}",
+                f"memory      {self.peak_memory / GIB:.1f} GiB of {self.hardware.device.memory / GIB:.1f}: {held}",
+                f"preset      {self.preset}",
+            ]
+        )
+
+    def _first(self, n: int) -> list[tuple[str, float]]:
+        return list(self.because.items())[:n]
+
+
+@public
+def estimate(
+    model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int, sequence: int,
+    stack: str | Stack | None = None, preset: Preset | None = None, trainable: float = 1.0,
+) -> Estimate:  # fmt: skip
+    """Predict the time and memory of a step of training with Adam.
+
+    The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
+    bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
+
+    Args:
+        model: a model of transformers or mpkit's GPT, a config, the path of a config.json, a known name such as
+            "llama3-8b" (`mpkit.prediction.cost_model.known_models`), or numbers: {"layers": 32, "hidden": 4096,
+            "heads": 32, ...}.
+        plan: how training is divided.
+        hardware: a machine, or its name.
+        global_batch: samples per step, over all replicas.
+        sequence: tokens per sample.
+        stack: the software: a name of `mpkit.prediction.cost_model.stack.STACKS`, or a Stack; None: PyTorch.
+        preset: constants of one's own, from `mk.calibrate`; None: those that ship for the device and the stack.
+        trainable: the share of the parameters that is trained, less than 1 for LoRA or frozen layers.
+
+    Raises:
+        ValueError: the plan cannot work for this model on this machine, or one of the arguments is unknown.
+
+    >>> plan = Plan(dp=8, zero=3, precision="bf16")
+    >>> found = estimate("llama3-8b", plan, "8x-h100-nvlink", global_batch=16, sequence=4096, stack="llm-foundry")
+    >>> 0.3 < found.mfu < 0.6 and found.peak_memory < 80e9
+    True
+    """
+    machine = machine_of(hardware)
+    check_plan(plan)
+    chosen, plan = stack_for(plan, stack)
+    return estimate_checked(
+        architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable
+    )
+
+
+def stack_for(plan: Plan, stack: str | Stack | None = None) -> tuple[Stack, Plan]:
+    """Return the software that runs a plan, and the plan in its precision.
+
+    Args:
+        plan: the plan.
+        stack: what is asked for; None: PyTorch, in the plan's precision and with its buckets.
+
+    Raises:
+        ValueError: there is no such stack, or the plan computes in 16 bits and the stack does not.
+
+    >>> [stack_for(Plan(dp=2, precision=how))[0].name for how in ("full", "bf16")]
+    ['pytorch-fp32', 'pytorch']
+    >>> stack_for(Plan(dp=2), "llm-foundry")[1]
+    Plan(dp=2, precision='bf16')
+    """
+    narrow = plan.precision != "full"
+    if stack is None:
+        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=plan.bucket_mb * 2**20), plan
+    chosen = stack_of(stack)
+    if narrow and chosen.name == "mpkit":
+        return replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10), plan
+    if narrow and chosen.element == 4:
+        raise ValueError(
+            f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "
+            f"for {call_of(plan, {'precision': 'full'})}"
+        )
+    return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision="bf16")
+
+
+def estimate_checked(
+    model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
+    preset: Preset | None = None, trainable: float = 1.0,
+) -> Estimate:  # fmt: skip
+    """Return the estimate of what `estimate` has read.
+
+    Raises:
+        ValueError: the plan cannot work.
+    """
+    check_products(stack, hardware.device)
+    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, stack.shard_within)
+    if stack.by_weight:
+        layout = replace(layout, head=model.head_in_layers)
+    as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
+    chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
+    shares = ParameterShares(model, layout, stack)
+    step = step_time(model, layout, sequence, hardware, stack, chosen.constants, shares)
+    return Estimate(model, plan, hardware, sequence, layout, stack, chosen, shares, step)

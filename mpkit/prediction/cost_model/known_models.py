@@ -1,0 +1,168 @@
+"""Known models: architectures by name, from a config of transformers, from a model, or from numbers.
+
+The sizes are those of the papers and of the published configs; `known_models.csv` lists them.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mpkit.common.bounded import read_json, read_text
+from mpkit.prediction.cost_model.architecture import Architecture
+
+__all__ = ["NoArchitecture", "architecture_of", "known_models"]
+
+
+class NoArchitecture(ValueError):
+    """A model has no config from which its sizes follow."""
+
+
+@cache
+def known_models() -> Mapping[str, Architecture]:
+    """Return the architectures that have a name.
+
+    >>> round(known_models()["llama3-70b"].parameters / 1e9, 1)
+    70.6
+    """
+    flags = {"gated", "causal", "tied", "bias", "qk_norm"}
+    found = {}
+    with files("mpkit.prediction.cost_model").joinpath("known_models.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            sizes: dict[str, Any] = {
+                key: bool(int(value or 0)) if key in flags else int(value or 0)
+                for key, value in row.items()
+                if key != "name"
+            }
+            found[row["name"]] = Architecture(**sizes, name=row["name"])
+    return found
+
+
+def architecture_of(model: object) -> Architecture:
+    """Return the architecture of whatever describes one.
+
+    Args:
+        model: an `Architecture`; the name of a known one; a mapping of its numbers or of a config.json; the path of a
+            config.json; a config of transformers; or a model that has one, such as mpkit's GPT.
+
+    Raises:
+        ValueError: nothing of that name is known, or the numbers do not describe a transformer.
+
+    >>> architecture_of({"layers": 24, "hidden": 1024, "heads": 16, "vocabulary": 50257}).ffn
+    4096
+    """
+    if isinstance(model, Architecture):
+        return model
+    if isinstance(model, Mapping):
+        return _of_mapping(model)
+    if isinstance(model, str | Path) and str(model).endswith(".json"):
+        try:
+            sizes = read_json(read_text(Path(model)))
+            if not isinstance(sizes, dict):
+                raise ValueError("names and values are wanted")
+            return _of_mapping(sizes)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{str(model)!r} cannot be read as the config.json of a model: {error}"
+            ) from None
+    if isinstance(model, str):
+        known = known_models()
+        name = model.lower().replace("_", "-").replace("llama-", "llama")
+        if name not in known:
+            near = get_close_matches(name, known, 3, 0.5) or list(known)
+            raise ValueError(
+                f"model={model!r} is no known model. The nearest: {', '.join(map(repr, near))}. Or give the path of a "
+                "config.json, or numbers: {'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
+            )
+        return known[name]
+    config = getattr(model, "config", model)
+    sizes = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", None)
+    if not sizes and hasattr(config, "__dataclass_fields__"):
+        sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    if isinstance(sizes, Mapping) and ({"hidden_size", "n_embd", "d_model", "width"} & set(sizes)):
+        return replace(_of_mapping(sizes), name=type(model).__name__)
+    raise NoArchitecture(
+        f"model={type(model).__name__} has no config from which its layers, hidden size and heads follow. Give them: "
+        "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}; or measure it here: mk.profile(model, data)"
+    )
+
+
+def _of_mapping(sizes: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of numbers by this kit's names, or by those of a config of transformers."""
+    known = {field.name for field in fields(Architecture)}
+    if {"layers", "hidden", "heads"} <= set(sizes):
+        unknown = [key for key in sizes if key not in known]
+        if unknown:
+            near = get_close_matches(unknown[0], known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(sorted(known))}."
+            raise ValueError(f"an Architecture has no {unknown[0]!r}.{hint}")
+        return Architecture(**sizes)
+    if {"width", "heads", "layers", "vocab", "length"} <= set(sizes):  # mpkit.models.GPTConfig
+        return Architecture(
+            sizes["layers"], sizes["width"], sizes["heads"], vocabulary=sizes["vocab"], positions=sizes["length"],
+            bias=True, name="GPT",
+        )  # fmt: skip
+    return _of_config(sizes)
+
+
+def _of_config(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a config of transformers; its fields have several names."""
+    kind = str(config.get("model_type", ""))
+
+    def number(*names: str, default: int = 0) -> int:
+        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
+
+    hidden, layers = (
+        number("hidden_size", "n_embd", "d_model"),
+        number("num_hidden_layers", "n_layer", "num_layers"),
+    )
+    heads = number("num_attention_heads", "n_head", "num_heads", "n_heads")
+    if not (hidden and layers and heads):
+        raise ValueError(
+            f"a config of model_type={kind!r:.60} without "
+            + ", ".join(
+                name
+                for name, value in (
+                    ("hidden_size", hidden),
+                    ("num_hidden_layers", layers),
+                    ("num_attention_heads", heads),
+                )
+                if not value
+            )
+            + ": give numbers instead, {'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
+        )
+    activation = str(
+        config.get("hidden_act", config.get("activation_function", config.get("feed_forward_proj", "")))
+    )
+    positional = kind in {"gpt2", "bert", "roberta", "opt", "gptj", "vit", "distilbert", "electra"}
+    encoder, patch = 0, 0
+    if kind == "t5":
+        encoder, layers = layers, layers + number("num_decoder_layers", default=layers)
+    if kind == "vit":
+        patch = number("num_channels", default=3) * number("patch_size", default=16) ** 2
+    side = number("image_size", default=224) // max(1, number("patch_size", default=16))
+    return Architecture(
+        layers, hidden, heads,
+        kv_heads=number("num_key_value_heads", default=heads),
+        ffn=number("intermediate_size", "n_inner", "d_ff", "ffn_dim", default=4 * hidden),
+        vocabulary=len(config.get("id2label") or {}) if kind == "vit" else number("vocab_size"),
+        gated="silu" in activation or "gated" in activation or kind in {"llama", "mistral", "qwen2", "qwen3", "gemma"},
+        causal=kind not in {"bert", "roberta", "vit", "distilbert", "electra"},
+        tied=bool(config.get("tie_word_embeddings", False)),
+        bias=positional,
+        positions=(side * side + 1 if patch else number("max_position_embeddings", "n_positions")) if positional else 0,
+        head_dim=number("head_dim", "d_kv"),
+        patch=patch,
+        encoder=encoder,
+        experts=number("num_local_experts", "num_experts", "n_routed_experts"),
+        top_k=number("num_experts_per_tok"),
+        expert_ffn=number("moe_intermediate_size"),
+        qk_norm=kind in {"qwen3", "qwen3_moe"},
+        name=kind,
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""Layer: how long one layer of a kind takes for a micro-batch, by cause.
+
+The layer is priced once, and a step is composed of its times: so an estimate costs the same for 2 layers and for 200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.communication import KAPPA, Network
+from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.stack import Stack
+from mpkit.trace import Kind
+
+__all__ = ["LayerTime", "head_time", "layer_time"]
+
+ASYNC = 0.7
+"""The share of tensor-parallel communication that remains exposed where it runs beside its product; fitted to the rows
+of nanotron and torchtitan."""
+
+CAUSES = (
+    "products",
+    "attention",
+    "elementwise",
+    "launches",
+    "tensor parallel",
+    "context parallel",
+    "experts",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds per micro-batch.
+
+    Attributes:
+        forward, backward: by cause (`CAUSES`); the backward without what is computed again.
+        again: seconds of the forward that is computed again in the backward.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: float
+
+
+def layer_time(
+    model: Architecture, layer: int, layout: Layout, sequence: int, kernels: Kernels, network: Network
+) -> LayerTime:
+    """Return the times of a layer.
+
+    Args:
+        model, layer: the architecture, and the number of the layer.
+        layout: how the step is divided.
+        sequence: tokens per sample, s.
+        kernels, network: of the stack and the machine.
+    """
+    t, cp, stack = layout.tp, layout.cp, kernels.stack
+    tokens = layout.microbatch * sequence / cp
+    h, heads = model.hidden, model.heads / t
+
+    products = [0.0, 0.0]
+    last = 0.0
+    for m in model.matmuls(layer):
+        k = max(1, m.k // t) if m.divided == "k" else m.k
+        n = max(1, m.n // t) if m.divided == "n" else m.n
+        if not m.experts:
+            last, back = kernels.product(tokens, k, n, can_narrow=True)
+        else:
+            last, back = _experts(m.experts // layout.ep, tokens * m.top_k, k, n, kernels)
+        products[0] += last
+        products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
+
+    full = layout.microbatch * sequence * (sequence / cp) * heads  # elements of the scores
+    causal = 0.5 if model.causal and stack.fused and layer >= model.encoder else 1.0
+    attention = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim) * causal, full, sequence)
+    if model.encoder and layer >= model.encoder:  # it attends to the encoder too
+        cross = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim), full, sequence)
+        attention = attention[0] + cross[0], attention[1] + cross[1]
+
+    visits, wide = _mlp_width(model, layer)
+    whole = 22 * h / (t if layout.sequence_parallel else 1)
+    inside = (8 if model.gated else 4) * wide / t
+    permuted = 8 * h * visits if visits > 1 else 0.0
+    elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
+
+    fixed = kernels.constants.fixed
+    tensor = _tensor_parallel(tokens * h * stack.element, layout, network, stack)
+    context = _context_parallel(model, tokens, layout, network, stack.element)
+    routed = stack.element * tokens * model.top_k * h if visits > 1 else 0.0
+    experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
+
+    forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
+    backward = (
+        products[1], attention[1], 2 * elementwise, 2 * fixed, tensor, 2 * context, experts,
+    )  # fmt: skip
+    computed = sum(forward) - (last if stack.early_stop else 0.0)
+    return LayerTime(
+        forward,
+        backward,
+        _recomputed_time(layout.recompute, computed, products[0], attention[0], elementwise),
+    )
+
+
+def head_time(model: Architecture, layout: Layout, sequence: int, kernels: Kernels) -> float:
+    """Return the seconds per micro-batch of the head and the loss, forward and backward."""
+    tokens = layout.microbatch * sequence / layout.cp
+    width = max(1, model.vocabulary // layout.tp)
+    if not model.vocabulary:
+        return 0.0
+    if model.patch:  # of an image, only one token is classified
+        tokens = layout.microbatch
+    loss = kernels.elementwise(kernels.stack.loss * tokens * width)
+    return sum(kernels.product(tokens, model.hidden, width)) + loss
+
+
+def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:
+    """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
+    forward, back = kernels.product(visits / local, k, n, can_narrow=True)
+    return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
+
+
+def _mlp_width(model: Architecture, layer: int) -> tuple[int, int]:
+    """Return how many experts a token visits, and the width of all that it visits."""
+    if model.experts and layer >= model.dense:
+        return model.top_k, (model.expert_ffn or model.ffn) * model.top_k + model.shared_ffn
+    return 1, model.ffn
+
+
+def _tensor_parallel(nbytes: float, layout: Layout, network: Network, stack: Stack) -> float:
+    """Return the exposed seconds of the communication in a layer's forward; its backward takes as long.
+
+    Two all-reduces; with sequence parallelism two all-gathers and two reduce-scatters, which together send as much
+    (Korthikanti et al. 2022, section 4.2.2), but without the help of a switch that adds up.
+    """
+    t, inside = layout.tp, layout.per_node("tp", network.per_node)
+    if not layout.sequence_parallel:
+        return 2 * network.time(Kind.ALL_REDUCE, nbytes, t, inside)
+    both = sum(network.time(kind, nbytes, t, inside) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+    return 2 * both * (KAPPA if stack.userbuffers else ASYNC if stack.async_tp else 1.0)
+
+
+def _context_parallel(
+    model: Architecture, tokens: float, layout: Layout, network: Network, element: int
+) -> float:
+    """Return the exposed seconds of the keys and values that a ring passes on: half of them, beside the attention."""
+    keys = element * tokens * layout.cp * 2 * model.kv_heads * model.head_dim / layout.tp
+    return 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, layout.per_node("cp", network.per_node))
+
+
+def _recomputed_time(
+    recompute: str, whole: float, products: float, attention: float, elementwise: float
+) -> float:
+    """Return the seconds of the forward that the backward computes again."""
+    if recompute == "none":
+        return 0.0
+    if recompute == "selective":
+        return attention
+    if recompute == "products":
+        return products / 2 + elementwise
+    return whole if recompute == "full" else whole / int(recompute.removeprefix("every="))

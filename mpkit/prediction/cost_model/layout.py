@@ -1,0 +1,165 @@
+"""Layout: the degrees of a plan as numbers, with what only some frameworks have (expert parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import gcd
+
+from mpkit.plan.checks import whole
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule
+from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
+from mpkit.plan.schedule.summary import stage_ranks
+
+__all__ = ["Layout", "layout_of", "plan_of"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the work of a step is divided.
+
+    Attributes:
+        pp, dp, cp, tp: the degrees of the mesh; tp is innermost, pp outermost.
+        ep: the ranks, out of dp x cp, among which the experts of a layer are divided.
+        zero: the stage of ZeRO.
+        microbatch: samples per micro-batch and replica.
+        microbatches: micro-batches per step and replica, m.
+        virtual_stages: stages per rank, v.
+        schedule: the pipeline's schedule, or its name.
+        recompute: "none", "selective" (attention), "products" (everything but half of the products and the attention),
+            "full", or "every=k".
+        sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
+        offload: "none", "optimizer" or "params".
+        cut: the layers of each stage; (): equal numbers, or by weight.
+        head: where stages are cut by weight, as how many layers the head counts; 0: stages have equal numbers.
+        trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
+        sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
+
+    >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
+    64
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 0
+    microbatch: int = 1
+    microbatches: int = 1
+    virtual_stages: int = 1
+    schedule: str | Schedule = ONE_F_ONE_B
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    offload: str = "none"
+    cut: Sequence[int] = ()
+    head: float = 0.0
+    trainable: float = 1.0
+    sharded: int = 0
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @cached_property
+    def replicas(self) -> int:
+        """The number of ranks that would hold the same weights without ZeRO: those along dp and cp."""
+        return self.dp * self.cp
+
+    @cached_property
+    def last(self) -> int:
+        """The rank, along pp, that holds the last stage: the head and the loss are there."""
+        return stage_ranks(self.schedule, self.pp)[-1]
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks among which ZeRO shards."""
+        return self.sharded or self.replicas
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step."""
+        return self.dp * self.microbatch * self.microbatches
+
+    def per_node(self, axis: str, devices: int) -> int:
+        """Return how many ranks of a group along an axis share a node, in the group that is divided most.
+
+        >>> Layout(tp=8).per_node("tp", 8), Layout(tp=6).per_node("tp", 8)  # ranks 6 and 7, and 8 to 11
+        (8, 2)
+
+        Args:
+            axis: "tp", "cp", "replicas" (dp and cp) or "ep".
+            devices: devices per node.
+        """
+        inner, size = {
+            "tp": (1, self.tp),
+            "cp": (self.tp, self.cp),
+            "ep": (self.tp, self.ep),
+            "replicas": (self.tp, self.replicas),
+        }[axis]
+        places = devices // inner
+        return gcd(size, places) if places and size > 1 else 1
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """Return the number of layers that each rank of a pipeline holds.
+
+        >>> Layout(pp=4).stage_layers(30)
+        [8, 8, 7, 7]
+        >>> Layout(pp=2, head=4.0).stage_layers(16)  # the second stage has the head too
+        [11, 5]
+        """
+        if self.cut:
+            return list(self.cut)
+        if self.head and self.pp > 1:
+            return list(_by_weight(layers, self.pp, self.head))
+        each, more = divmod(layers, self.pp)
+        return [each + (stage < more) for stage in range(self.pp)]
+
+
+@cache
+def _by_weight(layers: int, pp: int, head: float) -> tuple[int, ...]:
+    """Return the layers of each stage as nanotron cuts them: a stage ends with the block that exceeds its share."""
+    held, stage = [0] * pp, 0
+    for layer in range(1, layers + 1):
+        held[stage] += 1
+        if layer > (layers + head) * (stage + 1) / pp:
+            stage += 1
+    return tuple(held)
+
+
+def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
+    """Return a plan's layout for a number of samples per step.
+
+    Raises:
+        ValueError: the samples cannot be divided among replicas and micro-batches.
+
+    >>> layout_of(Plan(pp=2, dp=2, schedule="1f1b", microbatches=4), 32).microbatch
+    4
+    """
+    parts = plan.dp * plan.microbatches
+    if (whole(global_batch) or 0) < 1:
+        raise ValueError(f"global_batch={global_batch!r}: samples per step, a whole number, 1 or more")
+    if global_batch % parts:
+        near = max(1, round(global_batch / parts)) * parts
+        raise ValueError(
+            f"global_batch={global_batch} does not divide into dp={plan.dp} replicas x "
+            f"microbatches={plan.microbatches} = {parts} micro-batches: global_batch={near} does"
+        )
+    return Layout(
+        pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, zero=plan.zero, microbatch=global_batch // parts,
+        microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
+        recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
+        trainable=trainable,
+    )  # fmt: skip
+
+
+def plan_of(layout: Layout) -> Plan:
+    """Return the plan of a layout, in 16 bits."""
+    return Plan(
+        pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
+        microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
+        sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
+    )  # fmt: skip

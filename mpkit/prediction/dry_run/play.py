@@ -1,0 +1,250 @@
+"""One rank of many, played alone on tensors without content: the work of a rank of `trace_fake`.
+
+Phases:
+
+    build     the model and its batches, under the mode of no content: shapes and no memory
+    join      leave the real process group, and join a fake one of as many ranks as the plan takes
+    count     every operator advances the rank's clock by its time on the device (`mpkit.trace.record.counted`)
+    train     the strategy's own code, as real ranks run it; the replay puts communication on the clock
+
+In the fake group (torch.testing._internal.distributed.fake_pg) every call returns at once and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor  # private; a test guards it
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from mpkit.common.process_wide import LOCK
+from mpkit.common.replaced import Replaced
+from mpkit.devices.hardware import Device
+from mpkit.plan.plan import Plan
+from mpkit.prediction.dry_run.kinds import kinds, order
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.wire import Wire
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.prepare.prepare import TrainJob, prepare
+from mpkit.strategies.rank_context import Context
+from mpkit.strategies.runtime.train import train
+from mpkit.trace import RankTrace
+from mpkit.trace.files import read_rank
+from mpkit.trace.record.counted import CountedRecorder, Counting
+from mpkit.trace.record.fake_mode import FakeMode
+
+__all__ = ["PlayedScript", "Script", "play"]
+
+
+@dataclass(frozen=True)
+class Script:
+    """The training to play.
+
+    Attributes:
+        model_fn: makes the model.
+        batch: (inputs, targets), of which only the shapes matter; or a function that makes them.
+        plan, loss, optimizer, steps, max_grad_norm: as in `Cluster.train`.
+        device: the device whose times are counted.
+        rank: the rank to play; None: one of each kind.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    batch: Any
+    plan: Plan
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    steps: int
+    max_grad_norm: float | None
+    device: Device
+    rank: int | None
+
+
+@dataclass
+class PlayedScript:
+    """The result of playing a script.
+
+    Attributes:
+        ranks: the records, by the rank that was played.
+        stands_for: by rank, the played rank that does the same.
+        meta: the Trace's meta.
+        error: why it could not be played: the user's mistake, in words.
+    """
+
+    ranks: dict[int, RankTrace] = field(default_factory=dict)
+    stands_for: list[int] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def play(context: Context, script: Script) -> PlayedScript | None:
+    """Play the ranks that the script needs, one after the other; `trace_fake` runs this on a rank of its own."""
+    if context.rank:
+        return None  # on a cluster with several ranks, one is enough
+    played, said = PlayedScript(), Said()
+    try:
+        mode = _without_content()
+        with mode:
+            # ---- build
+            job = _job(script, mode)
+        played.meta = job.meta
+        even = len(job.where.local) == 1
+        played.stands_for = kinds(script.plan, job.meta["batch_size"], script.rank, even=even)
+        for rank in order(played.stands_for, script.plan):
+            # ---- join
+            dist.destroy_process_group()
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=script.plan.ranks)
+            recorded = _play_one(rank, script, job, mode, said)
+            if rank in played.stands_for:
+                played.ranks[rank] = recorded
+    except ValueError as error:
+        played.error = str(error)
+    return played
+
+
+Said = dict[tuple[str, int], Tensor]
+"""What root ranks broadcast, if it was numbers and not tensors without content; by group and number of the call."""
+
+
+class FakeCommunicator(Communicator):
+    """Communication with absent ranks; a broadcast delivers its root's values if the root was played before.
+
+    Args:
+        wire: the end of the rank that is played.
+        counting: the clock of its recorder.
+        said: what roots have broadcast; filled by the roots.
+        ranks: the members of the group; None: all ranks.
+    """
+
+    def __init__(
+        self, wire: Wire, counting: Counting, said: Said, ranks: tuple[int, ...] | None = None
+    ) -> None:
+        super().__init__(wire, ranks)
+        self._counting, self._said = counting, said
+
+    def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> FakeCommunicator:
+        """Return a communicator of some of the ranks, without a torch group: no peer is there."""
+        return FakeCommunicator(self.wire, self._counting, self._said, ranks)
+
+    def device_mesh(self, device: torch.device, shape: Mapping[str, int]) -> None:
+        """Return None: groups need no real peers."""
+
+    def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
+        """Broadcast like `Communicator.broadcast`, with the values that the root sent if it was played before."""
+        asked = group or self
+        call = asked.name, asked.issued
+        whole = super().broadcast(tensor, src, group)
+        numbers = self._counting.numbers(whole)
+        is_root = src == self.index
+        if is_root and numbers is not None:
+            self._said[call] = numbers
+        elif not is_root and call in self._said:
+            self._counting.tell(whole, self._said[call])
+        return whole
+
+
+def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeMode, said: Said) -> RankTrace:
+    plan, device = script.plan, torch.device("cpu")
+    counting = Counting(script.device)
+    with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
+        recorder = CountedRecorder(Path(folder), rank, counting)
+        with mode:
+            # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
+            # which prevent torch from moving it.
+            job = job.with_model(_make_model(script.model_fn))
+            comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
+            # ---- count, train
+            with counting, LOCK, _taken_for_real():
+                train(Context(rank, plan.ranks, device, comm, recorder), job)
+        recorder.close("finished")
+        return read_rank(Path(folder), rank)
+
+
+@contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Let transformers' models take a tensor without content for a real one.
+
+    They make causal masks where they are traced by FX or a compiler, for which they take tensors without content; a
+    training makes none if no token is padding, and then another kernel computes attention.
+    """
+    replaced, module = Replaced(), sys.modules.get("transformers.utils.import_utils")
+    if hasattr(module, "is_fake_tensor"):
+        replaced.put(module, "is_fake_tensor", lambda _: False)
+    try:
+        yield
+    finally:
+        replaced.restore()
+
+
+class Unread(TorchDispatchMode):
+    """A mode in which a tensor without content that a model's constructor reads answers 0, or False.
+
+    Constructors read tensors to draw weights again that lie too far out (`torch.nn.init.trunc_normal_`): none does.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **kwargs or {})
+
+
+def _make_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Return a new model; called under the fake mode."""
+    with Unread():  # type: ignore[no-untyped-call]
+        return model_fn()
+
+
+def _without_content() -> FakeMode:
+    """Return a mode in which tensors have no content.
+
+    Torch's keeps a weak reference to each tensor that it makes, which prevents moving or casting their module.
+    """
+    mode = FakeMode()
+    mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
+    return mode
+
+
+def _job(script: Script, mode: FakeMode) -> TrainJob:
+    """Prepare a training on tensors without content, checked and cut like a real one."""
+    return prepare(
+        _make_model(script.model_fn),
+        [_batch_of(script, mode)],
+        script.plan,
+        loss=script.loss,
+        optimizer=script.optimizer,
+        steps=script.steps,
+        ranks=script.plan.ranks,
+        max_grad_norm=script.max_grad_norm,
+    )
+
+
+def _batch_of(script: Script, mode: FakeMode) -> tuple[Value, Value]:
+    """Return the batch without its content; called under the fake mode."""
+    pair = script.batch() if callable(script.batch) else script.batch
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        kind = type(pair).__name__
+        raise ValueError(
+            f"batch is {kind}{f' of {len(pair)}' if isinstance(pair, tuple | list) else ''}: a pair (inputs, targets) "
+            "of tensors is wanted, of which only the shapes matter, such as (torch.empty(8, 4, device='meta'), "
+            "torch.empty(8, 2, device='meta')), or a function that makes one"
+        )
+    inputs, targets = (tree_map_only(Tensor, lambda each: _fake_tensor(each, mode), value) for value in pair)
+    return inputs, targets
+
+
+def _fake_tensor(tensor: Tensor, mode: FakeMode) -> Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return mode.from_tensor(tensor) if not tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,130 @@
+"""The caller's side of `trace_fake`: checks, one real process, and the Trace of all ranks from what it recorded.
+
+Phases:
+
+    check    the plan and the hardware, before a process starts
+    play     the ranks that differ, one after the other (`mpkit.prediction.dry_run.play`)
+    mirror   every rank gets the records of the one that does the same (`mpkit.prediction.dry_run.mirror`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpkit.common.tracebacks import public
+from mpkit.devices.catalogue import hardware as find
+from mpkit.devices.catalogue.enough import check_enough, enough_a100
+from mpkit.devices.hardware import Hardware
+from mpkit.launch.session.borrowed_cluster import borrow_cluster
+from mpkit.launch.session.cluster import Cluster
+from mpkit.plan.plan import Plan
+from mpkit.prediction.dry_run.mirror import RankMirror
+from mpkit.strategies.prepare.unwise import warn_if_unwise
+from mpkit.trace import Trace
+
+if TYPE_CHECKING:
+    from mpkit.prediction.dry_run.play import PlayedScript
+
+__all__ = ["trace_fake"]
+
+
+@public
+def trace_fake(
+    model_fn: Callable[[], torch.nn.Module], plan: Plan, *, batch: Any,
+    loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 1, rank: int | None = None, hardware: Hardware | str | None = None,
+    max_grad_norm: float | None = None, cluster: Cluster | None = None,
+) -> Trace:  # fmt: skip
+    """Trace what the ranks of a training would do, played by one process on tensors that have shapes and no content.
+
+    The strategy's own code runs, at full size; `Timeline.of` puts its trace on a clock. Only the losses are missing.
+
+    >>> import torch, mpkit as mk
+    >>> trace = mk.trace_fake(
+    ...     lambda: torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False)), mk.Plan.ddp(16),
+    ...     batch=(torch.empty(64, 4096, device="meta"), torch.empty(64, 4096, device="meta")),
+    ...     loss=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    >>> mk.Timeline.of(trace).peak_memory[15]["optimizer"] // 2**20  # MiB: AdamW's two moments, 4 bytes each
+    128
+
+    >>> plan = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4)
+    >>> tokens = torch.empty(16, 64, dtype=torch.long, device="meta")
+    >>> trace = mk.trace_fake(lambda: mk.models.GPT(layers=2), plan, batch=(tokens, tokens),
+    ...     loss=mk.models.next_token_loss, optimizer=torch.optim.AdamW)
+    >>> trace.meta["fake"]["stands_for"]
+    [0, 0, 0, 0, 4, 4, 4, 4]
+
+    Times within an action are counted by operator: the longer of FLOPs / rate and bytes / bandwidth (the roofline).
+    Ranks that do the same are played once. Nothing overflows; gradients are taken to exceed the norm to clip to.
+
+    Args:
+        model_fn: makes the model; called where tensors have no content, so that it takes no memory.
+        plan: any plan.
+        batch: (inputs, targets) of the whole global batch, as for `Cluster.train`, or a function that makes them.
+            Only the shapes matter: `torch.empty(..., device="meta")` takes no memory.
+        loss: loss(outputs, targets) -> scalar, the mean over the batch, or (total, count).
+        optimizer: optimizer(params) -> torch.optim.Optimizer.
+        steps: the number of steps. DDP's first step differs from the rest: buckets are rebuilt after it.
+        rank: play this rank's places along dp and tp in place of all others; None: the first of each kind. Along pp
+            and cp all are played, since each has different work.
+        hardware: the machine, a name in `mk.hardware()` or a `Hardware`; None: as many nodes of 8 A100 as it takes.
+        max_grad_norm: clip gradients to this norm; None: do not clip.
+        cluster: any cluster, whose helper process to use; None: start one.
+
+    Raises:
+        ValueError: the plan has no such rank, the machine too few devices; or the model, batch or loss cannot work.
+        RankFailed: the model reads its tensors' values, which are not there.
+    """
+    from mpkit.prediction.dry_run.play import Script, play
+
+    # ---- check
+    _check(model_fn, plan, rank)
+    machine = find(hardware or enough_a100(plan.ranks))
+    check_enough(machine, plan.ranks, "trace_fake")
+    script = Script(model_fn, batch, plan, loss, optimizer, steps, max_grad_norm, machine.device, rank)
+    # ---- play
+    with borrow_cluster(cluster) as used:
+        played = used.run(play, script)[0]
+    if played.error:
+        raise ValueError(played.error)
+    # ---- mirror
+    return _mirror_records(played, plan, rank, machine)
+
+
+def _mirror_records(played: PlayedScript, plan: Plan, rank: int | None, machine: Hardware) -> Trace:
+    """Give every rank the records of the one that does the same; the meta says which ranks were played."""
+    first = min(played.ranks)
+    fake = {
+        "rank": rank,
+        "played": sorted(played.ranks),
+        "stands_for": played.stands_for,
+        "device": machine.device.name,
+        "clock": "operator by operator: FLOPs or bytes on that device, whichever takes longer",
+    }
+    meta = {
+        "world_size": plan.ranks, "device": "cpu", "backend": "fake", **played.meta,
+        "hardware": machine.name, "fake": fake,
+    }  # fmt: skip
+    assert played.ranks[first].state == "finished"
+    mirrors = {each: RankMirror(recorded, each, plan.mesh) for each, recorded in played.ranks.items()}
+    return Trace([mirrors[each].trace_of(other) for other, each in enumerate(played.stands_for)], meta)
+
+
+def _check(model_fn: Any, plan: Any, rank: Any) -> None:
+    if isinstance(model_fn, torch.nn.Module) or not callable(model_fn):
+        raise ValueError(
+            f"trace_fake({type(model_fn).__name__}): a function that makes the model is wanted, so that it can be made "
+            "without memory: trace_fake(lambda: mpkit.models.GPT(layers=48, width=1600, heads=25), ...)"
+        )
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 64)")
+    if rank is not None and (
+        isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < plan.ranks
+    ):
+        raise ValueError(
+            f"rank={rank!r}: {plan} has the ranks 0 to {plan.ranks - 1}; None plays one of each kind"
+        )
+    warn_if_unwise(plan)

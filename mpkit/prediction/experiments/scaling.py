@@ -1,0 +1,288 @@
+"""Scaling: how much faster training becomes on more ranks.
+
+    throughput   samples per second
+    speed-up     throughput divided by that of the fewest ranks
+    efficiency   speed-up divided by the ratio of the numbers of ranks; 1 is ideal
+
+What no machine here has is predicted from what was measured (`mpkit.prediction.experiments.beyond`), with a band.
+
+Strong scaling keeps the batch, so each rank has less and less to do (Amdahl 1967); weak scaling keeps the work per
+rank, so the batch grows (Gustafson 1988).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.display import HasChart, data_frame
+from mpkit.common.tracebacks import public
+from mpkit.devices.hardware import Hardware
+from mpkit.launch.session.borrowed_cluster import borrow_clusters
+from mpkit.launch.session.cluster import Cluster
+from mpkit.plan.plan import Plan
+from mpkit.prediction.experiments.beyond import Beyond, beyond_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+    from mpkit.launch.session.run import Run
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["Scaling", "ScalingRow", "scaling"]
+
+EXPOSED = "replicas", "ZeRO-3 gathers", "tensor parallel", "context parallel", "messages between stages"
+"""The causes of an estimate that are communication which nothing hides."""
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """One run, or a prediction of one.
+
+    Attributes:
+        plan: the plan it followed.
+        ranks: the number of ranks.
+        batch: samples per step.
+        step_time: seconds, the median of all steps but the first, on the clock.
+        speed_up: throughput divided by that of the fewest ranks.
+        efficiency: speed_up divided by the ratio of the numbers of ranks.
+        exposed: seconds per step of communication that no compute hides, on the rank with most of it.
+        wall_time: seconds per step by the wall clock if each rank had a device of its own; else None.
+        band: the seconds per step between which a prediction should lie; None for a run.
+    """
+
+    plan: Plan
+    ranks: int
+    batch: int
+    step_time: float
+    speed_up: float
+    efficiency: float
+    exposed: float
+    wall_time: float | None
+    band: tuple[float, float] | None = None
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second, on the clock."""
+        return self.batch / self.step_time
+
+    @property
+    def wall_throughput(self) -> float | None:
+        """Samples per second by the wall clock; None if the ranks shared devices."""
+        return None if self.wall_time is None else self.batch / self.wall_time
+
+
+@dataclass(frozen=True)
+class Scaling(HasChart):
+    """The result of `scaling`: prints as a table, and shows itself as a chart in a notebook.
+
+    The chart (`figure`) shows throughput by ranks: one line per strategy, and the ideal line.
+
+    Attributes:
+        rows: one per run, in the order of the plans, and then the predictions.
+        weak: whether this is weak scaling; else strong.
+        hardware: the machine on whose virtual clock the runs were put; "" for the machine they ran on.
+    """
+
+    rows: tuple[ScalingRow, ...]
+    weak: bool
+    hardware: str
+
+    @property
+    def kind(self) -> str:
+        """What stays the same, in words."""
+        if self.weak:
+            return f"weak scaling: {self.rows[0].batch // self.rows[0].ranks} samples per rank"
+        return f"strong scaling: {self.rows[0].batch} samples per batch"
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return a row per run or prediction, with the attributes of `ScalingRow`, `strategy` and both throughputs."""
+        columns = ("ranks", "batch", "step_time", "throughput", "speed_up", "efficiency", "exposed",
+                   "wall_time", "wall_throughput", "band")  # fmt: skip
+        return data_frame(
+            [
+                {"strategy": strategy(row.plan), **{name: getattr(row, name) for name in columns}}
+                for row in self.rows
+            ]
+        )
+
+    def __str__(self) -> str:
+        where = f"on {self.hardware}" if self.hardware else "each rank on a device of its own"
+        lines = [f"{self.kind}; virtual clock, {where}", ""]
+        walls = any(row.wall_time is not None for row in self.rows)
+        head = f"{'':10} ranks  batch     a step  samples/s  speed-up  efficiency  exposed"
+        lines.append(head + ("  samples/s by the wall clock" if walls else ""))
+        for row in self.rows:
+            line = (
+                f"{strategy(row.plan):10} {row.ranks:5} {row.batch:6} {row.step_time * 1e3:7.1f} ms "
+                f"{row.throughput:10.1f} {row.speed_up:9.2f} {row.efficiency:10.0%} {row.exposed * 1e3:6.1f} ms"
+            )
+            if row.band is not None:
+                line += f"   predicted, {row.band[0] * 1e3:.1f} to {row.band[1] * 1e3:.1f} ms"
+            lines.append(line + (f" {row.wall_throughput:10.1f}" if row.wall_throughput is not None else ""))
+        return "\n".join(lines)
+
+
+def strategy(plan: Plan) -> str:
+    """Name a plan's strategy in a word.
+
+    >>> [strategy(plan) for plan in (Plan.serial(), Plan.ddp(2), Plan.dp(2), Plan.zero(3, 2), Plan.gpipe(2, 2))]
+    ['serial', 'DDP', 'DP', 'ZeRO-3', 'gpipe']
+    """
+    if plan.zero:
+        return f"ZeRO-{plan.zero}"
+    if plan.dp > 1:
+        return plan.data_parallel.upper()
+    if plan.ranks == 1:
+        return "serial"
+    return plan.schedule if isinstance(plan.schedule, str) else plan.schedule.name
+
+
+@public
+def scaling(
+    model: torch.nn.Module,
+    data: Any,
+    plans: Sequence[int | Plan] = (1, 2, 4, 8),
+    *,
+    loss: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 4,
+    weak: bool = False,
+    beyond: Sequence[int | Plan] = (),
+    hardware: Hardware | str | None = None,
+    device: str = "auto",
+    clusters: Callable[[int], Cluster] | None = None,
+) -> Scaling:
+    """Train on more and more ranks, and report how much faster that is.
+
+    The runs are real; the times are those of the virtual clock, on which each rank has a device of its own. Eight
+    ranks can therefore be compared on two cores. Where each rank really has a GPU, the wall clock's times are added.
+
+    >>> import torch, mpkit as mk
+    >>> from mpkit.strategies.data.datasets import spirals
+    >>> from mpkit.models import MLP
+    >>> found = mk.scaling(MLP(2, 3), spirals(32, 4), [1, 2], loss=torch.nn.functional.cross_entropy,
+    ...                    optimizer=lambda params: torch.optim.SGD(params, lr=0.1), device="cpu")
+    >>> [row.ranks for row in found.rows], found.rows[0].speed_up, found.kind
+    ([1, 2], 1.0, 'strong scaling: 32 samples per batch')
+
+    Args:
+        model, data, loss, optimizer: as in `Cluster.train`; `data` is for the fewest ranks.
+        plans: numbers of ranks (1 is serial training, more is DDP), or Plans of any strategies.
+        steps: the steps of each run; the first is not counted, since it includes setting up.
+        weak: keep the samples per rank, so that the batch grows with the ranks; else (strong) keep the batch.
+        beyond: more ranks, or Plans with more, to predict by `mk.estimate` from the runs; for transformers.
+        hardware: the machine to replay the runs on; None: the one they run on.
+        device: as in `Cluster`.
+        clusters: clusters(ranks) returns a cluster to use; None: start a helper process, and close it afterwards.
+
+    Raises:
+        ValueError: there are no plans or fewer than 2 steps, `Cluster.train` raises it, or `beyond` cannot be said.
+    """
+    asked = [_plan_of(plan) for plan in plans]
+    if not asked:
+        raise ValueError("scaling(plans=[]): give numbers of ranks, such as [1, 2, 4, 8], or Plans")
+    if steps < 2:
+        raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
+    least = min(plan.ranks for plan in asked)
+    more = [_plan_of(plan, "beyond") for plan in beyond]
+    ahead = _ahead(model, data, asked, more, hardware, weak, device) if more else None
+    figures = []
+    with borrow_clusters(clusters, device) as sized:
+        for plan in asked:
+            grown = _grow_batches(data, plan.ranks, least, steps) if weak else data
+            cluster = sized(plan.ranks)
+            run = cluster.train(
+                model, grown, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
+            ).wait()
+            figures.append(_figures(run, cluster, hardware))
+    name = hardware.name if isinstance(hardware, Hardware) else hardware or ""
+    rows = tuple(_rows(asked, figures, least))
+    return Scaling((*rows, *_predict_rows(ahead, rows)) if ahead else rows, weak, name)
+
+
+def _rows(
+    plans: list[Plan], figures: list[tuple[int, float, float, float | None]], least: int
+) -> Iterator[ScalingRow]:
+    """Yield a row per plan, with its speed-up over the plan with the fewest ranks."""
+    samples = [batch / step_time for batch, step_time, *_ in figures]
+    first = next(i for i, plan in enumerate(plans) if plan.ranks == least)
+    for plan, (batch, step_time, exposed, wall), throughput in zip(plans, figures, samples, strict=True):
+        speed_up = throughput / samples[first]
+        efficiency = speed_up / (plan.ranks / least)
+        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall)
+
+
+def _ahead(
+    model: torch.nn.Module, data: Any, asked: list[Plan], more: list[Plan], hardware: Hardware | str | None,
+    weak: bool, device: str,
+) -> Beyond:  # fmt: skip
+    import torch
+
+    on_gpus = device != "cpu" and torch.accelerator.is_available()
+    return beyond_of(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
+
+
+def _predict_rows(ahead: Beyond, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
+    """Yield a row per prediction."""
+    base = min(rows, key=lambda row: row.ranks)
+    for found in ahead.predict([(row.plan, row.step_time) for row in rows]):
+        plan, batch, step_time = found.plan, found.layout.global_batch, found.step_time
+        speed_up = batch / step_time / base.throughput
+        exposed = sum(found.because.get(cause, 0.0) for cause in EXPOSED)
+        efficiency = speed_up / (plan.ranks / base.ranks)
+        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, None, found.band)
+
+
+def _plan_of(plan: Any, asked: str = "plans") -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, bool) or not isinstance(plan, int) or plan < 1:
+        raise ValueError(
+            f"scaling({asked}=[..., {plan!r}, ...]): each is a number of ranks, 1 or more, or a Plan, such as "
+            "[1, 2, 4, 8] or [mk.Plan.serial(), mk.Plan.zero(3, 4)]"
+        )
+    return Plan.serial() if plan == 1 else Plan.ddp(plan)
+
+
+def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
+    """Enlarge the batches by the ratio of the numbers of ranks, by repeating the same samples."""
+    from mpkit.strategies.data.microbatch import map_tensors
+    from mpkit.strategies.data.stream import Stream
+    from mpkit.strategies.prepare.arguments.batches import take_batches
+
+    if ranks % least:
+        raise ValueError(
+            f"weak scaling from {least} to {ranks} ranks: the batch would have to be {ranks / least:g} times as "
+            f"large, which is no whole number of batches. Take multiples of {least}."
+        )
+    times = ranks // least
+    batches = take_batches(data, steps)
+    if isinstance(batches, Stream):
+        raise ValueError(
+            "weak scaling makes larger batches of the same samples, and these data come one after the other, "
+            "once: give a list of batches, such as list(itertools.islice(data, 4))"
+        )
+    return [
+        tuple(map_tensors(lambda t: t.repeat(times, *[1] * (t.dim() - 1)), value) for value in batches[i])
+        for i in range(min(steps, len(batches)))
+    ]
+
+
+def _figures(
+    run: Run, cluster: Cluster, hardware: Hardware | str | None
+) -> tuple[int, float, float, float | None]:
+    """Return samples per step; then seconds per step, of exposed communication, and by the wall clock."""
+    timeline = run.timeline(hardware, clock="virtual")
+    own_devices = cluster.device == "cuda" and cluster.ranks <= cluster.devices
+    wall = _median(run.timeline(clock="measured"), "step_time") if own_devices else None
+    exposed = median(max(timeline.step(i).exposed_comm) for i in timeline.steps[1:])
+    return int(timeline.meta["batch_size"]), _median(timeline, "step_time"), exposed, wall
+
+
+def _median(timeline: Timeline, figure: str) -> float:
+    """Return the median of a figure over all steps but the first."""
+    return float(median(getattr(timeline.step(i), figure) for i in timeline.steps[1:]))

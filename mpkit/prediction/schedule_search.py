@@ -1,0 +1,289 @@
+"""Search for an order of F, I and W that is shorter than the named schedules, within a cap on memory.
+
+Phases:
+
+    known      the named schedules that fit: the best of them is the one to beat
+    greedy     orders built by many policies while a simulated clock runs (`mpkit.plan.schedule.search.greedy`)
+    improve    small changes to the best of all of these (`mpkit.plan.schedule.search.improve`)
+
+Nothing is run. With the times of a run (`mpkit.stage_times`), the result is for that run's model and machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice, pairwise, product
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from mpkit.common.tracebacks import public
+from mpkit.plan.checks import every
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule, naive
+from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.catalogue import SCHEDULES
+from mpkit.plan.schedule.search.greedy import ActionCosts, Policy, greedy
+from mpkit.plan.schedule.search.improve import improve, span
+from mpkit.plan.schedule.validate import each
+from mpkit.timeline.simulation import Times, by_stage, simulate, time_of, whole_backward
+from mpkit.timeline.timeline import Timeline
+
+__all__ = ["FoundSchedule", "search_schedule"]
+
+
+@dataclass(frozen=True, repr=False)
+class FoundSchedule:
+    """What a search found, and what it improves on.
+
+    Attributes:
+        plan: the plan with the schedule found, or with the best named schedule if nothing is shorter.
+        timeline: its simulated timeline.
+        seconds: the length of its step, from the first action of any rank to the end of the last.
+        named: the step's length under each named schedule that fits, the shortest first.
+        too_large: the most that a rank would hold under each named schedule that does not fit.
+        max_live: the cap of each rank.
+        at_least: a lower bound in seconds on any order: a rank's work after the first forward that it waits for.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    seconds: float
+    named: dict[str, float]
+    too_large: dict[str, float]
+    max_live: list[float]
+    at_least: float
+
+    @property
+    def best_named(self) -> str:
+        """The shortest of the named schedules that fit."""
+        return next(iter(self.named), "")
+
+    @property
+    def improvement(self) -> float:
+        """The share of the best named schedule's time that is saved; 0 if nothing shorter was found."""
+        return 1 - self.seconds / self.named[self.best_named] if self.named else 0.0
+
+    def __str__(self) -> str:
+        if self.named:
+            best = f"{self.best_named}, the best that has a name, {self.named[self.best_named]:.4g} s"
+            lines = [f"{self.seconds:.4g} s per step; {best}: {self.improvement:.1%} shorter."]
+        else:
+            lines = [f"{self.seconds:.4g} s per step; no schedule that has a name fits."]
+        peaks = ", ".join(f"{peak:g}" for peak in self.plan.build().peak_live)
+        cap = "" if inf in self.max_live else f" (max_live {max(self.max_live):g})"
+        lines.append(f"Activations by rank: {peaks}{cap}. No order can take less than {self.at_least:.4g} s.")
+        lines.append("Named: " + ", ".join(f"{name} {seconds:.4g}" for name, seconds in self.named.items()))
+        if self.too_large:
+            lines.append(
+                "Too large: " + ", ".join(f"{name} {peak:g}" for name, peak in self.too_large.items())
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+@public
+def search_schedule(
+    plan: Plan, forward: Times = 1.0, input_grad: Times = 1.0, weight_grad: Times = 1.0, hop: float = 0.0, *,
+    backward: Times | None = None, max_live: float | Sequence[float] | None = None,
+    activation: float | Sequence[float] = 1.0, seed: int = 0, effort: int = 400_000,
+) -> FoundSchedule:  # fmt: skip
+    """Search for the shortest order of F, I and W; the result is never longer than a named schedule that fits.
+
+    Args:
+        plan: the plan with the ranks, micro-batches and stages per rank; its schedule is one more to beat.
+        forward, input_grad, weight_grad, hop, backward: seconds, as in `simulate`; for a run's times, pass
+            `**mk.stage_times(run)`.
+        max_live: the most activations that a rank may hold at once, one number or one per rank; None: no limit.
+        activation: how much of that unit a stage holds per micro-batch, one number or one per stage.
+        seed: the seed of the random policies and changes; the same seed finds the same schedule.
+        effort: the number of actions simulated in all, which bounds the time taken (400,000: about 2 s).
+
+    Returns:
+        The plan found, its timeline, and the named schedules' times; printed, it says what it improves.
+
+    Raises:
+        ValueError: the plan is not a pipeline, or a rank may not even hold one micro-batch of its stages.
+
+    Source: Athlur et al., "Varuna", EuroSys 2022: schedules simulated with measured times, within the memory there is.
+
+    >>> search_schedule(Plan.pipeline("1f1b", 3, 5), max_live=2, effort=50_000)
+    21 s per step; naive, the best that has a name, 45 s: 53.3% shorter.
+    Activations by rank: 2, 2, 2 (max_live 2). No order can take less than 17 s.
+    Named: naive 45
+    Too large: gpipe 5, 1f1b 3, zb_h1 3, zb_h2 5
+    """
+    costs = _costs(plan, forward, input_grad, weight_grad, hop, max_live, activation)
+    length = _length(plan, costs, backward)
+
+    def score(name: str, schedule: Schedule) -> _ScoredSchedule:
+        return _ScoredSchedule(length(schedule), max(schedule.peak_live), name, schedule)
+
+    # ---- known
+    known, too_large = _known_schedules(plan, costs)
+    placements = _placements(plan, known, costs)
+    at_least = min(_at_least(placement, plan, costs) for placement in placements)
+    candidates = sorted((score(name, schedule) for name, schedule in known.items()), key=_order)
+    named_times = {one.name: one.seconds for one in candidates}
+    tries = max(1, effort // (6 * plan.stages * plan.microbatches))
+    # ---- greedy: half of the effort
+    for placement, policy in islice(_policies(placements, costs, Random(seed)), tries):
+        if candidates and min(candidates, key=_order).seconds <= at_least:
+            break
+        made = Schedule(greedy(placement, plan.microbatches, costs, policy), "searched", placement)
+        candidates.append(score("searched", made))
+    # ---- improve: the other half, shared among the best three
+    for one in sorted(candidates, key=_order)[:3]:
+        limits = costs.max_live, costs.activation
+        better = improve(one.schedule, length, *limits, Random(seed), tries // 3, at_least)
+        if better is not one.schedule:
+            better = Schedule(better.rows, "searched", better.stage_to_rank, better.together)
+            candidates.append(score("searched", better))
+    shortest = min(candidates, key=_order)
+    best, caps = _plan_of(shortest, plan), list(costs.max_live)
+    timeline = simulate(best, forward, input_grad, weight_grad, hop, backward=backward)
+    return FoundSchedule(best, timeline, shortest.seconds, named_times, too_large, caps, at_least)
+
+
+class _ScoredSchedule(NamedTuple):
+    """A schedule and its scores: the length of a step, and the most that any rank holds."""
+
+    seconds: float
+    peak: float
+    name: str
+    schedule: Schedule
+
+
+def _length(plan: Plan, costs: ActionCosts, backward: Times | None) -> Callable[[Schedule], float]:
+    """Return a function that computes how many seconds a step of a schedule takes."""
+    slots = {"F": costs.f, "I": costs.i, "W": costs.w, "B": whole_backward(backward, costs.i, costs.w)}
+    again = _recompute_times(plan, costs)
+    return lambda schedule: span(schedule, slots, costs.hop, again)
+
+
+def _recompute_times(plan: Plan, costs: ActionCosts) -> Sequence[float]:
+    """Return, by stage, the seconds of recomputing a forward before its backward; empty without recomputation."""
+    k = every(plan.recompute)
+    return [time / k for time in costs.f] if k else ()
+
+
+def _order(one: _ScoredSchedule) -> tuple[float, float, bool]:
+    """Sort key: the shortest first; of equally short ones the one that holds least; of these a named one."""
+    return one.seconds, one.peak, one.name == "searched"
+
+
+def _plan_of(best: _ScoredSchedule, plan: Plan) -> Plan:
+    """Return the plan with the schedule found."""
+    if best.name in SCHEDULES:
+        return replace(plan, schedule=best.name, virtual_stages=plan.stages // plan.pp)
+    return Plan.from_schedule(best.schedule, recompute=plan.recompute, cut=plan.cut)
+
+
+def _costs(
+    plan: Plan, forward: Times, input_grad: Times, weight_grad: Times, hop: float,
+    max_live: float | Sequence[float] | None, activation: float | Sequence[float],
+) -> ActionCosts:  # fmt: skip
+    """Check the arguments and return them as `ActionCosts`."""
+    given: object = plan
+    if not isinstance(given, Plan) or given.dp > 1:
+        raise ValueError(
+            f"search_schedule({plan!r}): the order of a pipeline's actions is searched: give a Plan with stages and "
+            'micro-batches, such as Plan.pipeline("1f1b", 4, 8)'
+        )
+    stages = plan.stages
+    f, i, w = (
+        by_stage(name, value, stages)
+        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
+    )
+    caps = [inf] * plan.pp if max_live is None else each("max_live", max_live, plan.pp, "rank")
+    sizes = each("activation", activation, stages, "stage")
+    return ActionCosts(f, i, w, time_of("hop", hop), sizes, caps)
+
+
+def _known_schedules(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule], dict[str, float]]:
+    """Return the fitting schedules (the plan's and the named ones), and the peaks of those that do not fit."""
+    p, m, v = plan.pp, plan.microbatches, plan.stages // plan.pp
+    fitting: dict[str, Schedule] = {}
+    too_large: dict[str, float] = {}
+    candidates = {} if isinstance(plan.schedule, str) else {plan.schedule.name: plan.schedule}
+    if plan.stages == p * v:
+        one_stage = naive(1, m)  # what `build` returns for one stage, whatever schedule is named
+        candidates |= {
+            name: one_stage if plan.stages == 1 else entry.build(p, m, v)
+            for name, entry in SCHEDULES.items()
+            if entry.can_have(v)
+        }
+    for name, schedule in candidates.items():
+        peaks = [max(live(row, costs.activation), default=0.0) for row in schedule.rows]
+        if all(peak <= cap for peak, cap in zip(peaks, costs.max_live, strict=True)):
+            fitting[name] = schedule
+        else:
+            too_large[name] = max(peaks)
+    return fitting, too_large
+
+
+def _placements(plan: Plan, known: dict[str, Schedule], costs: ActionCosts) -> list[tuple[int, ...]]:
+    """Return the possible assignments of stages to ranks.
+
+    They are those of the plan and of the fitting schedules whose ranks can hold one micro-batch of each
+    of their stages.
+    """
+    reasons: dict[tuple[int, ...], str] = {}
+    for schedule in (plan.build(), *known.values()):
+        holders = schedule.stage_to_rank
+        for rank, cap in enumerate(costs.max_live):
+            least = sum(costs.activation[stage] for stage in schedule.stages_of(rank))
+            if least > cap:
+                reasons.setdefault(holders, f"rank {rank} has {len(schedule.stages_of(rank))} of the stages, and a "
+                                 f"micro-batch's activations of these are {least:g}")  # fmt: skip
+        reasons.setdefault(holders, "")
+    if all(reasons.values()):
+        why = next(iter(reasons.values()))
+        least = max(
+            sum(costs.activation[stage] for stage in plan.build().stages_of(rank)) for rank in range(plan.pp)
+        )
+        raise ValueError(f"max_live={max(costs.max_live):g}: {why}. It takes max_live={least:g} at least")
+    return [holders for holders, why in reasons.items() if not why]
+
+
+def _at_least(holders: tuple[int, ...], plan: Plan, costs: ActionCosts) -> float:
+    """Return a lower bound on any order's length.
+
+    A rank does all of its work after the first forward that it waits for, and a micro-batch passes all stages down and
+    up again.
+    """
+    hops = [costs.hop * (a != b) for a, b in pairwise(holders)]
+    heads = list(accumulate((f + hop for f, hop in zip(costs.f, [*hops, 0.0], strict=True)), initial=0.0))
+    redone = _recompute_times(plan, costs) or [0.0] * len(holders)
+    work = [plan.microbatches * sum(each) for each in zip(costs.f, costs.i, costs.w, redone, strict=True)]
+    ranks = range(max(holders) + 1)
+    busy = max(
+        min(head for head, holder in zip(heads, holders, strict=False) if holder == rank)
+        + sum(each for each, holder in zip(work, holders, strict=True) if holder == rank)
+        for rank in ranks
+    )
+    return max(busy, heads[-1] + sum(costs.i) + sum(hops) + costs.w[0])
+
+
+def _policies(
+    placements: Sequence[tuple[int, ...]], costs: ActionCosts, random: Random
+) -> Iterator[tuple[tuple[int, ...], Policy]]:
+    """Yield all combinations of simple policies first, then random ones without end."""
+    ranks = range(len(costs.max_live))
+    leads = [[0.0 for _ in ranks], [float(rank) for rank in ranks], [inf for _ in ranks]]
+    forwards, first, patience = ("deep", "turns", "shallow"), ("I", "turns", "F"), (0.0, 1.0, 0.5)
+    for placement, patient, lead, one, order in product(placements, patience, leads, first, forwards):
+        if order == "deep" or len(placement) > len(ranks):  # with one stage per rank all orders are the same
+            yield placement, Policy(order, one, lead, patient, costs.max_live)
+    while True:
+        placement = random.choice(placements)
+        lead = random.choice([*leads, [float(random.randint(0, 2 * len(ranks))) for _ in ranks]])
+        most = 2 * len(placement)  # in micro-batches of the smallest stage; no schedule needs more
+        limit = [min(cap, min(costs.activation) * random.randint(len(placement) // len(ranks), most))
+                 for cap in costs.max_live]  # fmt: skip
+        yield (
+            placement,
+            Policy(random.choice(forwards), random.choice(first), lead, random.choice(patience), limit),
+        )

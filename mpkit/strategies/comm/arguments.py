@@ -1,0 +1,105 @@
+"""What a communication's arguments have to be, and errors that say what would fit.
+
+member       only members of a group call its collectives
+root, peer   a rank that exists, numbered as in the communicator that is called
+reducible    a tensor that can be reduced in that way
+part_shape   a tensor that is cut into equal parts
+out          a tensor that the backend can fill
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpkit.strategies.comm.communicator import Communicator
+
+__all__ = ["member", "output_tensor", "part_shape", "peer", "reducible", "root"]
+
+
+def member(group: Communicator, what: str) -> Communicator:
+    """Return the group, whose collective `what` this rank calls.
+
+    Raises:
+        ValueError: this rank is not a member.
+    """
+    if group.rank not in group.ranks:
+        raise ValueError(
+            f"rank {group.rank} called {what} in the group of ranks {list(group.ranks)}, to which it does not "
+            f"belong: only members call, as in `if ctx.rank in group.ranks: ctx.comm.{what}(...)`"
+        )
+    return group
+
+
+def root(comm: Communicator, group: Communicator, number: int, what: str) -> int:
+    """Return the global rank of a root, the member of `comm` with this number.
+
+    Raises:
+        ValueError: it is not a member of the group.
+    """
+    if not 0 <= number < comm.size or comm.ranks[number] not in group.ranks:
+        numbered = "global ranks" if comm.size == comm.world_size else f"numbered from 0 to {comm.size - 1}"
+        raise ValueError(
+            f"{what}: rank {number} is not one of the group's ranks {list(group.ranks)}; roots are {numbered}"
+        )
+    return comm.ranks[number]
+
+
+def peer(comm: Communicator, number: int, what: str) -> int:
+    """Return the global rank of the other end of a message, the member of `comm` with this number.
+
+    Raises:
+        ValueError: it does not exist, or is this rank itself.
+    """
+    if number == comm.index or not 0 <= number < comm.size:
+        others = f"there are ranks 0 to {comm.size - 1}"
+        why = "that is this rank itself" if number == comm.index else others
+        raise ValueError(f"rank {comm.index}: {what} with rank {number}: {why}")
+    return comm.ranks[number]
+
+
+def reducible(tensor: Tensor, op: str) -> None:
+    """Check that a tensor can hold the result of a reduction.
+
+    Raises:
+        ValueError: it is a mean of integers, which has no room for fractions.
+    """
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(
+            f'all_reduce(op="mean") of {tensor.dtype}: the mean is written into the tensor itself, which holds '
+            'integers only. Give tensor.float(), or op="sum" and divide: ctx.comm.all_reduce(tensor) // ctx.world_size'
+        )
+
+
+def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...]:
+    """Return the shape of one of n equal parts.
+
+    Raises:
+        ValueError: the first dimension is not a multiple of n.
+    """
+    if tensor.dim() == 0 or tensor.shape[0] % group.size:
+        raise ValueError(
+            f"{what} cuts the first dimension into {group.size} equal parts, one per rank, which a tensor of "
+            f"shape {tuple(tensor.shape)} does not allow: pad it to a multiple of {group.size}"
+        )
+    return (tensor.shape[0] // group.size, *tensor.shape[1:])
+
+
+def output_tensor(
+    comm: Communicator, out: Tensor | None, shape: tuple[int, ...], like: Tensor, what: str
+) -> Tensor:
+    """Return the tensor that the backend fills: `out` if it is given and the backend can fill it.
+
+    Raises:
+        ValueError: `out` has another shape or dtype, or is not contiguous.
+    """
+    if out is None or comm.wire.staged:
+        return comm.wire.make_buffer(shape, like)
+    if tuple(out.shape) != shape or out.dtype != like.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"{what}(out=...) fills a contiguous tensor of shape {shape} and {like.dtype}; this one has shape "
+            f"{tuple(out.shape)}, {out.dtype} and strides {out.stride()}: torch.empty({shape}, dtype={like.dtype})"
+        )
+    return out.detach()

@@ -1,0 +1,221 @@
+"""Check that the calls of a group's ranks match. Each rank publishes its own calls and reads its peers'.
+
+    issue       publish the call's fingerprint, then compare it with those already published
+    wait        compare once more before returning data
+
+When calls do not match, the last rank to publish sees the others' fingerprints and raises before it starts its own
+call. The other ranks therefore never receive data, and no backend meets mismatched sizes, at which it might abort.
+Nothing is sent: fingerprints are stored in files that all ranks map into memory, as a table of (collectives) x (members
+of the group) and as one log of messages per rank.
+
+After a mismatch, the calls and their source lines are read from the ranks' traces.
+"""
+
+from __future__ import annotations
+
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from mpkit.errors import CommMismatch
+from mpkit.strategies.comm.fingerprint import Fingerprint, Fingerprints, fingerprint_of
+from mpkit.strategies.comm.published import CallTable, Log
+from mpkit.strategies.comm.tags import tag_number
+from mpkit.trace import Kind, read_rank
+from mpkit.trace.mismatch import find_issued, why_not
+
+__all__ = ["CallChecks", "CheckedCall"]
+
+UNWRITTEN = bytes(8)
+
+
+class CheckedCall(Protocol):
+    """One call of this rank, which is compared with its peers' calls.
+
+    Attributes:
+        text: the arguments of the call; see `Fingerprint`.
+    """
+
+    text: str
+
+    def publish(self) -> None:
+        """Publish the call to the peers and compare it with what they have published so far.
+
+        Raises:
+            CommMismatch: the calls do not match.
+        """
+
+    def compare(self) -> None:
+        """Compare the call once more with what the peers have published since.
+
+        Raises:
+            CommMismatch: the calls do not match.
+        """
+
+
+class Collective:
+    """A collective: a word in this rank's column that must equal all other words of its row."""
+
+    __slots__ = ("_checks", "_number", "_table", "_word", "text")
+
+    def __init__(self, checks: CallChecks, table: CallTable, number: int, fingerprint: Fingerprint) -> None:
+        self._checks, self._table, self._number = checks, table, number
+        self._word, self.text = fingerprint
+
+    def publish(self) -> None:
+        self._table.publish(self._number, self._word)
+        self.compare()
+
+    def compare(self) -> None:
+        table = self._table
+        row = table.row(self._number).tobytes()
+        mine = self._word.to_bytes(8, sys.byteorder)
+        if row != mine * table.size and row.count(mine) + row.count(UNWRITTEN) != table.size:
+            for rank, word in zip(table.ranks, table.row(self._number), strict=True):
+                if word not in (0, self._word):
+                    self._checks.refuse(table.name, self._number, rank)
+
+
+class Peer:
+    """The messages between this rank and another one for which only one end has been published.
+
+    Attributes:
+        log: the other rank's log of messages.
+        mine: fingerprint and channel of this rank's ends, by (tag with direction, number).
+        theirs: fingerprints of the other rank's ends, by the same keys.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.log = Log(path)
+        self.mine: dict[tuple[int, int], tuple[int, str]] = {}
+        self.theirs: dict[tuple[int, int], int] = {}
+
+
+SENT = 1 << 32
+"""Bit that marks the tag of an outgoing message."""
+
+
+class MessageEnd:
+    """One end of a message."""
+
+    __slots__ = ("_channel", "_checks", "_key", "_number", "_peer", "_word", "text")
+
+    def __init__(
+        self, checks: CallChecks, key: int, peer: int, channel: str, number: int, fingerprint: Fingerprint
+    ) -> None:
+        self._checks, self._key, self._peer, self._channel, self._number = checks, key, peer, channel, number
+        self._word, self.text = fingerprint
+
+    def publish(self) -> None:
+        checks, key, number = self._checks, self._key, self._number
+        checks.log.publish(self._peer | key << 16, number, self._word)
+        peer = checks.peer(self._peer)
+        word = peer.theirs.pop((key, number), None)
+        if word is None:
+            peer.mine[key, number] = self._word, self._channel
+            self.compare()
+        elif word != self._word:
+            checks.refuse(self._channel, number, self._peer)
+
+    def compare(self) -> None:
+        checks, peer = self._checks, self._checks.peer(self._peer)
+        if (self._key, self._number) not in peer.mine:
+            return
+        news = peer.log.news()
+        for at in range(0, len(news), 3):
+            if news[at] & 0xFFFF != checks.rank:
+                continue
+            key, number = (news[at] >> 16) ^ SENT, news[at + 1]  # as this end spells them
+            mine = peer.mine.pop((key, number), None)
+            if mine is None:
+                peer.theirs[key, number] = news[at + 2]
+            elif mine[0] != news[at + 2]:
+                checks.refuse(mine[1], number, self._peer)
+
+
+class CallChecks:
+    """One rank's calls and its view of its peers' calls.
+
+    Args:
+        folder: the folder of the launch, which all ranks share.
+        rank: this rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self.rank = folder, rank
+        self._fingerprints = Fingerprints()
+        self._tables: dict[tuple[int, ...], CallTable] = {}
+        self._peers: dict[int, Peer] = {}
+        self._log: Log | None = None
+
+    def collective(
+        self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
+        group: str = "",
+    ) -> CheckedCall:  # fmt: skip
+        """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart."""
+        return Collective(
+            self, self._table(ranks), number,
+            self._fingerprints.look_up(kind, tensor.dtype, tensor.shape, root, reduction, group),
+        )  # fmt: skip
+
+    def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:
+        """Return the check of creating a group of these ranks.
+
+        Creating a group takes a number among the collectives of all ranks.
+        """
+        return Collective(self, self._table(world), number, fingerprint_of(Kind.WAIT, str(list(ranks))))
+
+    def message(
+        self, kind: int, channel: str, number: int, peer: int, tag: int | str, tensor: Tensor
+    ) -> CheckedCall:
+        """Return the check of one end of a message to or from `peer`."""
+        key = tag_number(tag) | (SENT if kind == Kind.SEND else 0)
+        fingerprint = self._fingerprints.look_up(Kind.SEND, tensor.dtype, tensor.shape)
+        return MessageEnd(self, key, peer, channel, number, fingerprint)
+
+    @property
+    def log(self) -> Log:
+        """This rank's own messages."""
+        if self._log is None:
+            self._log = Log(self._folder / f"rank{self.rank}.messages")
+        return self._log
+
+    def peer(self, rank: int) -> Peer:
+        """Return the record of messages between this rank and another one."""
+        found = self._peers.get(rank)
+        if found is None:
+            found = self._peers[rank] = Peer(self._folder / f"rank{rank}.messages")
+        return found
+
+    def refuse(self, group: str, number: int, other: int) -> None:
+        """Raise the error that a call of this rank does not match a call of another rank.
+
+        Args:
+            group: the group of the call, as the trace spells it.
+            number: the number of the call within the group.
+            other: the other rank.
+
+        Raises:
+            CommMismatch: always.
+        """
+        mine, theirs = (
+            find_issued(rank, read_rank(self._folder, rank), group, number) for rank in (self.rank, other)
+        )
+        if mine is None or theirs is None:
+            text = (
+                f"rank {self.rank} and rank {other} do not fit each other in communication number {number} of "
+                f"{group}; recording had stopped before (a full disk?), so that the lines are not known"
+            )
+        else:
+            text = why_not(mine, theirs)
+        raise CommMismatch(text, rank=self.rank, other=other)
+
+    def _table(self, ranks: tuple[int, ...]) -> CallTable:
+        found = self._tables.get(ranks)
+        if found is None:
+            name = blake2b(",".join(map(str, ranks)).encode(), digest_size=8).hexdigest()
+            found = self._tables[ranks] = CallTable(self._folder / f"calls.{name}", ranks, self.rank)
+        return found

@@ -1,0 +1,192 @@
+"""Collectives in which every rank of a group both contributes and receives.
+
+Those with a root are in `mpkit.strategies.comm.rooted`. With `async_op=True` a collective returns at once, with a
+`Work` whose `wait()` returns the result.
+
+Payload is counted as in nccl-tests: the tensor for all-reduce, and the whole (gathered or not yet scattered) tensor
+for the others.
+
+These functions are methods of `Communicator`. Source of the names and their meaning: the MPI standard, chapter 6, and
+torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible
+from mpkit.strategies.comm.direct import start_all_gather, start_reduce_scatter
+from mpkit.strategies.comm.work import Work
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.strategies.comm.communicator import Communicator
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
+
+Out = Tensor | None
+"""A tensor to fill and return; None: allocate a new one."""
+
+REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided afterwards, which every backend supports
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+"""What torch is asked for."""
+
+
+@overload
+def all_reduce(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, op: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_reduce(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], op: str = ...,
+) -> Work: ...  # fmt: skip
+def all_reduce(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, op: str = "sum",
+) -> Tensor | Work:  # fmt: skip
+    """Replace each rank's tensor by the sum (or "mean", "max", "min") of all ranks' tensors, in place.
+
+    Args:
+        tensor: any shape, the same on every rank; overwritten, and returned.
+        group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        op: "sum", "mean", "max" or "min".
+    """
+    # ---- check
+    group, wire = member(group or self, "all_reduce"), self.wire
+    if op not in REDUCTIONS:
+        raise ValueError(f"all_reduce(op={op!r}): there are 'sum', 'mean', 'max' and 'min'")
+    reducible(tensor, op)
+    # ---- outgoing
+    sent = wire.prepare_send(tensor)
+    # ---- record, publish, start
+    result = partial(wire.finish_receive, sent, tensor)
+    work = wire.issue(
+        group.next_collective(Kind.ALL_REDUCE, tensor, reduction=op),
+        tensor.nbytes,
+        partial(dist.all_reduce, sent, REDUCTIONS[op], group.handle, async_op=True),
+        partial(_divide_result, result, group.size) if op == "mean" else result,
+        waits=not async_op,
+    )
+    # ---- wait
+    return work if async_op else work.wait()
+
+
+def _divide_result(result: Callable[[], Tensor], n: int) -> Tensor:
+    return result().div_(n)
+
+
+@overload
+def all_gather(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, out: Out = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_gather(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], out: Out = ...,
+) -> Work: ...  # fmt: skip
+def all_gather(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, out: Out = None,
+) -> Tensor | Work:  # fmt: skip
+    """Return all ranks' tensors, concatenated along the first dimension.
+
+    Args:
+        tensor: (k, ...), the same shape on every rank. Returns (n k, ...), n the size of the group.
+        group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        out: (n k, ...), filled and returned; None: a new tensor. `tensor` may be this rank's part of it.
+    """
+    group, wire = member(group or self, "all_gather"), self.wire
+    sent = wire.prepare_send(tensor if tensor.dim() else tensor[None])
+    whole = output_tensor(self, out, (group.size * sent.shape[0], *sent.shape[1:]), sent, "all_gather")
+    work = wire.issue(
+        group.next_collective(Kind.ALL_GATHER, sent),
+        group.size * tensor.nbytes,
+        partial(start_all_gather, group, whole, sent),
+        partial(wire.finish_receive, whole, out),
+        waits=not async_op,
+    )
+    return work if async_op else work.wait()
+
+
+@overload
+def reduce_scatter(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, out: Out = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def reduce_scatter(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], out: Out = ...,
+) -> Work: ...  # fmt: skip
+def reduce_scatter(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, out: Out = None,
+) -> Tensor | Work:  # fmt: skip
+    """Sum the tensors of all ranks and return this rank's n-th part of the first dimension.
+
+    Args:
+        tensor: (n k, ...), n the size of the group. Returns (k, ...).
+        group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        out: (k, ...), filled and returned; None: a new tensor. It may be this rank's part of `tensor`.
+    """
+    group, wire = member(group or self, "reduce_scatter"), self.wire
+    part = part_shape(group, tensor, "reduce_scatter")
+    sent = wire.prepare_send(tensor)
+    mine = output_tensor(self, out, part, sent, "reduce_scatter")
+    work = wire.issue(
+        group.next_collective(Kind.REDUCE_SCATTER, tensor),
+        tensor.nbytes,
+        partial(start_reduce_scatter, group, mine, sent),
+        partial(wire.finish_receive, mine, out),
+        waits=not async_op,
+    )
+    return work if async_op else work.wait()
+
+
+def all_to_all(self: Communicator, tensor: Tensor, group: Communicator | None = None) -> Tensor:
+    """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
+
+    Args:
+        tensor: (n k, ...), n the size of the group. Returns (n k, ...).
+        group: some of this communicator's ranks; None: all of them.
+    """
+    group, wire = member(group or self, "all_to_all"), self.wire
+    part_shape(group, tensor, "all_to_all")
+    sent = wire.prepare_send(tensor)
+    swapped = wire.make_buffer(sent.shape, sent)
+    return wire.issue(
+        group.next_collective(Kind.ALL_TO_ALL, tensor),
+        tensor.nbytes,
+        partial(dist.all_to_all_single, swapped, sent, group=group.handle, async_op=True),
+        partial(wire.finish_receive, swapped),
+        waits=True,
+    ).wait()
+
+
+def barrier(self: Communicator, group: Communicator | None = None) -> None:
+    """Wait until every rank of the group has reached this call."""
+    group = member(group or self, "barrier")
+    nothing = torch.empty(0)
+    self.wire.issue(
+        group.next_collective(Kind.BARRIER, nothing),
+        0,
+        partial(dist.barrier, group.handle, async_op=True),
+        lambda: nothing,
+        waits=True,
+    ).wait()

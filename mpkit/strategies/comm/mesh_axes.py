@@ -1,0 +1,74 @@
+"""MeshAxes: this rank's communicator along each axis of the mesh.
+
+A rank at place (pp, dp, cp, tp) belongs to one group along each axis: the ranks that differ from it in that coordinate
+only. Communication along one axis never reaches another, so a strategy is given its own axis and needs no other.
+
+    replicas     dp x cp: ranks that hold the same weights and compute on different samples or parts of a sequence
+    model        pp x tp: ranks that together hold one model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from mpkit.plan.mesh import AXES, Mesh
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.one_rank import OneRank
+
+__all__ = ["MeshAxes"]
+
+
+class MeshAxes:
+    """The axes of a mesh as seen by one rank. Every rank creates this object at the same time.
+
+    The process groups are torch's; a DeviceMesh creates them.
+
+    >>> import mpkit as mk
+    >>> def axes(ctx):
+    ...     of = MeshAxes(ctx.comm, ctx.device, Mesh(pp=2, tp=2)).communicator_of
+    ...     return of("tp").ranks, of("pp").ranks, of("pp", "tp").size, of("dp").size
+    >>> with mk.Cluster(ranks=4, device="cpu") as cluster:
+    ...     cluster.run(axes)[1]
+    ((0, 1), (1, 3), 4, 1)
+
+    Args:
+        comm: the communicator of all ranks.
+        device: this rank's device.
+        mesh: a mesh with as many places as there are ranks.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, mesh: Mesh) -> None:
+        assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
+        self._comm, self.mesh = comm, mesh
+        self.place = mesh.place(comm.rank)
+        self._long = [axis for axis in AXES if getattr(mesh, axis) > 1]
+        self._known: dict[tuple[str, ...], Communicator] = {}
+        self._mesh: DeviceMesh | None = None
+        if len(self._long) > 1:  # otherwise the only axis spans all ranks
+            shape = {axis: getattr(mesh, axis) for axis in self._long}
+            self._mesh = comm.device_mesh(device, shape)
+
+    def communicator_of(self, *axes: str) -> Communicator:
+        """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.
+
+        All ranks request the same groups in the same order.
+        """
+        wanted = tuple(axis for axis in self._long if axis in axes)
+        if wanted not in self._known:
+            self._known[wanted] = self._communicator(wanted)
+        return self._known[wanted]
+
+    def _communicator(self, axes: Sequence[str]) -> Communicator:
+        if not axes:
+            return OneRank(self._comm.wire)
+        if len(axes) == len(self._long):
+            return self._comm
+        ranks = self.mesh.group(self._comm.rank, *axes)
+        if self._mesh is None:  # the ranks' peers are not there, and so torch has no groups of them
+            return self._comm.adopt(ranks, None)
+        torch_mesh = self._mesh[tuple(axes)]
+        flat = torch_mesh if len(axes) == 1 else torch_mesh._flatten("_".join(axes))
+        return self._comm.adopt(ranks, flat.get_group())

@@ -1,0 +1,192 @@
+"""Wire: what all communicators of a rank share, and the one function through which each communication is started.
+
+    record      begin the communication's op in the trace, with the source line of the call
+    publish     publish the call's fingerprint, and compare it with those of its peers
+    start       call torch.distributed, which returns a handle
+    wait        now or later, by `Work.wait`; the call is compared once more
+
+Where ranks share a GPU, their backend (gloo) takes host memory only: `prepare_send`, `make_buffer` and
+`finish_receive` stage tensors through it, and record the copies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
+from mpkit.strategies.comm.work import Work
+from mpkit.trace import Kind
+from mpkit.trace.record.recorder import Recorder
+
+if TYPE_CHECKING:
+    from mpkit.strategies.comm.communicator import Communicator
+
+__all__ = ["Numbered", "Wire"]
+
+_EXCLUDE: Any = torch._C._ExcludeDispatchKeyGuard
+_WATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+"""Where `mpkit.launch.watch` listens to calls of torch.distributed."""
+
+_ALLOCATE_NOTHING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST, Kind.SEND, Kind.RECV)
+"""The kinds whose start makes no tensors in gloo: what makes tensors passes through the same key."""
+
+
+class Numbered(NamedTuple):
+    """A communication as its ranks identify it: the group or the channel, and the number in it.
+
+    Attributes:
+        kind: what it does.
+        group: the group ("0,1,2,3"), or the channel of a message ("0>4#F3").
+        number: how many communications of that group or channel this rank issued before.
+        peer: the root of a collective or the other end of a message, a global rank; -1: there is none.
+        call: the call to compare with its peers' calls; None: not compared.
+    """
+
+    kind: Kind
+    group: str
+    number: int
+    peer: int = -1
+    call: CheckedCall | None = None
+
+
+class Wire:
+    """One rank's end of all communication.
+
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+        record: this rank's recorder.
+        device: where this rank's tensors live.
+        backend: the backend of torch's process groups.
+        checks: compares calls with those of the peers; None: calls are not compared.
+
+    Attributes:
+        communicators: this rank's communicators, by their ranks.
+        messages: the number of messages so far, by channel.
+        gloo: whether the backend is gloo.
+        by_name: whether messages are matched by tag; otherwise they are matched by order, which both ends must keep.
+        staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
+        before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        record: Recorder,
+        device: torch.device,
+        backend: str,
+        checks: CallChecks | None = None,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.record, self.device, self.checks = record, device, checks
+        self.communicators: dict[tuple[int, ...], Communicator] = {}
+        self.messages: dict[str, int] = {}
+        self.gloo, self.by_name = backend == "gloo", backend != "nccl"
+        self.staged = device.type != "cpu" and self.gloo
+        self.before: Callable[[], None] | None = None
+        self._places: dict[tuple[CodeType, int], str] = {}
+
+    def issue(
+        self,
+        numbered: Numbered,
+        nbytes: int,
+        start: Callable[[], Any],
+        result: Callable[[], Tensor],
+        *,
+        waits: bool = False,
+    ) -> Work:
+        """Record a communication and start it.
+
+        Args:
+            numbered: the communication.
+            nbytes: the payload.
+            start: starts the communication and returns torch's handle.
+            result: called once the communication is complete; returns the result of `Work.wait`.
+            waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the
+                communication. (A backend's thread may take the core during the start.)
+
+        Raises:
+            CommMismatch: a peer's call does not match.
+        """
+        if self.before is not None:
+            self.before()
+        # ---- record
+        kind, group, number, peer, call = numbered
+        record, where = self.record, self.find_source_line()
+        text = "" if call is None else call.text
+        op = record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
+        # ---- publish
+        if call is not None:
+            call.publish()
+        # ---- start
+        if not waits:
+            with self._hide_from_watch(kind):
+                handle = start()
+            return Work(record, op, handle, result, where, -1, call)
+        waiting = record.begin(Kind.WAIT, ref=op, where=where)
+        try:
+            with self._hide_from_watch(kind):
+                handle = start()
+        except BaseException:
+            record.end(waiting)
+            raise
+        return Work(record, op, handle, result, where, waiting, call)
+
+    def _hide_from_watch(self, kind: Kind) -> AbstractContextManager[Any]:
+        """Keep `mpkit.launch.watch` from listening to a call that is recorded here: passing through it takes time."""
+        unseen = self.gloo and kind in _ALLOCATE_NOTHING
+        return _EXCLUDE(_WATCHED) if unseen else nullcontext()
+
+    # ---- tensors as the backend takes them ----------------------------------------------------------------
+
+    def prepare_send(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in a form that the backend can send: contiguous, detached, in host memory if staged."""
+        tensor = (
+            tensor.detach().resolve_conj().resolve_neg()
+        )  # backends send the memory, not what a view shows
+        if self.staged:
+            op = self.record.begin(Kind.COPY_TO_HOST, nbytes=tensor.nbytes)
+            tensor = tensor.cpu()
+            self.record.end(op)
+        return tensor.contiguous()
+
+    def make_buffer(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+        """Return an empty tensor that the backend can fill."""
+        return torch.empty(shape, dtype=like.dtype, device="cpu" if self.staged else like.device)
+
+    def finish_receive(self, filled: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return what the backend filled, on this rank's device, copied `into` a tensor if one is given."""
+        if into is None:
+            if not self.staged:
+                return filled
+            into = torch.empty(filled.shape, dtype=filled.dtype, device=self.device)
+        if into.untyped_storage()._cdata != filled.untyped_storage()._cdata:
+            op = self.record.begin(Kind.COPY_TO_DEVICE, nbytes=filled.nbytes) if self.staged else -1
+            into.detach().copy_(filled)
+            if self.staged:
+                self.record.end(op)
+        return into
+
+    # ---- the line of the call -----------------------------------------------------------------------------
+
+    def find_source_line(self) -> str:
+        """Return the source line of the call: the innermost one outside this package."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__package__") == __package__:
+            frame = frame.f_back
+        if frame is None:
+            return ""
+        key = (frame.f_code, frame.f_lineno)
+        place = self._places.get(key)
+        if place is None:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            self._places[key] = place
+        return place

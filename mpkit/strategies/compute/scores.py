@@ -1,0 +1,102 @@
+"""What a micro-batch adds to the scores of an evaluation: the loss and the user's metrics, each as [sum, weight].
+
+A score is the quotient of these sums over all micro-batches of all batches: a mean over samples, or the total divided
+by the count where the loss or the metric returns (total, count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkit.errors import MpkitError
+from mpkit.strategies.compute.loss_share import loss_share
+from mpkit.strategies.compute.part_forward import PartForward
+from mpkit.strategies.compute.stage_forward import StageForward
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.job.feed import MicroBatch
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.quotient import Quotient, as_pair
+from mpkit.strategies.models.randomness import Draws
+from mpkit.strategies.stage.stage import cast
+from mpkit.strategies.stage.to_device import onto_device
+
+__all__ = ["ScoredForward", "ScoredPartForward", "measure_scores", "scores"]
+
+
+def measure_scores(metric: Any, output: Any, targets: Value) -> dict[str, Any]:
+    """Return what a metric function measures, by name: "" where it returns a single value."""
+    value = metric(output, targets)
+    return {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {"": value}
+
+
+def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int) -> tuple[Tensor, ...]:
+    """Return the sums and weights of the loss and of each metric, one after the other, as float64 scalars.
+
+    Args:
+        job: read for the loss and the metrics.
+        output, targets: of the micro-batch.
+        weight: the micro-batch's share of its batch; 0 for a stand-in, which does not count.
+        size: the samples of the batch.
+    """
+    evaluation = job.how.evaluation
+    assert evaluation is not None
+    # ---- loss
+    total, *count = loss_share(job, output, targets, weight)
+    if isinstance(job.what.loss, Quotient) and job.what.loss.count is not None:  # of a whole batch
+        total, count = total * job.what.loss.count, [torch.as_tensor(job.what.loss.count)]
+    pairs = [(total, count[0]) if count else (total * size, weight * size)]
+    # ---- metrics
+    if evaluation.metric is not None:
+        if job.plan.precision != "full":
+            output = cast(output, torch.float32)
+        values = measure_scores(evaluation.metric, output, targets)
+        _check(tuple(values), evaluation.names[1:])
+        for value in values.values():
+            counted = as_pair(value)
+            pairs.append(counted if counted is not None else (value * weight * size, weight * size))
+    there = 1.0 if weight else 0.0
+    device = total.device
+    flat = (torch.as_tensor(number, dtype=torch.float64, device=device) for pair in pairs for number in pair)
+    return tuple(number.detach().reshape(()) if there else torch.zeros_like(number) for number in flat)
+
+
+def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    if len(names) != len(expected) or any(
+        a and f"eval {a}" != b for a, b in zip(names, expected, strict=True)
+    ):
+        raise MpkitError(
+            f"the metric function measured {', '.join(map(repr, names))} of this micro-batch, and "
+            f"{', '.join(map(repr, expected))} of the first samples: it has to return the same names each time"
+        )
+
+
+class _Scored(StageForward):
+    """A stage's forward in an evaluation: at the last stage, it returns scores."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._size = 0
+
+    def begin_step(self, number: int, microbatches: list[MicroBatch]) -> None:
+        """Set the batch and its micro-batches."""
+        super().begin_step(number, microbatches)
+        self._size = self._job.what.batches.size(number)
+
+    def loss(self, m: int, output: Any, draws: Draws) -> tuple[Tensor, ...]:
+        """Return the micro-batch's scores."""
+        microbatch = self._microbatches[m]
+        draws.begin("the loss")
+        targets = onto_device(microbatch.targets, self._device, self._record)
+        return scores(self._job, output, targets, microbatch.weight, self._size)
+
+
+class ScoredForward(_Scored):
+    """The same for a chain's stage."""
+
+
+class ScoredPartForward(_Scored, PartForward):
+    """The same for a stage of a partitioned model."""

@@ -1,0 +1,115 @@
+"""The part of a sequence that a rank has.
+
+A sequence of s tokens is cut into pieces of equal length, and rank i of n has
+
+    contiguous   piece i of n                      rank 0: 0      rank 1: 1      (n = 2)
+    zigzag       pieces i and 2n - 1 - i of 2n     rank 0: 0 3    rank 1: 1 2
+
+Under a causal mask a token attends only to itself and those before it. So with contiguous pieces the last rank has the
+most to compute, and the others wait for it. In zigzag order all ranks have the same, since a rank with an early piece
+has a late one, too. (Llama 3's training: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
+
+__all__ = ["ORDERS", "check_sequences", "pieces", "sequence_part"]
+
+ORDERS = ("contiguous", "zigzag")
+
+
+def pieces(index: int, n: int, order: str = "contiguous") -> tuple[int, ...]:
+    """Return the numbers of rank i's pieces, ascending.
+
+    >>> [pieces(i, 3, "zigzag") for i in range(3)]
+    [(0, 5), (1, 4), (2, 3)]
+    """
+    assert order in ORDERS and 0 <= index < n, (index, n, order)
+    return (index,) if order == "contiguous" else (index, 2 * n - 1 - index)
+
+
+def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -> Value:
+    """Return rank i's part of inputs or targets along dimension 1 of each tensor that has one, as views if possible.
+
+    >>> tokens = torch.arange(16).view(2, 8)
+    >>> sequence_part(tokens, 1, 2)
+    tensor([[ 4,  5,  6,  7],
+            [12, 13, 14, 15]])
+    >>> sequence_part({"tokens": tokens, "lengths": torch.tensor([8, 8])}, 0, 2, "zigzag")
+    {'tokens': tensor([[ 0,  1,  6,  7], [ 8,  9, 14, 15]]), 'lengths': tensor([8, 8])}
+
+    Args:
+        value: a tensor, a tuple or a dict of tensors [batch, s, ...].
+        index: the rank i.
+        n: number of ranks that share the sequence.
+        order: "contiguous" or "zigzag".
+    """
+    wanted = pieces(index, n, order)
+
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or n == 1:
+            return tensor
+        assert tensor.shape[1] % (n * len(wanted)) == 0, "check_sequences says so before"
+        length = tensor.shape[1] // (n * len(wanted))
+        slices = [tensor.narrow(1, piece * length, length) for piece in wanted]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, 1)
+
+    return map_tensors(part, value)
+
+
+def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contiguous") -> int:
+    """Return the length s that all tensors have in common, after checking that n ranks can share it.
+
+    Raises:
+        ValueError: the tensors have no common length, or n ranks do not divide it; or the data contains something about
+            the sequence as a whole.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}: it is {' or '.join(map(repr, ORDERS))}.")
+    tensors = [*leaves(inputs), *leaves(targets)]
+    shapes = [list(tensor.shape) for tensor in tensors]
+    lengths = {tensor.shape[1] if tensor.dim() > 1 else None for tensor in tensors}
+    if len(lengths) != 1 or None in lengths:
+        raise ValueError(
+            f"cp={n} cuts sequences in dimension 1, so every tensor of inputs and targets is [batch, s, ...] with the "
+            f"same s; these have shapes {', '.join(map(str, shapes))}. A target for each token has one, a class for "
+            "each sequence has not: train that with cp=1."
+        )
+    (s,) = lengths
+    assert s is not None
+    unit = n * len(pieces(0, n, order))
+    if s % unit or s // unit < 2:
+        down, up = max(2 * unit, s // unit * unit), max(2 * unit, -(-s // unit) * unit)
+        fits = [c for c in range(1, n) if s % (c * unit // n) == 0 and s // (c * unit // n) > 1]
+        halves = " into two pieces each" if order == "zigzag" else ""
+        either = f"s={up}" if down == up or down > s else f"s={down} or s={up}"
+        raise ValueError(
+            f"Sequences of s={s} tokens on cp={n} ranks: they share them equally{halves}, two tokens a piece at "
+            f"least. {either} would do" + (f", or cp={fits[-1]}." if fits else ".")
+        )
+    for value in (inputs, targets):
+        _check_names(value, n)
+    return s
+
+
+def _check_names(value: Value, n: int) -> None:
+    """Refuse inputs that transformers' models would apply to the whole sequence, although it is a part."""
+    if not isinstance(value, dict):
+        return
+    if "labels" in value:
+        raise ValueError(
+            f"cp={n}: with labels among its inputs a model makes the loss itself, and shifts them by a token within "
+            "its part, which loses one target a part. Shift them in the data, give them as targets, and compare in "
+            "loss=, as in loss=lambda out, y: F.cross_entropy(out.logits.flatten(0, 1), y.flatten())."
+        )
+    mask = value.get("attention_mask")
+    if mask is not None and not bool((mask != 0).all()):
+        raise ValueError(
+            f"cp={n}: attention_mask hides tokens, and keys and values go round the ranks without a mask. Use "
+            "sequences without padding (several texts in one), or cp=1. Padding at the end of a causal model's "
+            "sequences needs no mask, since nothing before it looks at it."
+        )

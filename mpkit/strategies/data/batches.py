@@ -1,0 +1,285 @@
+"""Batches: a map-style dataset in batches, shuffled and distributed to ranks as by torch's DistributedSampler.
+
+Step i takes batch i % len of epoch i // len; each epoch has an order of its own. Any part of any batch can be
+requested by position, so a rank loads only its own samples, and a training that resumes in the middle of an epoch
+needs only the number of its step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from mpkit.common.calls import answers
+from mpkit.common.tracebacks import public
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, signature
+from mpkit.strategies.data.sample_draws import SampleDraws
+
+__all__ = ["Batches"]
+
+MEANT = {
+    "collate_fn": "Samples are put together by torch's default_collate: pad or cut them in the dataset's __getitem__.",
+    "persistent_workers": "Workers stay for the whole run as it is.",
+    "prefetch_factor": "It is called prefetch here.",
+    "sampler": "The order is that of shuffle and seed, distributed among the ranks without a sampler.",
+    "workers": "It is called num_workers here.",
+}
+"""DataLoader's arguments that `Batches` names differently or does not have."""
+
+WANTED = "mk.Batches(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)"
+
+
+@public
+class Batches:
+    """A dataset in batches, to be passed as the `data` of `Cluster.train`.
+
+    >>> samples = [(torch.tensor([float(i)]), i % 2) for i in range(5)]
+    >>> batches = Batches(samples, batch_size=2, shuffle=False)
+    >>> len(batches), batches.indices(2), batches.indices(3)
+    (3, [4], [0, 1])
+    >>> batches[1]
+    (tensor([[2.], [3.]]), tensor([0, 1]))
+
+    The order of an epoch is `torch.randperm` seeded with seed + epoch, as in DistributedSampler, and its samples go to
+    the ranks in turn. Unlike DistributedSampler it pads nothing: `train` weights a batch correctly that does not divide
+    evenly among the ranks, or a smaller last batch, and no sample is lost or seen twice.
+
+    Before each sample of each step the generators of torch, NumPy and Python are seeded, and those that the dataset
+    keeps. So random augmentation gives every sample the same on any number of ranks and workers, and another each time.
+
+    Args:
+        dataset: has len(dataset) samples; dataset[i] returns (inputs, targets) of one sample, each a tensor, a number
+            or an array, or a tuple or dict of these, which torch's default_collate combines. It is pickled to be sent
+            to the ranks.
+        batch_size: samples per batch, over all ranks together.
+        shuffle: shuffle anew in each epoch; otherwise keep the dataset's own order.
+        seed: the seed of the order, and of what samples draw; it does not affect the ranks' random state.
+        drop_last: leave out an epoch's last batch if it is smaller than the others.
+        num_workers: processes on each rank that load its samples ahead of time, as in DataLoader; 0: the rank loads
+            them itself, step by step. The time that a rank waits for its samples has its own lane on the timeline.
+        pin_memory: put samples for a GPU into page-locked memory, so that they are copied while the GPU computes.
+        prefetch: batches that each worker loads ahead; None: 2, as in DataLoader.
+
+    Raises:
+        ValueError: the dataset has no length or no samples, or yields no batch.
+    """
+
+    loads = True
+
+    @answers("mk.Batches(dataset, batch_size=32)", MEANT)
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.samples = _check_dataset(dataset)
+        self.batch_size = _check_integer("batch_size", batch_size, 1)
+        self.shuffle = bool(shuffle)
+        self.seed = _check_integer("seed", seed, 0)
+        if self.seed > 2**62:
+            raise ValueError(f"seed={seed!r}: a seed is at most 2**62, since each epoch counts on from it")
+        self.drop_last = bool(drop_last)
+        self.num_workers = _check_integer("num_workers", num_workers, 0)
+        self.pin_memory = bool(pin_memory)
+        self.prefetch = _check_prefetch(prefetch, self.num_workers)
+        self._order: tuple[int, list[int]] = (-1, [])  # the last epoch used, and its order
+        if not len(self):
+            raise ValueError(
+                f"Batches of {batch_size} of {self.samples} samples, the last one dropped: there is none left. "
+                f"batch_size={self.samples} makes one, or drop_last=False"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of batches per epoch."""
+        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+
+    def __getitem__(self, step: int) -> tuple[Value, Value]:
+        """Return the whole batch of a step; steps may exceed an epoch without limit."""
+        return self.part(step, slice(None))
+
+    def __iter__(self) -> Iterator[tuple[Value, Value]]:
+        """Iterate over the batches of the first epoch."""
+        return (self[step] for step in range(len(self)))
+
+    def __repr__(self) -> str:
+        kind = type(self.dataset).__name__
+        workers = f", num_workers={self.num_workers}, prefetch={self.prefetch}" if self.num_workers else ""
+        return (
+            f"Batches({kind} of {self.samples}, batch_size={self.batch_size}, shuffle={self.shuffle}, "
+            f"seed={self.seed}, drop_last={self.drop_last}{workers}{', pin_memory=True' * self.pin_memory})"
+        )
+
+    def indices(self, step: int) -> list[int]:
+        """Return the indices of the dataset's samples in the batch of a step, in order.
+
+        Raises:
+            ValueError: the step is negative.
+        """
+        step = _check_integer("step", step, 0)
+        epoch, number = divmod(step, len(self))
+        if self._order[0] != epoch:
+            self._order = epoch, self._order_of(epoch)
+        return self._order[1][number * self.batch_size : (number + 1) * self.batch_size]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.samples))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
+        return order
+
+    # ---- what a rank requests (`mpkit.strategies.job.feed.BatchSource`)
+
+    def size(self, step: int) -> int:
+        """Return the number of samples in the batch of a step."""
+        return min(self.batch_size, self.samples - step % len(self) * self.batch_size)
+
+    def part(self, step: int, which: slice) -> tuple[Value, Value]:
+        """Load and return some samples of the batch of a step."""
+        return self._load(self.indices(step)[which], step)
+
+    def key(self, step: int, which: slice) -> Hashable:
+        """Return the `signature` of a part without loading it.
+
+        All samples are assumed to have the shapes of the first one.
+        """
+        k = len(range(self.size(step))[which])
+        return tuple((name, (k, *shape[1:]), dtype) for name, shape, dtype in self._one)
+
+    @cached_property
+    def _one(self) -> Any:
+        """Return the signature of a batch of one sample."""
+        return signature(*self._load([0], 0))
+
+    @cached_property
+    def _draws(self) -> SampleDraws:
+        return SampleDraws(self.dataset, self.seed)
+
+    def _load(self, indices: list[int], step: int) -> tuple[Value, Value]:
+        samples = []
+        with self._draws.preserve_states():
+            for i in indices:
+                self._draws.begin(step, i)
+                samples.append(self.dataset[i])
+        first = samples[0]
+        if not isinstance(first, (tuple, list)) or len(first) != 2:
+            raise ValueError(
+                f"dataset[{indices[0]}] is {type(first).__name__}, not a pair (inputs, targets) of one sample, as in "
+                f"{WANTED}"
+            )
+        try:
+            inputs, targets = default_collate(samples)
+        except Exception as error:
+            raise ValueError(
+                f"The samples {_some(indices)} of the dataset do not go into one batch: "
+                f"{str(error).strip().splitlines()[0][:200]}. All need the same shapes and kinds; pad or cut them in "
+                "the dataset's __getitem__."
+            ) from None
+        return _as_value(inputs, "inputs"), _as_value(targets, "targets")
+
+
+def _as_value(value: Any, what: str) -> Value:
+    """Convert the result of default_collate into a tensor, a tuple or a dict of tensors."""
+    if isinstance(value, Mapping):
+        value = dict(value)
+    elif isinstance(value, (tuple, list)):
+        value = tuple(value)
+    if not isinstance(value, (Tensor, tuple, dict)) or not value_is_flat(value):
+        raise ValueError(
+            f"The {what} of a sample are {type(value).__name__} of something that makes no tensors: a tensor, a number "
+            "or an array, or a tuple or dict of those is wanted, without more within."
+        )
+    for tensor in leaves(value):
+        check_tensor(tensor, f"the {what} of a sample")
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+
+
+def check_tensor(tensor: Tensor, what: str) -> None:
+    """Check that a tensor has rows of numbers, so that it can be cut into micro-batches and sent.
+
+    Raises:
+        ValueError: the tensor is on the meta device, sparse, nested or quantized.
+    """
+    reason = ""
+    if tensor.is_meta:
+        reason = "are on the meta device and hold no numbers: make them on the CPU, as torch.randn(8, 4) does"
+    elif tensor.is_nested:
+        reason = "are a nested tensor: pad its rows to one length, tensor.to_padded_tensor(0.0)"
+    elif tensor.layout != torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+        reason = (
+            f"are {kind}, whose rows cannot be taken one by one: tensor.to_dense() makes a dense tensor of it"
+        )
+    elif tensor.is_quantized:
+        reason = "are quantized, and nothing trains on that: tensor.dequantize() makes numbers of them"
+    if reason:
+        raise ValueError(f"{what} {reason}")
+
+
+def value_is_flat(value: Value) -> bool:
+    """Return whether the value consists of tensors only, and of at least one."""
+    inner = leaves(value)
+    return bool(inner) and all(isinstance(tensor, Tensor) for tensor in inner)
+
+
+def _check_dataset(dataset: Any) -> int:
+    """Check the dataset and return its number of samples."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, (Tensor, DataLoader)):
+        raise ValueError(
+            f"Batches({kind}): a dataset gives single samples, dataset[i] -> (inputs, targets), as in {WANTED}"
+            + (". A DataLoader makes batches already: data=loader" if isinstance(dataset, DataLoader) else "")
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"Batches({kind}): its samples have no numbers to shuffle and deal out; it takes a map-style dataset, "
+            f"with __len__ and __getitem__, as in {WANTED}. What gives whole batches in turn is `data` itself."
+        )
+    try:
+        samples = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise ValueError(
+            f"Batches({kind}): the dataset has no len(); it takes one that has, as in {WANTED}"
+        ) from None
+    if samples < 1:
+        raise ValueError(f"Batches({kind}): the dataset has no samples")
+    return samples
+
+
+def _check_integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name}={value!r}: {name} is a whole number, {least} or more")
+    return number
+
+
+def _check_prefetch(prefetch: int | None, workers: int) -> int | None:
+    if not workers:
+        if prefetch is not None:
+            raise ValueError(
+                f"prefetch={prefetch!r} without workers: nobody loads ahead. Such as num_workers=2, prefetch={prefetch}"
+            )
+        return None
+    return 2 if prefetch is None else _check_integer("prefetch", prefetch, 1)
+
+
+def _some(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:8]))
+    return shown + (", ..." if len(indices) > 8 else "")

@@ -1,0 +1,177 @@
+"""Feed: this rank's share of each step's batch, in micro-batches.
+
+    split     divide the batch into micro-batches, and each of these among the replicas
+    load      load the share (`loader`); in a pipeline, only ranks with the first or the last stage do
+    cut       cut its sequences, where ranks share those (context parallelism)
+    account   record digests of what was taken, for `Run.data_digest`
+
+A micro-batch of k samples out of the batch's K has weight k/K in the loss, so sizes may differ. Where ranks share its
+sequences, they do so equally, and each has an equal part of that weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mpkit.errors import MpkitError
+from mpkit.strategies.context.sequence import sequence_part
+from mpkit.strategies.data.digest import SampleLog
+from mpkit.strategies.data.fed import FedBatches
+from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
+from mpkit.strategies.job.loader import Loader, Parts
+
+if TYPE_CHECKING:
+    from mpkit.strategies.job.job import TrainJob
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["BatchSource", "Feed", "MicroBatch", "WholeBatches"]
+
+
+class BatchSource(Protocol):
+    """A source of batches; `mpkit.Batches` is one too.
+
+    Attributes:
+        loads: whether a part has to be read, which takes time; otherwise it is in memory.
+        num_workers: number of processes that read on each rank; 0 if the rank itself reads.
+        prefetch: number of batches that each worker reads ahead; None without workers.
+        pin_memory: whether parts for a GPU are put into page-locked memory, from which copies overlap compute.
+    """
+
+    loads: bool
+    num_workers: int
+    prefetch: int | None
+    pin_memory: bool
+
+    def __len__(self) -> int:
+        """Return how many batches there are before they repeat, in whatever order."""
+
+    def size(self, step: int) -> int:
+        """Return how many samples the batch of a step has."""
+
+    def part(self, step: int, which: slice) -> tuple[Value, Value]:
+        """Return some samples of a step's batch."""
+
+    def key(self, step: int, which: slice) -> Hashable:
+        """Return the signature of such a part."""
+
+
+class WholeBatches(list[tuple[Value, Value]]):
+    """Batches in memory: step i takes number i % len.
+
+    Attributes:
+        read_in: seconds that a loader took to read them before the start; 0 for a list.
+    """
+
+    loads = False
+    num_workers = 0
+    prefetch: int | None = None
+    pin_memory = False
+    read_in = 0.0
+
+    def size(self, step: int) -> int:
+        """Return how many samples the batch of a step has."""
+        return batch_size(self[step % len(self)][0])
+
+    def part(self, step: int, which: slice) -> tuple[Value, Value]:
+        """Return some samples of a step's batch, as views."""
+        inputs, targets = self[step % len(self)]
+        return part(inputs, which), part(targets, which)
+
+    def key(self, step: int, which: slice) -> Hashable:
+        """Return the signature of such a part."""
+        return signature(*self.part(step, which))
+
+
+@dataclass
+class MicroBatch:
+    """A rank's share of a part of the batch, on the CPU.
+
+    Attributes:
+        inputs, targets: empty tuples on a rank that needs neither.
+        key: their signature.
+        weight: their share of the batch; 0 for a stand-in, which a rank without samples takes.
+    """
+
+    inputs: Value
+    targets: Value
+    key: Hashable
+    weight: float
+
+
+class Feed:
+    """This rank's source of micro-batches, step by step.
+
+    Args:
+        context: this rank's context.
+        job: read for batches, plan and the known signatures.
+        needed: whether this rank needs inputs or targets; if not, it only receives their shapes.
+        accounts: whether digests are recorded of what is taken.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, *, needed: bool, accounts: bool = True) -> None:
+        self._source = cast(BatchSource, job.what.batches)
+        if isinstance(job.what.batches, FedBatches):
+            job.what.batches.connect(context.record.folder, context.rank)
+        self._known = job.where.numbers
+        self._m, self._n = job.plan.microbatches, job.plan.dp
+        place = job.plan.mesh.place(context.rank)
+        self._place = place.dp
+        self._cut = partial(sequence_part, index=place.cp, n=job.plan.cp, order=job.plan.cp_order)
+        self._parts = job.plan.cp
+        self._needed = needed
+        self._parts_of_step: Parts = {}
+        self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
+        steps = range(job.how.first_step, job.how.steps)
+        on_gpu = context.device.type == "cuda"
+        self._loader = Loader(self._source, self._wanted_parts, steps, context.record, pins=on_gpu)
+
+    def take(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step."""
+        # ---- load
+        self._parts_of_step = self._loader.load(step) if self._needed else {}
+        # ---- split
+        size = self._source.size(step)
+        microbatches = []
+        for start, end in split(size, min(self._m, size)):
+            which = share(start, end, self._place, self._n)
+            k = len(range(size)[which]) if start + self._place < end else 0
+            key = self._source.key(step, which)
+            inputs, targets = self._load(step, which, key) if self._needed else ((), ())
+            microbatches.append(MicroBatch(inputs, targets, key, k / size / self._parts))
+        # ---- account
+        taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._needed]
+        fake = any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y)))
+        if self._taken is not None and not fake:
+            self._taken.write(step, taken)
+        return microbatches
+
+    def close(self) -> None:
+        """End the loader after the last step."""
+        self._loader.close()
+
+    def _wanted_parts(self, step: int) -> list[slice]:
+        """Return the parts of a step's batch that this rank takes."""
+        size = self._source.size(step)
+        return [share(start, end, self._place, self._n) for start, end in split(size, min(self._m, size))]
+
+    def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
+        inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]
+        shapes = signature(inputs, targets)
+        if shapes != key or shapes not in self._known:
+            raise MpkitError(
+                f"The samples of step {step} have other shapes than the dataset's first one: {_shapes(shapes)} and not "
+                f"{_shapes(key)}, so nobody knows what the layers make of them. All samples of a dataset need the same "
+                "shapes: pad or cut them in its __getitem__. Batches of several shapes can be data itself, as a list."
+            )
+        # ---- cut
+        return self._cut(inputs), self._cut(targets)
+
+
+def _shapes(key: Hashable) -> str:
+    assert isinstance(key, tuple)
+    return ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for _, shape, dtype in key)

@@ -1,0 +1,24 @@
+"""Models to train, most of them chains of layers, and functions that cut a chain into stages."""
+
+from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import chain
+from mpkit.strategies.models.convnet import ConvNet
+from mpkit.strategies.models.cut import balance, cut
+from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
+from mpkit.strategies.models.mlp import MLP
+from mpkit.strategies.models.resnet import ResNet
+from mpkit.strategies.models.unet import UNet
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "ConvNet",
+    "GPTConfig",
+    "ResNet",
+    "UNet",
+    "balance",
+    "chain",
+    "cut",
+    "next_token_loss",
+    "repeated_blocks",
+]

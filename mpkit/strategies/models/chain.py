@@ -1,0 +1,88 @@
+"""A model as a chain of layers, each of which takes the output of the previous one.
+
+Any other model counts as one layer here; `mpkit.strategies.partition` cuts such models.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mpkit.strategies.models.hooks import is_bare
+
+__all__ = ["chain", "is_chain", "layers_of", "prefix_of"]
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a chain; any other module counts as one layer, whose name is empty.
+
+    >>> layers_of(nn.Linear(2, 3))
+    [('', Linear(in_features=2, out_features=3, bias=True))]
+    """
+    return chain(model) if is_chain(model) else [("", model)]
+
+
+def prefix_of(layer: str) -> str:
+    """Return the prefix that the model's state dict puts before the names within a layer.
+
+    >>> prefix_of("block0"), prefix_of("")
+    ('block0.', '')
+    """
+    return f"{layer}." if layer else ""
+
+
+def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model that is a chain, in order, with their names in its state dict.
+
+    A chain is an `nn.Sequential`, or a subclass that keeps its `forward` and `__call__`, such as the kit's own models.
+    It has no hooks, since those would see the whole chain. Sequentials inside a chain are taken apart too.
+
+    >>> [name for name, _ in chain(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1))))]
+    ['0', '1.0', '1.1']
+
+    Raises:
+        ValueError: the model is not a chain, or has no layers.
+    """
+    if not is_chain(model):
+        kind = type(model).__name__
+        why = (
+            f"{kind} is made from nn.Sequential but has a forward, a __call__ or hooks of its own"
+            if isinstance(model, nn.Sequential)
+            else f"{kind} has a forward that may do anything"
+        )
+        raise ValueError(
+            f"This model is no chain of layers: {why}. Pipelines and all other plans take it as it is; what is a "
+            "chain: nn.Sequential(layer, layer, ...), where each layer may be any module, and mpkit.models.GPT, MLP "
+            "and ConvNet. To make one of yours, give its parts, in order, to nn.Sequential: "
+            f"nn.Sequential({', '.join(f'model.{name}' for name, _ in model.named_children()) or '...'})."
+        )
+    layers = list(_flatten(model, ""))
+    if not layers:
+        raise ValueError(
+            "The model is an nn.Sequential without layers: nn.Sequential(nn.Linear(4, 4)) has one."
+        )
+    return layers
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Return whether a module is an `nn.Sequential` whose call runs its layers one after the other, and nothing else.
+
+    >>> is_chain(nn.Sequential()), is_chain(nn.ReLU())
+    (True, False)
+    """
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and type(module).__iter__ is nn.Sequential.__iter__
+        and is_bare(module)
+    )
+
+
+def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    layers = []
+    for name, module in model._modules.items():  # named_children lists a shared module only once
+        assert module is not None
+        if is_chain(module):
+            layers += _flatten(module, f"{prefix}{name}.")
+        else:
+            layers.append((prefix + name, module))
+    return layers

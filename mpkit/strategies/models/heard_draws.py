@@ -1,0 +1,107 @@
+"""Hearing which random numbers a model draws, and giving it others: dropout masks, noise, whatever torch draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.strategies.models.randomness import OtherDraws
+
+__all__ = ["DRAWING", "ForwardDraws", "GivenDraws", "HeardDraws"]
+
+DRAWING = (
+    "bernoulli", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "uniform_", "normal", "normal_",
+    "random_", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson",
+    "multinomial", "native_dropout", "rrelu_with_noise", "rrelu_with_noise_", "binomial",
+)  # fmt: skip
+"""The operators that draw random numbers, by name."""
+
+RRELU = ("rrelu_with_noise", "rrelu_with_noise_")
+
+
+@dataclass
+class ForwardDraws:
+    """What the forwards of a step draw at random.
+
+    Attributes:
+        draws: torch's numbers, by stage and micro-batch, in order.
+        others: whether they draw others than torch's, which nobody hears.
+    """
+
+    draws: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    others: OtherDraws = field(default_factory=OtherDraws)
+
+
+class HeardDraws(TorchDispatchMode):
+    """A mode that notes what is drawn.
+
+    Args:
+        into: receives a copy of each operator's draws, in order: a mask, noise, or numbers.
+
+    >>> import torch
+    >>> heard = []
+    >>> with HeardDraws(heard):
+    ...     made = torch.rand(3)
+    >>> torch.equal(heard[0], made)
+    True
+    """
+
+    def __init__(self, into: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._into = into
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator."""
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in DRAWING:
+            drawn = args[1] if name in RRELU else made[1] if name == "native_dropout" else made
+            self._into.append(drawn.detach().clone())
+        return made
+
+
+class GivenDraws(TorchDispatchMode):
+    """A mode in which operators draw nothing: they take the numbers that they are given.
+
+    Args:
+        give: give(shape, probability) -> the numbers of the next draw; the probability of a Bernoulli draw, else None.
+
+    >>> import torch
+    >>> with GivenDraws(lambda shape, p: torch.ones(shape)):
+    ...     torch.nn.functional.dropout(torch.ones(2), 0.5)
+    tensor([2., 2.])
+    """
+
+    def __init__(self, give: Callable[[tuple[int, ...], float | None], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._give = give
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, or its replacement if it draws."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name not in DRAWING:
+            return func(*args, **kwargs)
+        if name == "native_dropout":
+            values, p = args[0], float(args[1])
+            mask = self._give(tuple(values.shape), 1.0 - p).to(values.device)
+            return values * mask * (1.0 / (1.0 - p) if p < 1.0 else 0.0), mask.bool()
+        if name in RRELU:
+            values, noise = args[0], self._give(tuple(args[0].shape), None).to(args[0])
+            args[1].copy_(noise)
+            made = values.where(values > 0, values * noise)
+            return args[0].copy_(made) if name.endswith("_") else made
+        if name.endswith("_"):
+            chance: Any = args[1] if name == "bernoulli_" and len(args) > 1 else kwargs.get("p")
+            given = self._give(tuple(args[0].shape), chance if isinstance(chance, float) else None)
+            return args[0].copy_(given)
+        like = func(*args, **(kwargs | {"generator": None} if "generator" in kwargs else kwargs))
+        return like.copy_(self._give(tuple(like.shape), None))

@@ -1,0 +1,188 @@
+"""Which ranks draw the same random numbers, and which draw their own.
+
+    the same      what ranks compute alike (activations outside of tensor parallelism's regions), and what the parts of
+                  a divided activation share: a sample's path that is dropped (DropPath), a layer that is skipped, noise
+                  on a weight
+    their own     what is divided: features and heads inside a region, tokens under sequence and context parallelism.
+                  Replicas have other samples, and other seeds (`mpkit.strategies.models.randomness`)
+
+A *span* is a stretch of the forward in which activations are divided.
+
+    begin    a rank's generators continue from a seed made from their state, the span's name and the rank's place
+    shared   inside a span that divides tokens, whatever is drawn for no token comes from the numbers outside
+    end      the generators return to where they were, and one draw further if anything was drawn inside
+
+So a forward that is repeated from the same state draws the same numbers, a span draws others the next time, and a span
+that draws nothing leaves no trace: what is drawn outside is what serial training draws. A stage that begins in the
+middle of a span, since a pipeline cuts through it, begins the span itself (`mpkit.strategies.models.spans`).
+
+Source: Shoeybi et al. 2019, appendix B.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import string_at
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+)  # private; tests/training/test_own_draws guards it
+
+from mpkit.strategies.models.spans import ForwardSpan
+
+__all__ = ["KeptSpans", "OwnDraws"]
+
+States = list[tuple[torch.Generator, Tensor]]
+
+
+@dataclass
+class _Open:
+    """A span that has begun: the states outside, and those with which it began."""
+
+    name: str
+    outside: States
+    inside: list[bytes]
+    ahead: bool  # begun for a stage or a layer that starts within it, which may also be where its first module is
+
+
+@dataclass(frozen=True)
+class KeptSpans:
+    """The spans in which a forward was, so that it can be repeated there."""
+
+    spans: tuple[_Open, ...]
+    tokens: dict[str, tuple[int, ...]]
+
+
+@dataclass
+class OwnDraws:
+    """The random numbers of one rank, inside of spans and outside.
+
+    >>> mine, others = OwnDraws(), OwnDraws()
+    >>> def inside(draws, name):
+    ...     _ = torch.manual_seed(1)
+    ...     draws.begin(name, torch.device("cpu"))
+    ...     drawn = torch.rand(()).item()
+    ...     draws.end(name)
+    ...     return drawn, torch.rand(()).item()
+    >>> a, b = inside(mine, "mlp on 0"), inside(others, "mlp on 1")
+    >>> a[0] == inside(mine, "mlp on 0")[0] != b[0], a[1] == b[1]
+    (True, True)
+
+    Attributes:
+        around: names of spans in which all of the forward is.
+        spans: the other spans, the outer ones first.
+        tokens: for spans that divide tokens: batch size and the number of tokens on this rank, by the span's name.
+    """
+
+    around: tuple[str, ...] = ()
+    spans: list[ForwardSpan] = field(default_factory=list)
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _open: list[_Open] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDraws:
+        """Return a copy in which no span has begun, for a copy of the model."""
+        return OwnDraws(self.around, list(self.spans), dict(self.tokens))
+
+    def begin(self, name: str, device: torch.device, *, ahead: bool = False) -> None:
+        """Switch the generators to the rank's own draws; `ahead` of a module that may begin the span again."""
+        for i, span in enumerate(self._open):
+            if span.name == name:
+                if span.ahead:
+                    span.ahead = False
+                    return
+                del self._open[i:]
+                break
+        outside, inside = [], []
+        for generator in _generators(device):
+            state = generator.get_state()
+            digest = blake2b(_bytes(state) + name.encode(), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            outside.append((generator, state))
+            inside.append(_bytes(generator.get_state()))
+        self._open.append(_Open(name, outside, inside, ahead))
+
+    def end(self, name: str) -> None:
+        """Return the generators to the draws outside; do nothing if the span has not begun."""
+        places = [i for i, span in enumerate(self._open) if span.name == name]
+        if not places:
+            return
+        span = self._open[places[0]]
+        del self._open[places[0] :]
+        for (generator, outside), inside in zip(span.outside, span.inside, strict=True):
+            drawn = _bytes(generator.get_state()) != inside
+            generator.set_state(outside)
+            if drawn:
+                with _disable_current_modes():  # a dry run's, or one that listens to what the model draws
+                    torch.rand((), generator=generator, device=generator.device)
+
+    def enter(self, names: Sequence[str], device: torch.device) -> None:
+        """Forget all spans that have begun, and begin these."""
+        self._open.clear()
+        for name in (*self.around, *names):
+            self.begin(name, device, ahead=True)
+
+    def move(self, names: Sequence[str], device: torch.device) -> None:
+        """End the spans that are not among these, and begin those that have not begun."""
+        begun = [span.name for span in self._open]
+        for name in begun[::-1]:
+            if name not in names and name not in self.around:
+                self.end(name)
+        for name in names:
+            if name not in begun:
+                self.begin(name, device, ahead=True)
+
+    def leave(self) -> None:
+        """Forget all spans that have begun; the generators stay as they are."""
+        self._open.clear()
+
+    @property
+    def token_shape(self) -> tuple[int, ...] | None:
+        """Batch size and number of tokens where tokens are what is divided, else None."""
+        return self.tokens.get(self._open[-1].name) if self._open else None
+
+    @contextmanager
+    def share_draws(self) -> Iterator[None]:
+        """Draw what all ranks draw, inside the block."""
+        span = self._open[0]
+        inside = [(generator, generator.get_state()) for generator, _ in span.outside]
+        for generator, state in span.outside:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            span.outside = [(generator, generator.get_state()) for generator, _ in span.outside]
+            for generator, state in inside:
+                generator.set_state(state)
+
+    def keep(self) -> KeptSpans:
+        """Return the spans that have begun."""
+        return KeptSpans(
+            tuple(_Open(s.name, list(s.outside), s.inside, s.ahead) for s in self._open), dict(self.tokens)
+        )
+
+    @contextmanager
+    def reenter_spans(self, kept: KeptSpans) -> Iterator[None]:
+        """Be in the spans of another time, inside the block."""
+        before = self.keep()
+        self._open[:], self.tokens = kept.spans, dict(kept.tokens)
+        try:
+            yield
+        finally:
+            self._open[:], self.tokens = before.spans, before.tokens
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":  # in a dry run the device may not exist
+        generators += torch.cuda.default_generators[device.index or 0 :][:1]
+    return generators
+
+
+def _bytes(state: Tensor) -> bytes:
+    return string_at(state.data_ptr(), state.nbytes)  # needs no tensor operation, which a dry run would fake

@@ -1,0 +1,175 @@
+"""Random numbers that are the same wherever they are drawn: dropout masks in serial training and in any pipeline.
+
+Serial training draws in the order in which it computes, and the ranks of a pipeline compute in a different order. So
+each layer draws from a seed of its own, which depends on
+
+    seed          the seed of the training
+    step, micro-batch, replica     which samples are computed
+    layer         its name
+
+With the same micro-batches, every plan drops the same activations: the serial one, any schedule on any number of ranks,
+a recomputed forward, and a training that resumes from a checkpoint. Replicas draw differently from each other, and so
+do ranks where they hold parts of the same activations (`mpkit.strategies.models.own_draws`). Python's and NumPy's
+random numbers are seeded with torch's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from struct import pack
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import nn
+
+from mpkit.strategies.models.own_draws import OwnDraws
+
+__all__ = ["Draws", "OtherDraws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
+
+SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
+"""The modules of torch.nn whose layers draw no random numbers."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of one micro-batch on its way through the layers."""
+
+    generators: tuple[torch.Generator, ...]
+    place: tuple[int, int, int, int]
+    device: torch.device
+    own: OwnDraws
+    others: OtherDraws | None = None
+
+    def begin(self, layer: str, spans: Sequence[str] = ()) -> None:
+        """Seed the generators for a layer, whose random numbers are drawn from here on; it begins in these spans."""
+        if self.others is not None:
+            self.others.end()
+        seed = seed_of(*self.place, layer=layer)
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        if self.others is not None:
+            self.others.begin()
+        self.own.enter(spans, self.device)
+
+    @contextmanager
+    def preserve_state(self) -> Iterator[None]:
+        """Restore the random state afterwards, so that layers draw inside without changing it."""
+        states = [generator.get_state() for generator in self.generators]
+        try:
+            yield
+        finally:
+            self.own.leave()
+            if self.others is not None:
+                self.others.end()
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The source of a rank's `Draws`.
+
+    Attributes:
+        seed: the seed of the training.
+        replica: the replica that the rank belongs to, which has other samples than the others.
+        device: the device of the rank.
+        own: where the rank draws other numbers than those with which it shares samples.
+    """
+
+    seed: int
+    replica: int
+    device: torch.device
+    own: OwnDraws = field(default_factory=OwnDraws)
+
+    def draws(self, step: int, microbatch: int, others: OtherDraws | None = None) -> Draws:
+        """Return the random numbers for a micro-batch; `others` learns of those that are not torch's."""
+        generators: tuple[torch.Generator, ...] = (torch.default_generator,)
+        if self.device.type == "cuda":
+            generators += (torch.cuda.default_generators[self.device.index or 0],)
+        return Draws(generators, (self.seed, step, self.replica, microbatch), self.device, self.own, others)
+
+
+@dataclass(frozen=True)
+class OtherState:
+    """The states of Python's and NumPy's generators."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> OtherState:
+        """Return the current states."""
+        return cls(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Continue from these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def is_now(self) -> bool:
+        """Return whether nothing has been drawn since."""
+        now = OtherState.now()
+        drawn = any(not np.array_equal(a, b) for a, b in zip(self.numpy, now.numpy, strict=True))
+        return self.python == now.python and not drawn
+
+
+class OtherDraws:
+    """Whether layers draw from Python's or NumPy's generators.
+
+    Attributes:
+        drawn: whether one has, so far.
+    """
+
+    def __init__(self) -> None:
+        self.drawn = False
+        self._start: OtherState | None = None
+
+    def begin(self) -> None:
+        """Look from here on."""
+        self._start = OtherState.now()
+
+    def end(self) -> None:
+        """Look no further."""
+        self.drawn = self.drawn or (self._start is not None and not self._start.is_now())
+        self._start = None
+
+
+def seed_of(seed: int, step: int, replica: int, microbatch: int, layer: str) -> int:
+    """Return a number of 63 bits that differs for every combination of these arguments.
+
+    >>> seed_of(0, 1, 0, 2, "block0") == seed_of(0, 1, 0, 2, "block0") != seed_of(0, 1, 0, 2, "block1")
+    True
+    """
+    place = pack("<QqqqL", seed % 2**64, step, replica, microbatch, crc32(layer.encode()))
+    return int.from_bytes(blake2b(place, digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Return whether a layer may draw random numbers; it does not if none of the modules inside it does.
+
+    >>> may_draw(nn.Linear(2, 2)), may_draw(nn.Sequential(nn.Linear(2, 2), nn.Dropout())), may_draw(nn.ReLU())
+    (False, True, False)
+    """
+    return not all(_is_silent(type(module)) for module in layer.modules())
+
+
+def _is_silent(kind: type[nn.Module]) -> bool:
+    parent, _, file = kind.__module__.rpartition(".")
+    if parent != "torch.nn.modules":
+        return False
+    return file in SILENT or (file == "activation" and kind not in (nn.RReLU, nn.MultiheadAttention))

@@ -1,0 +1,81 @@
+"""The loss that rank 0 computes of all shares together, and the gradient of every output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpkit.strategies.compute.loss_share import loss_share
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
+from mpkit.strategies.stage.to_device import onto_device, track
+from mpkit.trace import Kind
+from mpkit.trace.record.saved import count_saved
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["gathered_loss", "join_shares"]
+
+
+def gathered_loss(
+    context: Context,
+    job: TrainJob,
+    m: int,
+    scattered: ScatteredMicroBatch,
+    outputs: tuple[Tensor, ...],
+    scale: float,
+) -> tuple[list[float], tuple[Tensor | None, ...]]:
+    """Compute a micro-batch's share of the loss forward and backward, both recorded.
+
+    Args:
+        context: rank 0's context.
+        job: read for the loss.
+        m: the micro-batch.
+        scattered: every rank's share of it.
+        outputs: the outputs of all shares, (samples, ...) each.
+        scale: gradient of the loss.
+
+    Returns:
+        The share of the loss, with its count if it has one; and the gradient of each output, None where it has none.
+    """
+    record = context.record
+    targets = onto_device(join_shares([targets for _, targets in scattered.by_rank]), context.device, record)
+    flops = [
+        job.where.numbers[key][-1].flops
+        for key, rows in zip(scattered.keys, scattered.rows, strict=True)
+        if rows
+    ]
+    boundary = job.where.boundary(scattered.keys[0], 0)
+    ends = tuple(
+        output.requires_grad_(spec.requires_grad)
+        for output, spec in zip(outputs, boundary.specs, strict=True)
+    )
+    # ---- forward
+    op = record.begin(
+        Kind.FORWARD, "loss", microbatch=m,
+        flops=sum(f.forward for f in flops), nbytes=sum(f.forward_bytes for f in flops),
+    )  # fmt: skip
+    with count_saved(record, -1, tuple(scattered.keys)) as saved:
+        loss, *count = loss_share(job, boundary.pack(ends), targets, scattered.whole)
+    record.end(op)
+    # ---- backward
+    op = record.begin(
+        Kind.BACKWARD, "loss", microbatch=m,
+        flops=sum(f.backward for f in flops), nbytes=sum(f.backward_bytes for f in flops),
+    )  # fmt: skip
+    torch.autograd.backward([loss], [torch.full_like(loss, scale)])
+    saved.release()
+    gradients = tuple(end.grad for end in ends)
+    track((gradient for gradient in gradients if gradient is not None), record)
+    record.end(op)
+    return [loss.item(), *(each.item() for each in count)], gradients
+
+
+def join_shares(values: list[Value]) -> Value:
+    """Concatenate the shares."""
+    parts = [iter(leaves(value)) for value in values]
+    return map_tensors(lambda _: torch.cat([next(part) for part in parts]), values[0])

@@ -1,0 +1,64 @@
+"""The user's own modules that were edited since this process imported them: ranks import the files as they are now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+from mpkit.strategies.packing.patches import is_installed
+
+__all__ = ["edited_functions"]
+
+
+def edited_functions(names: Iterable[str | None]) -> list[str]:
+    """Return the functions of these modules that are not what the modules' files say now."""
+    found: list[str] = []
+    for name in sorted(name for name in names if name):  # functions of exec() may have none
+        module = sys.modules.get(name)
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        if module is None or type(loader) is not SourceFileLoader or name.partition(".")[0] == "mpkit":
+            continue
+        if name != "__main__" and not is_installed(name):
+            found += (f"{name}.{function}" for function in _edited_functions(module, Path(loader.path)))
+    return found
+
+
+def _edited_functions(module: ModuleType, file: Path) -> Iterator[str]:
+    try:
+        now = dict(_codes(compile(file.read_bytes(), str(file), "exec", dont_inherit=True)))
+    except (OSError, SyntaxError, ValueError):
+        return  # the rank's import says so
+    for function in _functions(module):
+        code = function.__code__
+        if code.co_filename == str(file) and "<locals>" not in code.co_qualname:
+            other = now.get(code.co_qualname)
+            if other is None or _content(other) != _content(code):
+                yield code.co_qualname
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    for value in list(vars(module).values()):
+        if isinstance(value, FunctionType):
+            yield value
+        elif isinstance(value, type) and value.__module__ == module.__name__:
+            for inner in list(vars(value).values()):
+                if isinstance(inner, (staticmethod, classmethod)):
+                    inner = inner.__func__
+                if isinstance(inner, FunctionType):
+                    yield inner
+
+
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner.co_qualname, inner
+            yield from _codes(inner)
+
+
+def _content(code: CodeType) -> object:
+    """Return what a function does, wherever in its file it is."""
+    parts = [_content(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return code.co_code, code.co_names, parts

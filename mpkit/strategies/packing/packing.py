@@ -1,0 +1,140 @@
+"""Pickling what is sent to ranks and back: cloudpickle, and special cases for objects from libraries.
+
+    functions within functions of installed packages
+        cloudpickle sends such a function with copies of the globals that it uses. On the rank the function would then
+        use the copies and the package the originals; and some globals cannot be copied (a ContextVar). So the function
+        is sent as code that belongs to its module. transformers attaches such functions to models whose hidden states
+        are requested.
+    models of transformers
+        Constructing a model registers its class's recordable outputs in the package; a rank does not construct it.
+    functions that wrap a library's
+        They have its name (functools.wraps), and would be looked up by it on the rank.
+    parameters of classes of their own
+        torch pickles them as plain ones.
+    parametrized modules
+        See `mpkit.strategies.packing.parametrized`.
+
+Classes and functions of notebooks and scripts are pickled by value, as cloudpickle always does.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import CellType, CodeType, FunctionType
+from typing import IO, Any
+
+import cloudpickle
+from torch import Tensor, nn
+
+from mpkit.strategies.packing.parametrized import taken_apart
+
+__all__ = ["Packer", "dumps"]
+
+ATTRIBUTES = (
+    "__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", "__annotations__",
+)  # fmt: skip
+RECORDS = "transformers.utils.output_capturing"
+"""The module in which transformers registers which outputs the models of a class can record."""
+
+
+def dumps(value: object) -> bytes:
+    """Pickle a value as `cloudpickle.dumps` does; `pickle.loads` reads the result."""
+    file = io.BytesIO()
+    Packer(file).dump(value)
+    return file.getvalue()
+
+
+class Packer(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles as cloudpickle does, but for some objects from libraries.
+
+    Attributes:
+        modules: names of the modules of all functions and classes that were pickled.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce an object; pickle calls this for every object that is not a plain value."""
+        if isinstance(obj, (type, FunctionType)):
+            self.modules.add(obj.__module__)
+        if isinstance(obj, FunctionType) and _is_disguised(obj):
+            return self._dynamic_function_reduce(obj)
+        if isinstance(obj, FunctionType) and _is_nested(obj):
+            cells = [cell.cell_contents for cell in obj.__closure__ or ()]
+            attributes = {name: getattr(obj, name) for name in ATTRIBUTES}
+            state = (cells, attributes, obj.__dict__)
+            return _function, (obj.__globals__["__name__"], obj.__code__), state, None, None, _complete
+        if isinstance(obj, nn.Parameter) and _loses_its_class(type(obj)):
+            return _parameter, (type(obj), *obj.__reduce_ex__(4)[:2])
+        parts = taken_apart(obj)
+        if parts is not None:
+            return parts
+        if getattr(type(obj), "_can_record_outputs", None) and RECORDS in sys.modules:
+            make, args, state, *_ = obj.__reduce_ex__(4)
+            return make, args, state, None, None, _complete_model
+        return super().reducer_override(obj)
+
+
+def _loses_its_class(kind: type[nn.Parameter]) -> bool:
+    """Return whether torch pickles parameters of this class as plain ones."""
+    return kind is not nn.Parameter and kind.__reduce_ex__ is nn.Parameter.__reduce_ex__
+
+
+def _parameter(
+    kind: type[nn.Parameter], make: Callable[..., nn.Parameter], args: tuple[Any, ...]
+) -> nn.Parameter:
+    plain = make(*args)
+    made: nn.Parameter = Tensor._make_subclass(kind, plain.data, plain.requires_grad)
+    vars(made).update(vars(plain))
+    return made
+
+
+def _is_disguised(function: FunctionType) -> bool:
+    """Return whether a notebook's function has a library's name (functools.wraps), by which it would be looked up."""
+    return function.__globals__.get("__name__") == "__main__" != function.__module__
+
+
+def _is_nested(function: FunctionType) -> bool:
+    """Return whether a function of an installed package made this one, so that it cannot be looked up by name."""
+    module = sys.modules.get(function.__globals__.get("__name__", ""))
+    file = getattr(module, "__file__", None)
+    if (
+        "<locals>" not in function.__qualname__
+        or module is None
+        or file is None
+        or vars(module) is not function.__globals__
+    ):
+        return False
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    if any(f"{module.__name__}.".startswith(f"{name}.") for name in by_value):
+        return False
+    installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    return any(folder in Path(file).parents for folder in installed)
+
+
+def _function(module: str, code: CodeType) -> FunctionType:
+    cells = tuple(CellType() for _ in code.co_freevars)
+    return FunctionType(code, vars(import_module(module)), closure=cells)
+
+
+def _complete(function: FunctionType, state: tuple[list[Any], dict[str, Any], dict[str, Any]]) -> None:
+    contents, attributes, own = state
+    for cell, content in zip(function.__closure__ or (), contents, strict=True):
+        cell.cell_contents = content
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    function.__dict__.update(own)
+
+
+def _complete_model(model: Any, state: dict[str, Any]) -> None:
+    model.__setstate__(state)
+    registry = getattr(import_module(RECORDS), "_CAN_RECORD_REGISTRY", None)
+    if registry is not None:
+        registry[model] = type(model)._can_record_outputs

@@ -1,0 +1,158 @@
+"""Graph: what a model's forward does with a micro-batch of one shape, as the dry run recorded it.
+
+Nodes are the calls of the model's blocks, and the operations between them on what these make. What follows from the
+model's inputs alone is not a node: every rank has the inputs, and computes it itself. All of this is plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpkit.strategies.models.nested import Shape
+from mpkit.strategies.partition.boundary import Route, Shared, Spec
+from mpkit.trace.record.flops import Flops, total
+
+__all__ = ["CallNode", "Constant", "Division", "Graph", "Leaf", "New", "PartitionedModel", "PassedArgument"]
+
+
+@dataclass(frozen=True)
+class New:
+    """A leaf of a node's result: a value that it makes."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class PassedArgument:
+    """A leaf of a node's result that is the same object as one leaf of its arguments."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf of a node's result that is not a tensor: None, a number, a name."""
+
+    value: Any
+
+
+Leaf = New | PassedArgument | Constant
+
+
+@dataclass
+class CallNode:
+    """A call of a block, or an operation between blocks.
+
+    Attributes:
+        name: name of the block, such as "transformer.h.0", or of the operation, such as "add".
+        block: whether it is a call of a block.
+        scope: the module in whose forward it runs.
+        arguments: the values that it receives, by number, in order.
+        parameters: the parameters that an operation receives, by name.
+        result: how the leaves of its result are nested.
+        leaves: leaves of its result.
+        returned: containers among its arguments that it changes and returns
+            (`mpkit.strategies.models.nested.Containers`).
+        written: (argument, number): arguments that it writes into, by their place among its arguments' leaves, and the
+            numbers of the values that they become.
+        random: whether it draws random numbers.
+        flops: FLOPs and bytes; those of the backward count matrix products, as twice the forward's.
+    """
+
+    name: str
+    block: bool
+    scope: str
+    arguments: tuple[int, ...]
+    parameters: tuple[str, ...]
+    result: Shape
+    leaves: tuple[Leaf, ...]
+    returned: tuple[tuple[int, int], ...] = ()
+    written: tuple[tuple[int, int], ...] = ()
+    random: bool = False
+    flops: Flops = field(default_factory=Flops)
+
+    @property
+    def made_values(self) -> list[int]:
+        """The numbers of the values that it makes."""
+        fresh = dict.fromkeys(leaf.number for leaf in self.leaves if isinstance(leaf, New))
+        return [*fresh, *(number for _, number in self.written)]
+
+
+@dataclass
+class Graph:
+    """The nodes of a forward, and the values between them.
+
+    Attributes:
+        nodes: in the order in which they run.
+        specs: specs of the values, by number.
+        wanted: the values that the loss uses.
+        loss: FLOPs of the loss.
+    """
+
+    nodes: list[CallNode] = field(default_factory=list)
+    specs: dict[int, Spec] = field(default_factory=dict)
+    wanted: tuple[int, ...] = ()
+    loss: Flops = field(default_factory=Flops)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The nodes that are calls of blocks."""
+        return [k for k, node in enumerate(self.nodes) if node.block]
+
+
+@dataclass
+class Division:
+    """A graph divided among stages.
+
+    Attributes:
+        graph: the graph that is divided.
+        stage_of: the stage that runs each node.
+        outputs: for each stage, the numbers of its values that other stages need.
+        routes: everything that is sent from one stage to another.
+    """
+
+    graph: Graph
+    stage_of: list[int]
+    outputs: list[tuple[int, ...]]
+    routes: list[Route]
+
+    def flops(self, stage: int) -> Flops:
+        """Return FLOPs and bytes of a stage; the last one includes the loss."""
+        done = [node.flops for node, s in zip(self.graph.nodes, self.stage_of, strict=True) if s == stage]
+        if stage == len(self.outputs) - 1:
+            done.append(self.graph.loss)
+        return total(done)
+
+
+@dataclass
+class PartitionedModel:
+    """A model that is not a chain, opened and divided among stages; what ranks need to know about it.
+
+    Attributes:
+        modules: names of the opened modules.
+        blocks: names of the modules that are called as a whole.
+        divisions: the division for each signature of a micro-batch.
+        held: for each stage, the parameters that it computes with, by their first name in the model.
+        placed: for each stage, the blocks that it calls.
+        state: the stage that returns each entry of the state dict.
+        starts: for each stage but stage 0, its first call: a block, and which of that block's calls.
+    """
+
+    modules: tuple[str, ...]
+    blocks: tuple[str, ...]
+    divisions: dict[Hashable, Division]
+    held: list[tuple[str, ...]]
+    placed: list[tuple[str, ...]]
+    state: dict[str, int]
+    starts: list[tuple[str, int]]
+
+    @property
+    def shared_weights(self) -> list[Shared]:
+        """The weights that several stages compute with."""
+        at: dict[str, dict[int, str]] = {}
+        for stage, names in enumerate(self.held):
+            for name in names:
+                at.setdefault(name, {})[stage] = name
+        return [Shared(names) for names in at.values() if len(names) > 1]

@@ -1,0 +1,1 @@
+"""Which rank holds what: stages, replicas and shards on their devices and nodes."""

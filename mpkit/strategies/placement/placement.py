@@ -1,0 +1,164 @@
+"""Where a plan would put a model, and where a run has put one: `Placement`s of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.tracebacks import public
+from mpkit.plan.mesh_of_trace import holders_of, mesh_of
+from mpkit.strategies.placement.placed_ranks import Parts, Placement, place
+from mpkit.strategies.placement.zero_shares import shares_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpkit.devices.hardware import Hardware
+    from mpkit.plan.plan import Plan
+    from mpkit.strategies.stage.shard import Shard
+
+__all__ = ["placement", "placement_of", "shard_words", "shards_by"]
+
+
+@public
+def placement(
+    plan: Plan,
+    model: nn.Module | None = None,
+    *,
+    shards: Parts | None = None,
+    hardware: Hardware | str | None = None,
+) -> Placement:
+    """Show where a plan puts a model: each rank's layers and node, and which ranks communicate over which link.
+
+    Under ZeRO it also shows which model states are sharded and, if the model is in one stage, who holds which elements.
+
+    A run balances its stages by FLOPs, which requires a batch; `placement_of` shows what a run really did.
+
+    >>> import mpkit as mk
+    >>> from mpkit.models import MLP
+    >>> print(mk.placement(mk.Plan.gpipe(2, 4, cut=["hidden2"]), MLP(8, 8), hardware="8x-h100-nvlink"))
+    2 ranks, on 1 node of 8 H100 SXM
+    <BLANKLINE>
+    node 0
+      rank 0   pp0   hidden0 to 1
+      rank 1   pp1   hidden2 to 3, head
+    <BLANKLINE>
+    who talks to whom
+      pp  (0 1), NVLink 4 within a node, 396 GB/s
+
+    Args:
+        plan: the plan that defines the ranks.
+        model: the model whose layers are placed; None: show the mesh and its links only.
+        shards: what tp divides, in words by the layer's name; None: derived from how the plan divides the model.
+        hardware: a catalogued machine's name (`mpkit.hardware()` lists them), or a `Hardware`; None: no nodes.
+
+    Raises:
+        ValueError: the machine has fewer devices than there are ranks, there are more stages than layers, or mpkit
+            does not know how to divide this model.
+    """
+    holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
+    if model is None:
+        return place(plan.mesh, (), shards, hardware, holders=holders, zero=plan.zero)
+    stages, notes = _stages(plan, model)
+    if shards is None and plan.tp > 1:
+        shards = shards_by(plan, model)
+    shares = shares_of(plan, model) if plan.zero and plan.pp == plan.tp == 1 else ()
+    return place(
+        plan.mesh, stages, shards, hardware, holders=holders, notes=notes, zero=plan.zero, shares=shares
+    )
+
+
+def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
+    """Describe what each tp rank holds of a model's parameters, by the parameter's name."""
+    from mpkit.strategies.comm.process_group import FakeGroup
+    from mpkit.strategies.tensor.finding import find_tensor_plan
+    from mpkit.strategies.tensor.resolve import check
+    from mpkit.strategies.tensor.shards import shards_of
+
+    tensor = check(model, plan.tp, plan.tensor or find_tensor_plan(model))
+    of = [shards_of(model, FakeGroup(plan.tp, index), tensor).found for index in range(plan.tp)]
+    return shard_words({name: [words_of[name] for words_of in of] for name in of[0]})
+
+
+def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
+    """Return the names of a model's layers by stage, and notes on how the stages were balanced."""
+    from mpkit.strategies.models.cut import cut
+
+    layers = [
+        (f"{name}.{inner}" if inner else name, module)
+        for name, child in model.named_children()
+        for inner, module in (child.named_children() if _is_list(child) else [("", child)])
+    ]
+    names = [name for name, _ in layers]
+    if plan.stages == 1:
+        return [names], []
+    sizes = [float(sum(p.numel() for p in layer.parameters()) or 1) for _, layer in layers]
+    parts = cut(names, sizes, plan.stages, plan.cut)
+    told = [] if plan.cut else ["Stages balanced by their parameters; a run balances them by FLOPs."]
+    return [[names[i] for i in part] for part in parts], told
+
+
+def _is_list(module: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def placement_of(
+    meta: Mapping[str, Any],
+    ranks: int,
+    *,
+    model: nn.Module | None = None,
+    hardware: Hardware | str | None = None,
+) -> Placement:
+    """Return where a run put its model, according to its trace's meta: "plan", "stages", "shards", "hardware".
+
+    Args:
+        meta: the trace's meta.
+        ranks: the number of ranks.
+        model: the model that was trained, to name its rows and columns; None: only the counts, from the meta.
+        hardware: the machine to place the run on; None: the run's own, if it was a catalogued machine with nodes.
+
+    Raises:
+        ValueError: the meta has no plan for this many ranks, or the machine has fewer devices.
+    """
+    from mpkit.plan.plan import Plan
+
+    mesh = mesh_of(meta, ranks)
+    if mesh is None:
+        raise ValueError("placement_of(meta): it has no plan for so many ranks, so nobody knows their places")
+    where = meta.get("hardware", "cpu") if hardware is None else hardware
+    machine = None if where == "cpu" else where
+    divided = meta.get("shards")
+    if model is not None and mesh.tp > 1:
+        divided = shards_by(Plan.from_json(meta["plan"]), model)
+    plan = Plan.from_json(meta["plan"])
+    shares = shares_of(plan, model) if model is not None and plan.zero and plan.pp == plan.tp == 1 else ()
+    return place(
+        mesh,
+        meta.get("stages", ()),
+        divided,
+        machine,
+        holders=holders_of(meta),
+        zero=plan.zero,
+        shares=shares,
+    )
+
+
+def shard_words(shards: Mapping[str, Sequence[Shard]]) -> dict[str, list[str]]:
+    """Describe what each tp rank holds of the divided parameters.
+
+    >>> from mpkit.strategies.stage.shard import Shard
+    >>> shard_words({"up.weight": [Shard((8, 4), 0, (range(0, 4),)), Shard((8, 4), 0, (range(4, 8),))]})
+    {'up.weight': ['rows 0-3', 'rows 4-7']}
+
+    Args:
+        shards: by the parameter's name, one shard per tp rank.
+    """
+    return {name: [_words(shard) for shard in of] for name, of in shards.items()}
+
+
+def _words(shard: Shard) -> str:
+    return f"{shard.axis_name} " + ", ".join(
+        f"{part.start}-{part.stop - 1}" for part in shard.ranges if len(part)
+    )

@@ -1,0 +1,138 @@
+"""The part of the data that the steps use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.batches import Batches
+from mpkit.strategies.data.microbatch import Value, batch_size, part
+from mpkit.strategies.data.pairs import WANTED, checked_batch
+from mpkit.strategies.data.stream import Stream, is_stream
+from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
+from mpkit.strategies.job.feed import WholeBatches
+from mpkit.strategies.prepare.arguments.sampler import check_undivided
+
+__all__ = ["check_shares", "check_split", "of_every_size", "take_batches"]
+
+
+def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
+    """Return the batches that the steps use, on the CPU; of a sized iterable such as a DataLoader, the first ones.
+
+    Of `Batches` only one sample is loaded at this point, and of a stream (`is_stream`) only the first batches.
+
+    Raises:
+        ValueError: the data is not a sequence of pairs of tensors, batch first.
+    """
+    if isinstance(data, Batches):
+        data.key(0, slice(None))  # inspects the first sample now rather than on the ranks
+        return data
+    if isinstance(data, (Tensor, str, bytes, Mapping)) or (
+        not isinstance(data, (Sequence, Iterable))
+        and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    ):
+        hint = ""
+        if isinstance(data, Tensor):
+            hint = (
+                ". This is one tensor: with its targets, data=[(inputs, targets)] trains on it in every step"
+            )
+        raise ValueError(f"data is {type(data).__name__}; {WANTED}{hint}")
+    check_undivided(data)
+    if is_stream(data):
+        return Stream(data, steps)
+    began = time.perf_counter()
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        items = [data[i] for i in range(min(steps, len(data)))]
+    else:
+        items = list(islice(iter(data), steps))
+    if not items:
+        raise ValueError(f"data is empty; {WANTED}")
+    if len(items) == 2 and all(isinstance(item, Tensor) for item in items):
+        raise ValueError(
+            f"data is a pair of tensors, one batch; {WANTED}. For one batch again and again: data=[data]"
+        )
+    batches = WholeBatches(checked_batch(item, i) for i, item in enumerate(items))
+    if isinstance(data, DataLoader):
+        batches.read_in = time.perf_counter() - began
+    return batches
+
+
+def of_every_size(batches: WholeBatches | Batches | Stream, steps: int) -> list[tuple[Value, Value]]:
+    """Return a batch of every size that occurs.
+
+    Of a dataset, the first batch is loaded and smaller ones are cut out of it.
+    """
+    if isinstance(batches, WholeBatches):
+        return batches
+    if isinstance(batches, Stream):
+        return batches.first
+    whole = batches[0]
+    sizes = {batches.size(step) for step in range(min(steps, len(batches)))}
+    return [
+        (part(whole[0], slice(size)), part(whole[1], slice(size))) for size in sorted(sizes, reverse=True)
+    ]
+
+
+def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
+    """Check that every batch has a sample for each micro-batch.
+
+    Raises:
+        ValueError: a batch has too few samples.
+    """
+    m = plan.microbatches
+    for i, (inputs, _) in enumerate(batches):
+        size = batch_size(inputs)
+        if size < m:
+            best = max(n for n in range(1, size + 1) if size % n == 0)
+            which = f"data[{i}], a batch" if isinstance(batches, WholeBatches) else "a batch"
+            instead = (
+                "" if isinstance(batches, WholeBatches) or not i else ", or drop_last=True in mk.Batches"
+            )
+            raise ValueError(
+                f"{plan}: {m} micro-batches of {which} of {size}: each needs a sample at least. "
+                f"microbatches={best} works, or a batch of {m} or more; {2 * m}, say{instead}."
+            )
+
+
+def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Plan) -> None:
+    """Check that BatchNorms can take their statistics over the whole batch, where the plan wants that.
+
+    Raises:
+        ValueError: they would be over a micro-batch, or a rank would have nothing to add to them.
+    """
+    divided = plan.dp > 1 or plan.microbatches > 1
+    norms = batch_norms(model) if divided and plan.batchnorm == "sync" else {}
+    if norms and plan.microbatches > 1:
+        raise ValueError(
+            f"{plan}: {next(iter(norms)) or 'the model'} is a {type(next(iter(norms.values()))).__name__}, and would "
+            f"take its statistics over each of {plan.microbatches} micro-batches, not over the whole batch as serial "
+            "training does. What works: microbatches=1; a norm that looks at single samples, such as nn.GroupNorm; or, "
+            "if other statistics are meant, batchnorm='local' in the Plan."
+        )
+    for name, norm in norms.items():
+        if has_own_forward(norm):
+            raise ValueError(
+                f"{plan}: the statistics of BatchNorms are to be over the whole batch, and {name} is a "
+                f"{type(norm).__name__}, whose forward is its own and sees its rank's share only. Either "
+                "batchnorm='local' in the Plan, each rank's own statistics, or one of torch.nn's in its place."
+            )
+    sizes = [batch_size(inputs) for inputs, _ in batches]
+    i = min(range(len(sizes)), key=lambda i: sizes[i])
+    if norms and sizes[i] < plan.dp:
+        first = next(iter(norms))
+        instead = (
+            ""
+            if isinstance(batches, WholeBatches) or not i
+            else " (drop_last=True in mk.Batches leaves it out)"
+        )
+        raise ValueError(
+            f"{plan}: the {plan.dp} ranks take statistics over the whole batch for {first or 'the model'}, and "
+            f"of a batch of {sizes[i]}{instead} some rank has no sample. Take "
+            f"batches of {plan.dp} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
+        )

@@ -1,0 +1,116 @@
+"""Copies of a model whose functions refer to the copy.
+
+`copy.deepcopy` does not copy functions. A forward or a hook that was attached to a model and refers to it (`lambda x:
+model.head(x)`) would still refer to the original model; after pickling it refers to the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+)  # private; tests/test_trace_fake.py guards it
+
+from mpkit.common.caught import one_line
+from mpkit.strategies.partition.walk import HOOKS
+
+__all__ = ["copy_model", "without_content"]
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy of the model.
+
+    >>> def doubled(model):
+    ...     model.forward = lambda x: nn.Linear.forward(model, x) * 2
+    ...     return model
+    >>> model = doubled(nn.Linear(2, 2))
+    >>> copy_model(model).forward.__closure__[0].cell_contents is model
+    False
+
+    Args:
+        memo: maps the id of an object in the model to its replacement in the copy.
+
+    Raises:
+        ValueError: the model holds something that cannot be copied, such as a lock.
+    """
+    memo = {} if memo is None else memo
+    for buffer in model.buffers():
+        if isinstance(buffer, FakeTensor):  # which has no memory that deepcopy could copy
+            memo.setdefault(id(buffer), buffer.clone())
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        which, reason = "The model", error
+        for name, child in model.named_children():
+            if (refused := _refusal(child)) is not None:
+                which, reason = f"The model's {name}", refused
+                break
+        raise ValueError(
+            f"{which} cannot be copied, and so not sent to the ranks: {one_line(reason)}. Locks, open files, "
+            "generators and the like belong to this process: make them when they are first used, on the rank, or leave "
+            "them out (__getstate__)."
+        ) from None
+    for before, after in zip(model.parameters(), made.parameters(), strict=True):
+        if issubclass(type(before), nn.Parameter):  # deepcopy leaves out what its author added to a parameter
+            vars(after).update(vars(before) | vars(after))
+    for module in made.modules():
+        _rebind(vars(module), [name for name in ("forward",) if name in vars(module)], memo)
+        for name in HOOKS:
+            hooks = vars(module)[name]
+            _rebind(hooks, list(hooks), memo)
+    return made
+
+
+def _refusal(module: nn.Module) -> Exception | None:
+    """Return what a module raises when it is copied; None if it can be copied."""
+    try:
+        copy.deepcopy(module)
+    except Exception as error:
+        return error
+    return None
+
+
+def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a copy of the model whose tensors have no content."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copy_model(model, memo)
+
+
+def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:
+    """Make functions use the copies of the modules that they closed over."""
+    for name in names:
+        function = functions[name]
+        if not isinstance(function, FunctionType) or not function.__closure__:
+            continue
+        cells = [_cell(cell, memo) for cell in function.__closure__]
+        if all(a is b for a, b in zip(cells, function.__closure__, strict=True)):
+            continue
+        made = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        )
+        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        made.__module__ = function.__module__
+        functions[name] = made
+
+
+def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # the cell is still empty
+        return cell
+    if isinstance(content, MethodType) and isinstance(content.__self__, nn.Module):
+        owner = memo.get(id(content.__self__))
+        return cell if owner is None else CellType(MethodType(content.__func__, owner))
+    if isinstance(content, nn.Module) and id(content) in memo:
+        return CellType(memo[id(content)])
+    return cell

@@ -1,0 +1,74 @@
+"""The model as one rank will have it, for the dry runs: sharded, and with its positions in the sequence set."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mpkit.common.caught import one_line
+from mpkit.plan.plan import Plan
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.checks import check_context_parallel
+from mpkit.strategies.context.sequence import sequence_part
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.runtime.local_model import attention_over, localize
+from mpkit.strategies.stage.shard import Sharded
+
+__all__ = ["Localized", "local_copy"]
+
+
+@dataclass(frozen=True)
+class Localized:
+    """A rank's model and its part of the data.
+
+    Attributes:
+        model: the rank's model; the caller's own if nothing is divided.
+        sharded: the result of tensor parallelism.
+        cut: returns the rank's part of inputs or targets.
+        attention: returns the context in which its forward runs.
+        tp: the group with which it shares its layers.
+    """
+
+    model: nn.Module
+    sharded: Sharded
+    cut: Callable[[Value], Value]
+    attention: Callable[[], AbstractContextManager[Any]]
+    tp: FakeGroup
+
+
+def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: int = 0) -> Localized:
+    """Copy the model as the tp rank at `place` would hold it.
+
+    Args:
+        model: the whole model; it is not changed.
+        plan: the plan, of which tp, cp and related options are used.
+        batch: the largest batch, whose sequences are divided along cp.
+        place: the rank's place along tp; along cp it is place 0.
+
+    Raises:
+        ValueError: layers or sequences cannot be divided among so many ranks.
+    """
+    if plan.cp > 1 and place == 0:
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order)
+    tp, cp = FakeGroup(plan.tp, place), FakeGroup(plan.cp)
+    sharded = Sharded()
+    if plan.tp > 1 or plan.cp > 1:
+        # The tensors remain the caller's: shards are copies, and nothing else is written into.
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        try:
+            model = copy_model(model, dict(tensors))
+        except (TypeError, RuntimeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(
+                f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
+                "generators are made in forward, or left out by the module's __getstate__."
+            ) from None
+        sharded = localize(model, plan, plan.build(), tp, cp)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+    return Localized(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)

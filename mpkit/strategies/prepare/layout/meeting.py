@@ -1,0 +1,64 @@
+"""A process group of threads: each thread stands for a rank, and their collectives exchange tensors in memory."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from mpkit.strategies.comm.process_group import AtOnce, Completed
+
+__all__ = ["PATIENCE", "Meeting", "Seat"]
+
+
+PATIENCE = 60.0
+"""Seconds after which a thread stops waiting for the others, which have then taken another path."""
+
+
+class Meeting:
+    """The place where the threads exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.brought: list[Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all threads, by place."""
+        self.brought[index] = tensor.detach().clone()
+        self.barrier.wait()
+        tensors = list(self.brought)
+        self.barrier.wait()
+        return tensors
+
+
+class Seat(AtOnce):
+    """A `ProcessGroup` of threads as seen by one of them."""
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        self._meeting, self.size, self.index = meeting, meeting.size, index
+
+    def __deepcopy__(self, _: object) -> Seat:
+        return self
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        brought = torch.stack(self._meeting.exchange(self.index, tensor))
+        if op in ("max", "min"):
+            return tensor.copy_(brought.amax(0) if op == "max" else brought.amin(0))
+        return tensor.copy_(brought.sum(0) / (self.size if op == "mean" else 1))
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self._meeting.exchange(self.index, tensor))
+
+    def _reduce_scatter(self, tensor: Tensor) -> Tensor:
+        total = torch.stack(self._meeting.exchange(self.index, tensor)).sum(0)
+        return total.chunk(self.size)[self.index].clone()
+
+    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
+        """Refuse: tensor parallelism sends nothing point to point."""
+        raise NotImplementedError("tensor parallelism sends nothing to one rank")
+
+    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Completed:
+        """Refuse: tensor parallelism receives nothing point to point."""
+        raise NotImplementedError("tensor parallelism sends nothing to one rank")

@@ -1,0 +1,95 @@
+"""Decides where the model is cut, and checks that it can be cut there."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import nn
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.models.cut import cut
+from mpkit.strategies.partition.boundary import LayerNumbers, Shared
+
+__all__ = ["check_gathered", "cut_stages", "shared_weights"]
+
+
+def cut_stages(names: list[str], numbers: list[LayerNumbers], plan: Plan) -> list[range]:
+    """Return the layers of each stage: cut where the plan says, or balanced by forward FLOPs.
+
+    A layer without a matrix product counts as one operation per output element.
+
+    Args:
+        names: the names of the layers.
+        numbers: the numbers of the layers, without the loss.
+        plan: the plan with the number of stages and, if given, the cut points.
+
+    Raises:
+        ValueError: there are more stages than layers, or what crosses a cut cannot be sent.
+    """
+    costs = [layer.flops.forward + _numel(layer) for layer in numbers]
+    if plan.cut is None:
+        # A layer whose output cannot be sent stays with the next one.
+        ends = [i + 1 for i, layer in enumerate(numbers) if layer.output is not None or i == len(numbers) - 1]
+        units = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        unit_names = [f"{names[u[0]]} to {names[u[-1]]}" if len(u) > 1 else names[u[0]] for u in units]
+        parts = cut(unit_names, [sum(costs[i] for i in unit) for unit in units], plan.stages, None)
+        return [range(units[part[0]].start, units[part[-1]].stop) for part in parts]
+    stages = cut(names, costs, plan.stages, plan.cut)
+    for stage in stages[:-1]:
+        if numbers[stage[-1]].output is None:
+            raise ValueError(
+                f"cut={list(plan.cut)}: {names[stage[-1]]} passes on something that is neither a tensor nor a tuple of "
+                f"tensors, which cannot be sent to the next stage. Cut elsewhere, or leave cut out: then the "
+                "stages are cut where they can be."
+            )
+    return stages
+
+
+def _numel(layer: LayerNumbers) -> float:
+    specs = layer.output.specs if layer.output is not None else ()
+    return float(sum(prod(spec.shape) for spec in specs))
+
+
+def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[Shared]:
+    """Return the tied weights of a chain that more than one stage computes with.
+
+    Raises:
+        ValueError: stages share a buffer; each would update its own copy.
+    """
+    names: dict[int, dict[int, str]] = {}  # by weight and stage
+    buffers: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for prefix, layer in (layers[i] for i in stage):
+            for name, parameter in layer.named_parameters(prefix):
+                names.setdefault(id(parameter), {}).setdefault(number, name)
+            for name, buffer in layer.named_buffers(prefix):
+                first, known = buffers.setdefault(id(buffer), (number, name))
+                if first != number:
+                    raise ValueError(
+                        f"{known!r} and {name!r} are one buffer, and would be in stages {first} and {number}: each "
+                        "stage would change a copy of its own. What works: a cut that leaves both in one stage, "
+                        "buffers that are not shared, or Plan.serial(). (Shared weights may be anywhere.)"
+                    )
+    return [Shared(held) for held in names.values() if len(held) > 1]
+
+
+def check_gathered(resolved: ResolvedPlan) -> None:
+    """Check that outputs which rank 0 gathers (DP) are tensors whose first dimension is the batch.
+
+    Raises:
+        ValueError: an output is something else.
+    """
+    plan = resolved.plan
+    if plan.dp == 1 or plan.data_parallel != "dp":
+        return
+    for key, layers in resolved.numbers.items():
+        assert isinstance(key, tuple)
+        samples, output = key[0][1][0], layers[-2].output
+        if output is None or any(spec.shape[:1] != (samples,) for spec in output.specs):
+            made = "neither a tensor nor a tuple of tensors" if output is None else f"{output}"
+            raise ValueError(
+                f"{plan}: DP gathers the outputs of all ranks in their first dimension, which has to be the batch, and "
+                f"of {samples} sample{'s' * (samples > 1)} the model makes {made}. Either let it return a tensor "
+                f"(batch, ...) or a tuple of such, or Plan.ddp({plan.dp}), which gathers none."
+            )

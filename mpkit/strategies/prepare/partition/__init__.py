@@ -1,0 +1,202 @@
+"""Partition a model that is no chain among the stages of a pipeline, before a rank starts.
+
+choice    which modules are opened (their forward runs as it is written), and which are blocks that a rank calls
+          as a whole
+record    the dry run: the blocks, the operations between them, and which values each of them uses
+divide    the stage that runs each of them, and what is sent from stage to stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.common.caught import fakes_or_real, one_line, report
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.microbatch import Value, map_tensors
+from mpkit.strategies.models.hooks import with_backward_hooks
+from mpkit.strategies.models.randomness import may_draw
+from mpkit.strategies.partition.graph import Graph, PartitionedModel
+from mpkit.strategies.partition.walk import prepare_modules
+from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
+from mpkit.strategies.prepare.partition.calls import stages_of_blocks, starts
+from mpkit.strategies.prepare.partition.choice import PartitionChoice, choose
+from mpkit.strategies.prepare.partition.divide import divide
+from mpkit.strategies.prepare.partition.hold import hold
+from mpkit.strategies.prepare.partition.record import record
+from mpkit.strategies.prepare.partition.refusals import CannotCut, EnteredFromOutside, tell_if_entered
+from mpkit.strategies.stage.stage import PRECISIONS, cast
+from mpkit.trace.record.fake_mode import FakeMode
+
+__all__ = ["partition_for_draws", "partition_model"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+def partition_model(
+    model: nn.Module,
+    shapes: Mapping[Hashable, tuple[Value, Value]],
+    plan: Plan,
+    loss: Loss,
+    *,
+    relays: bool = False,
+    cut: Callable[[Value], Value] = whole,
+    attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    like: PartitionedModel | None = None,
+) -> PartitionedModel:
+    """Open a model and divide it among the plan's stages.
+
+    Args:
+        model: any module.
+        shapes: a micro-batch of every shape that occurs, by its signature.
+        plan: the plan, of which stages, cut points and precision are used.
+        loss: the loss of the training.
+        relays: as in `divide`.
+        cut, attention: as in `dry_run`.
+        like: the same model partitioned with shards of other sizes; the cut is at the same places.
+
+    Raises:
+        ValueError: it cannot be cut, or not at these points; the message says where, why, and what would work.
+    """
+    as_given, dtype = model, PRECISIONS.get(plan.precision)
+    if dtype is not None:
+        model, loss = narrow_copy(model, dtype), of_wide_outputs(loss)
+        shapes = {key: (cast(x, dtype), y) for key, (x, y) in shapes.items()}
+    shapes = {key: (cut(x), cut(y)) for key, (x, y) in shapes.items()}
+    closed = _with_backward_hooks(as_given)  # modules that cannot be opened, and why
+    with attention():
+        if like is None:
+            choice, graphs = _walk_through(model, shapes, plan, loss, closed)
+        else:
+            choice = PartitionChoice(like.modules, like.blocks)
+            dry = _DryRuns(model, choice)
+            graphs = {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+    first = like.starts if like is not None else starts(next(iter(graphs.values())), plan, closed)
+    divisions = {
+        key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
+        for key, graph in graphs.items()
+    }
+    return hold(as_given, choice, divisions, first)
+
+
+def _with_backward_hooks(model: nn.Module) -> dict[str, str]:
+    """Return the modules that must be called as a whole, since a hook sees their whole backward.
+
+    Raises:
+        ValueError: the model itself is such a module.
+    """
+    hooks = with_backward_hooks(model)
+    if "" in hooks:
+        raise ValueError(
+            f"The model cannot be cut: {hooks['']} sees the gradients of its inputs and outputs, which are on "
+            "different ranks. What works: the hook on a layer, which one rank calls as a whole; or a plan that "
+            "does not cut the model: Plan.serial(), Plan.ddp(2), Plan.zero(3, 2)."
+        )
+    return {name: f"it has {hook}" for name, hook in hooks.items()}
+
+
+def partition_for_draws(
+    model: nn.Module, shapes: Mapping[Hashable, tuple[Value, Value]], plan: Plan, loss: Loss
+) -> PartitionedModel | None:
+    """Return an opened model that is not cut, whose blocks draw the random numbers that they would in a pipeline.
+
+    Returns None if no block draws random numbers.
+
+    A model that cannot be opened draws as one layer, which is reported; no pipeline could be compared with it.
+    """
+    if not model.training or not any(map(may_draw, model.modules())):
+        return None
+    try:
+        partition = partition_model(model, shapes, plan, loss)
+    except Exception as error:
+        report(
+            f"{type(model).__name__} draws its random numbers (dropout) as one layer, and not block by block as a "
+            f"pipeline does, since it cannot be opened ({one_line(error)}). Runs on one rank draw the same as each "
+            "other; a pipeline of this model is refused for the same reason."
+        )
+        return None
+    draws = any(node.random for division in partition.divisions.values() for node in division.graph.nodes)
+    return partition if draws else None
+
+
+def _walk_through(
+    model: nn.Module,
+    shapes: Mapping[Hashable, tuple[Value, Value]],
+    plan: Plan,
+    loss: Loss,
+    closed: dict[str, str],
+) -> tuple[PartitionChoice, dict[Hashable, Graph]]:
+    """Return what was opened, and the graph of each shape; `closed` says which modules cannot be opened."""
+    entered: set[str] = set()
+    while True:
+        choice = choose(model, plan.stages, plan.cut or (), closed, entered)
+        dry = _DryRuns(model, choice)
+        try:
+            return choice, {key: dry.record(x, y, loss) for key, (x, y) in shapes.items()}
+        except EnteredFromOutside as error:
+            if error.block in closed:
+                raise ValueError(_explain(model, CannotCut(error.block, closed[error.block]))) from None
+            assert error.block not in entered, "it would have been opened"
+            entered.add(error.block)
+        except CannotCut as error:
+            if error.scope == "" or error.scope in closed:
+                raise ValueError(_explain(model, error)) from None
+            closed[error.scope] = str(error)
+
+
+class _DryRuns:
+    """Copies of the model for dry runs: on fake tensors, and where that is impossible, on real ones."""
+
+    def __init__(self, model: nn.Module, choice: PartitionChoice) -> None:
+        self._model, self._choice = model, choice
+        self._mode = FakeMode()
+        self._fake: nn.Module | None = None
+        self._true: nn.Module | None = None
+
+    def record(self, inputs: Value, targets: Value, loss: Loss) -> Graph:
+        """Record the graph of a micro-batch; on real tensors where control flow depends on values."""
+        cpu = torch.device("cpu")
+
+        def on_fakes() -> Graph:
+            with self._mode:
+                if self._fake is None:
+                    self._fake = self._copy(self._mode.from_tensor)
+                x, y = (map_tensors(self._mode.from_tensor, value) for value in (inputs, targets))
+                return record(self._fake, x, y, loss, cpu)
+
+        def on_real() -> Graph:
+            if self._true is None:
+                self._true = self._copy(torch.clone)
+            x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
+            return record(self._true, x, y, loss, cpu)
+
+        what = f"The graph of {type(self._model).__name__}'s blocks"
+        return fakes_or_real(on_fakes, on_real, what, final=(CannotCut, EnteredFromOutside))
+
+    def _copy(self, of: Callable[[Tensor], Tensor]) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in self._model.parameters():
+            memo[id(parameter)] = nn.Parameter(of(parameter.detach()), parameter.requires_grad)
+        for buffer in self._model.buffers():
+            memo[id(buffer)] = of(buffer.detach())
+        made = copy_model(self._model, memo)
+        for name, block in prepare_modules(made, *self._choice).items():
+            tell_if_entered(name, block)
+        return made
+
+
+def _explain(model: nn.Module, error: CannotCut) -> str:
+    where = f"{error.scope} ({type(model.get_submodule(error.scope)).__name__})"
+    if error.scope == "":
+        where = f"The model ({type(model).__name__})"
+    return (
+        f"{where} cannot be cut: between its blocks, {one_line(error).partition(': ')[2]}. What happens between blocks "
+        "is done on every rank, on tensors that only one of them has. What works: put it into a module of its own, "
+        "which one rank calls as a whole; or a plan that does not cut the model: Plan.serial(), Plan.ddp(2), "
+        "Plan.zero(3, 2)."
+    )

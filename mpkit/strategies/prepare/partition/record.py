@@ -1,0 +1,304 @@
+"""The dry run of an opened model: run its forward and its loss once, and record them as a Graph.
+
+Everything is computed, on fake tensors where the model allows it. Every tensor that is the output of a block, or of an
+operation on such a tensor, is wrapped in a Value, which shows where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.strategies.data.microbatch import Value as Data
+from mpkit.strategies.models.containers import Containers, bring_back
+from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
+from mpkit.strategies.partition.value import Looked, Value, spec_of
+from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
+from mpkit.strategies.prepare.partition.refusals import CannotCut
+from mpkit.strategies.stage.stage import call
+from mpkit.trace.record.flops import Flops
+from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
+
+__all__ = ["record"]
+
+PLAIN = (bool, int, float, str, bytes, slice, range, torch.Size, torch.dtype, torch.device, type(None))
+"""Types other than tensors that may pass between blocks: they are the same for all micro-batches of one shape."""
+
+HOOKS = ("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+"""Methods that request gradients in the middle of a forward; only the rank that computes them sees these."""
+
+
+def record(
+    model: nn.Module, inputs: Data, targets: Data, loss: Callable[[Any, Any], Any], device: torch.device
+) -> Graph:
+    """Record what the forward of a prepared model (`prepare_modules`) does to a micro-batch.
+
+    Raises:
+        CannotCut: something between the blocks cannot be divided.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with Recording(names, device) as recording:
+        outputs = call(model, inputs, first=True)
+    with Wanted(recording) as wanted:
+        result = loss(outputs, targets)
+    wanted.see([result])
+    graph: Graph = recording.graph
+    graph.wanted = tuple(wanted.numbers)
+    graph.loss = wanted.watch.flops
+    return graph
+
+
+class Recording(ForwardWalk):
+    """A walk that records every node."""
+
+    def __init__(self, parameters: dict[int, str], device: torch.device) -> None:
+        super().__init__(parameters)
+        self.graph = Graph()
+        self._device = device
+        self._alive: dict[int, WeakSet[Value]] = {}  # by storage
+        self._made_in: dict[int, int] = {}  # by storage, the node that made it
+        self._kept: list[Tensor] = []  # kept alive, so that no storage address is reused
+
+    def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the tensors behind the values and record it."""
+        graph, scope = self.graph, self.scopes[-1]
+        if name in HOOKS:
+            raise CannotCut(scope, f"{name} is called on a tensor that a block made")
+        leaves, shape = self.flatten((args, kwargs))
+        values = [leaf for leaf in leaves if type(leaf) is Value]
+        self._check_handed_over(name, leaves)
+        for value in values:
+            if value.stale:
+                raise CannotCut(scope, f"{name} is given a view of a tensor that was written into since")
+        real = [_real(leaf) for leaf in leaves]
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in real]
+        watch = OperatorWatch(self, len(graph.nodes), real, "" if isinstance(func, OriginalForward) else name)
+        real_args, real_kwargs = rebuild(shape, real)
+        containers = Containers((real_args, real_kwargs), self.is_whole)
+        with watch:
+            result = func(*real_args, **real_kwargs)
+        if lost := containers.lost_containers(result):
+            raise CannotCut(
+                scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"
+            )
+        made, result_shape = flatten(result, self.is_whole)
+        written = [
+            i for i, (leaf, version) in enumerate(zip(real, versions, strict=True))
+            if isinstance(leaf, Tensor) and leaf._version != version
+        ]  # fmt: skip
+        if (
+            not isinstance(func, OriginalForward)
+            and not written
+            and not any(isinstance(leaf, Tensor) for leaf in made)
+        ):
+            return self._answer(name, func, args, kwargs)
+        node = CallNode(
+            name,
+            isinstance(func, OriginalForward),
+            scope,
+            tuple(value.number for value in values),
+            tuple(self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters),
+            result_shape,
+            (),
+        )
+        node.written = self._write(node, leaves, real, written)
+        node.leaves, back = self._wrap(node, leaves, real, made)
+        node.random, node.flops = watch.random, watch.flops
+        node.returned = tuple(containers.returned_containers(result))
+        graph.nodes.append(node)
+        back_result = rebuild(result_shape, back)
+        bring_back((args, kwargs), back_result, node.returned, self.is_whole)
+        return back_result
+
+    def inputs_only(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that an operation's arguments depend only on the inputs.
+
+        A hook or an attribute may have passed on the output of a block.
+        """
+        if self._made_in:
+            self._check_handed_over(
+                getattr(func, "__name__", "an operation"), flatten((args, kwargs), self.is_whole)[0]
+            )
+
+    def _check_handed_over(self, name: str, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            maker = self.made_in(leaf) if isinstance(leaf, Tensor) and type(leaf) is not Value else None
+            if maker is not None:
+                raise CannotCut(
+                    self.scopes[-1],
+                    f"{name} is given a tensor that {self.graph.nodes[maker].name} made and did not return (a hook, a "
+                    "cache or an attribute kept it)",
+                )
+
+    def _answer(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a question about shapes; values can answer only those."""
+        try:
+            return func(*args, **kwargs)
+        except Looked:
+            raise CannotCut(
+                self.scopes[-1], f"{name} looks at the numbers of a tensor that a block made"
+            ) from None
+
+    def _write(
+        self, node: CallNode, leaves: list[Any], real: list[Any], written: list[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """Give every value that was written into a new number: it is a different value from now on.
+
+        Returns the position and the new number of each.
+        """
+        versions = []
+        for i in written:
+            value = leaves[i]
+            if type(value) is not Value:
+                if id(value) in self._parameters or not node.arguments:
+                    continue  # inputs, which every rank writes into
+                raise CannotCut(
+                    node.scope, f"{node.name} writes what a block made into a tensor that no block made"
+                )
+            for other in self._alive.get(_storage(real[i]), ()):
+                other.stale = other is not value
+            value.number = self._number(real[i])
+            versions.append((i, value.number))
+        return tuple(versions)
+
+    def _wrap(
+        self, node: CallNode, leaves: list[Any], real: list[Any], made: list[Any]
+    ) -> tuple[tuple[Leaf, ...], list[Any]]:
+        """Return the leaves of a result as the graph records them, and as the model's forward continues with them."""
+        places = {
+            id(leaf): i for i, leaf in enumerate(real) if leaf is not None and not isinstance(leaf, PLAIN)
+        }
+        fresh: dict[int, Value] = {}
+        described: list[Leaf] = []
+        back: list[Any] = []
+        for leaf in made:
+            if id(leaf) in places:
+                described.append(PassedArgument(places[id(leaf)]))
+                back.append(leaves[places[id(leaf)]])
+            elif isinstance(leaf, Tensor):
+                value = fresh.get(id(leaf))
+                if value is None:
+                    value = fresh[id(leaf)] = Value(spec_of(leaf), self._device, self._number(leaf), leaf)
+                    self._alive.setdefault(_storage(leaf), WeakSet()).add(value)
+                described.append(New(value.number))
+                back.append(value)
+            elif isinstance(leaf, PLAIN):
+                described.append(Constant(leaf))
+                back.append(leaf)
+            else:
+                raise CannotCut(
+                    node.scope,
+                    f"{node.name} gives back a {type(leaf).__name__}, which cannot be sent to another rank",
+                )
+        return tuple(described), back
+
+    def _number(self, tensor: Tensor) -> int:
+        number = len(self.graph.specs)
+        self.graph.specs[number] = spec_of(tensor)
+        return number
+
+    def keep(self, tensor: Tensor, node: int) -> None:
+        """Record that a node made this tensor."""
+        storage = _storage(tensor)
+        if storage not in self._made_in:
+            self._made_in[storage] = node
+            self._kept.append(tensor)
+
+    def made_in(self, tensor: Tensor) -> int | None:
+        """Return the node that made the tensor; None if no node did."""
+        return self._made_in.get(_storage(tensor))
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Observes the operators of a node: FLOPs, random numbers, and tensors of other blocks that bypass the graph."""
+
+    def __init__(self, recording: Recording, node: int, given: list[Any], operation: str = "") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording, self._node, self._operation = recording, node, operation
+        self._given = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
+        self.random = False
+        self._forward, self._bytes = 0.0, 0
+
+    @property
+    def flops(self) -> Flops:
+        """The node's FLOPs; its backward counts twice the forward, as for matrix products."""
+        return Flops(self._forward, 2 * self._forward, self._bytes, 2 * self._bytes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recording = self._recording
+        given = set(self._given)
+        for leaf in tensors_in((args, kwargs)):
+            given.add(_storage(leaf))
+            maker = recording.made_in(leaf)
+            if maker is not None and maker != self._node and _storage(leaf) not in self._given:
+                node = recording.graph.nodes[maker]
+                raise CannotCut(
+                    recording.scopes[-1],
+                    f"a tensor that {node.name} made is read without having been handed over (kept in an "
+                    "attribute, a cache or a closure)",
+                )
+            if id(leaf) in recording._parameters and self._operation and _storage(leaf) not in self._given:
+                raise CannotCut(
+                    recording.scopes[-1],
+                    f"{self._operation} computes with {recording._parameters[id(leaf)]}, which it is not given",
+                )
+        out = func(*args, **kwargs)
+        self.random = self.random or _draws(func, args, kwargs)
+        self._forward += flops_of(func, args, kwargs, out)
+        self._bytes += moved_by(func, args, kwargs, out)
+        for leaf in tensors_in(out):
+            if _storage(leaf) not in given:  # not a view of an earlier tensor
+                recording.keep(leaf, self._node)
+        return out
+
+
+class Wanted(ForwardWalk):
+    """A walk that records which values the loss uses."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(recording._parameters)
+        self.numbers: dict[int, None] = {}
+        self.watch = OperatorWatch(recording, -1, [])
+        self._recording = recording
+
+    def node(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the tensors behind the values without wrapping its result: a loss may do anything."""
+        leaves, shape = flatten((args, kwargs))
+        self.see(leaves)
+        real = [_real(leaf) for leaf in leaves]
+        self.watch._given |= {_storage(leaf) for leaf in real if isinstance(leaf, Tensor)}
+        real_args, real_kwargs = rebuild(shape, real)
+        with self.watch:
+            return func(*real_args, **real_kwargs)
+
+    def see(self, leaves: list[Any]) -> None:
+        """Record that the loss uses these values."""
+        for leaf in leaves:
+            if type(leaf) is Value and leaf.number >= 0:
+                self.numbers[leaf.number] = None
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator draws random numbers; attention does so only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    arguments |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return arguments.get("dropout_p") != 0.0
+
+
+def _real(leaf: Any) -> Any:
+    return leaf.behind if type(leaf) is Value else leaf
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,253 @@
+"""The probe: model and loss on a few samples, all at once and in the parts of the plan.
+
+What is too large, or fails on a few samples, is left to the proof of the run.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.common.caught import one_line
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.microbatch import Value, batch_size, part
+from mpkit.strategies.loss.mean import MeanLoss
+from mpkit.strategies.loss.quotient import nominal_count
+from mpkit.strategies.loss.whole_batch import WholeBatchLoss
+from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.packing.packing import dumps
+from mpkit.strategies.prepare.probe.buffers import check_buffers
+from mpkit.strategies.prepare.probe.compare import differ
+from mpkit.strategies.prepare.probe.explain import explain
+from mpkit.strategies.prepare.probe.heard import MeanLossDetector
+from mpkit.strategies.prepare.probe.masked_data import try_masked
+from mpkit.strategies.prepare.probe.parts import Parts, division, scatter_samples
+from mpkit.strategies.prepare.probe.sequences import check_sequence_loss
+from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
+
+__all__ = [
+    "MOST",
+    "Loss",
+    "Probe",
+    "ProbedLoss",
+    "Untried",
+    "copy_loss",
+    "in_one_part",
+    "of_samples",
+]
+
+
+Loss = Callable[[Any, Any], Any]
+
+
+MOST = 2e12
+"""The most FLOPs of a probe: more would delay the start of a training on a few cores by minutes."""
+
+
+class Untried(Exception):
+    """The model or the loss fails on parts of a batch; `__cause__` is the error."""
+
+
+class ProbedLoss(NamedTuple):
+    """The loss that is trained.
+
+    Attributes:
+        loss: the loss as a rank calls it.
+        nominal: as in `Problem`.
+        warnings: messages about what works but the user should know.
+    """
+
+    loss: Loss
+    nominal: float | None
+    warnings: tuple[str, ...] = ()
+
+
+def in_one_part(plan: Plan) -> bool:
+    """Return whether one rank computes the loss of all samples at once."""
+    return plan.microbatches == 1 and plan.cp == 1 and (plan.dp == 1 or plan.data_parallel == "dp")
+
+
+class Probe:
+    """The trial of one training.
+
+    Args:
+        model, loss, batches, first: as in `objective`.
+        plan: the plan, which determines the parts.
+        flops: the FLOPs of the forward of one sample.
+        plain: the objective if the probe finds nothing.
+        whole: try the whole batch, whatever it costs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Any,
+        first: tuple[Value, Value],
+        plan: Plan,
+        flops: float,
+        plain: ProbedLoss,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.model, self.loss, self.batches, self.plan, self.plain = model, loss, batches, plan, plain
+        self.size, self.of_a_sample = batch_size(first[0]), flops
+        wanted, micro, replicas = division(self.size, plan, flops)
+        if whole:
+            wanted, micro, replicas = self.size, plan.microbatches, plan.dp
+        self.first = first
+        self.all = [list(range(wanted))]
+        self.parts = scatter_samples(wanted, micro, replicas)
+        self.data = part(first[0], slice(wanted)), part(first[1], slice(wanted))
+        self.trial = ProbeTrial(model, copy_loss(loss), self.data)
+        # Rank 0 of DP, and a loss of the whole batch, see the outputs of all replicas.
+        self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(loss, WholeBatchLoss)
+        self.of_loss = scatter_samples(wanted, micro, 1) if self.gathers else self.parts
+
+    def verdict(self) -> ProbedLoss:
+        """Try model and loss, and return the resulting objective."""
+        if 6 * self.of_a_sample * len(self.all[0]) > MOST:
+            return self.plain
+        heard = MeanLossDetector(self.trial.loss)
+        try:
+            whole = self._hear(heard)
+        except Untried:
+            return self._try_whole_batch() or self.plain
+        objective = self._form(heard, whole)
+        # ---- the model, and the loss of it
+        first, split = None, None
+        try:
+            if len(self.of_loss) > 1:
+                first, split = self._check(self.trial, self.of_loss, whole)
+            judged = first, split
+            if self.gathers:
+                first, split = self._check(self.trial.with_loss(of_samples), self.parts)
+        except Untried:
+            return self._try_whole_batch() or objective
+        if self.plan.cp > 1:
+            check_sequence_loss(self.plan, self.trial.loss, whole.outputs[0], self.data[1])
+        # ---- other data that the loss may meet
+        if first is None or split is None:  # unknown
+            return objective
+        if (
+            objective.nominal is None
+            and heard.pair is None
+            and judged[0] is not None
+            and judged[1] is not None
+        ):
+            at_once, apart = (self.all, judged[0].outputs), (self.of_loss, judged[1].outputs)
+            guarded = try_masked(self.plan, self.trial, self.loss, self.batches, at_once, apart)
+            objective = objective._replace(loss=guarded) if guarded is not None else objective
+        warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
+        return objective._replace(warnings=tuple(warned))
+
+    def _hear(self, heard: MeanLossDetector) -> ProbeResult:
+        """Return the result for all samples at once, with what this loss hears.
+
+        Raises:
+            Untried: the model or the loss fails.
+        """
+        hearing = self.trial if isinstance(self.loss, WholeBatchLoss) else self.trial.with_loss(heard)
+        try:
+            whole = hearing.run(self.all, gradients=True)
+        except Exception as error:  # perhaps since there are fewer samples than in the dry run
+            raise Untried from error
+        self.trial.still = hearing.still
+        return whole
+
+    def _try_whole_batch(self) -> ProbedLoss | None:
+        """Try the whole batch, on which the dry run has succeeded, unless that is too expensive."""
+        if len(self.all[0]) == self.size or 6 * self.of_a_sample * self.size > MOST:
+            return None
+        again = Probe(
+            self.model,
+            self.loss,
+            self.batches,
+            self.first,
+            self.plan,
+            self.of_a_sample,
+            self.plain,
+            whole=True,
+        )
+        return again.verdict()
+
+    def _form(self, heard: MeanLossDetector, whole: ProbeResult) -> ProbedLoss:
+        """Return how a rank calls the loss.
+
+        A mean of torch's in which targets may not count is called as (total, count).
+        """
+        count = None if whole.count is None else whole.count * self.size / len(self.all[0])
+        if self.plain.nominal is not None and count is not None:
+            return self.plain._replace(nominal=nominal_count(count))
+        if heard.pair is None or in_one_part(self.plan) or heard.constant(self.batches):
+            return self.plain
+        self.trial = self.trial.with_loss(MeanLoss(self.trial.loss))
+        assert count is not None
+        return ProbedLoss(MeanLoss(self.loss), nominal_count(count))
+
+    def _check(
+        self, trial: ProbeTrial, parts: Parts, whole: ProbeResult | None = None
+    ) -> tuple[ProbeResult, ProbeResult]:
+        """Check that loss and gradients of all samples equal those of the parts.
+
+        Args:
+            trial: the trial of model and loss.
+            parts: the parts of the samples.
+            whole: the result for all samples at once, if it is known already.
+
+        Returns:
+            The result for all samples at once, and that of the parts.
+
+        Raises:
+            ValueError: they differ.
+            Untried: the model or the loss fails on the parts.
+        """
+
+        def run_both(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
+            return tried.run(self.all, gradients=True), tried.run(parts, gradients=True)
+
+        try:
+            known = None if whole is None else (whole, trial.run(parts, gradients=True))
+            before, after, differs = differ(trial, run_both, known)
+        except Exception as error:  # perhaps parts of a size that the dry run did not have
+            raise Untried from error
+        whole, split = before, after
+        if differs and not trial.still:  # it draws from its own generator
+            trial = trial.without_randomness()
+            whole, split, differs = differ(trial, run_both)
+        if differs and not trial.repeats(self.all):  # draws that are not torch's: try without any
+            trial = trial.with_evaluation()
+            whole, split, differs = differ(trial, run_both)
+        if differs:
+            raise ValueError(explain(self.plan, trial, whole, split, parts, self.size))
+        return before, after
+
+
+def copy_loss(loss: Loss) -> Loss:
+    """Return a copy of the loss as a rank receives it, so that the state of the original does not change.
+
+    Raises:
+        ValueError: it cannot be sent to a rank.
+    """
+    try:
+        copy: Loss = pickle.loads(dumps(loss))
+    except Exception as error:
+        raise ValueError(
+            f"The loss cannot be sent to the ranks: {one_line(error)}. Locks, open files, generators and the like "
+            "belong to this process: make them when the loss is first called, or leave them out (__getstate__)."
+        ) from None
+    return copy
+
+
+def of_samples(outputs: Any, targets: Any) -> Tensor:
+    """Return a mean over samples that depends on each element of the outputs with a different weight."""
+    means = []
+    for leaf in flatten(outputs)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            rows = leaf.reshape(leaf.shape[0], -1) if leaf.dim() else leaf.reshape(1, 1)
+            means.append((rows * torch.arange(1.0, 1 + rows.shape[1]).cos().to(rows)).mean(0).sum())
+    return sum(means[1:], means[0])

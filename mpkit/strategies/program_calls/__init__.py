@@ -1,0 +1,1 @@
+"""A program's own calls of torch.distributed: recorded, and compared between ranks."""

@@ -1,0 +1,219 @@
+"""Every communication of a program, whoever issues it.
+
+c10d's operators go through torch's dispatcher. A kernel for the key BackendSelect, which every call passes just before
+the backend's own kernel, sees them all:
+
+    record      begin the op, with its group, payload and the program's line
+    compare     what the program calls itself is compared with its peers' calls, as those of `ctx.comm` are
+    go on       redispatch to the kernel of the backend, without Python's lock
+    follow      hand torch's handle to `Completion`, which writes the end
+
+Source: torch's operators in torch/csrc/distributed/c10d/Ops.cpp, its order of dispatch keys in c10/core/DispatchKey.h.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpkit.common.disk import write_whole
+from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.tags import LIMIT
+from mpkit.strategies.program_calls.annotations import Annotations
+from mpkit.strategies.program_calls.completion import Completion
+from mpkit.strategies.program_calls.lines import SourceLines
+from mpkit.strategies.program_calls.operators import OPERATORS, C10dOperator, payload
+from mpkit.trace import Kind
+from mpkit.trace.record.recorder import Recorder
+
+__all__ = ["Communication", "warn_of_unknown"]
+
+_COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
+_NOTHING = torch.empty(0)
+_MEMBERS: dict[str, Any] = dict(dist.ReduceOp.RedOpType.__members__)
+_REDUCTIONS = {int(number): name.lower() for name, number in _MEMBERS.items()}
+
+
+class Communication:
+    """The operators of c10d as one rank calls them.
+
+    Args:
+        comm: the communicator of all ranks: its groups and messages are numbered together with the program's.
+        completion: writes the ends.
+        lines: the program's lines.
+        annotations: what the program says it is doing.
+        checks: compares calls with the peers'; None: what compares those of `comm`.
+        direct_only: leave alone what DDP, FSDP and the like issue.
+    """
+
+    def __init__(
+        self, comm: Communicator, completion: Completion, lines: SourceLines, annotations: Annotations,
+        checks: CallChecks | None = None, *, direct_only: bool = False,
+    ) -> None:  # fmt: skip
+        self._direct_only = direct_only
+        self._checks = checks or comm.wire.checks
+        self._comm, self._completion, self._lines, self._annotations = comm, completion, lines, annotations
+        self._record: Recorder = comm.wire.record
+        self._groups: dict[int, tuple[Any, Communicator]] = {}
+        self._texts: dict[tuple[torch.dtype, torch.Size], str] = {}
+        self._axes: dict[str, str] = {}  # the name that a DeviceMesh gave to the axis of a group
+        self._libraries: list[torch.library.Library] = []
+
+    # ---- begin and end of watching
+
+    def install(self) -> None:
+        """Put a kernel in front of each operator that communicates."""
+        c10d = torch.library.Library("c10d", "IMPL")
+        functional = torch.library.Library("_c10d_functional", "IMPL")
+        self._libraries = [c10d, functional]
+        for name, operator in OPERATORS.items():
+            if hasattr(torch.ops.c10d, name):
+                c10d.impl(name, self._kernel(name, operator), "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", self._wait_tensor(), "BackendSelect", with_keyset=True)
+
+    def uninstall(self) -> None:
+        """Take the kernels away."""
+        for library in self._libraries:
+            library._destroy()
+        self._libraries = []
+        self._groups.clear()
+
+    # ---- the kernels
+
+    def _kernel(self, name: str, operator: C10dOperator) -> Any:
+        go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _backend_keys()
+        at_group = _place_of_group(name)
+        unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
+        direct_only = self._direct_only
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            where = lines.running_line()
+            if where is None or (direct_only and not lines.is_direct):  # None: ctx.comm, which records it
+                return go_on(keyset & after, *args)
+            by_python = lines.by_python
+            completion.settle()
+            op, call = begin(operator, args, args[at_group], where)
+            if call is not None:
+                call.publish()
+            out = go_on(keyset & after, *args)
+            handle = out[-1] if isinstance(out, tuple) else out
+            if handle is None:  # monitored_barrier returns when it is complete
+                self._record.end(op)
+            else:
+                completion.follow(op, unbox(handle), where, args[0], by_python=by_python, call=call)
+            return out
+
+        return kernel
+
+    def _wait_tensor(self) -> Any:
+        go_on, after = torch.ops._c10d_functional.wait_tensor.default.redispatch, _backend_keys()
+
+        def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
+            return self._completion.wait_for_output(tensor, lambda: go_on(keyset & after, tensor))
+
+        return kernel
+
+    # ---- what is recorded
+
+    def _begin(
+        self, operator: C10dOperator, args: tuple[Any, ...], boxed: Any, where: str
+    ) -> tuple[int, CheckedCall | None]:
+        """Begin the op of a call; return it, and what compares it with its peers' if the program calls it itself."""
+        kind, group = operator.kind, self._group(boxed)
+        tensors = payload(args[operator.tensors]) if operator.tensors >= 0 else []
+        nbytes = tensors[0].nbytes if len(tensors) == 1 else sum([tensor.nbytes for tensor in tensors])
+        if operator.per_rank:
+            nbytes *= group.size
+        other = args[operator.peer] if operator.peer >= 0 else -1
+        peer = (
+            group.ranks[other] if 0 <= other < group.size else -1
+        )  # of one that is not there, torch says so
+        tag = args[operator.tag] if operator.tag >= 0 else 0
+        if operator.tag >= 0:
+            name, number = self._message(kind, peer, tag)
+        else:
+            name, number = group.name, group.issued
+            group.issued = number + 1
+        text, said = self._text(tensors) if tensors else "", self._annotations.innermost
+        call, checks = None, self._checks
+        if checks is not None and self._lines.is_direct and kind in _COMPARED and group.size > 1:
+            tensor = tensors[0] if tensors else _NOTHING
+            if operator.tag < 0:
+                reduction = _REDUCTIONS[args[operator.reduces].op()] if operator.reduces >= 0 else ""
+                if (
+                    reduction == "sum" and kind != Kind.ALL_REDUCE
+                ):  # `ctx.comm` names only that of an all_reduce
+                    reduction = ""
+                name_of_group = self._own_name(boxed)
+                call = checks.collective(group.ranks, number, kind, tensor, peer, reduction, name_of_group)
+                text = call.text.replace(self._text([tensor]), text)
+            elif peer >= 0 and tag < LIMIT:
+                call = checks.message(kind, name, number, peer, tag, tensor)
+        elif said:
+            text = f"{said}: {text}"
+        op = self._record.begin(
+            kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
+        )  # fmt: skip
+        return op, call
+
+    def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:
+        """Return the channel of a message, and its number there."""
+        rank, messages = self._comm.rank, self._comm.wire.messages
+        src, dst = (rank, peer) if kind == Kind.SEND else (peer, rank)
+        channel = f"{src}>{dst}#{tag}"
+        number = messages.get(channel, 0)
+        messages[channel] = number + 1
+        return channel, number
+
+    def _group(self, boxed: Any) -> Communicator:
+        """Return the communicator of a process group's ranks, which counts their collectives."""
+        handle = dist.ProcessGroup.unbox(boxed)
+        known = self._groups.get(id(handle))
+        if known is None:
+            ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
+            known = self._groups[id(handle)] = handle, self._comm.adopt(ranks, handle)  # keeps it alive
+            if handle.group_desc.startswith("mesh_"):
+                self._axes[known[1].name] = handle.group_desc.removeprefix("mesh_")
+                write_whole(
+                    self._record.folder / f"rank{self._comm.rank}.axes", json.dumps(self._axes).encode()
+                )
+        return known[1]
+
+    def _own_name(self, boxed: Any) -> str:
+        """Return the name that torch gave to a group, the same on all of its ranks; "" for that of all ranks."""
+        handle = dist.ProcessGroup.unbox(boxed)
+        return "" if handle == dist.group.WORLD else str(handle.group_name)
+
+    def _text(self, tensors: list[torch.Tensor]) -> str:
+        """Describe the tensors of a call: "float32[4]", with how many more there are."""
+        key = tensors[0].dtype, tensors[0].shape
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = f"{str(key[0]).removeprefix('torch.')}{list(key[1])}"
+        return text if len(tensors) == 1 else f"{text} and {len(tensors) - 1} more"
+
+
+def warn_of_unknown() -> None:
+    """Warn of operators of c10d that communicate in a way unknown here."""
+    names = [name[6:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    unknown = [name for name in names if name not in OPERATORS and _place_of_group(name) >= 0]
+    if unknown:
+        warnings.warn(
+            f"this torch has operators that mpkit does not record: {', '.join(unknown)}", stacklevel=2
+        )
+
+
+def _place_of_group(name: str) -> int:
+    """Return which argument of an operator is the process group, -1 if none is."""
+    arguments = getattr(torch.ops.c10d, name).default._schema.arguments
+    return next((i for i, argument in enumerate(arguments) if argument.name == "process_group"), -1)
+
+
+def _backend_keys() -> Any:
+    """Return the dispatch keys that come after BackendSelect: those of the backends."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

@@ -1,0 +1,198 @@
+"""One step of serial training that can be repeated: as it is, with other roundings, or for a part of the batch."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.common.caught import one_line
+from mpkit.strategies.data.microbatch import Value, part
+from mpkit.strategies.models.heard_draws import GivenDraws
+from mpkit.strategies.models.python_state import PythonState
+from mpkit.strategies.prepare.travel import ready_to_travel
+from mpkit.strategies.proof.draws import CannotReplay, SharedDraws, StepDraws
+from mpkit.strategies.proof.rounding import SPREADS, Rounded, coarsest, distance
+from mpkit.strategies.reference.serial import Serial
+
+__all__ = ["Attempt", "Found", "Noise", "copy_of", "run_user_code"]
+
+Found = tuple[Tensor, dict[str, Tensor | None]]
+"""The loss, and the gradients by name."""
+
+SHADOWS = 4.0
+"""How many times as far as a step in 16 bits is from the same in 32 bits two results in 16 bits may be apart: kernels
+sum up in 16 bits inside, as long as the batch is, which nobody can perturb from outside."""
+
+REPETITIONS = 3
+"""How often a step is repeated to find out what rounding does to it."""
+
+
+@dataclass
+class Attempt:
+    """One step of serial training.
+
+    Attributes:
+        serial: the training, at the beginning of the step.
+        model: a copy of its model from there.
+        batch: inputs and targets.
+        draws: the random numbers of the step.
+        scale: the loss scale.
+        loss_state: what the loss remembers.
+    """
+
+    serial: Serial
+    model: nn.Module
+    batch: tuple[Value, Value]
+    draws: StepDraws
+    scale: float
+    loss_state: PythonState
+
+    def __post_init__(self) -> None:
+        self._loss_remembers = self.loss_state.find_changes()[0]
+
+    def begin_again(self) -> Serial:
+        """Return the training at the beginning of the step once more, to be changed at will."""
+        serial = copy.copy(self.serial)
+        serial.model = copy_of(self.model)
+        self.loss_state.restore(self._loss_remembers)
+        return serial
+
+    def use_draws(self) -> AbstractContextManager[Any]:
+        """Return a context in which the ranks' draws are used, from the first one on."""
+        self.draws.begin()
+        return GivenDraws(self.draws.give)
+
+    def run(
+        self, serial: Serial, batch: tuple[Value, Value] | None = None, draws: StepDraws | None = None
+    ) -> Found:
+        """Return loss and gradients of the whole batch at once, or of a part of it with its own draws.
+
+        Where a layer draws a number for all samples of a forward, it is that of the parts that the ranks drew for.
+        """
+        if batch is not None and draws is not None:
+            return self._run(serial, batch, draws)
+        try:
+            return self._run(serial, self.batch, self.draws)
+        except CannotReplay:
+            if not self.draws:
+                raise
+            return self._in_parts(serial)
+
+    def repeat_rounded(self, seed: int | None) -> Found:
+        """Return the same again, and the buffers afterwards by "buffer NAME"; with a seed, with other roundings.
+
+        The loss has another scale then: the backwards of some operators, such as matrix_exp, stop where that says.
+        """
+        serial = self.begin_again()
+        attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
+        with nullcontext() if seed is None else Rounded(seed):
+            loss, found = attempt.run(serial)
+        buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
+        return loss, {**found, **buffers}
+
+    def buffers_in_parts(self, replica: int) -> dict[str, Tensor]:
+        """Return the model's buffers after a replica's shares of the micro-batches, one after another."""
+        serial = self.begin_again()
+        for number, (which, _, draws) in enumerate(self.draws.parts()):
+            if number % self.draws.plan.dp == replica:
+                inputs, targets = (part(value, which) for value in self.batch)
+                self._run(serial, (inputs, targets), draws)
+        return dict(serial.model.named_buffers())
+
+    def in_32_bits(self) -> dict[str, Tensor]:
+        """Return the gradients of a model that computes in 16 bits, in 32; none for any other, or where it cannot."""
+        serial = self.begin_again()
+        if coarsest(serial.model) not in (torch.float16, torch.bfloat16):
+            return {}
+        serial.model, serial.dtype = serial.model.float(), torch.float32
+        try:
+            _, found = self.run(serial)
+        except RuntimeError:  # it casts tensors by itself
+            return {}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _in_parts(self, serial: Serial) -> Found:
+        """Return the weighted sum over the replicas' shares of the micro-batches."""
+        loss, total = torch.zeros(()), dict[str, Tensor | None].fromkeys(serial.weights)
+        for which, weight, draws in self.draws.parts():
+            inputs, targets = (part(value, which) for value in self.batch)
+            value, gradients = self._run(serial, (inputs, targets), draws)
+            loss = loss + value * weight
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    before = total[name]
+                    share = gradient * weight
+                    total[name] = share if before is None else before + share
+        return loss, total
+
+    def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
+        draws.begin()
+        with run_user_code("the step"), GivenDraws(draws.give):
+            return serial.gradients(*batch, scale=self.scale)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, also of one that keeps tensors of its latest forward."""
+    with run_user_code("copying the model"):
+        return copy.deepcopy(ready_to_travel(model))
+
+
+@contextmanager
+def run_user_code(what: str) -> Iterator[None]:
+    """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
+
+    Raises:
+        CannotReplay: the user's code raises, or an operator that it calls.
+    """
+    try:
+        yield
+    except (CannotReplay, SharedDraws):
+        raise
+    except Exception as error:
+        where = traceback.walk_tb(error.__traceback__)
+        if [frame.f_globals.get("__name__", "") for frame, _ in where][-1].startswith(
+            ("mpkit.strategies.proof.", "mpkit.strategies.wrappers.")
+        ):
+            raise
+        raise CannotReplay(f"{what} fails in plain PyTorch: {one_line(error)}") from error
+
+
+class Noise:
+    """What rounding does to the loss and the gradients of one step.
+
+    Args:
+        attempt: the step.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._spread: dict[str, float] = {}
+
+    def bound_of(self, name: str) -> float:
+        """Return how far rounding may bring a gradient, a buffer ("buffer NAME") or the loss ("") from serial."""
+        if not self._spread:
+            self._spread = self._spreads()
+        return self._spread[name]
+
+    def _spreads(self) -> dict[str, float]:
+        loss, base = self._attempt.repeat_rounded(None)
+        spread = dict.fromkeys(("", *base), 0.0)
+        for seed in range(REPETITIONS):
+            value, gradients = self._attempt.repeat_rounded(seed)
+            spread[""] = max(spread[""], distance(value, loss))
+            for name, gradient in gradients.items():
+                known = base[name]
+                if gradient is not None and known is not None:
+                    spread[name] = max(spread[name], distance(gradient, known))
+        found = {name: SPREADS * by for name, by in spread.items()}
+        for name, wide in self._attempt.in_32_bits().items():
+            known = base[name]
+            found[name] += 0.0 if known is None else SHADOWS * distance(known, wide)
+        return found

@@ -1,0 +1,115 @@
+"""Comparing what ranks have of a step with what plain PyTorch makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.proof.assembled import Assembled
+from mpkit.strategies.proof.attempt import Attempt, Noise
+from mpkit.strategies.proof.causes import cause_of_update
+from mpkit.strategies.proof.rounding import FEW, distance, largest
+from mpkit.strategies.reference.serial import Serial
+
+__all__ = ["Difference", "compare_buffers", "compare_gradients", "compare_weights", "same"]
+
+
+@dataclass
+class Difference(Exception):
+    """Something differs: what, with both values, and why."""
+
+    says: str
+    cause: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.says}. {self.cause}"
+
+
+def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], float] = lambda: 0.0) -> None:
+    """Compare two tensors.
+
+    Args:
+        what: what they are.
+        got, wanted: the ranks' and the serial one.
+        few: a difference without further questions.
+        more: returns what may be added to it.
+    """
+    by = distance(got, wanted)
+    if by <= few or by <= few + more():
+        return
+    a, b = got.detach().reshape(-1).double(), wanted.detach().reshape(-1).double()
+    at = int(torch.nan_to_num((a - b).abs(), nan=float("inf")).argmax())
+    raise Difference(f"{what} is {float(a[at]):.6g} and not {float(b[at]):.6g}")
+
+
+def compare_gradients(
+    found: Assembled, gradients: dict[str, Tensor | None], noise: Noise, eps: float
+) -> None:
+    """Compare each rank's gradients with those of the whole batch."""
+    for where, got, _ in found.held:
+        wanted = gradients[where.name]
+        count = found.before[where.name].numel() if got is None else got.numel()
+        if wanted is None or got is None:
+            one = got if wanted is None else wanted
+            if one is not None and largest(one) > 0.0:
+                which = "the ranks have" if wanted is None else "serial training has"
+                raise Difference(f"only {which} a gradient of {where.name}, of up to {largest(one):.3g}")
+            continue
+        what = f"the gradient of {where.name} on rank {where.rank}"
+        few = FEW * eps * largest(wanted)
+        same(what, got, where.take(wanted, count), few, partial(noise.bound_of, where.name))
+
+
+def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
+    """Compare what ranks have updated; return the largest difference, relative to the largest weight of its tensor."""
+    most = 0.0
+    for where, _, after in found.held:
+        weight = serial.weights[where.name]
+        wanted = where.take(weight.detach(), after.numel())
+        if not wanted.numel():
+            continue
+        scale = largest(weight)
+        by = distance(after, wanted)
+        few = FEW * torch.finfo(weight.dtype).eps * scale
+        try:
+            same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
+        except Difference as difference:
+            difference.cause = cause_of_update(job, where.name)
+            raise
+        most = max(most, by / scale if scale else 0.0)
+    for rank, name in found.other_replicas(after=True):
+        raise Difference(f"rank {rank} goes on with another {name} than the one that was updated")
+    return most
+
+
+def compare_buffers(
+    job: TrainJob, serial: Serial, found: Assembled, attempt: Attempt, noise: Noise, eps: float
+) -> str:
+    """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
+    wanted = dict(serial.model.named_buffers())
+    plan, words, after = job.plan, "", dict[str, Tensor]()
+    in_parts = cache(attempt.buffers_in_parts)
+    for rank, held in enumerate(found.buffers):
+        for name, got in held.items():
+            if name not in wanted or got.shape != wanted[name].shape:
+                continue
+            what, more = f"the buffer {name} on rank {rank}", partial(noise.bound_of, f"buffer {name}")
+            allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
+            try:
+                same(what, got, wanted[name], allowed, more)
+            except Difference:
+                if plan.dp * plan.microbatches == 1:
+                    raise
+                part = in_parts(plan.mesh.place(rank).dp)[name]
+                same(what, got, part, allowed, more)
+                if plan.mesh.place(rank).dp == 0:  # all replicas go on with the first one's
+                    after[name] = got
+                words = f"the buffer {name} is that of the parts of the batch, one after another"
+    for name, value in after.items():
+        wanted[name].copy_(value)
+    return words

@@ -1,0 +1,197 @@
+"""The prover: a step after another, it does in plain PyTorch what the ranks did, and compares.
+
+    start        the weights, states and buffers that the ranks started the step from; in the first step the model's own
+    gradients    loss and gradients of the whole batch, by `mpkit.strategies.reference.serial`
+    update       the optimizer on the ranks' own gradients: rounding in a gradient cannot grow in it
+    compare      the loss, each rank's gradients, weights and buffers, and the copies that ranks compute with
+
+It runs in a thread of the caller's process, so in the world of the notebook, while the ranks train.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.errors import NotSerial
+from mpkit.strategies.data.microbatch import Value, batch_size, leaves
+from mpkit.strategies.data.stream import Stream
+from mpkit.strategies.job.feed import BatchSource
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.models.hooks import register
+from mpkit.strategies.models.python_state import PythonState
+from mpkit.strategies.packing.packing import dumps
+from mpkit.strategies.proof.assembled import Assembled, assemble_step, files_of
+from mpkit.strategies.proof.attempt import Attempt, Noise, copy_of, run_user_code
+from mpkit.strategies.proof.causes import cause_of
+from mpkit.strategies.proof.compare import (
+    Difference,
+    compare_buffers,
+    compare_gradients,
+    compare_weights,
+    same,
+)
+from mpkit.strategies.proof.draws import CannotReplay, SharedDraws, StepDraws
+from mpkit.strategies.proof.rounding import FEW, coarsest, largest
+from mpkit.strategies.reference.serial import Serial
+from mpkit.strategies.runtime.evidence import lost_of
+from mpkit.strategies.stage.stage import PRECISIONS
+from mpkit.strategies.update.optimizer import describe_optimizer
+from mpkit.trace.proof import Proof
+
+__all__ = ["Prover"]
+
+
+class Prover:
+    """Verifies the steps of one run.
+
+    Args:
+        job: the training; its model, loss and optimizer are copied, and stay as they are.
+        folder: the folder of the launch.
+    """
+
+    def __init__(self, job: TrainJob, folder: Path) -> None:
+        self._job, self._folder = job, folder
+        given = job.what.model, job.what.given_loss or job.what.loss, job.how.optimizer, job.how.lr_schedule
+        model, loss, optimizer, schedule = pickle.loads(dumps(given))
+        parameters = dict(model.named_parameters())
+        register(job.what.parameter_hooks, parameters)
+        function = describe_optimizer(optimizer)
+        self._serial = Serial(
+            model, loss, function.make_optimizer, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
+            dtype=PRECISIONS.get(job.plan.precision),
+        )  # fmt: skip
+        self._state, self._loss_state = PythonState(model, loss), PythonState(nn.Module(), loss)
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._last = job.how.first_step - 1 if job.how.resume is None else None
+        # What the ranks' weights have to be before the next step.
+        self._known = {name: weight.detach().clone() for name, weight in self._serial.weights.items()}
+        self.proof = Proof(why_not=job.how.unverified)
+
+    # ---- a step -------------------------------------------------------------------------------------------
+
+    def ready(self, step: int) -> bool:
+        """Return whether all ranks have finished a step, counted from 0."""
+        return all(
+            a.exists() or b.exists() for a, b in zip(self._files(step), self._lost_files(step), strict=True)
+        )
+
+    def _files(self, step: int) -> list[Path]:
+        return files_of(self._folder, self._job.plan.ranks, step)
+
+    def _lost_files(self, step: int) -> list[Path]:
+        return files_of(self._folder, self._job.plan.ranks, step, lost_of)
+
+    def verify(self, step: int, loss: float) -> None:
+        """Compare a step that all ranks have finished.
+
+        Args:
+            step: the step, counted from 0.
+            loss: the loss that the run reports for it.
+
+        Raises:
+            NotSerial: the step is not that of serial training.
+        """
+        if lost := [rank for rank, path in enumerate(self._lost_files(step)) if path.exists()]:
+            raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
+        found = assemble_step(self._files(step), self._shapes, self._serial.weights)
+        try:
+            self._compare(step, loss, found)
+        except (SharedDraws, Difference) as difference:
+            if found.other_memory:  # which may be why, and which serial training cannot begin with
+                raise CannotReplay(
+                    f"{found.other_memory[0]} keeps something from step to step that is neither a buffer nor a number. "
+                    'A buffer or a number would do; so would verify="all", which compares step after step'
+                ) from None
+            says = f"step {step + 1} is not that of serial training: {difference}".rstrip()
+            raise NotSerial(says, step=step + 1) from None
+        self._last, self._known = step, found.after
+
+    def _compare(self, step: int, loss: float, found: Assembled) -> None:
+        if found.other_draws:
+            raise CannotReplay(
+                "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
+                "draws those that are repeated here"
+            )
+        with run_user_code("the data"):
+            batch = self._batch(step)
+        serial = self._serial
+        # ---- start
+        self._start(step, found)
+        # ---- gradients
+        draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
+        attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
+        eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
+        value, gradients = attempt.run(serial)
+        loss_remembers = self._loss_state.find_changes()[0]
+        while attempt.scale > 1 and not found.skipped and not _finite(gradients):
+            attempt.scale /= 2  # what overflows at once does not in parts
+            value, gradients = attempt.run(attempt.begin_again())
+        # ---- compare loss and gradients
+        noise = Noise(attempt)
+        few = FEW * torch.finfo(value.dtype).eps * largest(value)
+        try:
+            same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.bound_of(""))
+            if not found.skipped:
+                compare_gradients(found, gradients, noise, eps)
+        except Difference as difference:
+            difference.cause = cause_of(self._job, attempt, found.gradients)
+            raise
+        if not found.skipped:
+            # ---- update
+            with run_user_code("the update"):
+                serial.update(step, found.gradients)
+        # ---- compare weights and buffers
+        weights = compare_weights(self._job, serial, found)
+        parted = compare_buffers(self._job, serial, found, attempt, noise, eps)
+        self._loss_state.restore(loss_remembers)  # whatever was repeated since
+        off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
+        proof = self.proof
+        self.proof = replace(
+            proof, steps=(*proof.steps, step + 1), weights=max(proof.weights, weights),
+            loss=max(proof.loss, off if off == off else 0.0), why_not=parted or proof.why_not,
+        )  # fmt: skip
+
+    def _batch(self, step: int) -> tuple[Value, Value]:
+        source = self._job.what.batches
+        if isinstance(source, Stream):  # of which `mpkit.strategies.prepare.verify` asks for no other steps
+            return source.first[step]
+        return cast(BatchSource, source).part(step, slice(0, source.size(step)))
+
+    def _start(self, step: int, found: Assembled) -> None:
+        serial = self._serial
+        if found.missing:
+            raise Difference(f"no rank updates some elements of {found.missing[0]}")
+        for name, known in self._known.items() if self._last == step - 1 else ():
+            same(f"{name} before the step", found.before[name], known, 0.0)
+        parameters = dict(serial.model.named_parameters())
+        for where, frozen in found.frozen:
+            with torch.no_grad():
+                if self._last != step - 1:
+                    where.put(frozen, parameters[where.name])
+            own = where.take(parameters[where.name].detach(), frozen.numel())
+            same(f"{where.name}, which is frozen, on rank {where.rank}", frozen, own, 0.0)
+        with torch.no_grad():
+            for name, weight in serial.weights.items():
+                weight.copy_(found.before[name])
+            if self._last != step - 1:
+                for name, buffer in serial.model.named_buffers():
+                    for held in found.buffers_before:
+                        if name in held:
+                            buffer.copy_(held[name])
+                serial.optimizer.state.clear()
+                for name, states in (found.states or {}).items():
+                    serial.optimizer.state[serial.weights[name]] = dict(states)
+                found.other_memory += self._state.restore(found.remembered)
+        serial.refresh()
+        for rank, name in found.other_replicas(after=False):
+            raise Difference(f"rank {rank} begins the step with another {name} than the one that was updated")
+
+
+def _finite(gradients: dict[str, Tensor | None]) -> bool:
+    return all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients.values())

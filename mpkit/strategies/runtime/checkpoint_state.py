@@ -1,0 +1,220 @@
+"""The entries of a checkpoint, by name.
+
+    weight/NAME           a trained parameter, as its optimizer has it: in fp32 where the model is in 16 bits
+    model/NAME            any other parameter, and the buffers
+    state/KEY/NAME        the optimizer's state KEY for that parameter, element by element
+    single/KEY/NAME       a state that is one number, such as Adam's count of steps, in a tensor
+    number/KEY/NAME       the same, if the optimizer keeps a plain number
+    random/RANK           the random states of a rank
+    callback/RANK         what `on_step` keeps on a rank, as the bytes of a JSON text; only if it keeps something
+
+Each entry is one tensor of the whole model, of which every rank contributes the elements that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mpkit.errors import MpkitError
+from mpkit.strategies.checkpoint.planner import Slice
+from mpkit.strategies.models.chain import prefix_of
+from mpkit.strategies.stage.gradient_sync import Piece
+
+if TYPE_CHECKING:
+    from mpkit.strategies.runtime.train import Training
+
+__all__ = ["held_entries", "put_back", "random_states", "room_for", "set_random_states", "tensor_in"]
+
+State = dict[str, Slice]
+
+
+# ---- to save -------------------------------------------------------------------------------------------------
+
+
+def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State:
+    """Return this rank's part of the entries of a checkpoint.
+
+    Args:
+        first: whether this rank is the first of its replicas, whose buffers are saved.
+        first_of_tp: whether this rank is tp rank 0, whose copies of replicated parameters are saved: ZeRO may divide
+            those of the other tp ranks at other places.
+    """
+    state: State = {}
+    update = training.update
+    for piece in training.sync.pieces:
+        if piece.start == piece.end or (piece.shard is None and not first_of_tp):
+            continue
+        master = update.masters.master_of(piece)
+        state[f"weight/{piece.name}"] = _slice(piece, master)
+        states = update.optimizer.state.get(master, {}) if update.optimizer is not None else {}
+        for key, value in states.items():
+            state |= _state(piece, master, key, value)
+    for piece in training.sync.frozen:
+        if piece.start < piece.end and (piece.shard is not None or first_of_tp):
+            state[f"model/{piece.name}"] = _slice(piece, piece.held)
+    if first:
+        for name, tensor in buffers(training):
+            state[f"model/{name}"] = Slice(_flat(tensor), tensor.shape)
+    return state
+
+
+def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
+    """Return one of the optimizer's states for a piece."""
+    if value is None:
+        return {}
+    if isinstance(value, (bool, int, float)):
+        dtype = torch.float64 if isinstance(value, float) else None  # bool and int have their own
+        return {f"number/{key}/{piece.name}": Slice(torch.tensor([value], dtype=dtype), (1,))}
+    if isinstance(value, Tensor) and value.shape == master.shape and key != "step":
+        return {f"state/{key}/{piece.name}": _slice(piece, value)}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {f"single/{key}/{piece.name}": Slice(_flat(value), (1,))}
+    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    raise MpkitError(
+        f"The optimizer keeps a {key} of {shape} for {piece.name}, of which this rank has {list(master.shape)}: such a "
+        "state cannot be divided among ranks, and so is not saved. Optimizers that keep a value an element work, such "
+        "as torch.optim.AdamW or SGD."
+    )
+
+
+def _slice(piece: Piece, tensor: Tensor) -> Slice:
+    whole = piece.shard.whole if piece.shard else piece.shape
+    return Slice(_flat(tensor), whole, piece.start, piece.shard)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous()  # copies only what is not contiguous
+
+
+def buffers(training: Training) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of this rank's layers, and the part of the model's state that belongs to no layer."""
+    for stage in training.sync.stages.values():
+        for prefix, layer in zip(stage.names, stage.layers, strict=True):
+            for name, value in layer.state_dict(prefix=prefix_of(prefix), keep_vars=True).items():
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel():
+                    yield name, value
+    for name, value in training.rest.items():
+        if value.numel():
+            yield name, value
+
+
+# ---- to load -------------------------------------------------------------------------------------------------
+
+
+def room_for(training: Training, index: Metadata) -> State:
+    """Allocate tensors for all that this rank needs of a checkpoint."""
+    state: State = {}
+    tensors = index.state_dict_metadata
+    keys: dict[str, list[str]] = {}  # names of the states of each parameter
+    for name in tensors:
+        if name.startswith(("state/", "single/", "number/")):
+            keys.setdefault(name.split("/", 2)[2], []).append(name)
+    for piece in training.sync.pieces:
+        if piece.start == piece.end:
+            continue
+        master = training.update.masters.master_of(piece)
+        state[f"weight/{piece.name}"] = _room(piece, master.dtype)
+        for name in keys.get(piece.name, []):
+            dtype = tensor_in(index, name).properties.dtype
+            divided = name.startswith("state/")
+            state[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), (1,))
+    for piece in training.sync.frozen:
+        if piece.start < piece.end:
+            state[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
+    for name, tensor in buffers(training):
+        state[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), tensor.shape)
+    return state
+
+
+def _room(piece: Piece, dtype: torch.dtype) -> Slice:
+    return _slice(piece, torch.empty(piece.end - piece.start, dtype=dtype))
+
+
+def tensor_in(index: Metadata, name: str) -> TensorStorageMetadata:
+    """Return what the index says about a tensor."""
+    metadata = index.state_dict_metadata[name]
+    assert isinstance(metadata, TensorStorageMetadata)
+    return metadata
+
+
+@torch.no_grad()
+def put_back(training: Training, state: State) -> None:
+    """Copy what was loaded into the training."""
+    update = training.update
+    masters = {
+        piece.name: update.masters.master_of(piece)
+        for piece in training.sync.pieces
+        if piece.start < piece.end
+    }
+    for name, master in masters.items():
+        master.copy_(state[f"weight/{name}"].held.view(master.shape))
+    for name, loaded in state.items():
+        kind, *rest = name.split("/", 2)
+        if kind in ("state", "single", "number"):
+            assert update.optimizer is not None
+            _put_state(update.optimizer, masters[rest[1]], kind, rest[0], loaded.held)
+    for piece in training.sync.frozen:
+        if piece.start < piece.end:
+            piece.held.copy_(state[f"model/{piece.name}"].held.view(piece.held.shape))
+    for name, tensor in buffers(training):
+        tensor.copy_(state[f"model/{name}"].held.view(tensor.shape))
+    update.masters.renew()
+    training.tied.send_weights()
+    training.sync.renew()
+
+
+def _put_state(
+    optimizer: torch.optim.Optimizer, master: nn.Parameter, kind: str, key: str, value: Tensor
+) -> None:
+    if kind == "state":
+        optimizer.state[master][key] = value.view(master.shape).to(master.device)
+    elif kind == "number":
+        optimizer.state[master][key] = value.item()
+    else:  # torch keeps these on the host, unless one of these options is set
+        (group,) = (g for g in optimizer.param_groups if any(p is master for p in g["params"]))
+        on_device = group.get("capturable") or group.get("fused")
+        optimizer.state[master][key] = value.view(()).to(master.device if on_device else "cpu")
+
+
+# ---- random states -------------------------------------------------------------------------------------------
+
+
+def random_states(device: torch.device) -> Tensor:
+    """Return the states of all random generators of this rank, as the bytes of a JSON text."""
+    numpy: Any = np.random.get_state(legacy=False)
+    states = {
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": numpy | {"state": {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}},
+    }
+    return torch.frombuffer(bytearray(json.dumps(states).encode()), dtype=torch.uint8)
+
+
+def set_random_states(packed: Tensor, device: torch.device) -> None:
+    """Continue the random generators from the states that `random_states` returned."""
+    states = json.loads(bytes(packed.tolist()))
+    torch.set_rng_state(_unhex(states["torch"]))
+    if device.type == "cuda" and states["cuda"] is not None:
+        torch.cuda.set_rng_state(_unhex(states["cuda"]), device)
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    numpy = states["numpy"]
+    numpy["state"]["key"] = np.array(numpy["state"]["key"], np.uint32)
+    np.random.set_state(numpy)
+
+
+def _hex(state: Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _unhex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)

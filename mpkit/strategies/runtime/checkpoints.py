@@ -1,0 +1,222 @@
+"""Checkpoints of a training, written by all ranks together, and resumed under any other division of the ranks.
+
+Saving, after every k-th step:
+
+    collect    what this rank holds (`checkpoint_state`); nothing is gathered
+    write      torch.distributed.checkpoint writes one file per rank; what several ranks hold is written once
+    seal       each rank reads its file back for a digest, and rank 0 collects the digests
+    publish    rank 0 gives the checkpoint its name (`mpkit.strategies.checkpoint.files`) and deletes the oldest one
+
+Resuming from one:
+
+    room       allocate tensors for what this rank needs: other pieces, if the plan is another
+    read       DCP finds the parts of files that hold those elements
+    put back   weights, optimizer, loss scale, order of the gradients; random states if there are as many ranks
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from mpkit.errors import MpkitError
+from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume, digest
+from mpkit.strategies.checkpoint.head import CheckpointHead
+from mpkit.strategies.checkpoint.index import read_index
+from mpkit.strategies.checkpoint.lock import FolderLock
+from mpkit.strategies.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.strategies.checkpoint.publish import clean, next_number, partial_of, publish
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.models.randomness import seed_all
+from mpkit.strategies.runtime.checkpoint_state import (
+    held_entries,
+    put_back,
+    random_states,
+    room_for,
+    set_random_states,
+    tensor_in,
+)
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+    from mpkit.strategies.runtime.train import Training
+
+__all__ = ["Checkpoints"]
+
+OTHER_DRAWS = 1_000_003
+"""Times the step, added to the seed where random states are not restored, so that no step repeats another's draws."""
+
+
+class Checkpoints:
+    """One rank's part in saving a training and in resuming it.
+
+    Args:
+        context: this rank's context.
+        job: says what to save when and where, and what to resume from.
+        training: the training that is saved or restored.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
+        self._context, self._job, self._training = context, job, training
+        self._record = context.record
+        place = job.plan.mesh.place(context.rank)
+        self._first_of_tp = place.tp == 0
+        self._first = place.dp == place.cp == place.tp == 0
+        if job.how.saving is None and job.how.resume is None:
+            return
+        # Plans and digests are sent as objects, for which nccl would need the GPU.
+        self._group = dist.new_group(backend="gloo") if context.device.type == "cuda" else None
+        if job.how.resume is not None:
+            self._resume(job.how.resume)
+        if job.how.saving is not None:
+            if context.rank == 0:
+                self._lock = FolderLock(
+                    Path(job.how.saving.folder), joins=True
+                )  # held until this process ends
+                clean(Path(job.how.saving.folder), job.how.saving.training)
+            context.comm.barrier()
+
+    def save_if_due(self, step: int) -> None:
+        """Save a checkpoint after a step, if one is due."""
+        saving = self._job.how.saving
+        if saving is not None and (step + 1) % saving.every == 0:
+            self._training.evidence.wait(step)
+            op = self._record.begin(Kind.COMPUTE, "checkpoint")
+            try:
+                nbytes = self._save(saving, step + 1)
+            except OSError as error:
+                raise MpkitError(
+                    f"The checkpoint of step {step + 1} could not be finished in {saving.folder}: {error}"
+                ) from None
+            self._record.end(op, nbytes=nbytes)
+
+    # ---- save -----------------------------------------------------------------------------------------------
+
+    def _save(self, saving: CheckpointSaving, step: int) -> int:
+        """Save a checkpoint, and return the number of bytes that this rank wrote."""
+        context = self._context
+        partial = partial_of(Path(saving.folder), step)
+        # ---- collect
+        state = held_entries(self._training, first=self._first, first_of_tp=self._first_of_tp)
+        drawn = random_states(context.device)
+        state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
+        if self._training.after.state:
+            kept = pack_kept(self._training.after.state)
+            state[f"callback/{context.rank}"] = Slice(kept, kept.shape)
+        # ---- write
+        try:
+            if context.rank == 0:  # no rank writes before DCP has heard from this one
+                partial.mkdir()
+            save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
+        except FileExistsError as error:
+            raise MpkitError(
+                f"The checkpoint of step {step} could not be written to {partial}: {error!r}"
+            ) from None
+        except CheckpointException as error:
+            for path in partial.glob(f"__{context.rank}_*"):  # its space is wanted
+                path.unlink()
+            raise _explain(
+                error, f"The checkpoint of step {step} could not be written to {partial}"
+            ) from None
+        # ---- seal
+        mine = [path for path in partial.glob(f"__{context.rank}_*")]
+        digests = {path.name: digest(path) for path in mine}
+        first_names = self._training.first_names
+        layout = [first_names[name] for name in self._training.sync.layout] if self._first else []
+        everybody: list[tuple[dict[str, tuple[int, str]], list[str]]] = [({}, [])] * context.world_size
+        dist.gather_object((digests, layout), everybody if context.rank == 0 else None, group=self._group)
+        # ---- publish
+        if context.rank == 0:
+            head = self._head(next_number(partial.parent), step, saving.training)
+            for files, _ in everybody:
+                head.files |= files
+            head.layout = list(dict.fromkeys(name for _, names in everybody for name in names))
+            head.files[".metadata"] = digest(partial / ".metadata")
+            publish(partial, head, saving)
+        return sum(nbytes for nbytes, _ in digests.values())
+
+    def _head(self, number: int, step: int, training: str) -> CheckpointHead:
+        update = self._training.update
+        return CheckpointHead(
+            step=step,
+            number=number,
+            plan=json.loads(self._job.plan.to_json()),
+            world_size=self._context.world_size,
+            facts=self._job.how.facts,
+            scaler={"scale": update.scaler.scale, "good": update.scaler.good},
+            skipped=update.skipped,
+            layout=[],
+            training=training,
+        )
+
+    # ---- resume ---------------------------------------------------------------------------------------------
+
+    def _resume(self, resume: Resume) -> None:
+        context, head, update = self._context, resume.head, self._training.update
+        op = self._record.begin(Kind.COMPUTE, "resume")
+        # ---- room
+        index = read_index(Path(resume.path))
+        state = room_for(self._training, index)
+        same_ranks = head.world_size == context.world_size
+        if same_ranks:
+            name = f"random/{context.rank}"
+            numel, _ = tensor_in(index, name).size
+            state[name] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
+        callback = f"callback/{context.rank if same_ranks else 0}"
+        if callback in index.state_dict_metadata:
+            numel, _ = tensor_in(index, callback).size
+            state[callback] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
+        # ---- read
+        try:
+            load(
+                dict(state),
+                storage_reader=Reader(resume.path),
+                planner=LoadPlanner(),
+                process_group=self._group,
+            )
+        except CheckpointException as error:
+            raise _explain(error, f"The checkpoint {resume.path} could not be read") from None
+        # ---- put back
+        put_back(self._training, state)
+        if callback in state:
+            self._training.after.state.update(json.loads(bytes(state[callback].held.tolist())))
+        if update.scaler.enabled and head.scaler["scale"] != 1.0:
+            update.scaler.scale, update.scaler.good = head.scaler["scale"], head.scaler["good"]
+        update.skipped = head.skipped
+        names_here = {self._training.first_names[name]: name for name in self._training.sync.layout}
+        self._training.sync.lay_out([names_here.get(name, name) for name in head.layout])
+        if same_ranks:
+            set_random_states(state[f"random/{context.rank}"].held, context.device)
+        else:
+            seed_all(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
+        self._record.end(op)
+
+
+def pack_kept(kept: dict[str, Any]) -> torch.Tensor:
+    """Return what `on_step` keeps as the bytes of a JSON text.
+
+    Raises:
+        MpkitError: JSON has no such values.
+    """
+    try:
+        text = json.dumps(kept)
+    except (TypeError, ValueError) as error:
+        raise MpkitError(
+            f"ctx.state is saved in checkpoints, as JSON, and {error}: numbers, strings, lists and dicts of these can "
+            "be kept there, such as float(tensor)"
+        ) from None
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _explain(error: CheckpointException, what: str) -> MpkitError:
+    """Return an error with the first rank's reason, without DCP's traceback around it."""
+    rank, (reason, _) = min(error.failures.items())
+    return MpkitError(f"{what}: on rank {rank}, {type(reason).__name__}: {reason}")

@@ -1,0 +1,106 @@
+"""Evaluation of the model in between steps, under the plan that trains it.
+
+    quiet       remember random states and training modes; switch to evaluation, without gradients
+    forwards    each batch, split and divided as in training: the pipeline's forwards only (`forward_pass`)
+    sum         over all ranks: each adds the scores of its samples once
+    restore     random states and modes, so that training goes on as if nothing had happened
+
+What is measured are means over the samples of all batches, whatever the batches' sizes are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.job.feed import Feed
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.guard import Guarded
+from mpkit.strategies.nn_dataparallel.dp import DP
+from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
+from mpkit.strategies.nn_dataparallel.scored import ScoredShares
+from mpkit.strategies.runtime.forward_pass import ForwardPass
+from mpkit.strategies.stage.gradient_sync import GradientSync
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """One rank's part of evaluations.
+
+    Args:
+        context: this rank's context.
+        job: the training.
+        axes: the mesh's axes.
+        sync: this rank's stages.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
+        assert job.how.evaluation is not None
+        self._context, self._sync, self._names = context, sync, job.how.evaluation.names
+        self._nominal = job.what.nominal
+        self._job = job.for_evaluation()
+        self._is_dp = isinstance(sync, DP)
+        self._forwards: ScoredShares | ForwardPass = (
+            ScoredShares(context, self._job, sync)
+            if isinstance(sync, DP)
+            else ForwardPass(context, self._job, axes, sync)
+        )
+        self._counts = axes.place.tp == 0  # tensor-parallel ranks compute the same scores
+
+    def run(self) -> dict[str, float]:
+        """Evaluate the model as it is now, and return what was measured, by name; every rank calls it."""
+        # ---- quiet
+        with self._quiet(), torch.no_grad(), self._sync.evaluation_mode():
+            # ---- forwards
+            sums = torch.zeros(2 * len(self._names), dtype=torch.float64, device=self._context.device)
+            feed = self._feed()
+            for number in range(len(self._job.what.batches)):
+                microbatches = feed.take(number)
+                if isinstance(self._job.what.loss, Guarded):
+                    for each in microbatches:
+                        if each.weight and each.inputs != ():
+                            self._job.what.loss.check(each.inputs, each.targets)
+                added = self._forwards.scores(number, microbatches)
+                if added is not None and self._counts:
+                    sums += added
+            feed.close()
+        # ---- sum
+        total, weight = self._context.comm.all_reduce(sums).view(-1, 2).unbind(1)
+        values: list[float] = (total / weight).tolist()
+        if self._nominal is not None:
+            values[0] *= self._nominal
+        return dict(zip(self._names, values, strict=True))
+
+    def _feed(self) -> Feed:
+        if isinstance(self._forwards, ForwardPass):
+            needed = self._forwards.takes_data
+            return Feed(self._context, self._job, needed=needed, accounts=False)
+        return ScatterFeed(self._context, self._job, accounts=False)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        modules = [m for stage in self._sync.stages.values() for m in stage.layers.modules()]
+        training = [module.training for module in modules]
+        python, numpy = random.getstate(), np.random.get_state()
+        device = self._context.device
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                for module in modules:
+                    module.training = False
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            # ---- restore
+            for module, was in zip(modules, training, strict=True):
+                module.training = was

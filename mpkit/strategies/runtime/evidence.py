@@ -1,0 +1,230 @@
+"""Evidence: what a rank holds of a step that is verified, in files that the caller's process compares.
+
+    begin       before the step: digests of the weights that the rank computes with; the elements that it updates, and
+                their optimizer states, and what model and loss remember, where the step before was not verified
+                from here on, what forwards draw at random is heard
+    gradients   as the optimizer will see them, before they are clipped; in any step, which parameters have one for
+                the first time (`first_times`)
+    end         after the step: the elements that it updates, digests as above, and the buffers; the file is complete
+
+Nothing is sent: each rank writes what it has. In steps that are not verified, `begin` and `end` are one comparison of
+numbers. `mpkit.strategies.proof` reads the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Mapping
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpkit.common.disk import FULL, write_whole
+from mpkit.common.launch_folder import APART, LAUNCHED, part, read_difference
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.models.heard_draws import ForwardDraws
+from mpkit.strategies.models.python_state import PythonState
+from mpkit.strategies.runtime.checkpoint_state import buffers
+from mpkit.strategies.runtime.first_times import FIRST_TIMES, FirstTimes
+from mpkit.strategies.stage.gradient_sync import Piece, named_parameters
+from mpkit.strategies.stage.shard import Shard
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+    from mpkit.strategies.runtime.train import Training
+
+__all__ = ["RankEvidence", "digest_of", "evidence_of", "lost_of", "verdict_of"]
+
+LOOK_EVERY = 0.005
+"""Seconds between two looks for the verdict on a step whose checkpoint waits for it."""
+
+
+def evidence_of(step: int) -> str:
+    """Return the name of a rank's file for a step, counted from 0."""
+    return f"proof-{step}"
+
+
+def lost_of(step: int) -> str:
+    """Return the name of a rank's empty file for a step, where there was no space for its evidence."""
+    return f"proof-{step}.lost"
+
+
+def verdict_of(step: int) -> str:
+    """Return the name of the file that says that a step is equal to serial training, or why nobody knows."""
+    return f"verdict-{step}"
+
+
+class RankEvidence:
+    """One rank's evidence.
+
+    Ranks that a launcher started cannot be ended from outside. So they look for the difference that was found, and wait
+    at the end until nothing is left to compare. Where they have no folder in common, there is no evidence.
+
+    Args:
+        context: this rank's context.
+        job: read for the steps that are verified.
+        training: this rank's training.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
+        self._folder, self._rank = context.record.folder, context.rank
+        launched = self._folder / LAUNCHED
+        self._launched = launched.read_text() if launched.exists() else ""
+        self._training, self._steps = training, () if self._launched == APART else job.how.verified
+        self._now: dict[str, Any] | None = None
+        self._heard = ForwardDraws()
+        self._last: int | None = None  # the latest step that was verified
+        self._step = 0
+        if self._steps:
+            path, modules = part(self._folder, self._rank, FIRST_TIMES), dict(job.what.model.named_modules())
+            self._first_times = FirstTimes(path, modules)
+            self._remembered = PythonState(job.what.model, job.what.given_loss or job.what.loss)
+
+    def begin(self, step: int) -> None:
+        """Note what the step starts from, if it is verified."""
+        self._step = step
+        if self._launched:
+            self._raise_difference()
+        if step not in self._steps:
+            return
+        anew = self._last != step - 1
+        states = anew and self._training.update.optimizer is not None
+        pieces = [self._elements(piece, states=states) for piece in self._training.sync.pieces]
+        held = {name: tensor.clone() for name, tensor in self._buffers().items()}
+        self._heard = ForwardDraws()
+        frozen = [
+            self._place_of(piece) | {"held": _flat(piece.held)}
+            for piece in self._training.sync.frozen if states
+        ]  # fmt: skip
+        self._now = {
+            "pieces": pieces, "frozen": frozen, "before": self._digests(), "buffers_before": held,
+            "gradients": {}, "remembered": self._remembered.find_changes() if anew else ({}, []),
+        }  # fmt: skip
+        self._training.pipeline.listen(self._heard)
+
+    def gradients(self, gradients: Mapping[Piece, Tensor]) -> None:
+        """Note the gradients of the whole batch, before they are clipped."""
+        if self._steps:
+            used = (self._name(piece.name) for piece in gradients)
+            trained = (self._name(piece.name) for piece in self._training.sync.pieces)
+            self._first_times.note(self._step, used, trained, compared=self._now is not None)
+        if self._now is not None:
+            held = {self._name(piece.name): gradient.clone() for piece, gradient in gradients.items()}
+            self._now["gradients"] = held
+
+    def end(self, step: int, scale: float, *, skipped: bool) -> None:
+        """Note what the step led to, and write the file.
+
+        Args:
+            step: the number of the step.
+            scale: the loss scale with which its gradients were computed.
+            skipped: whether the update was left out, since gradients were not finite.
+        """
+        if self._now is None:
+            return
+        self._training.pipeline.listen(None)
+        self._now |= {
+            "after": [
+                _flat(self._training.update.masters.master_of(piece)) for piece in self._training.sync.pieces
+            ],
+            "digests": self._digests(),
+            "buffers": self._buffers(),
+            "draws": self._heard.draws,
+            "other_draws": self._heard.others.drawn,
+            "scale": scale,
+            "skipped": skipped,
+        }
+        written = BytesIO()
+        _Pickler(written).dump(self._now)
+        try:
+            write_whole(part(self._folder, self._rank, evidence_of(step)), written.getvalue())
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            part(self._folder, self._rank, lost_of(step)).touch()
+        self._now, self._last = None, step
+
+    def wait(self, step: int) -> None:
+        """Wait until every verified step up to this one has its verdict; one that is not equal ends all ranks."""
+        for verified in self._steps:
+            if verified <= step:
+                while not (self._folder / verdict_of(verified)).exists():
+                    self._raise_difference()
+                    time.sleep(LOOK_EVERY)
+
+    def finish(self) -> None:
+        """End the evidence; called after the last step."""
+        if self._launched:
+            self.wait(self._step)
+            self._raise_difference()
+
+    def _raise_difference(self) -> None:
+        difference = read_difference(self._folder)
+        if difference is not None:
+            raise difference
+
+    # ---- what this rank holds -----------------------------------------------------------------------------
+
+    def _name(self, name: str) -> str:
+        return self._training.first_names[name]
+
+    def _elements(self, piece: Piece, *, states: bool) -> dict[str, Any]:
+        """Return where the elements of a piece lie in the model's parameter, their values, and their states."""
+        update = self._training.update
+        master = update.masters.master_of(piece)
+        found: dict[str, Any] = {}
+        if states and update.optimizer is not None:
+            for key, value in update.optimizer.state.get(master, {}).items():
+                found[key] = value.clone() if isinstance(value, Tensor) else value
+        return self._place_of(piece) | {"held": _flat(master), "states": found if states else None}
+
+    def _place_of(self, piece: Piece) -> dict[str, Any]:
+        return {"name": self._name(piece.name), "start": piece.start, "shard": _place(piece.shard)}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in buffers(self._training)}
+
+    def _digests(self) -> dict[str, tuple[Any, str, str]]:
+        """Return, of each parameter that is whole here, its shard, its dtype and the digest of its elements."""
+        shards = next(iter(self._training.sync.stages.values())).sharded.shards
+        return {
+            self._name(name): (_place(shards.get(name)), str(parameter.dtype), digest_of(parameter))
+            for name, parameter in named_parameters(self._training.sync.stages).items()
+            if parameter.untyped_storage().nbytes()
+        }
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as their bytes, in a tenth of the time that torch.save takes for small ones."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        held: Any = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (bytearray(held), obj.dtype, obj.shape)
+
+
+def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return (torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the digest of a tensor's elements.
+
+    >>> digest_of(torch.zeros(2, 2)) == digest_of(torch.zeros(4)) != digest_of(torch.ones(4))
+    True
+    """
+    held: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(held, digest_size=16).hexdigest()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone().reshape(-1)
+
+
+def _place(shard: Shard | None) -> tuple[int, list[tuple[int, int]]] | None:
+    return None if shard is None else (shard.dim, [(part.start, part.stop) for part in shard.ranges])

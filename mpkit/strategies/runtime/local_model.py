@@ -1,0 +1,61 @@
+"""This rank's part of the model: its shard of each layer, and its part of each sequence.
+
+    shard       tensor parallelism: parameters replaced by this rank's parts (`mpkit.strategies.tensor`)
+    positions   context parallelism: the model is given the positions of its tokens (`mpkit.strategies.context`)
+
+A rank does this with its process groups, and the parent's dry run does the same with fake ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule.core import Schedule
+from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.positions import shift_positions
+from mpkit.strategies.models.own_draws import OwnDraws
+from mpkit.strategies.models.token_draws import TokenDraws
+from mpkit.strategies.tensor import Sharded, shard_model
+
+__all__ = ["attention_over", "localize"]
+
+
+def localize(model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup) -> Sharded:
+    """Shard a model in place, and give it the positions of its tokens.
+
+    Args:
+        model: the whole model; its tensors are left as they are.
+        plan: read for tensor, sequence_parallel and cp_order.
+        schedule: whether it splits backwards; then tensor parallelism does not overlap.
+        tp, cp: this rank's process groups.
+
+    Raises:
+        ValueError: the model cannot be divided in this way.
+    """
+    # ---- shard
+    sharded = shard_model(
+        model, tp, plan.tensor, sequence=plan.sequence_parallel, overlap=not schedule.splits_backward
+    )
+    # ---- positions
+    if cp.size > 1:
+        shift_positions(model, cp, plan.cp_order)
+        sharded.draws.around = (f"context on {cp.index}",)
+    return sharded
+
+
+def attention_over(
+    plan: Plan, cp: ProcessGroup, draws: OwnDraws
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
+    numbers that are drawn for no token are the same on all ranks.
+    """
+    if cp.size > 1:
+        return partial(ContextParallel, cp, plan.cp_order, draws)
+    return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext

@@ -1,0 +1,237 @@
+"""The pipeline runtime: one rank executes its row of a schedule, whichever schedule it is.
+
+A step goes through these phases, on micro-batches from `mpkit.strategies.job.feed`:
+
+    execute     the row's actions, in order:
+                    F        forward of a micro-batch through a stage; the last stage computes its loss too
+                    B        backward, or its two halves: I, gradients of the inputs, and W, of the weights
+                    RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
+                    SEND_F, SEND_B   send a stage's output on, or its input's gradient back
+    broadcast   the rank with the last stage sends the loss to the others
+    drain       wait until all sends are complete
+
+What a stage computes is in `mpkit.strategies.compute.stage_work`, and what is sent between stages in
+`mpkit.strategies.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or
+an I waits for its gradient.
+
+`mpkit.strategies.reference.naive_model_parallelism`, `gpipe` and `one_f_one_b` are schedules in 15 lines each. This
+module adds schedules as data, several stages per rank, split backwards, skips between stages that are not neighbours,
+recomputation, micro-batches of unequal size, and replicas.
+
+Serial training is the case of one stage, and naive model parallelism that of one micro-batch.
+
+The loss of a micro-batch of k samples out of K has weight k/K, so that the sum over micro-batches is the mean over
+the batch, and its gradient the batch's gradient, even where micro-batches differ in size. Where replicas share a
+batch, each has its share of every micro-batch, and the sum is also over replicas. Losses that return (total, count)
+are added up as in `mpkit.strategies.loss.quotient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkit.plan.schedule import Action, lower
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.compute.part_forward import PartForward
+from mpkit.strategies.compute.stage_forward import StageForward
+from mpkit.strategies.compute.stage_work import StageWork
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.job.feed import MicroBatch
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.models.heard_draws import ForwardDraws
+from mpkit.strategies.partition.boundary import Route
+from mpkit.strategies.runtime.local_model import attention_over
+from mpkit.strategies.runtime.stage_messages import StageMessages
+from mpkit.strategies.stage.gradient_sync import GradientSync
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["Pipeline"]
+
+LAST_HALF = ("B", "W")
+"""The actions that add to the weights' gradients."""
+
+
+class Routes(NamedTuple):
+    """The routes that end at a stage, and those that begin there."""
+
+    arriving: list[Route]
+    leaving: list[Route]
+
+
+class Pipeline:
+    """One rank's half of every message, and its stages' forwards and backwards.
+
+    Args:
+        context: this rank's context.
+        job: what to train, and how.
+        axes: the mesh's axes; the ranks of a pipeline are a line along pp.
+        sync: this rank's stages, and the synchronization of their gradients.
+
+    Attributes:
+        loss_scale: factor of the gradients, which lets fp16 represent them.
+        computes_loss: whether this rank computes the loss, and sends it to the others.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
+        self._job = job
+        schedule = lower(job.where.schedule)
+        self._row = schedule.rows[axes.place.pp]
+        self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
+        split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
+        forward_of = StageForward if job.where.partition is None else PartForward
+        over = partial(attention_over, job.plan, axes.communicator_of("cp"))
+        self._forwards = {
+            s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
+        }
+        self._work = {
+            s: StageWork(context, job, stage, self._forwards[s], sync, split[s])
+            for s, stage in sync.stages.items()
+        }
+        self._last = schedule.stages - 1
+        self.computes_loss = self._last in sync.stages
+        self.loss_scale = 1.0
+        rank_of = tuple(axes.communicator_of("pp").ranks[place] for place in schedule.stage_to_rank)
+        self._messages = StageMessages(context, rank_of, schedule.microbatches)
+        self._microbatches: list[MicroBatch] = []
+        self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
+        self._broadcasts_early = context.comm.wire.by_name
+        self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
+
+    def listen(self, heard: ForwardDraws | None) -> None:
+        """Note what forwards draw at random from now on; None: no longer."""
+        for work in self._work.values():
+            work.listen(heard)
+
+    @property
+    def takes_data(self) -> bool:
+        """Whether this rank needs inputs or targets: it holds the first stage or the last."""
+        return (
+            0 in self._work or self.computes_loss or self._job.where.partition is not None
+        )  # its forward runs on every rank
+
+    def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
+        """Run the forward and backward of a batch; gradients are added to the parameters'.
+
+        Args:
+            number: number of the step.
+            microbatches: this rank's share of the batch.
+
+        Returns:
+            The mean loss over the batch, or this replica's share of it; for a loss that counts, its total / nominal
+            and its count.
+        """
+        self._microbatches = microbatches
+        for work in self._work.values():
+            work.begin_step(number, microbatches, self.loss_scale)
+        # ---- execute
+        for i, action in enumerate(self._row):
+            self._execute(action, last=self._last_backwards.get(action.stage) == i)
+        # ---- broadcast
+        if self.computes_loss:
+            loss = sum_of(self._loss)
+            if not self._broadcasts_early:
+                self._messages.broadcast_loss(loss)
+        else:
+            loss = self._messages.receive_loss(1 if self._job.what.nominal is None else 2)
+        self._loss.clear()
+        # ---- drain
+        self._messages.drain()
+        return [value.item() for value in loss]
+
+    # ---- execute ------------------------------------------------------------------------------------------
+
+    def _execute(self, action: Action, last: bool) -> None:
+        """Execute an action; `last` says whether it is its stage's last backward of the step."""
+        m, work, routes = action.microbatch, self._work[action.stage], self._routes(action)
+        match action.kind:
+            case "F":
+                self._forward(action, routes)
+            case "B" | "I":
+                self._backward(action, routes, last)
+            case "W":
+                work.weight_grads(m, last)
+            case "SEND_F":
+                self._messages.send_outputs("F", routes.leaving, m)
+            case "SEND_B":
+                self._messages.send_outputs("B", routes.arriving, m)
+            case "RECV_F":  # what the stages before made for this one
+                self._messages.post_receives("F", routes.arriving, m)
+            case _:  # RECV_B: the gradients of the stage's outputs, where they have one
+                self._messages.post_receives("B", routes.leaving, m)
+
+    def _routes(self, action: Action) -> Routes:
+        """Return the routes to and from the action's stage, for micro-batches of this one's shapes."""
+        place = self._microbatches[action.microbatch].key, action.stage
+        routes = self._known_routes.get(place)
+        if routes is None:
+            routes = self._known_routes[place] = Routes(
+                self._job.where.incoming_routes(*place), self._job.where.outgoing_routes(*place)
+            )
+        return routes
+
+    def _forward(self, action: Action, routes: Routes) -> None:
+        """Run F: compute the stage's output from its input; at the last stage, the loss."""
+        s, m = action.stage, action.microbatch
+        outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
+        if s == self._last:
+            wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
+            self._loss.append(
+                torch.stack([each.detach().double() if wide else each.detach() for each in outputs])
+            )
+            if self._broadcasts_early and len(self._loss) == len(self._microbatches):
+                self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
+        for route in routes.leaving:
+            self._messages.set_output("F", route, m, tuple(outputs[i] for i in route.which))
+
+    def _input(self, s: int, routes: list[Route], m: int) -> Value:
+        """Return the stage's input on the device: the data, or the output of the stage before, detached."""
+        if not routes and self._job.where.partition is None:
+            return self._forwards[s].data(m)
+        pairs = [
+            pair for r in routes for pair in zip(self._messages.wait_input("F", r, m), r.specs, strict=True)
+        ]
+        # Where the stage before needs a gradient, it is accumulated here.
+        tensors = tuple(t.detach().requires_grad_(spec.requires_grad) for t, spec in pairs)
+        if self._job.where.partition is not None:
+            return tensors
+        (route,) = routes
+        return self._job.where.boundary(self._microbatches[m].key, route.source).pack(tensors)
+
+    def _backward(self, action: Action, routes: Routes, last: bool) -> None:
+        """Run B or I: compute the gradients of the stage's input, for the stage before."""
+        m, work = action.microbatch, self._work[action.stage]
+        work.recompute(m)
+        gradients = self._gradients(routes.leaving, m)
+        made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)
+        left = iter(made)
+        for route in routes.arriving:
+            wanting = sum(spec.requires_grad for spec in route.specs)
+            self._messages.set_output("B", route, m, tuple(islice(left, wanting)))
+
+    def _gradients(self, routes: list[Route], m: int) -> dict[int, Tensor] | None:
+        """Return the gradients of a stage's outputs that have one, by the output's number; None at the last stage.
+
+        The gradients of an output that several stages used are summed. Which outputs have one is known from the dry
+        run: the outputs of a recomputed block do not say.
+        """
+        if not routes:
+            return None
+        sums: dict[int, Tensor] = {}
+        for route in routes:
+            wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
+            for i, gradient in zip(wanting, self._messages.wait_input("B", route, m), strict=True):
+                sums[i] = sums[i] + gradient if i in sums else gradient
+        return {i: sums[i] for i in sorted(sums)}
+
+
+def sum_of(losses: list[Tensor]) -> Tensor:
+    """Sum the losses in the order of the forwards."""
+    return sum(losses[1:], losses[0])

@@ -1,0 +1,308 @@
+"""Training on one rank: its part of the model, step after step.
+
+place     keep the rank's own layers, on its device and in the plan's precision, and drop the rest
+step      take this rank's share of the batch (`feed`), compute its gradients (`pipeline`), complete them over all
+          replicas (`sync`), then `update`
+after     evaluate, and call the user's `on_step`, which may end the training (`after_step`); save a checkpoint
+gather    return the rank's weights on the CPU
+"""
+
+from __future__ import annotations
+
+from math import isfinite, isnan
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.strategies.comm.call_checks import CallChecks
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.data_parallel.ddp import DDP
+from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
+from mpkit.strategies.data_parallel.sync_cost import SyncCost
+from mpkit.strategies.data_parallel.tied import TiedWeights, tied_parameters
+from mpkit.strategies.job.feed import Feed
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.guard import Guarded
+from mpkit.strategies.loss.mean import MeanLoss
+from mpkit.strategies.loss.whole_batch import WholeBatchLoss
+from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.chain import layers_of, prefix_of
+from mpkit.strategies.models.hooks import register
+from mpkit.strategies.models.randomness import seed_all
+from mpkit.strategies.models.spans import spans_at
+from mpkit.strategies.nn_dataparallel.dp import DP
+from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
+from mpkit.strategies.program_calls.compared import compare_calls
+from mpkit.strategies.runtime.after_step import AfterStep
+from mpkit.strategies.runtime.checkpoints import Checkpoints
+from mpkit.strategies.runtime.evidence import RankEvidence
+from mpkit.strategies.runtime.local_model import localize
+from mpkit.strategies.runtime.pipeline import Pipeline
+from mpkit.strategies.stage.block_recompute import RecomputedBlock, recompute_blocks
+from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
+from mpkit.strategies.stage.partitioned import place_parts
+from mpkit.strategies.stage.shard import PartOfWhole
+from mpkit.strategies.stage.stage import PRECISIONS, Stage
+from mpkit.strategies.update.master_weights import narrow
+from mpkit.strategies.update.update import Update
+from mpkit.strategies.update.whole import free, trained_parameters
+from mpkit.strategies.zero import zero_sync
+from mpkit.trace.record.hooks import watch
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+
+__all__ = ["Trained", "Training", "place_stages", "train", "watch_stages"]
+
+
+class Trained(NamedTuple):
+    """A rank's part of the trained model's state dict, on the CPU; and of the same with averaged weights, if asked."""
+
+    state: dict[str, Tensor | PartOfWhole]
+    averaged: dict[str, Tensor | PartOfWhole] | None
+
+
+def train(context: Context, job: TrainJob) -> Trained:
+    """Run this rank's part of a training; `Cluster.train` calls this on every rank.
+
+    What the user's functions communicate between steps is compared between ranks; the strategies' own calls are not.
+    """
+    if job.how.on_step is None and job.how.evaluation is None:
+        return _train(context, job)
+    checks = CallChecks(context.record.folder, context.rank)
+    with compare_calls(context.comm, checks):
+        return _train(context, job, checks)
+
+
+def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) -> Trained:
+    training = Training(context, job, checks)
+    if training.sync_cost is not None:
+        training.sync_cost.begin()
+    for step in range(job.how.first_step, job.how.steps):
+        training.step(step)
+        stops = training.after(step)
+        training.checkpoints.save_if_due(step)
+        if stops:
+            break
+    training.evidence.finish()
+    if training.sync_cost is not None:
+        training.sync_cost.end()
+    training.feed.close()
+    state = training.state_dict()
+    if job.how.ema is None:
+        return Trained(state, None)
+    state = {name: _copy_state(value) for name, value in state.items()}  # they may be the model's own memory
+    training.update.take_average()
+    return Trained(state, training.state_dict())
+
+
+def _copy_state(value: Any) -> Any:
+    if isinstance(value, PartOfWhole):
+        return value._replace(tensor=value.tensor.clone())
+    return value.clone() if isinstance(value, Tensor) else value  # a state of a module's own
+
+
+class Training:
+    """One rank's part of a training.
+
+    Args:
+        context: this rank's context.
+        job: what to train, and how.
+        checks: compares what `on_step` communicates; None: nothing does.
+    """
+
+    def __init__(self, context: Context, job: TrainJob, checks: CallChecks | None = None) -> None:
+        seed_all(job.how.seed + context.rank)
+        self._record, self._device = context.record, context.device
+        # ---- place
+        axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
+        job = self._job = _as_seen_here(job, axes)
+        trained = trained_parameters(job.what.model, here=True)
+        self.first_names = trained[1]
+        self.sync_cost: SyncCost | None = None
+        if job.plan.dp > 1 and job.plan.batchnorm == "sync":
+            self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
+        stages, self.rest = place_stages(context, job, axes, self.sync_cost)
+        free(trained[0], {p for _, p in named_parameters(stages).items()})
+        # DP counts the whole batch on rank 0; otherwise each replica counts its share.
+        self._counting = (
+            axes.communicator_of() if job.plan.data_parallel == "dp" else axes.communicator_of("dp", "cp")
+        )
+        fp32_params = narrow(job.plan, nn.ModuleList(stage.layers for stage in stages.values()))
+        register(job.what.parameter_hooks, {trained[1][n]: p for n, p in named_parameters(stages).items()})
+        self.sync, self.tied, self.pipeline, self.feed = assemble(context, job, axes, stages)
+        self.update = Update(context, job, axes, self.sync, self.tied, fp32_params, trained)
+        watch_stages(context, job, stages)
+        self._warned = False
+        self.loss: float | None = None  # of the latest step, or this replica's share of it
+        self.after = AfterStep(context, job, axes, self, checks)
+        self.checkpoints = Checkpoints(context, job, self)
+        self.evidence = RankEvidence(context, job, self)
+
+    def step(self, number: int) -> None:
+        """Run one training step on its batch."""
+        self.evidence.begin(number)
+        with self._record.step(number):
+            batch = self.feed.take(number)
+            if isinstance(self._job.what.loss, Guarded) and self.pipeline.computes_loss:
+                for microbatch in batch:
+                    self._job.what.loss.check(microbatch.inputs, microbatch.targets)
+            self.pipeline.loss_scale = self.update.scaler.scale
+            self.sync.begin_step()
+            returned = self.pipeline.step(number, batch)
+            self.sync.finish()
+            self.tied.sum_gradients()
+            self.loss, factor = self._loss_and_factor(returned)
+            loss = self.loss
+            if loss is not None:
+                self._record.loss(loss)
+                self._warned = (
+                    self._warned or not self.pipeline.computes_loss or _warn_if_not_finite(number, loss)
+                )
+            scale, skipped = self.update.scaler.scale, self.update.skipped
+            self.update.step(number, factor, self.evidence.gradients)
+        self.evidence.end(number, scale, skipped=self.update.skipped > skipped)
+
+    def _loss_and_factor(self, returned: list[float]) -> tuple[float | None, float | None]:
+        """Return the loss, or this replica's share, if it is known here; and the factor that the gradients still need.
+
+        Args:
+            returned: what the pipeline returned: nothing, [loss], or [total / nominal, count].
+        """
+        if self._job.what.nominal is None or not returned:
+            return (returned[0] if returned else None), None
+        total, count = torch.tensor(returned, dtype=torch.float64, device=self._device).split(1)
+        count = self._counting.all_reduce(count.clone())
+        factor = self._job.what.nominal / count
+        loss = (total * factor).item()
+        # The mean of nothing is NaN, and torch's losses then have gradients of 0.
+        empty = isinstance(self._job.what.loss, MeanLoss) and count.item() == 0
+        return loss, 1.0 if empty else factor.item()
+
+    def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
+        """Return this rank's part of the model's state, on the CPU; every rank calls it.
+
+        Parameters that are replicated over tp are returned from tp rank 0 only.
+        """
+        state: dict[str, Tensor | PartOfWhole] = {}
+        shards = next(iter(self.sync.stages.values())).sharded.shards
+        for name, value in (self.rest | self.sync.state_dict()).items():
+            shard = shards.get(name)
+            if shard is not None:
+                state[name] = PartOfWhole(shard, value)
+            elif self._axes.place.tp == 0:
+                state[name] = value
+        return state
+
+
+def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:
+    """Return the job as this rank sees it: at its place along tp, with a loss that knows the other replicas."""
+    job = job.for_place(axes.place.tp)
+    loss = job.what.loss
+    if isinstance(loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
+        return job.with_loss(loss.bind_group(axes.communicator_of("dp")))
+    return job
+
+
+def assemble(
+    context: Context, job: TrainJob, axes: MeshAxes, stages: dict[int, Stage]
+) -> tuple[GradientSync, TiedWeights, Pipeline | DP, Feed]:
+    """Return the parts of a step: gradient synchronization, tied weights, the pipeline, and the feed."""
+    plan, replicas = job.plan, axes.communicator_of("dp", "cp")
+    rank_of = [axes.communicator_of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
+    tied = tied_parameters(stages, job.where.shared)
+    if replicas.size > 1 and plan.data_parallel == "dp":
+        dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
+        return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
+    held = Replicated(context, plan, stages, replicas, tied)
+    if plan.zero:
+        sync: GradientSync = zero_sync(held)
+    elif replicas.size > 1:
+        sync = DDP(held)
+    else:
+        sync = GradientSync(stages)
+    pipeline = Pipeline(context, job, axes, sync)
+    feed = Feed(context, job, needed=pipeline.takes_data)
+    return sync, TiedWeights(context, job.where.shared, rank_of, sync), pipeline, feed
+
+
+def place_stages(
+    context: Context, job: TrainJob, axes: MeshAxes, cost: SyncCost | None
+) -> tuple[dict[int, Stage], dict[str, Tensor]]:
+    """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
+    model, partition = job.what.model, job.where.partition
+    sharded = localize(
+        model, job.plan, job.where.schedule, axes.communicator_of("tp"), axes.communicator_of("cp")
+    )
+    if cost is not None:
+        over_whole_batch(model, cost)
+    numbers = job.where.schedule.stages_of(axes.place.pp)
+    recomputed = recompute_blocks(model, job.plan.recompute, partition)
+    if partition is not None:
+        parts, rest = place_parts(
+            model, partition, numbers, context.device, PRECISIONS.get(job.plan.precision), sharded
+        )
+        _hold(recomputed, parts)
+        return parts, rest
+    layers, blocks = layers_of(model), repeated_blocks(model).values()
+    names = tuple(prefix_of(name) for name, _ in layers)
+    rest = {key: value for key, value in model.state_dict().items() if not key.startswith(names)}
+    in_place = [
+        any(numbers[i].in_place for numbers in job.where.numbers.values()) for i in range(len(layers))
+    ]
+    spans = spans_at([(name, True) for name, _ in layers], sharded.draws.spans)
+    stages = {}
+    for number in numbers:
+        held = job.where.stages[number]
+        stages[number] = Stage(
+            number, [layers[i] for i in held], context.device,
+            in_place=any(in_place[i] for i in held), sharded=sharded, blocks=blocks,
+            spans=[spans[i] for i in held],
+        )  # fmt: skip
+    _drop_elsewhere([layer for _, layer in layers], stages)
+    _hold(recomputed, stages)
+    return stages, rest if context.rank == 0 else {}
+
+
+def _drop_elsewhere(layers: list[nn.Module], stages: dict[int, Stage]) -> None:
+    """Drop the weights of layers that are in no stage of this rank, so that their memory is freed."""
+    here = {module for stage in stages.values() for module in stage.layers.modules()}
+    for module in {module for layer in layers for module in layer.modules()} - here:
+        for state in (module._parameters, module._buffers):
+            state.update(dict.fromkeys(state))
+
+
+def _hold(recomputed: list[RecomputedBlock], stages: dict[int, Stage]) -> None:
+    """Assign to each stage the recomputed blocks that are its own."""
+    for stage in stages.values():
+        here = set(stage.layers.modules())
+        stage.recomputed = [block for block in recomputed if block.block in here]
+
+
+def watch_stages(context: Context, job: TrainJob, stages: dict[int, Stage]) -> None:
+    """Record what the layers hold."""
+    numbers = next(iter(job.where.numbers.values()))
+    for number, stage in stages.items():
+        if job.where.partition is not None:
+            watch(context.record, stage.layers, layers=False)  # blocks may be called with stand-ins
+            continue
+        flops = {
+            name: (numbers[i].flops.forward, numbers[i].flops.backward)
+            for name, i in zip(stage.layers._modules, job.where.stages[number], strict=True)
+        }
+        watch(context.record, stage.layers, flops=flops)
+
+
+def _warn_if_not_finite(step: int, loss: float) -> bool:
+    """Print a message if the loss is not finite, and return whether it was printed."""
+    if isfinite(loss):
+        return False
+    what = "nan" if isnan(loss) else "infinite"
+    print(
+        f"step {step}: the loss is {what}, and training goes on with it. A smaller learning rate, or gradients "
+        "clipped, are the usual remedies; a log of 0 or a division by 0 in the loss the other cause."
+    )
+    return True

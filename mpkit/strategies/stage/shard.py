@@ -1,0 +1,131 @@
+"""Shard: the part of a whole parameter that a rank of a tensor-parallel group holds.
+
+A column-parallel linear layer divides its output features, a row-parallel one its input features, an embedding its
+vocabulary: always one dimension of the parameter. A rank holds one range of it, or several where layers were fused
+(the q, k and v of a fused projection). Widths that are no multiple of the number of ranks make uneven shards.
+
+    W, whole (6 x 3)              dim 0, t = 2: rank 0 has rows 0 to 2, rank 1 rows 3 to 5
+    q k v in one, (3h x h)        dim 0: rank 0 has the first half of the rows of q, of k and of v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.strategies.models.own_draws import OwnDraws
+
+__all__ = ["PartOfWhole", "Shard", "Sharded", "evenly", "put_together", "put_together_by_name"]
+
+
+def evenly(count: int, t: int) -> list[range]:
+    """Divide `count` things into t ranges, the first ones longer by one where t does not divide it.
+
+    >>> evenly(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    sizes = [count // t + (i < count % t) for i in range(t)]
+    return [range(a, b) for a, b in pairwise([0, *accumulate(sizes)])]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The local part of a whole parameter.
+
+    Attributes:
+        whole: shape of the whole parameter.
+        dim: the dimension that is divided.
+        ranges: the local ranges of that dimension, in order; concatenated they are the local parameter.
+
+    >>> shard = Shard((6, 2), 0, (range(0, 1), range(3, 4)))
+    >>> shard.take(torch.arange(12).view(6, 2))
+    tensor([[0, 1],
+            [6, 7]])
+    >>> shard.shape
+    (2, 2)
+    """
+
+    whole: tuple[int, ...]
+    dim: int
+    ranges: tuple[range, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the local parameter."""
+        return (*self.whole[: self.dim], sum(map(len, self.ranges)), *self.whole[self.dim + 1 :])
+
+    @property
+    def axis_name(self) -> str:
+        """What the ranges count: "rows", "columns", or of a vector "elements"; of experts' [E, rows, columns] too."""
+        matrix = self.dim - (len(self.whole) == 3)
+        return "elements" if len(self.whole) == 1 else "columns" if matrix == 1 else "rows"
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return the local part of a whole tensor, as a copy."""
+        parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.ranges]
+        return torch.cat(parts, self.dim)
+
+    def put(self, local: Tensor, whole: Tensor) -> None:
+        """Write the local part to its place in a whole tensor."""
+        parts = local.split([len(part) for part in self.ranges], self.dim)
+        for part, values in zip(self.ranges, parts, strict=True):
+            whole.narrow(self.dim, part.start, len(part)).copy_(values)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The result of sharding a model's parameters, on one rank.
+
+    Attributes:
+        shards: the parts of divided parameters, by every name that a parameter has; other parameters are absent.
+        partial: names of whole parameters whose gradients are partial sums on each rank, to be summed over the group.
+        plan: the plan that was applied, with the model's own names.
+        draws: where this rank draws random numbers of its own.
+    """
+
+    shards: dict[str, Shard] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
+    draws: OwnDraws = field(default_factory=OwnDraws, compare=False)
+
+
+class PartOfWhole(NamedTuple):
+    """A rank's part of an entry of the model's state dict."""
+
+    shard: Shard
+    tensor: Tensor
+
+
+def put_together(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
+    """Assemble the whole tensor from the parts of all ranks."""
+    whole = parts[0].new_empty(shards[0].whole)
+    for shard, part in zip(shards, parts, strict=True):
+        shard.put(part, whole)
+    return whole
+
+
+def put_together_by_name(
+    names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | PartOfWhole]]
+) -> dict[str, Tensor]:
+    """Assemble a state dict from what each rank has of it.
+
+    Args:
+        names: the names of its entries, in order.
+        ranks: each rank's whole tensors, every one of which some rank has, and parts that together cover a tensor.
+    """
+    state: dict[str, Tensor] = {}
+    for mine in ranks:
+        for name, value in mine.items():
+            if not isinstance(value, PartOfWhole):
+                state[name] = value
+                continue
+            if name not in state:
+                state[name] = value.tensor.new_empty(value.shard.whole)
+            value.shard.put(value.tensor, state[name])
+    return {name: state[name] for name in names}

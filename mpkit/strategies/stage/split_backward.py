@@ -1,0 +1,198 @@
+"""The backward in two halves, which can be scheduled separately, as zero-bubble schedules do.
+
+    I   the gradients of a stage's inputs, which the stage before waits for
+    W   the gradients of its weights, which nobody waits for
+
+In autograd's graph a linear layer, y = x A + b, is a node with an edge to x and edges to A and b. The backward calls
+the node with the gradient of y, and it computes only what its edges are asked for. So
+
+    cut      the nodes on the way to the inputs are the *path*, and those of them with edges to weights the *frontier*
+             (`mpkit.strategies.stage.graph_cut`)
+    I        the backward follows the path down to the inputs; the gradient that arrives at each frontier node is kept
+    let go   what the other nodes of the path had saved is released, since nobody needs it any more: an attention's
+             scores, a GELU's input; a linear layer's input stays
+    W        each node of the frontier is called again with the gradient that was kept, for its edges to weights
+
+    x ──── layer 1 ──── gelu ──── layer 2 ──── y       path, gone down in I
+              │                      │                 frontier: layer 1 and layer 2
+             A, b                   A, b               edges to weights, in W
+
+No product is computed twice, and none in the wrong half. An exception is a weight that the path leads to by one edge
+from two places, such as a bias used twice: its gradients are summed where they meet, in I, and W adds the sum to
+`.grad`. A stage whose inputs need no gradient, such as the first one, has no path to them; there the nodes that lead
+to more than one weight serve as the path.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1 and figure 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from mpkit.strategies.stage.graph_cut import GraphCut
+from mpkit.trace.record.saved import Packed
+
+__all__ = ["WeightGrads", "input_grads"]
+
+
+@dataclass
+class _Part:
+    """A node of the frontier, and the gradients to call it with, by number of its output.
+
+    Attributes:
+        edges: the node's edges that lead to weights.
+        own: those weights, if no other node leads to them; else empty.
+        hooked: whether the gradients have already passed through the hooks that users put on tensors; otherwise they do
+            so now.
+    """
+
+    node: Node
+    gradients: dict[int, Tensor]
+    edges: list[GradientEdge]
+    own: list[Tensor]
+    hooked: bool
+
+    def run(self) -> None:
+        """Add to the weights' gradients."""
+        outputs = [GradientEdge(self.node, k) for k in self.gradients]
+        gradients = list(self.gradients.values())
+        handle = self.node.register_prehook(_replace_gradients(self.gradients)) if self.hooked else None
+        if self.own:
+            torch.autograd.backward(outputs, gradients, inputs=self.own)
+        else:  # the path from here may lead to the same weights: stop at its end
+            grads = torch.autograd.grad(outputs, self.edges, gradients, allow_unused=True)
+            _add_to_weights(self.edges, grads)
+        if handle is not None:
+            handle.remove()
+
+
+@dataclass
+class WeightGrads:
+    """The work of W, ready to run.
+
+    Attributes:
+        parts: nodes of the frontier, from the outputs down.
+        sums: gradients that are known already, each with the edge where it goes on.
+    """
+
+    parts: list[_Part] = field(default_factory=list)
+    sums: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+
+    def held_gradients(self) -> list[Tensor]:
+        """Return the gradients that are kept until W."""
+        return [gradient for part in self.parts for gradient in part.gradients.values()] + [
+            gradient for _, gradient in self.sums
+        ]
+
+    def run(self) -> None:
+        """Add the weights' gradients to their `.grad`, and release what was saved for that on the way."""
+        for edge, gradient in self.sums:
+            _add_to_weights([edge], [gradient])
+        self.sums.clear()
+        self.parts.reverse()
+        while self.parts:
+            self.parts.pop().run()
+
+
+def input_grads(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], WeightGrads]:
+    """Run I: compute the gradients of a stage's inputs, and return them with the work of W.
+
+    Args:
+        outputs: those outputs of the stage's forward that require a gradient.
+        gradients: the gradient of the loss for each of them.
+        inputs: leaves that require a gradient.
+
+    Returns:
+        The gradient of each input, None where the outputs do not depend on it; and the work of W.
+
+    >>> x, layer = torch.ones(1, 2, requires_grad=True), torch.nn.Linear(2, 2, bias=False)
+    >>> _ = torch.nn.init.eye_(layer.weight)
+    >>> y = layer(x)
+    >>> (gradient,), weights = input_grads([y], [torch.ones(1, 2)], [x])
+    >>> gradient, layer.weight.grad
+    (tensor([[1., 1.]]), None)
+    >>> weights.run(); layer.weight.grad
+    tensor([[1., 1.],
+            [1., 1.]])
+    """
+    if not outputs:
+        return [None for _ in inputs], WeightGrads()
+    # ---- cut
+    cut = GraphCut([get_gradient_edge(output) for output in outputs], inputs)
+    edges = [GradientEdge(node, k) for node in cut.frontier for k in sorted(cut.used[node])]
+    met = [GradientEdge(leaf, 0) for leaf in cut.met]
+    # ---- I
+    wanted: list[Any] = [*inputs, *edges, *met]
+    grads: Iterator[Tensor | None] = iter(
+        torch.autograd.grad(
+            outputs, wanted, gradients, retain_graph=bool(cut.frontier or cut.beside), allow_unused=True
+        )
+        if wanted
+        else ()
+    )
+    of_inputs: list[Tensor | None] = [next(grads) for _ in inputs]
+    kept: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)
+    for edge in edges:
+        gradient = next(grads)
+        if gradient is not None:
+            kept[edge.node][edge.output_nr] = gradient
+    sums = [(edge, gradient) for edge, gradient in zip(met, grads, strict=True) if gradient is not None]
+    sums += [(edge, gradients[i]) for i, edge in cut.beside]
+    # ---- let go
+    for node in cut.path if cut.frontier or cut.beside else ():
+        if node not in kept:
+            _let_go(node)
+    parts = [
+        _Part(node, kept[node], edges, cut.own[node], node in cut.ends)
+        for node, edges in cut.frontier.items()
+        if node in kept
+    ]
+    return of_inputs, WeightGrads(parts, sums)
+
+
+def _replace_gradients(
+    gradients: dict[int, Tensor],
+) -> Callable[[tuple[Tensor | None, ...]], tuple[Any, ...]]:
+    return lambda given: tuple(gradients.get(k, gradient) for k, gradient in enumerate(given))
+
+
+def _add_to_weights(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
+    """Propagate gradients from the end of the path to the weights, mostly through a transposition."""
+    pairs = [
+        (edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None
+    ]
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [g for _, g in pairs], retain_graph=True)
+
+
+def _let_go(node: Node) -> None:
+    """Drop what the node saved, since it is not called again."""
+    for name in _saved_by(type(node)):
+        saved_values = getattr(node, name)
+        for saved in saved_values if isinstance(saved_values, tuple) else (saved_values,):
+            held = saved.data
+            if isinstance(held, Packed):
+                held.drop()
+            elif isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter):
+                with suppress(RuntimeError):  # what was packed otherwise, such as by checkpointing, stays
+                    saved.register_hooks(_do_nothing, _do_nothing)
+
+
+@cache
+def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _do_nothing(_: Any) -> None:
+    return None

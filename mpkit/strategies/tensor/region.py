@@ -1,0 +1,211 @@
+"""A running region: f at its entry, its layers on local weights, g at its exit.
+
+    entry     a hook before the entry module: x goes through f (f_bar where the sequence is divided), and the rank's
+              own random numbers begin
+    column    y_i = x W_i^T + b_i, with this rank's outputs only
+    row       z = sum over ranks of y_i V_i^T, by g (or g_bar); the bias is added once, after it; then the random
+              numbers that all ranks share continue
+
+Y = GeLU(X A), Z = Y B with A = [A_1, A_2] divided by columns and B by rows gives Z = Y_1 B_1 + Y_2 B_2, where
+Y_i = GeLU(X A_i) needs no communication: one sum per region in the forward, and one in the backward. Weights are here
+as in torch, [outputs, inputs], so a layer is x W^T.
+
+Source: Shoeybi et al. 2019, section 3. The modules stay the same objects: only `forward` of the linear layers is
+replaced, on the instance.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from mpkit.plan.tensor_plan import Region
+from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.models.own_draws import OwnDraws
+from mpkit.strategies.models.spans import ForwardSpan
+from mpkit.strategies.partition.value import Value
+from mpkit.strategies.tensor import overlap as overlapped
+from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar
+from mpkit.strategies.tensor.overlap import RegionInput, Weights
+
+__all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear", "is_weight"]
+
+Finish = Callable[[Tensor], Tensor]
+"""What is done with a column layer's output on this rank."""
+
+
+def is_across(layer: nn.Module) -> bool:
+    """Return whether a layer is transformers' Conv1D: a linear layer with its weight [inputs, outputs]."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a layer computes x W^T + b when it is called.
+
+    nn.MultiheadAttention's `out_proj` does not count: it is never called, only its weights are used.
+    """
+    if isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear):
+        return type(layer).forward is nn.Linear.forward or type(layer).__name__ == "FalconLinear"
+    return is_across(layer)
+
+
+def is_weight(layer: object) -> bool:
+    """Return whether this is a parameter, [..., outputs, inputs], that its module multiplies by itself."""
+    return isinstance(layer, nn.Parameter) and layer.dim() > 1
+
+
+def has_outputs(layer: nn.Module) -> bool:
+    """Return whether a layer can be divided by columns: a linear layer, or a convolution without groups."""
+    if isinstance(layer, nn.Conv2d) and type(layer).forward is nn.Conv2d.forward:
+        return layer.groups == 1
+    return is_linear(layer)
+
+
+class RegionAtWork:
+    """One region on one rank, whose modules hold its local weights already.
+
+    Args:
+        group: the ranks of the region.
+        name: name of the entry.
+        entry: the module before which f is applied.
+        columns: the column layers, each with what is done with its output.
+        row: the row layer, if there is one.
+        draws: this rank's random numbers.
+        sequence: whether x is divided by sequence.
+        overlap: whether the backward sums dx while it computes dW; otherwise layers are plain ones.
+        region: the plan's region; None for the head.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        name: str,
+        entry: nn.Module,
+        columns: dict[nn.Module, Finish],
+        row: nn.Module | None,
+        draws: OwnDraws,
+        *,
+        sequence: bool,
+        overlap: bool,
+        region: Region | None = None,
+    ) -> None:
+        self._group, self._columns = group, columns
+        self._sequence, self._region = sequence, region
+        self._overlap = overlap and bool(columns) and all(map(is_linear, columns))
+        if region is not None and region.inputs:
+            self._overlap = False  # column layers have several inputs
+        self._draws, self._name = draws, f"{name} on {group.index}"
+        self._has_row = region is not None and region.row is not None
+        if region is not None and region.row is not None:
+            draws.spans.append(ForwardSpan(self._name, name, name if row is None else region.row))
+        self._entered: RegionInput | None = None
+        entry.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for layer in columns:
+            layer.forward = partial(self._column, layer)
+        if row is not None:
+            row.forward = partial(self._row, row)
+        elif self._has_row:  # a parameter
+            entry.register_forward_hook(self._leave)
+
+    # ---- entry
+
+    def _enter(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass x through f: the first argument, or the one of that name; and the region's further inputs."""
+        if self._has_row:
+            args, kwargs = self._further(entry, args, kwargs)
+        if args and isinstance(args[0], Tensor):
+            return (self._begin_region(entry, args[0]), *args[1:]), kwargs
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), None)
+        if name is None or not isinstance(kwargs[name], Tensor):
+            return None
+        return args, kwargs | {name: self._begin_region(entry, kwargs[name])}
+
+    def _further(
+        self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the arguments after x that column layers use through f; refuse others that have a gradient."""
+        region = self._region
+        assert region is not None
+        names = list(inspect.signature(type(entry).forward).parameters)[1:]
+        first = "" if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+        known = {*region.apart, first}
+        given = [*zip(names[1:], args[1:], strict=False), *kwargs.items()]
+        entered: dict[str, Any] = {}
+        for name, value in given:
+            if name in region.inputs and isinstance(value, Tensor):
+                entered[name] = f_bar(self._group, value) if self._sequence else f(self._group, value)
+            elif name not in known and _has_gradient(value):
+                raise ValueError(
+                    f"Region(entry={region.entry!r}): its argument {name} has a gradient too, of which each rank would "
+                    f"compute a part: inputs=({name!r},) where it is an input of column layers, apart=({name!r},) "
+                    "where it is used after the row layer only, or has this rank's heads already"
+                )
+        further = tuple(entered.pop(name, value) for name, value in zip(names[1:], args[1:], strict=False))
+        return (*args[:1], *further, *args[1 + len(further) :]), kwargs | entered
+
+    def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
+        """Sum the entry's output, which is a partial sum, over the ranks."""
+        z = g_bar(self._group, y) if self._sequence else g(self._group, y)
+        self._draws.end(self._name)
+        return z
+
+    def _begin_region(self, entry: nn.Module, x: Tensor) -> Tensor:
+        self._entered = None
+        if entry.training and self._has_row:
+            self._draws.begin(self._name, x.device)
+        # An opened entry's column layers may be in another stage, which would then share their weights with this one.
+        overlap = self._overlap and type(x) is not Value
+        weights = [(layer, _weights(layer)) for layer in self._columns] if overlap else []
+        wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
+        # Under autocast a layer computes in another precision than that of its weights.
+        if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+            self._entered = overlapped.enter(self._group, x, weights, sequence=self._sequence)
+            return self._entered.x
+        return f_bar(self._group, x) if self._sequence else f(self._group, x)
+
+    # ---- column
+
+    def _column(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Apply a column layer: [..., inputs] -> [..., this rank's outputs]."""
+        entered = self._entered
+        if entered is not None and x is entered.x and layer in entered.handles:
+            y = overlapped.linear(entered, layer, _weights(layer))
+            if not entered.handles:
+                self._entered = None
+        elif is_linear(layer):
+            y = _product(layer, x, layer.bias)
+        else:
+            y = layer._conv_forward(x, layer.weight, layer.bias)  # type: ignore[operator]
+        return self._columns[layer](y)
+
+    # ---- row
+
+    def _row(self, layer: nn.Module, y: Tensor) -> Tensor:
+        """Apply the row layer: [..., this rank's inputs] -> [..., outputs]."""
+        partial_sum = _product(layer, y, None)
+        z = g_bar(self._group, partial_sum) if self._sequence else g(self._group, partial_sum)
+        self._draws.end(self._name)
+        bias: Any = layer.bias
+        return z if bias is None else z + bias
+
+
+def _has_gradient(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_gradient, value))
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _weights(layer: nn.Module) -> Weights:
+    return Weights(layer.weight, layer.bias, is_across(layer))  # type: ignore[arg-type]
+
+
+def _product(layer: nn.Module, x: Tensor, bias: Any) -> Tensor:
+    weight: Any = layer.weight
+    return F.linear(x, weight.t() if is_across(layer) else weight, bias)

@@ -1,0 +1,219 @@
+"""The optimizer for what one rank updates, with the parameter groups that the whole model's optimizer would have.
+
+    whole     the user's function is called with every trained parameter of the model, in the model's order
+    held      a parameter that this rank updates whole is passed itself; one that it updates in part, or not at all,
+              stands in for itself: the same object and attributes, in its whole shape, without memory
+    divide    stand-ins leave the groups; a part replaces its stand-in, with its part of an initial state
+
+So groups by index, number, shape, name, attribute or identity are the same as in serial training, whatever the plan
+gives this rank. A function that looks at values is rejected before (`mpkit.strategies.prepare.optimizer`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+
+from mpkit.strategies.update.several import SeveralOptimizers
+from mpkit.strategies.update.whole import WholeParameter, empty_whole, stand_in
+
+__all__ = [
+    "OptimizerFunction",
+    "UpdatedPart",
+    "by_name",
+    "describe_optimizer",
+    "elementwise",
+    "make_optimizer",
+]
+
+Take = Callable[[Tensor], Tensor]
+
+
+class UpdatedPart(NamedTuple):
+    """The part of a parameter that one rank updates.
+
+    Attributes:
+        parameter: the tensor that the optimizer updates.
+        take: selects this part of a tensor that has the whole parameter's shape; None if `parameter` is the whole one.
+    """
+
+    parameter: nn.Parameter
+    take: Take | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerFunction:
+    """A function that makes an optimizer, and what its author declared about it.
+
+    Attributes:
+        function: takes parameters, or (name, parameter) pairs.
+        by_name: whether it takes pairs.
+        elementwise: whether the optimizer is declared to treat each element by itself, where mpkit cannot find out.
+    """
+
+    function: Callable[[Any], Any]
+    by_name: bool = False
+    elementwise: bool = False
+
+    def __call__(self, parameters: Any) -> Any:
+        """Make an optimizer by calling the function; a list of optimizers becomes one."""
+        made = self.function(parameters)
+        several = isinstance(made, (list, tuple)) and bool(made)
+        if several and all(isinstance(each, torch.optim.Optimizer) for each in made):
+            return SeveralOptimizers(made)
+        return made
+
+    def make_optimizer(self, named: Mapping[str, nn.Parameter]) -> Any:
+        """Make an optimizer for named parameters."""
+        return self(list(named.items()) if self.by_name else list(named.values()))
+
+
+def describe_optimizer(function: Callable[[Any], Any]) -> OptimizerFunction:
+    """Return the function with what is known about it.
+
+    >>> describe_optimizer(lambda params: None).by_name, describe_optimizer(lambda named_parameters: None).by_name
+    (False, True)
+    """
+    if isinstance(function, OptimizerFunction):
+        return function
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):  # callables without a signature
+        first = ""
+    return OptimizerFunction(function, by_name=first == "named_parameters")
+
+
+def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
+    """Let an optimizer function take (name, parameter) pairs, as `model.named_parameters()` yields them.
+
+    A function whose first parameter is called `named_parameters` receives them without this.
+
+    >>> import mpkit as mk
+    >>> @mk.optimizer.by_name
+    ... def optimizer(named):
+    ...     decays = [p for name, p in named if not name.endswith("bias")]
+    ...     rest = [p for name, p in named if name.endswith("bias")]
+    ...     return torch.optim.AdamW([{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=1e-3)
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> [len(group["params"]) for group in optimizer(list(model.named_parameters())).param_groups]
+    [1, 1]
+
+    Args:
+        function: function(pairs) -> torch.optim.Optimizer; `pairs` is a list.
+    """
+    return replace(describe_optimizer(function), by_name=True)
+
+
+def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
+    """Declare that an optimizer changes each element by that element's own gradient and state alone.
+
+    ZeRO, tensor parallelism and pipelines give a rank parts of what an optimizer works on, so mpkit first tries every
+    optimizer on parts. One that cannot be tried, because it refuses parameters other than the model's or steps on a GPU
+    only, is refused unless it is declared. One that was tried and is not elementwise stays refused.
+
+    Args:
+        function: optimizer(params) -> torch.optim.Optimizer.
+
+    >>> import mpkit as mk
+    >>> optimizer = mk.optimizer.elementwise(lambda params: torch.optim.AdamW(params, lr=1e-3))
+    """
+    return replace(describe_optimizer(function), elementwise=True)
+
+
+def make_optimizer(
+    function: Callable[[Any], Any], whole: Sequence[WholeParameter], held: Mapping[str, UpdatedPart]
+) -> torch.optim.Optimizer | None:
+    """Make the optimizer for what one rank updates.
+
+    Args:
+        function: makes the optimizer, as for `Cluster.train`.
+        whole: every trained parameter of the model.
+        held: what this rank updates, by name; some of it may have no elements.
+
+    Returns:
+        The optimizer, or None if it has nothing to update.
+    """
+    some = next((each.parameter for each in held.values() if each.parameter.numel()), None)
+    if some is None:
+        return None
+    # ---- whole, held
+    given = {each.name: _stand_in_for(each, held.get(each.name), some.device) for each in whole}
+    with _standing_in(whole, held, some.device):
+        optimizer: torch.optim.Optimizer = describe_optimizer(function).make_optimizer(given)
+    # ---- divide
+    parts = {
+        id(p): held.get(name)
+        for name, p in given.items()
+        if name not in held or p is not held[name].parameter
+    }
+    for key, state in list(optimizer.state.items()):  # initial states, such as Adagrad's
+        if id(key) in parts:
+            del optimizer.state[key]
+            part = parts[id(key)]
+            if part is not None:
+                optimizer.state[part.parameter] = {n: _part(v, part, key.shape) for n, v in state.items()}
+    for group in optimizer.param_groups if parts else ():
+        _divide(group, parts)
+    if any(not group["params"] for group in optimizer.param_groups):
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer if optimizer.param_groups else None
+
+
+def _stand_in_for(whole: WholeParameter, held: UpdatedPart | None, device: torch.device) -> nn.Parameter:
+    """Return what the user's function is given for a parameter."""
+    if whole.original is not None:
+        return whole.original
+    return stand_in(whole, device) if held is None or held.take is not None else held.parameter
+
+
+@contextmanager
+def _standing_in(
+    whole: Sequence[WholeParameter], held: Mapping[str, UpdatedPart], device: torch.device
+) -> Iterator[None]:
+    """Give originals the values that this rank updates whole, inside the block; others have their shape without memory.
+
+    After it they have what they had.
+    """
+    originals = [(each.original, each) for each in whole if each.original is not None]
+    with DisableTorchFunctionSubclass():  # a sharded parameter refuses to be looked at
+        before = [(parameter, parameter.data) for parameter, _ in originals]
+        kinds = [type(parameter) for parameter, _ in originals]
+        for parameter, each in originals:
+            part = held.get(each.name)
+            if part is not None and part.take is None:
+                parameter.data = part.parameter.data
+            else:
+                parameter.data = empty_whole(each, device)
+            parameter.__class__ = each.kind
+    try:
+        yield
+    finally:
+        with DisableTorchFunctionSubclass():
+            for (parameter, data), kind in zip(before, kinds, strict=True):
+                parameter.data, parameter.__class__ = data, kind
+
+
+def _divide(group: dict[str, Any], parts: Mapping[int, UpdatedPart | None]) -> None:
+    """Keep in a group only what is held, in place, since an optimizer may have kept its lists."""
+    kept = []
+    for i, parameter in enumerate(group["params"]):
+        part = parts.get(id(parameter)) if id(parameter) in parts else UpdatedPart(parameter)
+        if part is not None and part.parameter.numel():
+            kept.append((i, part.parameter))
+    if "param_names" in group:
+        group["param_names"][:] = [group["param_names"][i] for i, _ in kept]
+    group["params"][:] = [parameter for _, parameter in kept]
+
+
+def _part(value: Any, part: UpdatedPart, shape: torch.Size) -> Any:
+    """Return this rank's slice of an initial state that has the full parameter's shape; keep others."""
+    if part.take is None or not isinstance(value, Tensor) or value.shape != shape or not value.dim():
+        return value
+    return part.take(value).clone()

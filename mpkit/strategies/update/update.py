@@ -1,0 +1,204 @@
+"""The update of a step: from gradients of the whole batch to new weights.
+
+    rate        set the learning rate of this step, where it changes from step to step
+    sum         sum gradients that are partial sums over tensor-parallel ranks (sequence parallelism)
+    unscale     undo the loss scale; a gradient that is not finite, on any rank, makes all ranks skip the step
+    count       divide by the count of the batch, where the loss returned (total, count)
+    clip        scale all gradients down to the maximum global norm
+    step        run the optimizer on what this rank updates
+    renew       copy what the optimizer changed into the parameters
+
+In 16 bits, and where the optimizer runs on the host, it works on copies (`master_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.data_parallel.tied import TiedWeights
+from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.stage.gradient_sync import GradientSync, Piece
+from mpkit.strategies.update.average import KEY
+from mpkit.strategies.update.loss_scaler import LossScaler
+from mpkit.strategies.update.master_weights import Masters
+from mpkit.strategies.update.optimizer import Take, UpdatedPart, make_optimizer
+from mpkit.strategies.update.whole import WholeParameter
+from mpkit.trace.record.hooks import watch_optimizer
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["Update"]
+
+
+class Update:
+    """The optimizer for what one rank updates, and the other phases of an update.
+
+    Args:
+        context: this rank's context.
+        job: read for optimizer, plan, max_grad_norm and lr_schedule.
+        axes: the mesh's axes.
+        sync: holds the pieces that are updated.
+        tied: tied weights, which are sent to other stages when they are updated.
+        fp32_params: whole parameters before they were cast to 16 bits.
+        trained: result of `trained_parameters` for the whole model.
+
+    Attributes:
+        optimizer: None if this rank updates nothing.
+        scaler: the loss scaler; its scale is 1 unless the plan computes in fp16.
+        norm: norm of the last step's gradients before clipping; None if gradients are not clipped.
+        skipped: number of steps that all ranks skipped because of an overflow.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        job: TrainJob,
+        axes: MeshAxes,
+        sync: GradientSync,
+        tied: TiedWeights,
+        fp32_params: Mapping[nn.Parameter, Tensor],
+        trained: tuple[Sequence[WholeParameter], Mapping[str, str]],
+    ) -> None:
+        self._comm, self._device = context.comm, context.device
+        self._sync, self._tied = sync, tied
+        # The ranks that update each element of the model once: those of one model, or all if replicas divide it.
+        self._together = axes.communicator_of("pp", "tp", *(("dp", "cp") if sync.divided else ()))
+        self._tp, self._first_of_tp = axes.communicator_of("tp"), axes.place.tp == 0
+        self._limit, self._schedule = job.how.max_grad_norm, job.how.lr_schedule
+        self.masters = Masters(context, job.plan, sync.pieces, fp32_params)
+        self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
+        self.norm: float | None = None
+        self.skipped = 0
+        self.optimizer = self._make(job, *trained)
+        if self.optimizer is not None:
+            watch_optimizer(context.record, self.optimizer, elsewhere=job.plan.offload != "none")
+
+    def _make(
+        self, job: TrainJob, whole: Sequence[WholeParameter], first_names: Mapping[str, str]
+    ) -> torch.optim.Optimizer | None:
+        """Make the user's optimizer for this rank's pieces, grouped as the whole model's."""
+        held = {
+            first_names[piece.name]: UpdatedPart(self.masters.master_of(piece), _part_taker(piece))
+            for piece in self._sync.pieces
+        }
+        if job.plan.precision != "full":  # masters are in 32 bits
+            whole = [w._replace(dtype=torch.float32) if w.dtype.is_floating_point else w for w in whole]
+        optimizer = make_optimizer(job.how.optimizer, whole, held)
+        if optimizer is not None and self._schedule is not None:
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+        return optimizer
+
+    def step(
+        self,
+        number: int,
+        factor: float | None = None,
+        look: Callable[[Mapping[Piece, Tensor]], None] = lambda _: None,
+    ) -> None:
+        """Update the parameters from the pieces' gradients.
+
+        Args:
+            number: number of the step, for the learning rate.
+            factor: nominal / count, for a loss that returns (total, count).
+            look: called with the gradients of the whole batch, before they are clipped.
+        """
+        # ---- rate
+        if self.optimizer is not None and self._schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self._schedule(number)
+        # ---- sum
+        gradients = self.masters.gradients()
+        self._sum([gradient for piece, gradient in gradients.items() if piece.partial])
+        # ---- unscale
+        if self.scaler.enabled:
+            finite = self._finite_everywhere(gradients, factor)
+            scale = self.scaler.scale
+            self.scaler.update(finite)
+            if not finite:
+                self.skipped += 1
+                self.masters.drop_gradients()
+                return
+            for gradient in gradients.values():
+                gradient.div_(scale)
+        # ---- count
+        if factor is not None:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+        look(gradients)
+        # ---- clip
+        if self._limit is not None:
+            self._clip(gradients, self._limit)
+        # ---- step
+        if self.optimizer is not None:
+            self.optimizer.step()
+        # ---- renew
+        self.masters.renew()
+        self._tied.send_weights()
+        self._sync.renew()
+
+    @torch.no_grad()
+    def take_average(self) -> None:
+        """Replace the weights by their moving average; every rank calls it, after the last step."""
+        for piece in self._sync.pieces:
+            master = self.masters.master_of(piece)
+            state = {} if self.optimizer is None else self.optimizer.state.get(master, {})
+            if KEY in state:
+                master.copy_(state[KEY])
+        self.masters.renew()
+        self._tied.send_weights()
+        self._sync.renew()
+
+    def _sum(self, gradients: list[Tensor]) -> None:
+        """Sum gradients over the tensor-parallel ranks, in one message per dtype."""
+        if self._tp.size == 1 or not gradients:
+            return
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            those = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in those]).to(self._device)
+            parts = self._tp.all_reduce(flat).split([gradient.numel() for gradient in those])
+            for gradient, part in zip(those, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _finite_everywhere(self, gradients: Mapping[Piece, Tensor], factor: float | None) -> bool:
+        mine = (factor is None or isfinite(factor)) and all(
+            bool(torch.isfinite(gradient).all()) for gradient in gradients.values()
+        )
+        flag = torch.tensor([0.0 if mine else 1.0], device=self._device)
+        return self._comm.all_reduce(flag, op="max").item() == 0.0
+
+    def _clip(self, gradients: Mapping[Piece, Tensor], limit: float) -> None:
+        """Clip by global norm (Pascanu et al. 2013): multiply all gradients by min(1, limit / their joint norm).
+
+        As in torch.nn.utils.clip_grad_norm_, 1e-6 is added to the norm. Parameters that are replicated over tp count on
+        tp rank 0 only.
+        """
+        square = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for piece, gradient in gradients.items():
+            if piece.shard is not None or self._first_of_tp:
+                square += gradient.to(torch.float64).square().sum().to(self._device)
+        self._together.all_reduce(square)
+        self.norm = square.sqrt().item()
+        factor = limit / (self.norm + 1e-6)
+        if isfinite(self.norm) and factor < 1.0:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+
+
+def _part_taker(piece: Piece) -> Take | None:
+    """Return a function that takes the piece's part of a whole tensor, or None where the piece is all of it."""
+    shape = piece.held.shape
+    if piece.shard is None and piece.held is piece.parameter:
+        return None
+
+    def take(whole: Tensor) -> Tensor:
+        local = whole if piece.shard is None else piece.shard.take(whole)
+        return local.reshape(-1)[piece.start : piece.end].view(shape)
+
+    return take

@@ -1,0 +1,178 @@
+"""mk.ddp: distributed data parallelism around a module, as torch's DistributedDataParallel.
+
+forward     as the module's; buffers that have changed are the first rank's
+backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged`)
+then        optimizer.step(), on each rank the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.proof.assembled import Elements
+from mpkit.strategies.stage.stage import Stage
+from mpkit.strategies.wrappers.averaged import Averaged
+from mpkit.strategies.wrappers.backward import ModuleBackwards
+from mpkit.strategies.wrappers.held import HeldParameters
+from mpkit.strategies.wrappers.loop_proof.checked import checked_prove
+from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
+from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
+from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
+from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
+from mpkit.strategies.wrappers.wrapped import Wrapped
+from mpkit.trace import Kind
+
+__all__ = ["DataParallel", "ddp"]
+
+
+def ddp(
+    module: nn.Module,
+    *,
+    bucket_mb: float = 25.0,
+    find_unused_parameters: bool = False,
+    group: Group = None,
+    prove: int = 0,
+) -> DataParallel:
+    """Wrap a module so that its gradients are averaged over all ranks in each backward, as torch's DDP does.
+
+    Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
+    `init_process_group`. Parameters and buffers become the first rank's. The loop stays as it is: each rank computes
+    the mean loss of its own samples, `loss.backward()`, `optimizer.step()`.
+
+    >>> import mpkit as mk
+    >>> def train(ctx):
+    ...     torch.manual_seed(ctx.rank)  # the first rank's weights count
+    ...     model = mk.ddp(nn.Linear(4, 1))
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     for step in range(3):
+    ...         optimizer.zero_grad()
+    ...         model(torch.full((2, 4), float(ctx.rank))).square().mean().backward()
+    ...         optimizer.step()
+    ...     return model.state_dict()["bias"].item()
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     first, second = cluster.run(train)
+    >>> first == second
+    True
+
+    Args:
+        module: on this rank's device; changed in place.
+        bucket_mb: size of a bucket in MiB; torch's `bucket_cap_mb`.
+        find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
+        group: the ranks that hold the same module: a communicator, torch's process group, or a DeviceMesh of one
+            axis; None for all.
+        prove: the number of steps, from the first on, that are compared with plain PyTorch (docs/proof.md): outputs,
+            buffers and the averaged gradients. Rank 0 prints a line when they are equal.
+
+    Returns:
+        The wrapper: `model.module` is the module.
+
+    Raises:
+        ValueError: there is no process group, the module has nothing to train, or it is wrapped already; or the ranks
+            have different models, which `prove` finds.
+        NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
+    """
+    within = () if checked_prove("mk.ddp", prove) else (TensorParallel,)
+    if prove and isinstance(module, TensorParallel):
+        raise ValueError(
+            f"mk.ddp(prove={prove}) around mk.tensor_parallel: no rank has the whole module, to compute it in plain "
+            f"PyTorch. mk.ddp(mk.tensor_parallel(module, group=tp, prove={prove}), group=dp) compares what the layers' "
+            "parts compute"
+        )
+    return DataParallel(
+        check_module(module, "mk.ddp", within=within), bucket_mb, find_unused_parameters, group, prove
+    )
+
+
+class DataParallel(Wrapped):
+    """A module whose gradients are averaged over ranks; made by `mk.ddp`."""
+
+    def __init__(
+        self, module: nn.Module, bucket_mb: float, unused: bool, group: Group, prove: int = 0
+    ) -> None:
+        context = context_for(module)
+        replicas = replicas_of(context, group)
+        check_embeddings(module, shared=replicas.size > 1, local=True)
+        proof = LoopProof("mk.ddp", prove, module, replicas)
+        super().__init__(module)
+        plan = Plan(
+            dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused="allow" if unused else "error"
+        )
+        stage = Stage(0, [("", module)], context.device)
+        self._record = context.record
+        self._synchronizes = True
+        self._backward: AbstractContextManager[Any] | None = None
+        self._op = -1
+        # Before the reducer's own hooks, which need a backward that has begun.
+        proof.hear(module)
+        self._backwards = ModuleBackwards(
+            module.parameters(), self._begin, self._end, alone=self._refuse_alone
+        )
+        self._sync = Averaged(
+            Replicated(
+                context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"
+            )
+        )
+        for parameter in module.parameters():
+            self._record.ledger.track(parameter, "params")
+        self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)
+        self._proof = proof
+        proof.attach(
+            module,
+            [HeldElements(Elements(context.rank, n, 0, None), p) for n, p in module.named_parameters()],
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, gradients accumulate on each rank; the next backward outside averages their sum."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; the backward from its output averages gradients."""
+        if torch.is_grad_enabled():
+            self._held.check()
+        self._proof.enter(args, kwargs)
+        if self._synchronizes:
+            self._sync.synchronize_buffers()
+        self._proof.note_buffers(last=self._synchronizes)
+        op = self._record.begin(Kind.FORWARD, "forward")
+        output = self.module(*args, **kwargs)
+        self._record.end(op)
+        output = self._proof.leave(output)
+        if torch.is_grad_enabled():
+            self._backwards.watch(output)
+        return output
+
+    def _refuse_alone(self) -> None:
+        if self._synchronizes and self._sync.has_replicas:
+            raise ValueError(
+                "torch.autograd.grad with respect to parameters under mk.ddp: gradients are averaged where backward() "
+                "accumulates them, and these would be this rank's own. loss.backward() averages them; this rank's own "
+                "can be taken within model.no_sync()"
+            )
+
+    def _begin(self) -> None:
+        self._op = self._record.begin(Kind.BACKWARD, "backward")
+        self._proof.begin()
+        self._sync.begin_backward()
+        self._backward = self._sync.backward(last=self._synchronizes)
+        self._backward.__enter__()
+
+    def _end(self) -> None:
+        assert self._backward is not None
+        self._backward.__exit__(None, None, None)
+        self._record.end(self._op)
+        if self._synchronizes:
+            self._sync.finish()
+        self._proof.end(last=self._synchronizes)

@@ -1,0 +1,97 @@
+"""mk.fully_shard: what can be asked for, and what cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.wrappers.fully_sharded import FullySharded
+from mpkit.strategies.wrappers.loop_proof.checked import checked_prove
+from mpkit.strategies.wrappers.replicas import Group, check_module, size_of
+
+__all__ = ["fully_shard"]
+
+PRECISIONS: dict[Any, str] = {
+    "fp32": "full", "full": "full", torch.float32: "full", None: "full",
+    "bf16": "bf16", torch.bfloat16: "bf16", "fp16": "fp16", torch.float16: "fp16",
+}  # fmt: skip
+"""What may be given as precision, and the Plan's word for it."""
+
+
+def fully_shard(
+    module: nn.Module,
+    stage: int = 3,
+    *,
+    precision: str | torch.dtype | None = "fp32",
+    bucket_mb: float = 25.0,
+    prefetch: int = 1,
+    find_unused_parameters: bool = False,
+    group: Group = None,
+    prove: int = 0,
+) -> FullySharded:
+    """Wrap a module of which each rank keeps a part: ZeRO's stages 1 to 3, of which FSDP is the third.
+
+    Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
+    `init_process_group`. Parameters and buffers become the first rank's. The loop is that of `mk.ddp`, and the
+    optimizer is made afterwards, from `model.parameters()`: these are this rank's shares, under the model's names and
+    in its order. It has to treat each element by itself, as SGD and AdamW do.
+
+    >>> import mpkit as mk
+    >>> def train(ctx):
+    ...     model = mk.fully_shard(nn.Linear(4, 2), stage=3)
+    ...     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ...     model(torch.full((2, 4), float(ctx.rank))).square().mean().backward()
+    ...     model.clip_grad_norm_(1.0)
+    ...     optimizer.step()
+    ...     shares = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    ...     return shares, tuple(model.state_dict()["weight"].shape)
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     cluster.run(train)[0]
+    ({'weight': (4, 1), 'bias': (2,)}, (2, 4))
+
+    Args:
+        module: on this rank's device; changed in place.
+        stage: 1 divides the optimizer states, 2 the gradients too, 3 the parameters too.
+        precision: "fp32" keeps the module's dtype; "bf16" and "fp16" compute and communicate in 16 bits. Shares are
+            then fp32 master weights, outputs are fp32, and gradients in fp16 are scaled inside: no GradScaler is
+            needed.
+        bucket_mb: the most MiB that are reduced together, in stages 1 and 2.
+        prefetch: number of layers that stage 3 gathers ahead.
+        find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
+        group: the ranks that share the work: a communicator, torch's process group, or a DeviceMesh of one axis; None
+            for all.
+        prove: the number of first steps that are compared with plain PyTorch, on each rank's copy of the whole module.
+
+    Returns:
+        The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank,
+        `summon_full_params()` has the module whole inside its block, `clip_grad_norm_` clips by the norm over all
+        ranks.
+
+    Raises:
+        ValueError: there is no process group, no such stage or precision, nothing to train, or it is wrapped already.
+        NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
+    """
+    check_module(module, "mk.fully_shard")
+    _check(stage, precision, prove)
+    plan = Plan(
+        dp=size_of(module, group), zero=stage, precision=PRECISIONS[precision], batchnorm="local",
+        bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
+    )  # fmt: skip
+    return FullySharded(module, plan, group, prove)
+
+
+def _check(stage: Any, precision: Any, prove: Any) -> None:
+    checked_prove("mk.fully_shard", prove)
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(
+            f"mk.fully_shard(stage={stage!r}): ZeRO has stage 1 (optimizer states are divided), 2 (gradients too) "
+            "and 3 (parameters too, which is FSDP). mk.ddp(module) divides nothing"
+        )
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"mk.fully_shard(precision={precision!r}): there are 'fp32', 'bf16' and 'fp16' (or torch.bfloat16, "
+            "torch.float16)"
+        )

@@ -1,0 +1,113 @@
+"""The ranks that a wrapper works with, as a communicator, and what can be said before it begins."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.current import current_communicator
+from mpkit.strategies.comm.one_rank import OneRank
+from mpkit.strategies.rank_context import Context
+from mpkit.strategies.wrappers.wrapped import Wrapped
+
+__all__ = ["Group", "check_module", "context_for", "context_on", "replicas_of", "size_of"]
+
+Group = Communicator | dist.ProcessGroup | DeviceMesh | None
+"""The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
+
+
+def context_for(module: nn.Module) -> Context:
+    """Return this rank's context, and move the module to the rank's device under `Cluster.run`.
+
+    Raises:
+        ValueError: there is no process group, or its backend cannot send tensors from the module's device.
+    """
+    first = next((*module.parameters(), *module.buffers()).__iter__(), None)
+    context = context_on(first.device if first is not None else torch.device("cpu"))
+    if first is not None and first.device != context.device:
+        module.to(context.device)
+    backend = "gloo" if context.comm.wire.gloo else "nccl"
+    if context.device.type == "cpu" and not context.comm.wire.gloo and dist.get_backend() == "nccl":
+        raise ValueError(
+            f"The module is on {context.device}, and the process group's backend {backend} sends from GPUs only: "
+            "module.cuda() comes before it is wrapped, or init_process_group('gloo')"
+        )
+    return context
+
+
+def context_on(device: torch.device) -> Context:
+    """Return this rank's context, for tensors on a device."""
+    comm = current_communicator(device)
+    return Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
+
+
+def replicas_of(context: Context, group: Group) -> Communicator:
+    """Return the communicator of a group.
+
+    Raises:
+        ValueError: it is no group, has several axes, or this rank is not in it.
+    """
+    comm = context.comm
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a mesh of the axes {group.mesh_dim_names}, and one axis is wanted: "
+                f"group=mesh[{(group.mesh_dim_names or ('dp',))[0]!r}]"
+            )
+        group = group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        group = comm if len(ranks) == comm.world_size else comm.adopt(ranks, group)
+    if group is not None and not isinstance(group, Communicator):
+        raise ValueError(
+            f"group={group!r} is {type(group).__name__}: ctx.comm.group([0, 1]), torch.distributed.new_group([0, 1]), "
+            "mesh['dp'] of a DeviceMesh, or None for all ranks"
+        )
+    group = group or comm
+    if group.index < 0:
+        raise ValueError(
+            f"rank {group.rank} is not in the group of ranks {list(group.ranks)}: only its ranks wrap the module"
+        )
+    return group if group.size > 1 else OneRank(comm.wire)
+
+
+def size_of(module: nn.Module, group: Group) -> int:
+    """Return the number of ranks in a group."""
+    return replicas_of(context_for(module), group).size
+
+
+def check_module(module: nn.Module, what: str, within: tuple[type[Wrapped], ...] = ()) -> nn.Module:
+    """Return the module, if it can be wrapped.
+
+    Args:
+        module: what was given.
+        what: the wrapper's call, for errors: "mk.ddp".
+        within: wrappers that may be inside of it.
+
+    Raises:
+        ValueError: it is no module, has no parameters to train, or is wrapped already.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{what} takes a module, and was given {type(module).__name__}: {what}(model), where model is a "
+            "torch.nn.Module. In Cluster.run the rank's context is not passed on"
+        )
+    for name, inner in module.named_modules():
+        if isinstance(inner, (Wrapped, DistributedDataParallel)) and not isinstance(inner, within):
+            where = f"{name} in it is" if name else "it is"
+            raise ValueError(
+                f"{what}: {where} wrapped already ({type(inner).__name__}), and its gradients would be reduced "
+                f"twice: {what}({'model' if name else 'wrapped'}.module) wraps it in this way instead"
+            )
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        why = "all of its parameters are frozen" if parameters else "it has no parameters"
+        raise ValueError(
+            f"{what}: {type(module).__name__} has nothing to train ({why}), so there is nothing to keep equal among "
+            "ranks. Call it as it is, or let some train: parameter.requires_grad_()"
+        )
+    return module

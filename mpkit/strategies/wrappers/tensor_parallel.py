@@ -1,0 +1,269 @@
+"""mk.tensor_parallel: each layer divided by width over the ranks, for a loop of one's own.
+
+divide       the module's parameters become this rank's parts of them, in place (`mpkit.strategies.tensor`)
+forward      on the same inputs on every rank; what regions exchange is theirs
+backward     every rank has the gradients of its parts; those of whole parameters are the same everywhere
+then         optimizer.step(), on each rank its parts: nothing is averaged, since all compute the same batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.plan.tensor_plan import TensorPlan
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
+from mpkit.strategies.data_parallel.broadcast import broadcast_all
+from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.proof.assembled import Elements
+from mpkit.strategies.stage.shard import Shard, put_together
+from mpkit.strategies.tensor import by_hand
+from mpkit.strategies.tensor.finding import find_tensor_plan
+from mpkit.strategies.tensor.resolve import check
+from mpkit.strategies.tensor.shards import partial_sums, shards_of
+from mpkit.strategies.wrappers.backward import ModuleBackwards
+from mpkit.strategies.wrappers.divided_optimizer import mark_divided
+from mpkit.strategies.wrappers.gradient_part import marked_when_ready
+from mpkit.strategies.wrappers.held import HeldParameters
+from mpkit.strategies.wrappers.loop_proof.checked import checked_prove
+from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
+from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
+from mpkit.strategies.wrappers.norm import clip
+from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
+from mpkit.strategies.wrappers.wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["TensorParallel", "tensor_parallel"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class TensorParallel(Wrapped):
+    """A module of which each rank holds a part of each layer; made by `mk.tensor_parallel`.
+
+    Args:
+        module: the module, already divided.
+        shards: for each rank of the group, which part of which parameter it holds, by every name.
+        comm: the ranks that hold the other parts.
+        proof: what is compared with plain PyTorch.
+        summed: names of whole parameters whose gradients are summed over the ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shards: list[dict[str, Shard]],
+        comm: Communicator,
+        proof: LoopProof,
+        summed: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(module)
+        self._shards, self._comm, self._proof = shards, comm, proof
+        mine, named = shards[comm.index], dict(module.named_parameters())
+        proof.hear(module, summed)
+        proof.attach(
+            module, [HeldElements(Elements(comm.rank, n, 0, mine.get(n)), p) for n, p in named.items()]
+        )
+        if proof.active:
+            self._backwards = ModuleBackwards(module.parameters(), proof.begin, self._end)
+        for name, parameter in module.named_parameters():
+            if name in shards[0] and parameter.requires_grad:
+                marked_when_ready(parameter)
+                mark_divided(parameter, "elements", "mk.tensor_parallel")
+        self._held = HeldParameters(module, "mk.tensor_parallel", allows_unused=True)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if torch.is_grad_enabled():
+            self._held.check()
+        self._proof.enter(args, kwargs)
+        self._proof.note_buffers()
+        with self._proof.hear_draws():
+            output = self.module(*args, **kwargs)
+        output = self._proof.leave(output)
+        if self._proof.active and torch.is_grad_enabled():
+            self._backwards.watch(output)
+        return output
+
+    def _end(self) -> None:
+        try:
+            self._proof.end()
+        finally:
+            if not self._proof.active:
+                self._backwards.close()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: p of the p-norm; inf for the largest element.
+        """
+        named = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
+        mine = [gradient for name, gradient in named if name in self._shards[0]]
+        alike = [gradient for name, gradient in named if name not in self._shards[0]]
+        device = next(self.module.parameters()).device
+        return clip(mine, alike, max_norm, norm_type, self._comm, device)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Return the whole module's state on every rank; every rank calls it. Divided tensors are copies."""
+        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        for name in self._shards[0]:
+            if prefix + name in state:
+                state[prefix + name] = self._whole(name, state[prefix + name])
+        return state
+
+    @torch.no_grad()
+    def _whole(self, name: str, local: Tensor) -> Tensor:
+        shards = [of_rank[name] for of_rank in self._shards]
+        sizes = [torch.Size(shard.shape).numel() for shard in shards]
+        padded = local.new_zeros(max(sizes))
+        padded[: local.numel()] = local.reshape(-1)
+        parts = self._comm.all_gather(padded).chunk(self._comm.size)
+        return put_together(
+            shards,
+            [part[:size].view(shard.shape) for part, size, shard in zip(parts, sizes, shards, strict=True)],
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the whole module's state, of which each rank takes its parts.
+
+        Raises:
+            ValueError: `assign` is set.
+            RuntimeError: names or shapes do not fit, as for any module.
+        """
+        mine = self._shards[self._comm.index]
+        fits = {n for n, s in mine.items() if n in state_dict and tuple(state_dict[n].shape) == s.whole}
+        local = {n: mine[n].take(value) if n in fits else value for n, value in state_dict.items()}
+        return super().load_state_dict(local, strict, assign)
+
+
+@overload
+def tensor_parallel(
+    module: nn.Module,
+    plan: TensorPlan | None = ...,
+    /,
+    *,
+    group: Group = ...,
+    sequence: bool = ...,
+    overlap: bool = ...,
+    prove: int = ...,
+) -> TensorParallel: ...
+@overload
+def tensor_parallel(
+    module: nn.Module,
+    /,
+    *,
+    plan: TensorPlan | None,
+    group: Group = ...,
+    sequence: bool = ...,
+    overlap: bool = ...,
+    prove: int = ...,
+) -> TensorParallel: ...
+@overload
+def tensor_parallel(
+    ctx: Context,
+    model: Model,
+    /,
+    plan: TensorPlan | None = ...,
+    *,
+    group: ProcessGroup | None = ...,
+    sequence: bool = ...,
+    overlap: bool = ...,
+) -> Model: ...
+def tensor_parallel(
+    module: Any,
+    model: Any = None,
+    plan: TensorPlan | None = None,
+    *,
+    group: Any = None,
+    sequence: bool = False,
+    overlap: bool = True,
+    prove: int = 0,
+) -> Any:
+    """Divide each layer of a module over the ranks, which then compute together what it computed on one.
+
+    Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
+    `init_process_group`. Parameters and buffers become the first rank's; then each rank keeps its parts, which it gives
+    to an optimizer. All ranks call the module with the same inputs and have the same outputs, so gradients need no
+    averaging.
+
+    >>> import mpkit as mk
+    >>> from mpkit.models import MLP
+    >>> def train(ctx):
+    ...     torch.manual_seed(ctx.rank)  # the first rank's weights count
+    ...     model = mk.tensor_parallel(MLP(2, 3))
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     model(torch.ones(1, 2)).square().mean().backward()
+    ...     optimizer.step()
+    ...     return model(torch.ones(1, 2)).tolist()
+    >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+    ...     first, second = cluster.run(train)
+    >>> first == second
+    True
+
+    `mk.tensor_parallel(ctx, model)` divides the model in place and returns it, without a wrapper and a broadcast.
+
+    Args:
+        module: the whole module; changed in place. Or the rank's context, and the model after it.
+        model: the model, where the context comes first.
+        plan: what to divide; None for `mk.tensor.find_tensor_plan(module)`.
+        group: the ranks that share the module: a communicator, torch's process group, or a DeviceMesh of one axis; None
+            for all. `mk.ddp(mk.tensor_parallel(module, group=tp), group=dp)` is a mesh of both.
+        sequence: divide what is between regions by sequence.
+        overlap: sum gradients of inputs while those of weights are computed.
+        prove: the number of steps, from the first on, that are compared with plain PyTorch (docs/proof.md), as in
+            `mk.ddp`: outputs, and the gradients of this rank's parts. Meanwhile each rank has the whole module too.
+
+    Returns:
+        The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank, and
+        `clip_grad_norm_` clips by the norm over all ranks.
+
+    Raises:
+        ValueError: there is no process group, the module cannot be divided in this way, or it is wrapped already.
+    """
+    how: dict[str, Any] = {"group": group, "sequence": sequence, "overlap": overlap}
+    if isinstance(model, nn.Module) and not isinstance(module, nn.Module):
+        if checked_prove("mk.tensor_parallel", prove):
+            raise ValueError(
+                f"mk.tensor_parallel(ctx, model, prove={prove}) makes no wrapper, which could compare its steps: "
+                f"mk.tensor_parallel(model, prove={prove})"
+            )
+        return by_hand.tensor_parallel(module, model, plan, **how)
+    return _wrap_module(module, model if plan is None else plan, prove=prove, **how)
+
+
+def _wrap_module(
+    module: nn.Module,
+    plan: TensorPlan | None = None,
+    *,
+    group: Group,
+    sequence: bool,
+    overlap: bool,
+    prove: int,
+) -> TensorParallel:
+    checked_prove("mk.tensor_parallel", prove)
+    check_module(module, "mk.tensor_parallel")
+    context = context_for(module)
+    comm = replicas_of(context, group)
+    check_embeddings(module, shared=comm.size > 1)
+    proof = LoopProof("mk.tensor_parallel", prove, module, comm, average=False, divided=True)
+    broadcast_all(comm, module)
+    shards: list[dict[str, Shard]] = [{}]
+    summed: frozenset[str] = frozenset()
+    if comm.size > 1:
+        plan = find_tensor_plan(module) if plan is None else plan
+        resolved = check(module, comm.size, plan, sequence=sequence)
+        of_ranks = [shards_of(module, FakeGroup(comm.size, i), resolved) for i in range(comm.size)]
+        shards = [each.found for each in of_ranks]
+        summed = partial_sums(module, resolved, of_ranks[0], sequence=sequence)
+    by_hand.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
+    return TensorParallel(module, shards, comm, proof, summed)

@@ -1,0 +1,161 @@
+"""Flat: parameters of one dtype side by side in one tensor, cut into equal shards, one per rank.
+
+    [ weight 6 ][ bias 2 ][ weight 3 ][ padding 1 ]      12 elements, n = 4 ranks
+    |  rank 0  |  rank 1  |  rank 2  |   rank 3   |      k = 3 elements each
+
+Shapes do not matter: a shard may begin in the middle of a weight, and a parameter with fewer elements than there are
+ranks has none on most of them. Padding to a multiple of n makes all shards of one size, and each is contiguous.
+
+    Flat           what a stage of ZeRO leaves whole: the shard is a view of it
+    ShardedFlat    what it shards: whole only while it is used
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.process_group import Pending
+from mpkit.trace.record.recorder import Recorder
+
+__all__ = ["Flat", "FlatLayout", "ShardedFlat"]
+
+
+class FlatLayout:
+    """Where each parameter lies in a flat tensor, and which part of the tensor is this rank's.
+
+    Args:
+        parameters: all of one dtype, on one device.
+        rank, n: this rank, and the number of ranks that share the tensor.
+
+    Attributes:
+        starts: each parameter's first element in the flat tensor.
+        k: elements per shard; the flat tensor has n k.
+        begin, end: this rank's range of elements.
+
+    >>> layout = FlatLayout([nn.Parameter(torch.empty(2, 3)), nn.Parameter(torch.empty(5))], rank=1, n=4)
+    >>> layout.k, layout.begin, layout.end
+    (3, 3, 6)
+    >>> layout.own(0), layout.own(1)  # the last three elements of the first, none of the second
+    ((3, 6), (0, 0))
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], rank: int, n: int) -> None:
+        self.parameters = parameters
+        self.n = n
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.starts = [0, *accumulate(self.sizes)][:-1]
+        self.numel = sum(self.sizes)
+        self.k = -(-self.numel // n)
+        self.begin, self.end = rank * self.k, (rank + 1) * self.k
+
+    def own(self, i: int) -> tuple[int, int]:
+        """Return the range of parameter i's elements that this rank holds; (0, 0) if it holds none."""
+        start, size = self.starts[i], self.sizes[i]
+        first, last = max(self.begin - start, 0), min(self.end - start, size)
+        return (first, last) if first < last else (0, 0)
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Return each parameter's view of a flat tensor (n k,), in its shape."""
+        parts = zip(self.parameters, self.starts, self.sizes, strict=True)
+        return [whole[start : start + size].view(p.shape) for p, start, size in parts]
+
+    def parts(self, shard: Tensor) -> list[Tensor]:
+        """Return each parameter's part of a shard (k,): the elements that are this rank's, in one dimension."""
+        found = []
+        for i, parameter_start in enumerate(self.starts):
+            start, end = self.own(i)
+            at = parameter_start + start - self.begin
+            found.append(shard[at : at + end - start] if start < end else shard[:0])
+        return found
+
+
+class Flat:
+    """A flat tensor (n k,) that stays whole, and this rank's shard of it (k,), which is a view of it.
+
+    Args:
+        layout: where each parameter lies.
+        record: this rank's recorder, whose ledger counts the memory.
+        category: ledger category of the memory that stays.
+
+    Attributes:
+        there: whether the whole tensor has memory.
+        whole: (n k,). Its storage object never changes, so views that autograd has saved see the values that are
+            gathered into it again.
+        views: the parameters' parts of the whole tensor, in their shapes.
+        shard: (k,).
+        parts: the parameters' parts of the shard, in one dimension.
+    """
+
+    def __init__(self, layout: FlatLayout, record: Recorder, category: str) -> None:
+        first = layout.parameters[0]
+        self.layout = layout
+        self._record = record
+        self.there = True
+        self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
+        self.views = layout.views(self.whole)
+        self._nbytes = self.whole.nbytes
+        self.shard = self._new_shard(category)
+        self.parts = layout.parts(self.shard)
+        record.ledger.track(self.whole, "buffers")  # unless it is the same memory
+
+    def _new_shard(self, category: str) -> Tensor:
+        """Return the shard, whose memory the ledger counts in this category."""
+        self._record.ledger.track(self.mine, category)
+        return self.mine
+
+    @property
+    def mine(self) -> Tensor:
+        """This rank's part of the whole tensor, (k,)."""
+        return self.whole[self.layout.begin : self.layout.end]
+
+    def start_all_gather(self, replicas: Communicator) -> Pending:
+        """Start gathering all ranks' shards into the whole tensor, which has memory."""
+        return replicas.all_gather(self.shard, async_op=True, out=self.whole)
+
+    def allocate(self) -> None:
+        """Allocate the whole tensor if it has no memory; its contents are undefined at first."""
+        if not self.there:
+            self._resize(self.whole, self._nbytes)
+            self.there = True
+
+    def free(self) -> None:
+        """Free the whole tensor after its use: this one stays."""
+
+    def drop(self) -> None:
+        """Free all memory, even that which normally stays, since nobody needs its contents."""
+        self._resize(self.whole, 0)
+        self.there = False
+
+    def _resize(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
+            self._record.ledger.track(tensor, "buffers")  # or its former category
+
+
+class ShardedFlat(Flat):
+    """A flat tensor that is whole only while it is used, as "buffers"; the shard has memory of its own, and stays."""
+
+    def _new_shard(self, category: str) -> Tensor:
+        shard = torch.zeros_like(self.mine)
+        self._record.ledger.track(shard, category)
+        return shard
+
+    def free(self) -> None:
+        """Free the whole tensor after its use; the shard stays."""
+        if self.there:
+            self._resize(self.whole, 0)
+            self.there = False
+
+    def allocate_shard(self) -> None:
+        """Allocate the shard, after a `drop`."""
+        self._resize(self.shard, self._nbytes // self.layout.n)
+
+    def drop(self) -> None:
+        """Free all memory, even that which normally stays, since nobody needs its contents."""
+        self.free()
+        self._resize(self.shard, 0)

@@ -1,0 +1,192 @@
+"""Units: which parameters share a flat tensor, and the layers that use them.
+
+    by_bucket    P_os, P_os+g: those of one layer, so that its gradients are reduced, and possibly freed, while the next
+                 layer's arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most
+                 `bucket_mb`
+    by_site      P_os+g+p: those of one layer or one repeated block, so that its parameters are whole only while it
+                 computes
+
+A parameter that several layers share belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+from torch import nn
+
+from mpkit.strategies.data_parallel.bucket import FIRST_BYTES
+from mpkit.strategies.stage.partitioned import LooseParameters
+from mpkit.strategies.stage.stage import Stage
+
+__all__ = ["Site", "Unit", "by_bucket", "by_site", "sites_of"]
+
+
+@dataclass(eq=False)
+class Site:
+    """A module whose parameters must be whole before its forward and its backward.
+
+    Attributes:
+        stage: the stage to which the module belongs.
+        module: a repeated block of the model, a layer beside the blocks, or a module around such.
+        own: parameters that are in no earlier site.
+        uses: all parameters that its own computation may use.
+        around: whether it contains other sites.
+    """
+
+    stage: int
+    module: nn.Module
+    own: list[nn.Parameter]
+    uses: list[nn.Parameter]
+    around: bool = False
+
+
+def sites_of(stages: dict[int, Stage], whole: Collection[nn.Parameter] = ()) -> list[Site]:
+    """Return the sites of a model, in the order in which modules are registered.
+
+    Sites are what FSDP users wrap: each repeated block (`mpkit.strategies.models.blocks`), and each module beside the
+    blocks, such as embeddings and head. A layer of a chain is a site, unless there are blocks within it. A module
+    around others is a site too, for the parameters that it has itself, and for those that are used while their own
+    module is not called.
+
+    Args:
+        stages: the model's stages on this rank.
+        whole: parameters that are not sharded, and belong to no site.
+    """
+    found: dict[nn.Module, Site] = {}  # a module that is registered twice is one site
+    for number, stage in stages.items():
+        for name, layer in zip(stage.names, stage.layers, strict=True):
+            if isinstance(layer, LooseParameters):
+                sites = [Site(number, layer, [], list(layer.parameters()), around=True)]
+            else:
+                sites = _sites(number, layer, stage.blocks, is_model=not name)
+            for site in sites:
+                found.setdefault(site.module, site)
+    seen: set[nn.Parameter] = set()
+    unsharded = set(whole)  # compares identity, where a list would compare values
+    for site in found.values():
+        site.uses = [parameter for parameter in site.uses if parameter not in unsharded]
+        site.own = [parameter for parameter in site.uses if parameter not in seen]
+        seen.update(site.own)
+    return list(found.values())
+
+
+def _sites(
+    number: int, module: nn.Module, blocks: Collection[nn.Module], *, is_model: bool = False
+) -> list[Site]:
+    """Return the sites of a module of a stage: the module itself, and those within it."""
+    divided = is_model or (module not in blocks and any(inner in blocks for inner in module.modules()))
+    inner = (
+        [site for child in _children(module, blocks) for site in _sites(number, child, blocks)]
+        if divided
+        else []
+    )
+    within = {parameter for site in inner for parameter in site.uses}
+    uses = [parameter for parameter in module.parameters() if parameter not in within]
+    if not (uses or inner):
+        return []
+    return [Site(number, module, [], uses, around=bool(inner)), *inner]
+
+
+def _children(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module's children, with containers replaced by their own children."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and child not in blocks:
+            yield from _children(child, blocks)
+        else:
+            yield child
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that lie in one flat tensor.
+
+    Attributes:
+        parameters: of one dtype, all trained or all frozen.
+        stage: the model's stage whose backwards produce the gradients; None if several do.
+    """
+
+    parameters: list[nn.Parameter]
+    stage: int | None
+
+
+def by_bucket(
+    sites: list[Site],
+    bucket_bytes: int,
+    tied: Collection[nn.Parameter] = (),
+    unsharded: Collection[nn.Parameter] = (),
+) -> list[Unit]:
+    """Group the trained parameters as stages 1 and 2 of ZeRO do, the last used first.
+
+    Frozen parameters have no gradient and are in no optimizer: they stay whole.
+
+    Args:
+        sites: the model's sites.
+        bucket_bytes: the most bytes in a unit.
+        tied: parameters that several stages of the model use.
+        unsharded: parameters that tensor parallelism leaves whole.
+
+    >>> from mpkit.models import chain
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
+    >>> [len(unit.parameters) for unit in by_bucket(sites, 10**6)]
+    [4]
+    """
+    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
+    return _group(trained, FIRST_BYTES, bucket_bytes, tied, unsharded)
+
+
+def by_site(
+    sites: list[Site], tied: Collection[nn.Parameter] = (), unsharded: Collection[nn.Parameter] = ()
+) -> list[Unit]:
+    """Group all parameters as stage 3 of ZeRO does, the last used first; frozen ones apart from the others.
+
+    >>> from mpkit.models import chain
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> sites = sites_of({0: Stage(0, chain(model), torch.device("cpu"))})
+    >>> [len(unit.parameters) for unit in by_site(sites)]
+    [2, 2]
+    """
+    return _group(sites, 0, inf, tied, unsharded)
+
+
+def _group(
+    sites: list[Site],
+    least: int,
+    most: float,
+    tied: Collection[nn.Parameter],
+    unsharded: Collection[nn.Parameter],
+) -> list[Unit]:
+    """Group the sites' own parameters into units of at most `most` bytes; merge sites with fewer than `least`.
+
+    A parameter that several stages of the model use has a unit of its own: its gradient is complete only when they are
+    all done, and ranks that hold other layers beside it still divide it in the same way.
+    Parameters that tensor parallelism leaves unsharded are separate too: beside shards of different sizes each rank
+    would divide them in its own way, and add up their gradients in another order.
+    """
+    tied, unsharded = set(tied), set(unsharded)  # compares identity, where a list would compare values
+    found: list[Unit] = []
+    alone: list[Unit] = []
+    filling: dict[tuple[bool, torch.dtype, bool, int], list[nn.Parameter]] = {}
+    for site in reversed(sites):
+        for parameter in site.own:
+            if parameter in tied:
+                alone.append(Unit([parameter], None))
+                continue
+            key = parameter in unsharded, parameter.dtype, parameter.requires_grad, site.stage
+            now = filling.setdefault(key, [])
+            if now and _nbytes(now) + parameter.nbytes > most:
+                found.append(Unit(now, site.stage))
+                now = filling[key] = []
+            now.append(parameter)
+        for key, now in list(filling.items()):  # the end of a layer
+            if now and _nbytes(now) >= least:
+                found.append(Unit(filling.pop(key), key[-1]))
+    return found + [Unit(now, key[-1]) for key, now in filling.items() if now] + alone
+
+
+def _nbytes(parameters: list[nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)

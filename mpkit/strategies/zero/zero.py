@@ -1,0 +1,168 @@
+"""What the three stages of ZeRO share: states in flat tensors, of which each replica keeps and updates its shard.
+
+Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020, section 5. With psi parameters in mixed precision with Adam, each of n ranks holds, in bytes:
+
+                          parameters   gradients   optimizer states
+    DDP                      2 psi        2 psi         12 psi
+    Zero1  P_os              2 psi        2 psi         12 psi / n
+    Zero2  P_os+g            2 psi        2 psi / n     12 psi / n
+    Zero3  P_os+g+p          2 psi / n    2 psi / n     12 psi / n
+
+Each stage is a class, which says in this order what it does in a step; this module has what they have in common:
+
+    flatten       parameters and their gradients lie in flat tensors, cut into one shard per rank (`units`, `flat`)
+    begin_step    gradients are dropped
+    backward      gradients are reduced to the rank that keeps their shard (`gradients`, `reducer`)
+    finish        each of this rank's pieces has its gradient
+    update        these pieces, with the optimizer (`mpkit.strategies.update`)
+    renew         every rank's parameters are up to date again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from mpkit.strategies.data_parallel.buffers import StatefulBuffers
+from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.stage.gradient_sync import GradientSync, Piece, named_parameters
+from mpkit.strategies.zero.flat import Flat, FlatLayout
+from mpkit.strategies.zero.gradients import AccumulatedGradients, Gradients
+from mpkit.strategies.zero.reducer import Reducer
+from mpkit.strategies.zero.units import Unit
+
+__all__ = ["Zero"]
+
+
+class Zero(GradientSync):
+    """This rank's shards, and what its stage of ZeRO leaves whole.
+
+    Args:
+        held: this rank's part of the model, and its replicas.
+        units: which parameters share a flat tensor, in the order in which their gradients are reduced.
+
+    Attributes:
+        pieces: this rank's part of every trained parameter, possibly empty.
+        pieces_of: the pieces that lie in a flat tensor, by its layout.
+        flat_params: how a unit's parameters are kept.
+        flat_grads: how its gradients are kept.
+    """
+
+    divided = True
+    flat_params: ClassVar[type[Flat]]
+    flat_grads: ClassVar[type[Gradients]]
+
+    def __init__(self, held: Replicated, units: list[Unit]) -> None:
+        super().__init__(held.stages)
+        self._replicas, self._record = held.replicas, held.context.record
+        module = held.module
+        # ---- flatten: parameters, as the first replica has them
+        self._params = [self._flatten(unit) for unit in units]
+        self._broadcast_rest(module)
+        self._stateful = StatefulBuffers(held.replicas, held.plan, module)
+        # ---- flatten: their gradients
+        self._grads = [
+            self._gradients_of(unit, flat.layout)
+            for unit, flat in zip(units, self._params, strict=True)
+            if unit.parameters[0].requires_grad
+        ]
+        # ---- divide
+        self.pieces_of = self._divide()
+        self._gradient_of = self._pair([grads.flat.parts for grads in self._grads])
+        names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
+        self._reducer = Reducer(
+            held.replicas, self._grads, names,
+            allows_unused=held.allows_unused, allow_unused=held.allow_unused,
+        )  # fmt: skip
+
+    def _flatten(self, unit: Unit) -> Flat:
+        """Move a unit's parameters into a flat tensor, of which they become views."""
+        layout = FlatLayout(unit.parameters, self._replicas.index, self._replicas.size)
+        flat = self.flat_params(layout, self._record, "params")
+        for parameter, view in zip(unit.parameters, flat.views, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        flat.whole[layout.numel :] = 0
+        self._replicas.broadcast(flat.whole)
+        flat.shard.copy_(flat.mine)
+        flat.free()
+        return flat
+
+    def _broadcast_rest(self, module: nn.Module) -> None:
+        """Broadcast the first replica's buffers, and parameters that are not sharded."""
+        sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor not in sharded:
+                self._replicas.broadcast(tensor.detach())
+
+    def _gradients_of(self, unit: Unit, layout: FlatLayout) -> Gradients:
+        """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
+        keep = AccumulatedGradients if unit.stage is None else self.flat_grads
+        return keep(layout, self._record, self._replicas, unit.stage)
+
+    def _divide(self) -> dict[FlatLayout, list[Piece]]:
+        """Replace whole parameters by this rank's parts of them; return these by flat tensor."""
+        names = {parameter: name for name, parameter in named_parameters(self.stages).items()}
+        pieces_of: dict[FlatLayout, list[Piece]] = {}
+        for flat in self._params:
+            layout = flat.layout
+            pieces_of[layout] = []
+            for i, parameter in enumerate(layout.parameters):
+                held = nn.Parameter(flat.parts[i], parameter.requires_grad)
+                pieces_of[layout].append(self._piece(names[parameter], parameter, *layout.own(i), held))
+        found = {piece.parameter: piece for pieces in pieces_of.values() for piece in pieces}
+        self.pieces = [found.get(piece.parameter, piece) for piece in self.pieces]
+        self.frozen = [found.get(piece.parameter, piece) for piece in self.frozen]
+        return pieces_of
+
+    def _pair(self, parts: list[list[Tensor]]) -> list[tuple[Piece, Tensor]]:
+        """Return each trained piece with its gradient, which is one of these parts of each unit's shard."""
+        return [
+            pair
+            for grads, of_unit in zip(self._grads, parts, strict=True)
+            for pair in zip(self.pieces_of[grads.layout], of_unit, strict=True)
+        ]
+
+    # ---- a step: what the stages share
+
+    def synchronize_buffers(self) -> None:
+        """Take the first replica's buffers where they changed."""
+        self._stateful.synchronize()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients."""
+        for piece, _ in self._gradient_of:
+            piece.held.grad = None
+        self._reducer.begin_step()
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Take the first replica's buffers, with which all replicas evaluate."""
+        self._stateful.synchronize()
+        yield
+
+    def _assign(self, unused: set[nn.Parameter]) -> None:
+        """Set the gradients of this rank's pieces; those of unused parameters have none."""
+        for piece, gradient in self._gradient_of:
+            piece.held.grad = None if piece.parameter in unused else gradient
+
+    def _all_gather(self) -> None:
+        """Gather the updated shards into every rank's parameters."""
+        works = [flat.start_all_gather(self._replicas) for flat in self._params]
+        for work in works:
+            work.wait()
+
+    # ---- the end
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state on the first replica, and nothing on the others; every rank calls it."""
+        self._stateful.synchronize()
+        with self._record.span("gather the weights"), self.gathered():
+            if self._replicas.index != 0:
+                return {}
+            # Copies, since gathered parameters are freed at the end of this block.
+            return {name: value.clone() for name, value in super().state_dict().items()}

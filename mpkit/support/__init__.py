@@ -1,1 +1,0 @@
-"""Helpers for every other folder: answers to mistakes, strings made safe to print, files written whole."""

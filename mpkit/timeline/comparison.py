@@ -1,0 +1,209 @@
+"""Compare timelines: what takes the time in each, and where the difference between two of them comes from.
+
+At any moment of a step a rank either works or is idle for one of several causes (`mpkit.timeline.idleness`). Averaged
+over ranks, these times add up to the makespan. The difference between two makespans therefore splits the same way, op
+by op and cause by cause, whether it is between a prediction and a measurement, two schedules, or two machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.common.display import Drawn, HasChart, data_frame, draw
+from mpkit.common.visible import visible
+from mpkit.plan.plan import Plan
+from mpkit.timeline import metrics
+from mpkit.timeline.idleness import CAUSES, idle_by_cause
+from mpkit.timeline.simulation import simulate
+from mpkit.timeline.stage_times import stage_times
+from mpkit.timeline.timeline import HasTimeline, Timeline
+from mpkit.trace import Kind
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ComparedStep", "Comparison", "compare_timelines"]
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """The last complete step of one of the compared timelines.
+
+    Attributes:
+        name: the timeline's name.
+        timeline: the timeline of that step.
+        work: seconds per rank, averaged over ranks, by op, such as "forward of stage 0".
+        idle: seconds per rank, averaged over ranks, by cause (`mpkit.timeline.idleness.CAUSES`).
+    """
+
+    name: str
+    timeline: Timeline
+    work: Mapping[str, float]
+    idle: Mapping[str, float]
+
+    @classmethod
+    def from_timeline(cls, name: str, timeline: Timeline) -> ComparedStep:
+        """Compute the figures of a timeline's last complete step."""
+        one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+        idle = dict(zip(CAUSES, idle_by_cause(timeline).mean(axis=0).tolist(), strict=True))
+        return cls(name, one, _work(one), idle)
+
+
+@dataclass(frozen=True)
+class Comparison(Drawn, HasChart):
+    """Several timelines compared: prints as a table, and shows itself as pictures on one axis in a notebook.
+
+    The chart (`figure`) shows where the time goes: one stacked bar per timeline, of work and of idle time by cause.
+
+    Attributes:
+        rows: one per timeline.
+    """
+
+    rows: tuple[ComparedStep, ...]
+
+    def gap(self, a: str | None = None, b: str | None = None) -> dict[str, float]:
+        """Return the parts of the difference of two makespans, in seconds by op and by cause of idle time.
+
+        Args:
+            a, b: names of timelines; by default the first and the last. Values are positive where b takes longer.
+
+        >>> import mpkit as mk
+        >>> found = mk.compare(gpipe=mk.simulate(mk.Plan.gpipe(3, 4)), naive=mk.simulate(mk.Plan.naive_mp(3)))
+        >>> {what: round(seconds, 2) for what, seconds in found.gap().items() if seconds}
+        {'forward of stage 0': -1.0, 'forward of stage 1': -1.0, 'forward of stage 2': -1.0,
+         'backward of stage 0': -2.0, 'backward of stage 1': -2.0, 'backward of stage 2': -2.0}
+        """
+        first, second = self._find_row(a, self.rows[0]), self._find_row(b, self.rows[-1])
+        work = [first.work, second.work]
+        if _splits(first) != _splits(
+            second
+        ):  # if only one splits its backward in two, only whole backwards can be compared
+            work = [_whole_backwards(of) for of in work]
+        ops = list(dict.fromkeys([*work[0], *work[1]]))
+        differences = {op: work[1].get(op, 0.0) - work[0].get(op, 0.0) for op in ops}
+        return differences | {f"idle: {cause}": second.idle[cause] - first.idle[cause] for cause in CAUSES}
+
+    def _find_row(self, name: str | None, default: ComparedStep) -> ComparedStep:
+        if name is None:
+            return default
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise ValueError(f"gap({name!r}): the timelines are {', '.join(repr(row.name) for row in self.rows)}")
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return a row per timeline: name, clock, step_time, bubble, seconds of work and of idle time, peak memory."""
+        return data_frame(
+            [
+                {
+                    "name": row.name,
+                    "clock": row.timeline.clock,
+                    "step_time": row.timeline.step_time,
+                    "makespan": row.timeline.makespan,
+                    "bubble": row.timeline.bubble,
+                    "work": sum(row.work.values()),
+                }
+                | {f"idle: {cause}": seconds for cause, seconds in row.idle.items()}
+                | {"peak_memory": max((held["total"] for held in row.timeline.peak_memory), default=0)}
+                for row in self.rows
+            ]
+        )
+
+    def show(self) -> Any:
+        """Show the interactive timelines in a notebook, one below the other on one time axis."""
+        return draw(self, "widget")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):  # without plotly, the SVG picture is shown
+            shown = self.show()._repr_mimebundle_()
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return bundle | super()._repr_mimebundle_(include, exclude)
+
+
+def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Comparison:
+    """Return the Comparison that `mk.compare` makes of Timelines and Runs, each with its name or ""."""
+    timelines: dict[str, Timeline] = {}
+    if len(given) == 1 and isinstance(given[0][1], HasTimeline):
+        measured = given[0][1].timeline()
+        if Plan.from_json(measured.meta["plan"]).pp > 1:
+            timelines["predicted"] = simulate_means(measured)
+            given = [("measured", measured)]
+    for name, each in given:
+        timeline = each.timeline() if isinstance(each, HasTimeline) else each
+        if not isinstance(timeline, Timeline):
+            raise ValueError(
+                f"compare({each!r}): give Timelines or finished Runs, such as "
+                "compare(mk.simulate(plan), run) or compare(before=run.timeline(), after=run.timeline(hardware='cpu'))"
+            )
+        name = visible(name or _title(timeline))
+        timelines[
+            name if name not in timelines else f"{name} ({1 + sum(n.startswith(name) for n in timelines)})"
+        ] = timeline
+    if not timelines:
+        raise ValueError(
+            "compare(): nothing to compare; give Timelines or finished Runs, such as compare(run)"
+        )
+    return Comparison(
+        tuple(ComparedStep.from_timeline(name, timeline) for name, timeline in timelines.items())
+    )
+
+
+def simulate_means(timeline: Timeline) -> Timeline:
+    """Simulate the schedule of a pipeline's timeline with the mean times per stage of its last step.
+
+    Raises:
+        ValueError: the timeline is not that of a pipeline.
+    """
+    last = timeline.step(timeline.steps[-1])
+    return simulate(Plan.from_json(timeline.meta["plan"]), **stage_times(last))
+
+
+def _work(one: Timeline) -> dict[str, float]:
+    """Return seconds per rank by kind and stage, averaged over ranks, without the waits within actions."""
+    words = {
+        (kind, stage): Kind(kind).word.replace("_", " ") + (f" of stage {stage}" if stage >= 0 else "")
+        for kind, stage in np.unique(metrics.work(one.spans)[["kind", "stage"]]).tolist()
+    }
+    seconds_by_work = dict.fromkeys(words.values(), 0.0)
+    for rank in range(one.world_size):
+        mine = one.spans[one.spans["rank"] == rank]
+        work, worked = metrics.work(mine), metrics.work_times(mine)
+        for (kind, stage), what in words.items():
+            of = (work["kind"] == kind) & (work["stage"] == stage)
+            seconds_by_work[what] += float(worked[of].sum()) / one.world_size
+    return seconds_by_work
+
+
+def _splits(row: ComparedStep) -> bool:
+    return any(op.startswith("weight grad") for op in row.work)
+
+
+def _whole_backwards(work: Mapping[str, float]) -> dict[str, float]:
+    """Merge the two halves of each stage's backward into one op."""
+    merged: dict[str, float] = {}
+    for op, seconds in work.items():
+        whole = op.replace("input grad", "backward").replace("weight grad", "backward")
+        merged[whole] = merged.get(whole, 0.0) + seconds
+    return merged
+
+
+def _title(timeline: Timeline) -> str:
+    """Return a title such as "1f1b, simulated"."""
+    plan = timeline.meta.get("plan")
+    what = timeline.meta.get("schedule", "timeline")
+    if plan is not None:
+        known = Plan.from_json(plan)
+        what = (
+            known.describe().split(":")[0]
+            if known.pp == 1
+            else str(getattr(known.schedule, "name", known.schedule))
+        )
+    hardware = timeline.meta.get("hardware", "")
+    on = f", on {hardware}" if hardware and timeline.clock != "simulated" else ""
+    return f"{what}, {timeline.clock}{on}"

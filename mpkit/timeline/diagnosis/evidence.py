@@ -1,0 +1,200 @@
+"""Evidence: what rules look at: one step as a graph, its machine and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.units import percent, seconds
+from mpkit.devices.catalogue import hardware as catalogue
+from mpkit.devices.hardware import Hardware
+from mpkit.plan.plan import Plan
+from mpkit.timeline.dependencies.critical import CriticalPath
+from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.dependencies.waiting import StepWaiting
+from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Kind, Lane
+
+__all__ = ["WORTH", "Evidence", "Rule", "StepWork", "list_ranks"]
+
+Array = npt.NDArray[Any]
+
+WORTH = 0.02
+"""The share of a step that a cause must cost to be worth a finding: below that, steps differ from each other anyway."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The actions of a step, one row each: (n,) arrays.
+
+    Attributes:
+        row: of its span.
+        rank, kind, stage: of the span.
+        took: seconds of work in it, without waits and copies.
+        flops: its FLOPs; 0 if unknown.
+    """
+
+    row: Array
+    rank: Array
+    kind: Array
+    stage: Array
+    took: Array
+    flops: Array
+
+
+@dataclass
+class Evidence:
+    """One step of a timeline.
+
+    Attributes:
+        whole: the timeline.
+        path: the critical path of the step.
+        given: the machine that was named for the diagnosis; None: that of the timeline.
+    """
+
+    whole: Timeline
+    path: CriticalPath
+    given: Hardware | None = None
+
+    @property
+    def graph(self) -> StepGraph:
+        """The step as a graph."""
+        return self.path.graph
+
+    @property
+    def spans(self) -> Array:
+        """The spans of the step."""
+        return self.path.timeline.spans
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.path.step
+
+    @property
+    def waits(self) -> StepWaiting:
+        """Who waits for whom."""
+        return self.path.waiting
+
+    @cached_property
+    def one(self) -> Timeline:
+        """The timeline of the step alone."""
+        timeline = self.path.timeline
+        assert isinstance(timeline, Timeline)
+        return timeline
+
+    @cached_property
+    def machine(self) -> Hardware | None:
+        """The machine of the timeline, if it is known."""
+        if self.given is not None:
+            return self.given
+        known, name = catalogue(), str(self.whole.meta.get("hardware"))
+        return catalogue(name) if name in known else None
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan, if the timeline has one."""
+        text = self.whole.meta.get("plan")
+        return Plan.from_json(text) if isinstance(text, str) else None
+
+    @cached_property
+    def work(self) -> StepWork:
+        """Its actions."""
+        spans, graph = self.spans, self.graph
+        there = np.array(sorted(graph.of_row), int)
+        lane, depth = spans["lane"][there], spans["depth"][there]
+        row = there[(lane == Lane.COMPUTE) & (depth == 0)]
+        took = np.array([graph.took[graph.of_row[int(r)]].sum() for r in row])
+        own = spans[row]
+        return StepWork(row, own["rank"], own["kind"], own["stage"], took, own["flops"])
+
+    def rows(self, *kinds: Kind) -> Array:
+        """Return the rows of the step's operations of these kinds that take time."""
+        there = np.array(sorted(self.graph.of_row), int)
+        return there[np.isin(self.spans["kind"][there], kinds)]
+
+    # ---- played again -----------------------------------------------------------------------------------------
+
+    def gain(self, took: Array) -> float:
+        """Return by how many seconds the step would be shorter with other durations, (n,) by piece of the graph."""
+        return self.path.step_time - self.graph.time_with(took)
+
+    def scale_durations(
+        self, rows: Iterable[int], factors: Iterable[float], took: Array | None = None
+    ) -> Array:
+        """Return (n,) durations in which some operations take so many times as long.
+
+        Args:
+            rows: of their spans.
+            factors: one for each.
+            took: what to begin with; None: the recorded durations.
+        """
+        changed: Array = (self.graph.took if took is None else took).copy()
+        for row, factor in zip(rows, factors, strict=True):
+            changed[self.graph.of_row.get(int(row), [])] *= factor
+        return changed
+
+    def gaps_before(self, rows: Callable[[int], bool]) -> Array:
+        """Return the GAP pieces before operations of which `rows(row)` is true."""
+        gaps = np.flatnonzero(self.graph.kind == Node.GAP)
+        return np.array([gap for gap in gaps.tolist() if rows(int(self.graph.row[gap]))], int)
+
+    # ---- in words ---------------------------------------------------------------------------------------------
+
+    def share(self, time: float) -> str:
+        """Return seconds as a percentage of the step."""
+        return percent(time / self.path.step_time) if self.path.step_time else "0 %"
+
+    def name_ranks(self, ranks: Iterable[int]) -> str:
+        """Name ranks as the program numbers them, as in "Ranks 0 and 1"."""
+        return list_ranks(self.whole.rank_number(rank) for rank in sorted(ranks))
+
+    def worth(self, gain: float) -> bool:
+        """Return whether so many seconds are worth a finding."""
+        return gain >= WORTH * self.path.step_time and gain > 0
+
+    def make_finding(
+        self, kind: str, words: str, *, reason: str, remedy: str, gain: float, rows: Iterable[int] = (),
+        ranks: Iterable[int] | None = None, check: str = "", by: str = "replay", urgent: bool = False,
+    ) -> Finding:  # fmt: skip
+        """Return a finding in this step; `check` may name the step as {step}."""
+        ops = tuple(int(row) for row in rows)
+        where = sorted({int(self.spans["rank"][row]) for row in ops}) if ranks is None else ranks
+        number = "" if self.step < 0 else str(self.step)
+        return Finding(
+            kind, words, reason, remedy, gain, by, self.step, tuple(where), ops, check.replace("{step}", number), urgent
+        )  # fmt: skip
+
+    def explained_seconds(self, rows: Iterable[int], before: Sequence[Finding]) -> float:
+        """Return the most seconds that an earlier finding on any of these operations explains."""
+        mine = set(map(int, rows))
+        return max((each.gain for each in before if mine & set(each.ops)), default=0.0)
+
+
+Rule = Callable[[Evidence, Sequence[Finding]], Iterable[Finding]]
+"""Yields findings of a step, given those of the rules before it."""
+
+
+def list_ranks(numbers: Iterable[str]) -> str:
+    """Name ranks by their numbers in the program.
+
+    >>> list_ranks("3"), list_ranks("01"), list_ranks("01234567"), list_ranks("13?")
+    ('Rank 3', 'Ranks 0 and 1', 'Ranks 0 to 7', 'Ranks 1, 3 and ?')
+    """
+    these = list(numbers)
+    if len(these) == 1:
+        return f"Rank {these[0]}"
+    if len(these) > 2 and these == [str(int(these[0]) + i) for i in range(len(these)) if these[0] != "?"]:
+        return f"Ranks {these[0]} to {these[-1]}"
+    return f"Ranks {', '.join(map(str, these[:-1]))} and {these[-1]}"
+
+
+def a_step(time: float) -> str:
+    """Say seconds per step."""
+    return f"{seconds(time)} a step"

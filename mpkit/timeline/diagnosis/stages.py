@@ -1,0 +1,128 @@
+"""Stages: of unlike size; and a bubble that is the schedule's own, which more micro-batches would shrink.
+
+imbalance   the step played again with each stage's actions as long as the mean of all stages; where FLOPs are known,
+            with equal FLOPs at each rank's own pace, so that a slow rank is no large stage
+bubble      the schedule played with equal stages, with as many micro-batches and with more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.units import percent
+from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
+from mpkit.plan.schedule.theory import bubble_in_theory
+from mpkit.timeline.diagnosis.evidence import Evidence
+from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.simulation import simulate
+from mpkit.timeline.stage_times import stage_times
+from mpkit.trace import Kind
+
+__all__ = ["UNEVEN", "bubble", "imbalance"]
+
+Array = npt.NDArray[Any]
+
+UNEVEN = 1.1
+"""How many times the mean the largest stage must be; embeddings and heads alone make a few percent."""
+
+STAGED = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.RECOMPUTE)
+
+FILLED = 4
+"""Micro-batches per stage that are tried: with 4 p of them, 1F1B's bubble (p-1)/(m+p-1) is below 20 %."""
+
+
+def imbalance(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if some rank's stages take longer than the others'."""
+    work = evidence.work
+    staged = np.isin(work.kind, STAGED) & (work.stage >= 0)
+    if len(np.unique(work.stage[staged])) < 2:
+        return
+    by_flops = bool((work.flops[staged] > 0).all())
+    size = work.flops if by_flops else work.took
+    factor = np.ones(len(work.row))
+    for kind in np.unique(work.kind[staged]).tolist():
+        of_kind = staged & (work.kind == kind)
+        stages = np.unique(work.stage[of_kind]).tolist()
+        means = {stage: float(size[of_kind & (work.stage == stage)].mean()) for stage in stages}
+        for stage, mean in means.items():
+            factor[of_kind & (work.stage == stage)] = np.mean(list(means.values())) / mean if mean else 1.0
+    total = np.bincount(work.rank[staged], size[staged], minlength=evidence.graph.world_size)
+    there = np.unique(work.rank[staged])
+    largest = int(there[np.argmax(total[there])])
+    over = float(total[largest] / total[there].mean())
+    rows = work.row[staged]
+    gain = evidence.gain(evidence.scale_durations(rows, factor[staged]))
+    if over < UNEVEN or not evidence.worth(gain):
+        return
+    stages = sorted(set(work.stage[staged & (work.rank == largest)].tolist()))
+    named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    unit = "FLOPs" if by_flops else "time"
+    seconds_of = np.bincount(work.rank[staged], work.took[staged], minlength=evidence.graph.world_size)
+    yield evidence.make_finding(
+        "unbalanced stages",
+        f"{evidence.name_ranks([largest])} with {named} has {over:.2f} times the mean {unit} of a rank: it works "
+        f"{percent(float(seconds_of[largest]) / evidence.path.step_time)} of the step, the others "
+        f"{percent(float(np.delete(seconds_of[there], np.argmax(total[there])).mean()) / evidence.path.step_time)}.",
+        reason="A pipeline runs at the pace of its largest stage; all others wait for it in each micro-batch.",
+        remedy="Cut the model elsewhere: mk.find_cut(...) balances times, Plan(cut=[...]) takes the result.",
+        gain=gain, rows=rows, ranks=(largest,), check="timeline.step({step}).busy",
+    )  # fmt: skip
+
+
+def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if the schedule itself leaves ranks idle, and more micro-batches would not."""
+    plan = evidence.plan
+    if plan is None or plan.pp < 2 or not isinstance(plan.schedule, str):
+        return
+    p, m, v = plan.pp, plan.microbatches, plan.virtual_stages
+    try:
+        theory = bubble_in_theory(plan.schedule, p, m, v, recompute=plan.recompute == "full")
+    except KeyError:  # a schedule of somebody's own: no paper says what it would have with more micro-batches
+        return
+    more = _more(evidence, p, m)
+    if more <= m:
+        return
+    try:
+        times = stage_times(evidence.one)
+    except ValueError:  # not every stage was seen
+        return
+    mean: dict[str, Any] = {name: float(np.mean(value)) for name, value in times.items()}
+    hop = mean.pop("hop")
+    shape = replace(plan, dp=1, tp=1, cp=1, zero=0, cut=None)
+    even = simulate(shape, **mean, hop=hop)
+    now = even.step_time
+    parts: dict[str, Any] = {name: value * m / more for name, value in mean.items()}
+    # One after the other, more would be no better.
+    schedule = ONE_F_ONE_B if plan.schedule == NAIVE else plan.schedule
+    then = simulate(replace(shape, schedule=schedule, microbatches=more), **parts, hop=hop).step_time
+    if not evidence.worth(now - then):
+        return
+    expects = (
+        f"{percent(float(theory))} by the theory of {plan.schedule}" if theory is not None else plan.schedule
+    )
+    yield evidence.make_finding(
+        "schedule's bubble",
+        f"With equal stages ranks are idle for {percent(even.bubble)}, {expects} with {p} ranks and {m} "
+        f"micro-batch{'es' * (m > 1)}; {more}{f' of {schedule}' * (schedule != plan.schedule)} would "
+        f"take {evidence.share(now - then)} of the step less.",
+        reason="A pipeline fills at the begin and drains at the end; both take as long as a few micro-batches, so they "
+        "count less if there are more of them.",
+        remedy=f"microbatches={more}, each {more / m:g} times smaller (as long as their kernels still fill the "
+        f"device); "
+        "or a schedule with a smaller bubble, such as zb_h1 or interleaved_1f1b.",
+        gain=now - then, by="simulation", ranks=range(evidence.graph.world_size), check="timeline.step({step}).bubble",
+    )  # fmt: skip
+
+
+def _more(evidence: Evidence, p: int, m: int) -> int:
+    """Return the micro-batches to try: a multiple of the present ones, as many as the batch has samples for at most."""
+    plan = evidence.plan
+    assert plan is not None
+    batch = int(evidence.whole.meta.get("batch_size") or 0)
+    samples = batch // (plan.dp * m) if batch else FILLED * p
+    return m * max(1, min(-(-FILLED * p // m), samples))

@@ -1,0 +1,235 @@
+"""What a program was doing at a time of its host: step, stage, micro-batch; forward, backward or optimizer.
+
+steps          `ProfilerStep#4` of torch.profiler's schedule; without any, a step ends with the last optimizer's
+pipelines      `PP:2F0` of torch.distributed.pipelining: stage, action, micro-batch; `Forward 0` of its GPipe
+optimizer      `Optimizer.step#AdamW.step`, which every optimizer of torch announces; or an annotation of the user's
+backward       what autograd's engine evaluates, and annotations that say backward
+recomputation  operators within a backward that autograd records again
+forward        annotations that say forward, and what else comes before a backward of the same step
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.timeline.foreign.lanes import covered_times, lies_within
+from mpkit.timeline.foreign.reading.events import STEP, Events
+from mpkit.trace import Kind
+
+__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps", "recomputed_rows"]
+
+Array = npt.NDArray[Any]
+
+PLACE = np.dtype([("step", "<i8"), ("kind", "u1"), ("stage", "<i4"), ("microbatch", "<i4"), ("name", "<i8")])
+"""Where a program was. `name` is a number of `Events.names`, -1: none."""
+
+_PIPELINE = re.compile(r"PP:([0-9]{1,4})(F|B|I|W|BACKWARD_INPUT|BACKWARD_WEIGHT)([0-9]{1,9})$")
+_CHUNK = re.compile(r"(Forward|Backward) ([0-9]{1,9})$")
+_ACTIONS = {
+    "F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD,
+    "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
+    "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
+}  # fmt: skip
+_NODE = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad$")
+_BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
+
+
+def place_of(events: Events, asked: Array) -> Array:
+    """Return (n,) of `PLACE` for (n,) times of the host in ns.
+
+    Args:
+        events: a rank's events.
+        asked: when the program asked for each piece of work.
+    """
+    place = np.zeros(len(asked), PLACE)
+    for name in ("step", "stage", "microbatch", "name"):
+        place[name] = -1
+    said = events["annotation"]
+    words = [events.names[number] for number in said.name.tolist()]
+    lower = [word.lower() for word in words]
+
+    def mark(rows: list[int], kind: Kind | None = None) -> tuple[Array, Array]:
+        """Return which times lie in one of these annotations, and in which; set their kind."""
+        here, which = _find_inside(asked, said.start[rows], said.end[rows])
+        if kind is not None:
+            place["kind"][here] = kind
+        return here, np.array(rows, np.int64)[which] if rows else which
+
+    # ---- phases, what says more overrules what says less
+    mark([i for i, word in enumerate(lower) if "forward" in word and "backward" not in word], Kind.FORWARD)
+    mark([i for i, word in enumerate(lower) if "zero_grad" in word], Kind.COMPUTE)
+    _mark_backward(events, asked, place)
+    mark(
+        [i for i, word in enumerate(lower) if "backward" in word and not word.startswith("pp:")],
+        Kind.BACKWARD,
+    )
+    _mark_recomputed(events, asked, place)
+    optimizers = [i for i, word in enumerate(lower) if _updates(word)]
+    here, which = mark(optimizers, Kind.OPTIMIZER)
+    place["name"][here] = said.name[which[here]]
+    # ---- stages and micro-batches
+    actions = {
+        i: found for i, word in enumerate(words) if (found := _PIPELINE.match(word) or _CHUNK.match(word))
+    }
+    here, which = mark(list(actions))
+    for at in np.flatnonzero(here).tolist():
+        found = actions[int(which[at])]
+        kind = _ACTIONS[found[found.re.groups - 1]]
+        place["microbatch"][at] = int(found[found.re.groups])
+        place["stage"][at] = int(found[1]) if found.re is _PIPELINE else -1
+        place["kind"][at] = (
+            Kind.RECOMPUTE if place["kind"][at] == Kind.RECOMPUTE and kind != Kind.FORWARD else kind
+        )
+    # ---- steps
+    numbers = profiled_steps(events)
+    here, which = mark(list(numbers))
+    place["step"][here] = [numbers[int(row)] for row in which[here]]
+    if numbers:
+        place["step"][here & np.isin(which, cut_steps(events))] = -1
+    else:
+        place["step"] = _counted_steps(events, said.end[optimizers], asked)
+    _mark_rest(events, asked, place)
+    return place
+
+
+def _find_inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    """Return which times lie within one of the intervals, and in which one: of several, the one that began last."""
+    if not len(start):
+        return np.zeros(len(times), bool), np.zeros(len(times), np.int64)
+    order = np.argsort(start, kind="stable")
+    at = np.maximum(np.searchsorted(start[order], times, side="right") - 1, 0)
+    spans = covered_times(start, end)
+    around = np.maximum(np.searchsorted(spans[:, 0], times, side="right") - 1, 0)
+    return (times >= spans[around, 0]) & (times < spans[around, 1]), order[at]
+
+
+def _mark_backward(events: Events, asked: Array, place: Array) -> None:
+    ops = events["op"]
+    rows = _engine_rows(events)
+    here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
+    place["kind"][here] = Kind.BACKWARD
+
+
+def _engine_rows(events: Events) -> Array:
+    """Return the operators that are autograd's engine evaluating a node; torch 1.8 has the nodes alone."""
+    names = np.array([_NODE.match(name) is not None for name in events.names] + [False])
+    return np.flatnonzero(names[events["op"].name])
+
+
+def recomputed_rows(events: Events) -> Array:
+    """Return the operators that autograd records while its engine evaluates a node: those of a forward run again.
+
+    Functions written in Python are recorded in backwards, too, as those by which DTensor changes a layout.
+    """
+    ops = events["op"]
+    aten = np.array([name.startswith("aten::") for name in events.names] + [False])
+    rows = np.flatnonzero((ops.records == 1) & aten[ops.name])
+    return rows[lies_within(ops, rows, ops, _engine_rows(events))]
+
+
+def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
+    ops, rows = events["op"], recomputed_rows(events)
+    here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
+    place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
+
+
+def profiled_steps(events: Events) -> dict[int, int]:
+    """Return the number of each step that torch.profiler announces, by the row of its annotation."""
+    table, names = events["annotation"], [STEP.match(name) for name in events.names] + [None]
+    steps = np.flatnonzero(np.array([found is not None for found in names])[table.name])
+    return {row: int(found[1]) for row in steps.tolist() if (found := names[int(table.name[row])])}
+
+
+def cut_steps(events: Events) -> list[int]:
+    """Return the row of the last step's annotation if recording ended within that step; else nothing.
+
+    It is cut off if it takes less than half the time of a usual step, and has less than half its calls, or no update
+    where each other step has one.
+    """
+    said, ops = events["annotation"], events["op"]
+    rows = sorted(profiled_steps(events), key=lambda row: int(said.start[row]))
+    if len(rows) < 2:
+        return []
+
+    def count(starts: Array, row: int) -> int:
+        return int(np.count_nonzero((starts >= said.start[row]) & (starts < said.end[row])))
+
+    *before, last = rows
+    took = np.median([said.end[row] - said.start[row] for row in before])
+    if 2 * (said.end[last] - said.start[last]) >= took:
+        return []
+    update = np.array([_updates(name.lower()) for name in events.names] + [False])
+    updates = said.start[update[said.name]]
+    fewer = 2 * count(ops.start, last) < np.median([count(ops.start, row) for row in before[-5:]])
+    no_update = not count(updates, last) and all(count(updates, row) for row in before)
+    return [last] if fewer or no_update else []
+
+
+def _updates(annotation: str) -> bool:
+    """Say whether an annotation, in lower case, is around an optimizer's step."""
+    return annotation.startswith("optimizer.step#") or annotation.strip("# ") == "optimizer"
+
+
+def _counted_steps(events: Events, updated: Array, asked: Array) -> Array:
+    """Return the step of each time, where none is announced: a step ends with its last optimizer.
+
+    What comes after the last one is no step: recording ended within it.
+
+    Args:
+        events: a rank's events.
+        updated: when each update ended.
+        asked: the times.
+    """
+    backward = np.sort(events["op"].start[_engine_rows(events)])
+    none: Array = np.full(len(asked), -1)
+    if not len(updated) or not len(backward):
+        return none
+    ends = np.sort(updated)
+    made = np.searchsorted(backward, ends)  # with no backward between two updates they are of one step
+    ends = ends[np.append(made[1:] > made[:-1], True)]
+    step = np.searchsorted(ends, asked)
+    return np.where(step < len(ends), step, none)
+
+
+def _mark_rest(events: Events, asked: Array, place: Array) -> None:
+    """Give what has no phase yet one, by what comes before and after it in its step.
+
+    Before a backward it belongs to the forward; but between two backwards to the backward, unless autograd records it;
+    and before a forward that an annotation begins it is other work, as is everything else.
+    """
+    order = np.argsort(asked, kind="stable")
+    kind, step = place["kind"][order], place["step"][order]
+    unknown, known = kind == 0, np.flatnonzero(kind)
+    backward = np.isin(kind, _BACKWARDS)
+    if not backward.any():
+        kind[unknown] = Kind.COMPUTE if len(known) else Kind.FORWARD
+    else:
+        ops = events["op"]
+        recorded, _ = _find_inside(asked[order], ops.start[ops.records == 1], ops.end[ops.records == 1])
+        another = np.diff(step, prepend=step[:1]) != 0
+        begins = np.flatnonzero(unknown & (another | ~np.concatenate([[False], unknown[:-1]])))
+        over = np.concatenate([~unknown[1:] | another[1:], [True]])
+        phases = np.flatnonzero((kind != 0) & (kind != Kind.COMPUTE))
+        for first, last in zip(begins.tolist(), (np.flatnonzero(unknown & over) + 1).tolist(), strict=True):
+            at = int(np.searchsorted(phases, first))
+            before, after = (
+                Kind(int(kind[phases[i]]))
+                if 0 <= i < len(phases) and step[phases[i]] == step[first]
+                else None
+                for i in (at - 1, at)
+            )
+            kind[first:last] = _phase_between(before, after, bool(recorded[first:last].any()))
+    place["kind"][order] = kind
+
+
+def _phase_between(before: Kind | None, after: Kind | None, recorded: bool) -> Kind:
+    """Return the phase of work between two of the same step; `recorded`: whether autograd records it."""
+    if after == Kind.FORWARD:
+        return Kind.FORWARD if before == Kind.FORWARD or (before is not None and recorded) else Kind.COMPUTE
+    if after not in _BACKWARDS:
+        return Kind.COMPUTE
+    return Kind.BACKWARD if before in _BACKWARDS and not recorded else Kind.FORWARD

@@ -1,0 +1,293 @@
+"""Reading Chrome's trace format as a stream: one event at a time, however large the file is.
+
+    text       the file unzipped and decoded, in pieces
+    values     one JSON value at a time, from wherever the text has got to
+    repairs    what public tools mend as well: an empty value, a backslash that escapes nothing, an end that was cut off
+
+Source: "Trace Event Format" (Google, 2016): an object with the list "traceEvents", or that list alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mpkit.common.unzip import Unzip
+from mpkit.errors import TraceError
+
+__all__ = ["EventStream", "looks_like_json", "looks_like_trace", "other_kind"]
+
+PIECE = 4 << 20
+"""Characters that are read at a time."""
+
+_LONGEST = 8 << 20  # characters of one value
+_HEADER = 32 << 20  # characters of all values beside the events
+_UNREADABLE = 20  # values that are left out; each takes a search through what is longer than any value
+_BETWEEN = re.compile(r"[\s,]*").match
+_EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
+_BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
+_NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{)")
+
+MARKS = (b'"traceEvents"', b'"ph"', b'"schemaVersion"', b'"deviceProperties"', b'"distributedInfo"')
+"""What one of the first 64 kB of a trace has: in front of the events lie devices and groups, which can be long."""
+
+
+def looks_like_json(path: Path) -> bool:
+    """Say whether a file holds JSON, zipped by gzip or not, from its first characters."""
+    return _head(path, 64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[")
+
+
+def looks_like_trace(path: Path) -> bool:
+    """Say whether a file of JSON begins as a trace does; one that is damaged from the beginning counts as one."""
+    head = _head(path, 1 << 16)
+    return not looks_like_json(path) or any(word in head for word in MARKS)
+
+
+def other_kind(path: Path) -> str:
+    """Say what a file is that is neither JSON nor a zip archive, as far as its first bytes tell; "" if they do not.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     other_kind(Path(file.name))
+    'empty'
+    """
+    with path.open("rb") as file:
+        raw = file.read(64)
+    text = _head(path, 512)
+    if not raw:
+        return "empty"
+    if raw.startswith((b"PK", b"\x1f\x8b")) and text[257:262] != b"ustar":
+        return ""
+    kinds = {
+        "a pointer of Git LFS to a file that is not here: `git lfs pull` fetches it": raw.startswith(
+            b"version https://git-lfs"
+        ),
+        "UTF-16, and a trace is UTF-8": raw.startswith((b"\xff\xfe", b"\xfe\xff")),
+        "a tar archive: unpack it, and open its folder": text[257:262] == b"ustar",
+        "a page of HTML, not the file that it shows": text.lstrip()[:1] == b"<",
+        "text, and not JSON": text.isascii() and b"\0" not in text,
+    }
+    return next((kind for kind, it_is in kinds.items() if it_is), "neither JSON nor a trace of mpkit")
+
+
+def _head(path: Path, length: int) -> bytes:
+    """Return the first bytes of a file, unzipped; as many as can be read."""
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    opened: Any = gzip.open if zipped else open
+    with opened(path, "rb") as file:
+        try:
+            return bytes(file.read(length))
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return b""
+
+
+class EventStream:
+    """The events of one file.
+
+    Args:
+        path: the file, JSON or JSON zipped by gzip.
+        progress: is called with the bytes of the file that have been read so far.
+
+    Attributes:
+        header: everything beside the events, complete once all events have been read.
+        repairs: how often each thing was mended.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.repairs: Counter[str] = Counter()
+        self._progress = progress
+        self._scan: Any = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
+        self._text, self._at, self._ended = "", 0, False
+        self._before, self._kept = 0, 0  # characters before the text at hand, and those of the header
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the events, in the order of the file.
+
+        Raises:
+            TraceError: the file holds no object and no list of JSON.
+        """
+        with self.path.open("rb") as raw:
+            self._raw = raw
+            zipped = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            self._unzip = Unzip(raw) if zipped else None
+            self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+            first = self._peek_character()
+            if first == "[":
+                self._at += 1
+                yield from self._events()
+            elif first == "{":
+                self._at += 1
+                yield from self._members()
+                if "ph" in self.header:
+                    first_event, self.header = self.header, {}
+                    yield first_event
+                    self._at += 1
+                    yield from self._events(lines=True)
+            else:
+                raise TraceError(
+                    f"{self.path} begins with {first!r}, so it is no JSON. mk.open reads what torch.profiler's "
+                    "export_chrome_trace writes (.json or .json.gz), and what trace.save writes"
+                )
+
+    # ---- values
+
+    def _members(self) -> Iterator[dict[str, Any]]:
+        """Yield the events of the object whose "{" has been read, and fill the header with its other members."""
+        while self._peek_character() not in ("}", ""):
+            key = self._value()
+            if self._peek_character() != ":" or not isinstance(key, str):
+                self._cut()
+                return
+            self._at += 1
+            if self._peek_character() == "[" and key == "traceEvents":
+                self._at += 1
+                yield from self._events()
+            elif self._text[self._at : self._at + 1] in (",", "}"):
+                self.repairs["empty value"] += 1
+            else:
+                before = self._before + self._at
+                self.header[key] = self._value()
+                self._kept += self._before + self._at - before
+                if self._kept > _HEADER:
+                    raise TraceError(
+                        f"{self.path}: it says more than {_HEADER:,} characters beside its events"
+                    )
+        if self._ended and self._peek_character() == "":
+            self._cut()
+
+    def _events(self, *, lines: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the events of the list whose "[" has been read; `lines`: of a file with an event per line."""
+        while True:
+            self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
+            try:
+                event, self._at = self._scan_value()
+            except (StopIteration, ValueError):
+                if (following := self._peek_character()) == "]":
+                    self._at += 1
+                    return
+                if following == "":
+                    if not lines:
+                        self._cut()
+                    return
+                event = self._value()
+            if isinstance(event, dict):
+                yield event
+            elif event is not None or not self._ended:
+                self.repairs["event that is no object, left out"] += 1
+
+    def _value(self) -> Any:
+        """Return the next value, after reading on and mending as far as that takes."""
+        while True:
+            try:
+                value, end = self._scan_value()
+            except (StopIteration, ValueError):
+                if len(self._text) - self._at < PIECE and self._more():
+                    continue
+                if self._mend():
+                    continue
+                if len(self._text) - self._at < _LONGEST and self._more():
+                    continue
+                following = _NEXT_EVENT.search(self._text, self._at)
+                if following is None:
+                    self._at = len(self._text)
+                    self._ended = True
+                    return None
+                self._leave_out()
+                self._at = following.end()
+                continue
+            if end == len(self._text) and not isinstance(value, dict | list | str) and self._more():
+                continue  # a number may go on
+            self._at = end
+            return value
+
+    def _scan_value(self) -> tuple[Any, int]:
+        """Return the value at hand and where it ends."""
+        try:
+            value: tuple[Any, int] = self._scan(self._text, self._at)
+            return value
+        except RecursionError:
+            raise TraceError(
+                f"{self.path}: brackets are nested too deeply: {self._quote_position()}"
+            ) from None
+
+    def _quote_position(self) -> str:
+        return f"{self._text[self._at : self._at + 60]!r} at character {self._before + self._at:,}"
+
+    def _peek_character(self) -> str:
+        """Return the next character that is no space and no comma; "" at the end."""
+        while True:
+            self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    # ---- repairs
+
+    def _mend(self) -> bool:
+        """Mend what is wrong in the text at hand; return whether there was anything."""
+        rest = self._text[self._at :]
+        rest, empty = _EMPTY.subn(r'\1""', rest)
+        lone = 0
+
+        whole = len(rest) if self._ended else len(rest) - 6  # an escape may go on in the next piece
+
+        def escape_backslash(match: re.Match[str]) -> str:
+            nonlocal lone
+            if match[1] is not None or match.start() >= whole:
+                return match[0]
+            lone += 1
+            return "\\\\"
+
+        rest = _BACKSLASH.sub(escape_backslash, rest)
+        self.repairs["empty value"] += empty
+        self.repairs["backslash that escapes nothing"] += lone
+        self._before += self._at
+        self._text, self._at = rest, 0
+        return bool(empty + lone)
+
+    def _leave_out(self) -> None:
+        self.repairs["event that cannot be read, left out"] += 1
+        if self.repairs["event that cannot be read, left out"] > _UNREADABLE:
+            raise TraceError(
+                f"{self.path}: more than {_UNREADABLE} events are no JSON, as {self._quote_position()}"
+            )
+
+    def _cut(self) -> None:
+        self._ended, self._at = True, len(self._text)
+        self.repairs["end that was cut off"] = 1
+
+    # ---- text
+
+    def _more(self) -> bool:
+        """Read another piece; return whether there was any."""
+        if self._ended:
+            return False
+        piece = ""
+        while not piece and (raw := self._bytes()):
+            piece = self._decoder.decode(raw)
+        self._ended = not piece
+        self._before += self._at
+        self._text, self._at = self._text[self._at :] + piece, 0
+        self._progress(self._raw.tell())
+        return bool(piece)
+
+    def _bytes(self) -> bytes:
+        try:
+            return self._unzip.read(PIECE) if self._unzip else self._raw.read(PIECE)
+        except zlib.error:
+            self.repairs["zipped data that is damaged"] += 1
+            self._raw.seek(0, io.SEEK_END)
+            return b""
+        except ValueError as error:
+            raise TraceError(f"{self.path}: {error}") from None

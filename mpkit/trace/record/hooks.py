@@ -1,0 +1,181 @@
+"""Watching a module and its optimizer: model states go into the ledger, and the optimizer's step becomes an op.
+
+parameters, buffers    counted when the watch begins
+gradients              counted when backward has made them, until `zero_grad` frees their storage
+optimizer state        counted after the first step has made it
+layers                 (if requested) each layer's part of a forward or backward, as an op inside that action
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mpkit.trace import Kind
+from mpkit.trace.record.gradients import RecordedGradients
+from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.record.saved import count_saved
+
+__all__ = ["HookHandles", "count_saved", "layers_of", "watch", "watch_optimizer"]
+
+
+class HookHandles:
+    """The hooks that `watch` registered; `close` removes them."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._last: list[Callable[[], None]] = []
+        self._backward = -1  # the op of the layer whose backward is running
+
+    def close(self) -> None:
+        """Remove every hook. Entries in the ledger stay until their storage is freed."""
+        for handle in self._handles:
+            handle.remove()
+        for forget in self._last:
+            forget()
+        self._handles.clear()
+        self._last.clear()
+
+    def _watch_gradients(self, recorder: Recorder, module: nn.Module) -> None:
+        ledger, savings = recorder.ledger, recorder.savings
+        gradients = RecordedGradients(
+            ledger, module.parameters(), made=lambda: savings.gradient_made(recorder.place()[:2])
+        )
+        ledger.change(("grads", gradients.collect()))  # existing gradients
+        if (
+            not savings.measured
+        ):  # else they are collected: there is a runtime, which says when a backward is over
+            gradients.watch()
+        savings.gradients.append(gradients)
+        self._last = [gradients.unwatch, lambda: savings.gradients.remove(gradients)]
+
+
+def watch(
+    recorder: Recorder,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    flops: Mapping[str, tuple[float, float]] | None = None,
+    layers: bool = True,
+) -> HookHandles:
+    """Record the module's states as they are made and freed, and the optimizer's steps.
+
+    Args:
+        module: a rank's part of the model; call it once for each part.
+        optimizer: the optimizer of that part's parameters; its `step` becomes an OPTIMIZER op.
+        flops: (forward, backward) FLOPs by layer, as in `Flops.layers`; used if `recorder.layers` is set.
+        layers: whether the module's layers may be watched too, if `recorder.layers` is set.
+    """
+    watched = HookHandles()
+    ledger = recorder.ledger
+    for parameter in module.parameters():
+        ledger.track(parameter, "params")
+    for buffer in module.buffers():
+        ledger.track(buffer, "buffers")
+    watched._watch_gradients(recorder, module)
+    if optimizer is not None:
+        watched._handles += watch_optimizer(recorder, optimizer)
+    if recorder.layers and layers:
+        for name, layer in layers_of(module):
+            watched._handles += _watch_layer(
+                watched, recorder, name, layer, (flops or {}).get(name, (0.0, 0.0))
+            )
+    return watched
+
+
+def watch_optimizer(
+    recorder: Recorder, optimizer: torch.optim.Optimizer, *, elsewhere: bool = False
+) -> list[RemovableHandle]:
+    """Record an optimizer's steps and count its states.
+
+    Args:
+        elsewhere: whether its states are on the host and so do not count as device memory.
+    """
+    name = type(optimizer).__name__
+    index = states = touched = 0
+
+    def begin_step(*_: Any) -> None:
+        nonlocal index
+        made = recorder.savings.collect()
+        if made:  # by a backward that was not released
+            recorder.ledger.change(("grads", made))
+        index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
+
+    def end_step(*_: Any) -> None:
+        nonlocal states, touched
+        count = sum(map(len, optimizer.state.values()))
+        if (
+            count != states or not touched
+        ):  # made in the first step, or for a parameter that is used for the first time
+            states, touched = count, _track_states(recorder, optimizer, elsewhere)
+        recorder.end(index, nbytes=touched)
+
+    return [optimizer.register_step_pre_hook(begin_step), optimizer.register_step_post_hook(end_step)]
+
+
+def _track_states(recorder: Recorder, optimizer: torch.optim.Optimizer, elsewhere: bool) -> int:
+    """Count the optimizer's state, and return the bytes that a step reads and writes.
+
+    Zero-dimensional states are left out: Adam's step counters, which are on the host.
+    """
+    touched = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            touched += 2 * parameter.nbytes + parameter.grad.nbytes
+            for state in optimizer.state.get(parameter, {}).values():
+                if isinstance(state, torch.Tensor) and state.dim():
+                    if not elsewhere:
+                        recorder.ledger.track(state, "optimizer")
+                    touched += 2 * state.nbytes
+    return touched
+
+
+def layers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers of a module: its children, and the children of containers among them.
+
+    >>> [name for name, _ in layers_of(nn.ModuleDict({"wte": nn.Embedding(2, 2), "h": nn.ModuleList([nn.GELU()])}))]
+    ['wte', 'h.0']
+    """
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from ((f"{name}.{inner}", layer) for inner, layer in layers_of(child))
+        else:
+            yield name, child
+
+
+def _watch_layer(
+    watched: HookHandles, recorder: Recorder, name: str, layer: nn.Module, flops: tuple[float, float]
+) -> list[RemovableHandle]:
+    """Record a layer's forward, from call to return, and its backward.
+
+    The backward lasts from the arrival of the gradient of its output until that of the next layer's, or until the
+    action is over. (Module backward hooks would be more precise, but they forbid layers that work in place.)
+    """
+    index = -1
+
+    def begin(kind: Kind, flops: float) -> int:
+        if not recorder.busy:  # outside of an action, such as a look at the model between steps
+            return -1
+        stage, microbatch, _ = recorder.place()
+        return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
+
+    def begin_forward(*_: Any) -> None:
+        nonlocal index
+        index = begin(Kind.FORWARD, flops[0])
+
+    def gradient_arrived(_: torch.Tensor) -> None:
+        recorder.end(watched._backward)
+        watched._backward = begin(Kind.BACKWARD, flops[1])
+
+    def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        recorder.end(index)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(gradient_arrived)
+
+    return [layer.register_forward_pre_hook(begin_forward), layer.register_forward_hook(end_forward)]

@@ -1,0 +1,88 @@
+"""What a function on a rank logs: numbers of its own, by name and step."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from mpkit.trace import HEADER, VALUE
+from mpkit.trace.record.files import NameFile, RecordFile
+
+__all__ = ["Values"]
+
+_PACK = struct.Struct("<qiIdB7x").pack_into
+_METRIC, _STOP = 0, 1
+
+
+class Values:
+    """The values that one rank logs; their file is made when the first one is.
+
+    Args:
+        folder: the folder of the rank's files.
+        rank: the rank.
+        names: the rank's names.
+    """
+
+    def __init__(self, folder: Path, rank: int, names: NameFile) -> None:
+        self._path, self._names = folder / f"rank{rank}.log", names
+        self._file: RecordFile | None = None
+        self._counts: Counter[str] = Counter()  # of values logged outside of any step, by name
+        self._closed = False
+
+    def log(self, name: Any, value: Any, step: int | None) -> None:
+        """Log a number.
+
+        Args:
+            name: what it is; it labels the chart, so its unit belongs there: "lr", "seconds per epoch".
+            value: a number, or a tensor of one element.
+            step: the step that it belongs to; None: one more than the latest of this name, from 0.
+
+        Raises:
+            ValueError: the name is no string, or the value no number.
+        """
+        number = _number(name, value)
+        if step is None or step < 0:
+            step = self._counts[name]
+        self._counts[name] = step + 1
+        self._write(name, number, step, _METRIC)
+
+    def stop(self, reason: str, step: int) -> None:
+        """Note that this rank asked to end the training after a step."""
+        self._write(reason, float("nan"), step, _STOP)
+
+    def _write(self, name: str, value: float, step: int, kind: int) -> None:
+        if self._closed:
+            return
+        if self._file is None:
+            self._file = RecordFile(self._path, "log", VALUE.itemsize, capacity=256)
+        file, line = self._file, self._names[name]
+        if file.count >= file.capacity and not file.grow():
+            return
+        at = HEADER.itemsize + VALUE.itemsize * file.count
+        _PACK(file.map, at, time.monotonic_ns(), step, line, value, kind)
+        file.publish(file.count + 1)
+
+    def close(self, state: int) -> None:
+        """Log nothing more."""
+        self._closed = True
+        if self._file is not None:
+            self._file.close(state)
+
+
+def _number(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(
+            f'log(name, value): the name is {name!r:.80}; a word is wanted: ctx.log("accuracy", 0.5)'
+        )
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = getattr(value, "shape", None)
+        what = f"of shape {list(shape)}" if shape is not None else repr(value)[:80]
+        raise ValueError(
+            f"log({name!r}, value): the value is a {type(value).__name__} {what}; one number is wanted: a float, or a "
+            f"tensor of one element, such as ctx.log({name!r}, value.mean())"
+        ) from None

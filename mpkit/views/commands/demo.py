@@ -1,0 +1,243 @@
+"""The main demonstration: train one model on one batch of text with each strategy in turn, and compare the costs.
+
+serial     one process: the losses and the time that the others are compared with
+each       the strategy on all ranks, drawn while it runs
+compare    a table
+keep       the interactive timelines in one HTML file
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mpkit.common.disk import write_whole
+from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.launch.session.cluster import Cluster
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
+from mpkit.strategies.data.datasets import text_batches
+from mpkit.strategies.models import GPT, next_token_loss
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import CATEGORIES
+from mpkit.trace.proof import Proof
+from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
+from mpkit.views.timeline.terminal import watch
+
+__all__ = ["Demo", "Outcome"]
+
+EQUAL = "equal to serial"
+
+LOOK_FOR = (
+    "Each picture has a row per rank, and time goes to the right: blue is forward, orange backward, green the "
+    "optimizer. The thin pink marks below are messages. Where a row is hatched, the rank is idle. The idle share of "
+    "a step is called its bubble; it stands above the picture and in the table. All strategies train the same model on "
+    "the same data and reach the same losses. Compare what they cost: time, memory and messages."
+)
+"""What the page tells its readers to look for."""
+
+
+@dataclass
+class Outcome:
+    """One strategy's entry in the table.
+
+    Attributes:
+        timeline: the timeline of the whole run.
+        losses: one per step.
+        proof: what is known of its equality with plain PyTorch.
+        theory: the bubble according to the formula; None for serial training.
+        caption: the strategy, and what is to be seen in its picture.
+    """
+
+    name: str
+    timeline: Timeline
+    losses: list[float]
+    proof: Proof
+    theory: float | None
+    caption: str
+
+    @property
+    def typical_step(self) -> int:
+        """The step with the median bubble; the first is left out, since it allocates memory and loads code."""
+        steps = self.timeline.steps[1:] or self.timeline.steps
+        by_bubble = sorted(steps, key=self.timeline.bubble_of)
+        return by_bubble[len(by_bubble) // 2]
+
+    @property
+    def typical(self) -> Timeline:
+        """That step, which the table and the page show."""
+        return self.timeline.step(self.typical_step)
+
+
+@dataclass
+class Demo:
+    """The work of `python -m mpkit demo`; the attributes are the options of the command."""
+
+    ranks: int = 4
+    microbatches: int = 8
+    layers: int = 8
+    width: int = 192
+    length: int = 64
+    batch: int = 32
+    steps: int = 6
+    strategies: tuple[str, ...] = (NAIVE, GPIPE, "ddp", "zero3")
+    device: str = "auto"
+    html: str = "mpkit-demo.html"
+    seed: int = 0
+    plain: bool = False
+    console: Console = field(default_factory=Console)
+
+    def plans(self) -> dict[str, Plan]:
+        """Return the Plans to run, by the name in the table.
+
+        Raises:
+            ValueError: there is no such strategy, or it cannot use this many ranks.
+        """
+        plans = {}
+        for name in self.strategies:
+            if name not in STRATEGIES:
+                raise ValueError(
+                    f"--strategies {name}: there are {', '.join(STRATEGIES)}; for example --strategies naive,gpipe"
+                )
+            title, plan = STRATEGIES[name](self.ranks, self.microbatches)
+            plans[title] = plan
+        return plans
+
+    def run(self) -> list[Outcome]:
+        """Run the whole demonstration; returns the entries of the table."""
+        plans = self.plans()
+        torch.manual_seed(self.seed)
+        model = GPT(layers=self.layers, width=self.width, length=self.length)
+        data = text_batches(self.batch, self.length, self.steps, seed=self.seed)
+        size = sum(p.numel() for p in model.parameters())
+        what = (
+            f"trains a GPT of {self.layers} blocks, {size / 1e6:.1f} M parameters, on Python's own documentation: "
+            f"{self.steps} steps of {self.batch} x {self.length} bytes."
+        )
+        self.console.print(f"[bold]mpkit[/bold] {what}", highlight=False)
+        with Cluster(self.ranks, self.device) as all_ranks:
+            alone = all_ranks.resized(1)
+            outcomes = [self._train("serial", Plan.serial(), SEEN["serial"], alone, model, data)]
+            for option, (name, plan) in zip(dict.fromkeys(self.strategies), plans.items(), strict=True):
+                outcomes.append(self._train(name, plan, SEEN[option], all_ranks, model, data))
+        self.console.print()
+        self.console.print(self.table(outcomes))
+        notes = dict.fromkeys(note for outcome in outcomes for note in outcome.timeline.notes)
+        for sentence in [*self._explain(outcomes), *notes]:
+            self.console.print(f"[dim]{sentence}[/dim]", highlight=False)
+        if self.html:
+            self._keep(outcomes, f"mpkit {what}")
+        return outcomes
+
+    def _train(
+        self,
+        name: str,
+        plan: Plan,
+        seen: str,
+        cluster: Cluster,
+        model: GPT,
+        data: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Outcome:
+        self.console.print()
+        run = cluster.train(
+            model,
+            data,
+            plan,
+            loss=next_token_loss,
+            optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+            steps=self.steps,
+            seed=self.seed,
+            show=False,
+        )
+        watch(run, title=name, console=self.console, live=not self.plain)
+        exact = plan.bubble_in_theory
+        theory = None if exact is None else float(exact)
+        return Outcome(name, run.timeline(), run.losses, run.proof, theory, f"{plan.describe()} {seen}")
+
+    def table(self, outcomes: list[Outcome]) -> Table:
+        """Return a table of what each strategy cost, with a column per strategy."""
+        serial = outcomes[0]
+        table = Table(title="What it cost (a typical step)", title_justify="left", title_style="bold")
+        table.add_column("", style="dim")
+        for outcome in outcomes:
+            table.add_column(outcome.name, justify="right")
+
+        def row(label: str, values: list[str]) -> None:
+            table.add_row(label, *values)
+
+        each = [outcome.typical for outcome in outcomes]
+        row("bubble measured", [percent(t.bubble) for t in each])
+        row(
+            "bubble in theory",
+            ["-" if o.theory is None or not o.theory else percent(o.theory) for o in outcomes],
+        )
+        row("step time", [seconds(t.step_time) for t in each])
+        row("speed-up", [f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
+        table.add_section()
+        row("peak memory", [bytes_text(_fullest(t)["total"]) for t in each])
+        for category in CATEGORIES:
+            row(f"  {category}", [bytes_text(_fullest(t).get(category, 0)) for t in each])
+        row("bytes sent", [bytes_text(_sent_bytes(t)) for t in each])
+        table.add_section()
+        row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
+        row(EQUAL, [_equal(o) for o in outcomes])
+        return table
+
+    def _explain(self, outcomes: list[Outcome]) -> list[str]:
+        """Say what the figures are, and how they were measured."""
+        how = "Shown is the step with the median bubble. Memory is that of the rank that holds most; m: micro-batches."
+        if outcomes[-1].timeline.clock == "measured":
+            return [how, "Times are the wall clock's, from CUDA events."]
+        return [
+            how,
+            "Times are on the virtual clock: each rank has a core of its own, as a GPU would, although here all share "
+            "this machine's. An op takes the CPU time that it really used.",
+        ]
+
+    def _keep(self, outcomes: list[Outcome], what: str) -> None:
+        from mpkit.views.page.html import html
+
+        serial = outcomes[0]
+        facts = {
+            o.name: {
+                "bubble in theory": "-" if not o.theory else percent(o.theory),
+                "last loss": f"{o.losses[-1]:.4f}",
+                EQUAL: _equal(o),
+            }
+            for o in outcomes
+        }
+        path = Path(self.html)
+        page = html(
+            {o.name: o.timeline for o in outcomes},
+            title="One model, trained in several ways",
+            facts=facts,
+            intro="\n\n".join([what, LOOK_FOR, " ".join(self._explain(outcomes))]),
+            captions={o.name: o.caption for o in outcomes},
+            steps={o.name: o.typical_step for o in outcomes},
+            base=serial.name,
+            try_it=(self.ranks, self.microbatches),
+        )
+        write_whole(path, page.encode())
+        self.console.print(
+            f"Interactive timelines: [bold]{path.resolve()}[/bold] (open it in a browser)", highlight=False
+        )
+
+
+def _fullest(timeline: Timeline) -> dict[str, int]:
+    """Return the peak of the rank that holds the most memory."""
+    return max(timeline.peak_memory, key=lambda held: held["total"])
+
+
+def _sent_bytes(timeline: Timeline) -> int:
+    """Sum the payload bytes of all messages and collectives, counting each message once."""
+    return sum(count for rank in timeline.comm_bytes for kind, count in rank.items() if kind != "recv")
+
+
+def _equal(outcome: Outcome) -> str:
+    """Return in how many steps the run has proved itself equal to serial training (docs/proof.md)."""
+    proof = outcome.proof
+    return f"{len(proof.steps)} of {len(outcome.losses)} steps" if proof.status == "equal" else proof.status

@@ -1,0 +1,138 @@
+"""The commands `mpkit estimate`, `mpkit fits` and `mpkit advise`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+__all__ = ["add_advise", "add_predict", "plan_of"]
+
+WORDS = "zero3+bf16, ddp, tp8+pp4+zero1+m32+bf16, pp4+zb_h1, zero2+full (recomputation), or a Plan as JSON"
+
+
+def add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to the parser."""
+    for name, words in (
+        ("estimate", "predict the time and memory of a training step on any machine, with an error band"),
+        ("fits", "say whether a plan fits a machine's memory, what is largest, and what to change"),
+    ):
+        command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        command.add_argument(
+            "--model", required=True, help="a known name such as llama3-8b, or the path of a config.json"
+        )
+        command.add_argument(
+            "--plan", required=True, help=f"{WORDS}; replicas take the devices that are left"
+        )
+        command.add_argument(
+            "--on", required=True, metavar="MACHINE", help="such as 8x-a100-nvlink or 16x8-h100-ndr"
+        )
+        command.add_argument(
+            "--batch", type=int, help="samples per step; left out: one per replica and micro-batch"
+        )
+        command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
+        command.add_argument(
+            "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
+        )
+        command.set_defaults(run=_predict, what=name)
+
+
+def add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    words = "say which plan is the fastest that fits a machine, and why"
+    command = commands.add_parser("advise", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    command.add_argument(
+        "--model", required=True, help="a known name such as llama3-8b, or the path of a config.json"
+    )
+    command.add_argument(
+        "--on", required=True, metavar="MACHINE", help="such as 4x8-h100-ib or 8x-a100-nvlink"
+    )
+    command.add_argument("--batch", type=int, required=True, help="samples per step, over all replicas")
+    command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
+    command.add_argument(
+        "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
+    )
+    command.add_argument(
+        "--by", choices=("time", "cost", "devices"), default="time", help="what is best: the fastest step (time), "
+        "the cheapest (cost), or the fewest devices"
+    )  # fmt: skip
+    command.add_argument("--price", type=float, help="of an hour of a GPU, for --by cost")
+    command.set_defaults(run=_advise)
+
+
+def _advise(options: argparse.Namespace) -> None:
+    from mpkit.prediction.advice.advice import advise
+
+    print(
+        advise(
+            options.model,
+            options.on,
+            global_batch=options.batch,
+            sequence=options.sequence,
+            stack=options.stack,
+            by=options.by,
+            price=options.price,
+        )
+    )
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from mpkit.devices.catalogue import hardware
+    from mpkit.prediction.cost_model.estimate import estimate
+    from mpkit.prediction.cost_model.fits import fits
+
+    machine = hardware(options.on)
+    plan = plan_of(options.plan, machine.devices)
+    batch = options.batch or plan.dp * plan.microbatches
+    if options.what == "fits":
+        found = fits(
+            options.model, plan, machine, batch=batch, sequence=options.sequence, stack=options.stack
+        )
+        print(found)
+        raise SystemExit(0 if found else 1)
+    print(
+        estimate(
+            options.model, plan, machine, global_batch=batch, sequence=options.sequence, stack=options.stack
+        )
+    )
+
+
+def plan_of(words: str, devices: int) -> Any:
+    """Return the plan that words describe; replicas take the devices that other axes leave.
+
+    Raises:
+        ValueError: a word means nothing, or the devices do not divide.
+
+    >>> plan_of("zero1+tp4+pp2+m8", 16), plan_of("pp4+zb_h1", 4).schedule
+    (Plan(pp=2, dp=2, tp=4, schedule='1f1b', microbatches=8, zero=1), 'zb_h1')
+    """
+    from mpkit.plan.plan import Plan
+    from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
+
+    if words.lstrip().startswith("{"):
+        return Plan.from_json(words)
+    fields: dict[str, Any] = {}
+    for word in re.split(r"[+,]", words.lower()):
+        found = re.fullmatch(r"(zero|tp|pp|cp|dp|m|v)(\d+)", word)
+        if found:
+            name = {"m": "microbatches", "v": "virtual_stages"}.get(found[1], found[1])
+            fields[name] = int(found[2])
+        elif word in {"full", "selective"}:
+            fields["recompute"] = word
+        elif word == "sp":
+            fields["sequence_parallel"] = True
+        elif word in {"bf16", "fp16"}:
+            fields["precision"] = word
+        elif word in SCHEDULES:
+            fields["schedule"] = word
+        elif word not in {"ddp", ""}:
+            raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {WORDS}")
+    others = fields.get("tp", 1) * fields.get("pp", 1) * fields.get("cp", 1)
+    if devices % others and "dp" not in fields:
+        raise ValueError(f"--plan {words}: {others} ranks do not divide the {devices} devices of the machine")
+    fields.setdefault("dp", devices // others)
+    if fields.get("pp", 1) > 1:
+        if fields.setdefault("schedule", ONE_F_ONE_B) == ONE_F_ONE_B and fields.get("virtual_stages", 1) > 1:
+            fields["schedule"] = INTERLEAVED_1F1B
+        fields.setdefault("microbatches", 4 * fields["pp"])
+    return Plan(**fields)

@@ -1,0 +1,59 @@
+"""mk.explore: compare schedules in a notebook, with sliders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.tracebacks import public
+from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, ZB_H1
+from mpkit.views.explorer.explored import ExplorerSetting
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["explore"]
+
+
+@public
+def explore(
+    *schedules: str,
+    model: torch.nn.Module | None = None,
+    data: Any = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    **setting: Any,
+) -> Any:
+    """Compare schedules in a notebook, with sliders, text to copy and edit, and a button that runs a schedule.
+
+    Args:
+        schedules: one or two names, or rows of your own as text; by default 1F1B and ZB-H1.
+        model, data, loss, optimizer: what the run button trains, as in `Cluster.train`; by default a small GPT on
+            text.
+        setting: initial values of the sliders: ranks, microbatches, virtual_stages, forward, input_grad, weight_grad,
+            hop.
+
+    Returns:
+        The widget.
+
+    Raises:
+        ValueError: there is no such schedule or setting.
+        ImportError: ipywidgets or anywidget is not installed.
+    """
+    from mpkit.views.explorer.explorer_view import (
+        Explorer,  # imported here since it needs the notebook packages
+    )
+
+    known = [f.name for f in fields(ExplorerSetting) if f.name != "schedule"]
+    if unknown := [name for name in setting if name not in known]:
+        raise ValueError(f"explore({unknown[0]}=...): what can be set is {', '.join(known)}")
+    if len(schedules) > 2:
+        raise ValueError(
+            f"explore{schedules}: two at most are shown beside each other: explore{schedules[:2]}, and the dropdowns "
+            "have the others"
+        )
+    settings = [ExplorerSetting(name, **setting) for name in schedules or (ONE_F_ONE_B, ZB_H1)]
+    for each in settings:
+        each.plan  # noqa: B018  (raises if the settings cannot work)
+    return Explorer(settings, model=model, data=data, loss=loss, optimizer=optimizer)

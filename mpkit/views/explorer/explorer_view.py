@@ -1,0 +1,244 @@
+"""The schedule explorer: sliders and dropdowns above, a timeline with its figures and its rows for each schedule.
+
+set     a slider moved: each side is simulated and drawn again
+edit    the text of a side was edited and applied: it becomes a schedule of its own; if it cannot work, the picture of
+        the one before is marked as stale
+run     a side's schedule trains a model on real ranks (`mpkit.views.explorer.explored_run`, imported when the button
+        is pressed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.display import image
+from mpkit.common.needs import needs_notebook, require_torch
+from mpkit.common.visible import escape
+from mpkit.errors import MpkitError
+from mpkit.plan.schedule.catalogue import SCHEDULES
+from mpkit.timeline.comparison import compare_timelines
+from mpkit.views.drawing.slider_names import SliderNames
+from mpkit.views.explorer.explored import Explored, ExplorerSetting
+from mpkit.views.timeline.widget import TimelineView
+
+try:
+    import ipywidgets
+except ImportError as error:
+    raise needs_notebook("the schedule explorer", error) from error
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Explorer"]
+
+OWN = "your own"
+PER_MICROBATCH = "seconds per micro-batch on one rank"
+SLIDERS = {
+    "ranks": ("ranks p", "number of ranks p", 1, 16, 1),
+    "microbatches": ("micro-batches m", "number of micro-batches m", 1, 64, 1),
+    "virtual_stages": (
+        "stages per rank v",
+        "stages per rank v, where the schedule allows any number",
+        1,
+        4,
+        1,
+    ),
+    "forward": ("forward F, s", f"forward F, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
+    "input_grad": ("input grad I, s", f"gradients of the inputs I, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
+    "weight_grad": ("weight grad W, s", f"gradients of the weights W, {PER_MICROBATCH}", 0.0, 4.0, 0.1),
+    "hop": ("message, s", "message, seconds from one stage to the next", 0.0, 2.0, 0.05),
+}
+"""By setting: its label, what it is in words, minimum, maximum and step."""
+
+UNITS = (
+    "All times are in seconds: F, I and W per micro-batch on one rank, a message from one stage to the next, and the "
+    "step time from the step's first action to its last. A backward in one piece takes I + W."
+)
+STALE = "The picture is that of the last schedule that worked, not of what is set now."
+
+
+class Side:
+    """One schedule: its dropdown, figures, timeline, rows and buttons.
+
+    While what is set cannot work, the side is `stale`: it shows the last schedule that did.
+
+    Args:
+        setting: the initial settings.
+        redraw: called after the schedule was changed.
+        run: called with the Plan to run; returns the HTML to show.
+    """
+
+    def __init__(
+        self, setting: ExplorerSetting, redraw: Callable[[], None], run: Callable[[Any], str]
+    ) -> None:
+        self._redraw, self._run = redraw, run
+        named = setting.schedule in SCHEDULES
+        self._own = "" if named else setting.schedule
+        self.schedule = ipywidgets.Dropdown(
+            options=[*SCHEDULES, OWN], value=setting.schedule if named else OWN, description="schedule"
+        )
+        self.figures = ipywidgets.HTML()
+        self.view = TimelineView()
+        self.rows = ipywidgets.Textarea(layout={"width": "auto", "height": "110px"}, continuous_update=False)
+        self.rows.add_class("mpkit-rows")
+        self.apply = ipywidgets.Button(
+            description="draw my rows", tooltip="simulate the rows as they stand here"
+        )
+        self.train = ipywidgets.Button(description="run on ranks", tooltip="train a model by this schedule")
+        self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
+        self.explored: Explored | None = None
+        self.stale = False
+        self.schedule.observe(self._on_choice, names="value")
+        self.apply.on_click(self._on_apply)
+        self.train.on_click(self._on_train)
+        self.box = ipywidgets.VBox(
+            [
+                self.schedule, self.figures, self.problem, self.view, self.rows,
+                ipywidgets.HBox([self.apply, self.train]), self.result,
+            ],
+            layout={"flex": "1 1 380px", "min_width": "300px"},
+        )  # fmt: skip
+
+    def set(self, setting: ExplorerSetting) -> None:
+        """Simulate with these degrees and times; if they cannot work, say why and mark the picture as stale."""
+        chosen = self._own if self.schedule.value == OWN else self.schedule.value
+        try:
+            self.explored = replace(setting, schedule=chosen).simulate()
+        except ValueError as error:
+            self.problem.value = _problem(str(error))
+            self._mark_stale()
+            return
+        self.problem.value = ""
+        self.stale = self.train.disabled = False
+        self.view.stale = False
+        words = [
+            f"<b>{escape(value)}</b> {escape(name)}"
+            for name, value in self.explored.figures.items()
+            if name not in ("bubble", "step")  # the timeline shows these two itself
+        ]
+        self.figures.value = " &nbsp;·&nbsp; ".join(words)
+        self.rows.value = self.explored.text
+
+    def draw(self, room: float) -> None:
+        """Show the simulated timeline on an axis of `room` seconds."""
+        if self.explored is not None and not self.stale:
+            self.view.room = room
+            self.view.replace(self.explored.timeline)
+
+    def _mark_stale(self) -> None:
+        """Grey out the picture, which belongs to an earlier setting, with its figures taken away."""
+        self.stale = self.train.disabled = True
+        self.figures.value = ""
+        self.view.bubble = self.view.step_time = None
+        self.view.note = STALE
+        self.view.stale = True
+
+    def _on_choice(self, _: Any) -> None:
+        if self.schedule.value == OWN and not self._own:
+            self._own = self.rows.value
+        self._redraw()
+
+    def _on_apply(self, _: Any) -> None:
+        self._own = self.rows.value
+        if self.schedule.value == OWN:
+            self._redraw()
+        else:
+            self.schedule.value = OWN  # this redraws, too
+
+    def _on_train(self, _: Any) -> None:
+        if self.explored is None:
+            return
+        self.train.disabled = True
+        self.result.value = "training ..."
+        try:
+            self.result.value = self._run(self.explored.plan)
+        except (ValueError, MpkitError) as error:
+            self.result.value = _problem(str(error))
+        finally:
+            self.train.disabled = self.stale
+
+
+class Explorer(ipywidgets.VBox):
+    """The explorer's widget; see `mpkit.explore`.
+
+    Attributes:
+        sliders: the sliders, by the name of the setting.
+        sides: the sides, one per schedule.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[ExplorerSetting],
+        *,
+        model: torch.nn.Module | None = None,
+        data: Any = None,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ) -> None:
+        self._job = model, data, loss, optimizer
+        self.sliders = {name: _slider(name, getattr(settings[0], name)) for name in SLIDERS}
+        self.sides = [Side(setting, self._on_change, self._train) for setting in settings]
+        for slider in self.sliders.values():
+            slider.observe(lambda _: self._on_change(), names="value")
+        super().__init__(
+            [
+                ipywidgets.Box(
+                    [*self.sliders.values(), SliderNames(UNITS)], layout={"flex_flow": "row wrap"}
+                ),
+                ipywidgets.Box(
+                    [side.box for side in self.sides], layout={"flex_flow": "row wrap", "grid_gap": "16px"}
+                ),
+            ]
+        )
+        self._on_change()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """Return the widget, together with what is shown where no kernel runs."""
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
+        still = compare_timelines([*shown.items()])
+        fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
+        return {**(data or {}), **fallback}, metadata
+
+    def _on_change(self) -> None:
+        setting = ExplorerSetting(**{name: slider.value for name, slider in self.sliders.items()})
+        for side in self.sides:
+            side.set(setting)
+        drawn = [side.explored.timeline.makespan for side in self.sides if side.explored and not side.stale]
+        room = max(drawn, default=0.0)
+        for side in self.sides:
+            side.draw(room)
+
+    def _train(self, plan: Any) -> str:
+        """Run the plan on real ranks; return the predicted and the measured timeline below each other, as HTML."""
+        require_torch("The button that runs a schedule on ranks")
+        from mpkit.views.explorer.explored_run import train
+
+        run = train(plan, *self._job)
+        comparison = compare_timelines([("", run)])
+        return image(comparison.to_svg(), str(comparison)) + f"<pre>{escape(str(comparison))}</pre>"
+
+
+def _slider(name: str, value: float) -> Any:
+    words, tooltip, least, most, step = SLIDERS[name]
+    make = ipywidgets.IntSlider if isinstance(step, int) else ipywidgets.FloatSlider
+    style, layout = {"description_width": "130px"}, {"width": "350px"}
+    most = max(most, value)
+    return make(
+        value=value,
+        min=least,
+        max=most,
+        step=step,
+        description=words,
+        tooltip=tooltip,
+        style=style,
+        layout=layout,
+    )
+
+
+def _problem(words: str) -> str:
+    look = "color:#b35900;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+    return f'<pre style="{look}">{escape(words)}</pre>'
