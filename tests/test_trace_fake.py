@@ -95,6 +95,22 @@ def test_with_batchnorm_and_clipping(clusters: Callable[[int], mk.Cluster]) -> N
     check_same(real, fake)
 
 
+@pytest.mark.parametrize("plan", [mk.Plan.pipeline("1f1b", 2, 4), mk.Plan.tp(2)], ids=repr)
+def test_a_function_may_return_a_model_that_is_there(
+    clusters: Callable[[int], mk.Cluster], plan: mk.Plan
+) -> None:
+    """Each rank gets a copy: strategies change the model that they are given."""
+    model, cluster = GPT(layers=2), clusters(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    anew, once = (
+        mk.trace_fake(make, plan, batch=tokens(4, 16), loss=next_token_loss, optimizer=adamw, cluster=cluster)
+        for make in (lambda: GPT(layers=2), lambda: model)
+    )
+    assert mk.Timeline.of(once).to_dataframe().equals(mk.Timeline.of(anew).to_dataframe())
+    assert mk.Timeline.of(once).peak_memory == mk.Timeline.of(anew).peak_memory
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 # ---------------------------------------------------------------- at full size
 
 

@@ -12,6 +12,7 @@ In the fake group (torch.testing._internal.distributed.fake_pg) every call retur
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -161,7 +162,7 @@ def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeMode, said: Sa
         with mode:
             # Each rank gets a model of its own: strategies change it, and checks have left references to the first one,
             # which prevent torch from moving it.
-            job = job.with_model(_make_model(script.model_fn))
+            job = job.with_model(_make_model(script.model_fn, mode))
             comm = FakeCommunicator(Wire(rank, plan.ranks, recorder, device, "fake"), counting, said)
             # ---- count, train
             with counting, LOCK, _taken_for_real():
@@ -200,10 +201,18 @@ class Unread(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def _make_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    """Return a new model; called under the fake mode."""
+def _make_model(model_fn: Callable[[], nn.Module], mode: FakeMode) -> nn.Module:
+    """Return a new model; called under the fake mode.
+
+    A function may return a model that was made before. It gets a copy without content for each rank.
+    """
     with Unread():  # type: ignore[no-untyped-call]
-        return model_fn()
+        model = model_fn()
+    if not isinstance(model, nn.Module):
+        return model
+    tensors = [*model.parameters(), *model.buffers()]
+    made = {id(each): _fake_tensor(each, mode) for each in tensors if not isinstance(each, FakeTensor)}
+    return copy.deepcopy(model, made) if made else model
 
 
 def _without_content() -> FakeMode:
@@ -219,7 +228,7 @@ def _without_content() -> FakeMode:
 def _job(script: Script, mode: FakeMode) -> TrainJob:
     """Prepare a training on tensors without content, checked and cut like a real one."""
     return prepare(
-        _make_model(script.model_fn),
+        _make_model(script.model_fn, mode),
         [_batch_of(script, mode)],
         script.plan,
         loss=script.loss,
@@ -245,6 +254,9 @@ def _batch_of(script: Script, mode: FakeMode) -> tuple[Value, Value]:
 
 
 def _fake_tensor(tensor: Tensor, mode: FakeMode) -> Tensor:
+    """Return a tensor, or a parameter, without content."""
     if isinstance(tensor, FakeTensor):
         return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(_fake_tensor(tensor.detach(), mode), tensor.requires_grad)
     return mode.from_tensor(tensor) if not tensor.is_meta else torch.empty(tensor.shape, dtype=tensor.dtype)
