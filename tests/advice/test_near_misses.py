@@ -30,7 +30,7 @@ def test_each_near_miss_is_what_the_estimate_says(advice: Advice) -> None:
     for miss in advice.near_misses:
         guess = advice.estimate(plan_of(miss.layout))
         assert guess.step_time == pytest.approx(miss.seconds, rel=1e-9)
-        assert advice.held(guess) - room == pytest.approx(miss.excess, rel=1e-6)
+        assert advice.fullest_bytes(guess) - room == pytest.approx(miss.excess, rel=1e-6)
         assert (miss.seconds < advice.found[0].seconds) == (miss.excess > 0)
 
 

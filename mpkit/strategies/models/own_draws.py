@@ -9,7 +9,7 @@
 A *span* is a stretch of the forward in which activations are divided.
 
     begin    a rank's generators continue from a seed made from their state, the span's name and the rank's place
-    shared   inside a span that divides tokens, whatever is drawn for no token comes from the numbers outside
+    share    inside a span that divides tokens, whatever is drawn for no token comes from the numbers outside
     end      the generators return to where they were, and one draw further if anything was drawn inside
 
 So a forward that is repeated from the same state draws the same numbers, a span draws others the next time, and a span

@@ -1,9 +1,9 @@
 """Check, before any rank starts, that an optimizer does the same on the ranks of a plan as on the whole model.
 
     made     create it for stand-ins of the whole model (`made`)
-    tried    take some steps with it, as in plain PyTorch (`trial`)
+    plain    take some steps with it, as in plain PyTorch (`trial`)
     repeats  several ranks: created and stepped again, it ends with the same numbers
-    apart    several stages: so do optimizers that each hold some of the parameters
+    stages   several stages: so do optimizers that each hold some of the parameters
     parts    ZeRO and tensor parallelism: so do optimizers that each hold some elements of the parameters
 
 PyTorch's own elementwise optimizers are known to be divisible; one step shows that they can be created. Other
