@@ -14,10 +14,10 @@ from math import inf, prod
 from typing import Any
 
 import mpkit as mk
-from mpkit.prediction.layerwise.chain_search import brute_force, fastest, least_memory
-from mpkit.prediction.layerwise.layer import Layer
-from mpkit.prediction.layerwise.price import ChainPrices
-from mpkit.prediction.layerwise.result import LayerStrategies
+from examples.flexflow.chain_search import brute_force, fastest, least_memory
+from examples.flexflow.layer import Layer
+from examples.flexflow.price import ChainPrices
+from examples.flexflow.result import LayerStrategies
 
 CHAINS, BUDGETS = 200, (100, 1_000, 10_000)
 LENGTHS = (3, 6, 12, 24)

@@ -42,6 +42,9 @@ MOVED = {
 }
 """Names that were at the top once, and the submodule that they are in now."""
 
+LEFT = {"layer_strategies": "examples.flexflow", "layerwise": "examples.flexflow"}
+"""Names that were at the top once, and the package in the repository that they are in now."""
+
 
 def load_ipython_extension(shell: Any) -> None:
     """Add `%%ranks` to a notebook: IPython calls this for `%load_ext mpkit`."""
@@ -67,6 +70,10 @@ def __getattr__(name: str) -> Any:
         return sorted(homes())
     if name.startswith("__") or name not in homes():
         now = f"; it is mk.{MOVED[name]}.{name} now" if name in MOVED else ""
+        if name in LEFT:
+            now = (
+                f"; it moved out of the package, to the repository: from {LEFT[name]} import layer_strategies"
+            )
         raise AttributeError(f"module 'mpkit' has no attribute {name!r}{now}")
     home = homes()[name]
     try:

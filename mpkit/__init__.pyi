@@ -23,7 +23,6 @@ from mpkit.launch.watch.step import step as step
 from mpkit.plan.plan import Plan as Plan
 from mpkit.plan.schedule import Schedule as Schedule
 from mpkit.prediction import experiments as experiments
-from mpkit.prediction import layerwise as layerwise
 from mpkit.prediction.advice.advice import advise as advise
 from mpkit.prediction.bubble_curve import bubble_curve as bubble_curve
 from mpkit.prediction.chart import chart as chart
@@ -36,7 +35,6 @@ from mpkit.prediction.dry_run import trace_fake as trace_fake
 from mpkit.prediction.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
 from mpkit.prediction.experiments.profile import profile as profile
 from mpkit.prediction.experiments.scaling import scaling as scaling
-from mpkit.prediction.layerwise.strategies import layer_strategies as layer_strategies
 from mpkit.prediction.memory_by_plan import memory_by_plan as memory_by_plan
 from mpkit.prediction.schedule_search import search_schedule as search_schedule
 from mpkit.strategies import tensor as tensor

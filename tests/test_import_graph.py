@@ -281,7 +281,7 @@ NO_PARTICIPLES = {
 """Verbs and nouns with such an end."""
 PUBLIC_NAMES = {
     "Advice.again", "Advice.moved", "CheckupReport.of", "Cluster.resized", "CriticalPath.waiting", "Diagnosis.of",
-    "Estimate.measured", "Fits.against", "Fits.needed", "FullySharded.skipped", "LayerStrategies.again",
+    "Estimate.measured", "Fits.against", "Fits.needed", "FullySharded.skipped",
     "OpenedTrace.inferred", "Plan.to", "Prediction.against", "Run.shown", "RunResults.done", "Schedule.spelled",
     "Timeline.of", "WhatIf.before",
     # of a strategy, in notebook 3 and in an error: `with replica.gathered():`

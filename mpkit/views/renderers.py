@@ -85,10 +85,6 @@ RENDERERS = {
         "table": "mpkit.views.comparison.advice:advice_table",
         "parts": "mpkit.views.comparison.advice:advice_parts",
     },
-    "LayerStrategies": {
-        "text": "mpkit.views.comparison.layers:layers_text",
-        "html": "mpkit.views.comparison.layers:layers_html",
-    },
     "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
     "MemoryByStrategy": {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",

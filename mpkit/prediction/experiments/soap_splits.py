@@ -9,7 +9,7 @@ FlexFlow searches for a strategy among all ways to divide each operator of a mod
 
 FlexFlow's A and P divide dimensions of the output. The rows of a matrix are not among these (they are summed over), so
 `P rows` is Megatron-LM's addition to the list. Operators within a layer can be on different ranks too: see
-`mk.experiments.mean_and_std_at_once`. `mk.layer_strategies` chooses a split for each layer of a chain.
+`mk.experiments.mean_and_std_at_once`. `examples/flexflow` chooses a split for each layer of a chain.
 
 Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural Networks", MLSys 2019, section 4.
 """

@@ -29,20 +29,9 @@ from mpkit.strategies.prepare.probe.parts import Parts, division, scatter_sample
 from mpkit.strategies.prepare.probe.sequences import check_sequence_loss
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
 
-__all__ = [
-    "MOST",
-    "Loss",
-    "Probe",
-    "ProbedLoss",
-    "Untried",
-    "copy_loss",
-    "in_one_part",
-    "of_samples",
-]
-
+__all__ = ["MOST", "Loss", "Probe", "ProbedLoss", "Untried", "copy_loss", "in_one_part", "of_samples"]
 
 Loss = Callable[[Any, Any], Any]
-
 
 MOST = 2e12
 """The most FLOPs of a probe: more would delay the start of a training on a few cores by minutes."""

@@ -4,7 +4,7 @@
     inside       all-reduces of a "summed" layer's output, forward and backward; what an attribute split exchanges
     gradients    an all-reduce of parameters among the sample x attribute devices that have the same ones
     memory       parameters, gradients and optimizer states of a device's share; its input, and what else is saved
-    between      resharding forward and backward (`mpkit.prediction.layerwise.resharding`)
+    between      resharding forward and backward (`examples.flexflow.resharding`)
 
 Nothing overlaps, as in a step of a single stream, so the time of a chain is a sum over layers and pairs of neighbours:
 that is what makes dynamic programming exact.
@@ -23,10 +23,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.flexflow.layer import Layer, Split, TensorLayout, splits_of
+from examples.flexflow.resharding import ReshardingCollective, backward, forward
 from mpkit.devices.collective import collective_time
 from mpkit.devices.hardware import Hardware
-from mpkit.prediction.layerwise.layer import Layer, Split, TensorLayout, splits_of
-from mpkit.prediction.layerwise.resharding import ReshardingCollective, backward, forward
 from mpkit.trace import Kind
 
 __all__ = ["ITEMSIZE", "STATES", "Array", "ChainCosts", "ChainPrices"]

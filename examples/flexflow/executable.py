@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.launch.session.cluster import Cluster
-from mpkit.prediction.layerwise.describe import ELEMENTWISE, describe_chain
-from mpkit.prediction.layerwise.execute import (
+from examples.flexflow.describe import ELEMENTWISE, describe_chain
+from examples.flexflow.execute import (
     SHARDED,
     Job,
     LayerRun,
@@ -27,13 +26,14 @@ from mpkit.prediction.layerwise.execute import (
     assemble_weights,
     on_a_rank,
 )
-from mpkit.prediction.layerwise.layer import Split
+from examples.flexflow.layer import Split
+from mpkit.launch.session.cluster import Cluster
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.gpt import Block, Embedding, Head
 from mpkit.strategies.prepare.optimizer.made import check_optimizer, is_elementwise
 
 if TYPE_CHECKING:
-    from mpkit.prediction.layerwise.result import LayerStrategies
+    from examples.flexflow.result import LayerStrategies
 
 __all__ = ["run_on"]
 

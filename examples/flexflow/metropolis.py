@@ -5,7 +5,7 @@
     budget      the number of proposals; the best strategy that was visited is the result
 
 FlexFlow needs it since its graphs are no chains and its simulator overlaps tasks. For a chain whose time is a sum,
-dynamic programming (`mpkit.prediction.layerwise.chain_search`) is exact and faster: `python -m benchmarks layers`
+dynamic programming (`examples.flexflow.chain_search`) is exact and faster: `python -m benchmarks layers`
 compares them.
 
 Source: Jia, Zaharia, Aiken 2019, section 6.2. The paper starts at data parallelism or at random; it names no value of
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
 
+from examples.flexflow.chain_search import Choice, price_choice
+from examples.flexflow.price import ChainCosts
 from mpkit.common.units import percent, seconds
-from mpkit.prediction.layerwise.chain_search import Choice, price_choice
-from mpkit.prediction.layerwise.price import ChainCosts
 
 __all__ = ["MarkovWalk", "metropolis"]
 

@@ -12,7 +12,7 @@ none is both slower and larger than another: a Pareto frontier. Labels go throug
                 has a least value to go, for any λ, by the same pass as above (a Lagrangian bound)
     dominate    drop a label that is slower and larger than another one with the same split
 
-Identical layers share their prices (`mpkit.prediction.layerwise.price.ChainPrices`), so that a run of k of them is k
+Identical layers share their prices (`examples.flexflow.price.ChainPrices`), so that a run of k of them is k
 products of one matrix with a vector in the (min, +) algebra: for fewer layers than splits that is less than its k-th
 power.
 
@@ -28,7 +28,7 @@ from math import inf
 
 import numpy as np
 
-from mpkit.prediction.layerwise.price import Array, ChainCosts
+from examples.flexflow.price import Array, ChainCosts
 
 __all__ = ["Choice", "brute_force", "fastest", "least_memory", "weigh_chain"]
 

@@ -5,7 +5,7 @@
                 all ranks' parts are summed with an all-reduce, then slice
 
 A `Box` says which part of a tensor a rank has. Whole tensors pass through the ranks for a moment, so that
-this is to be read and to be checked; the prices (`mpkit.prediction.layerwise.resharding`) are those of smaller groups.
+this is to be read and to be checked; the prices (`examples.flexflow.resharding`) are those of smaller groups.
 
 Source: Jia, Zaharia, Aiken 2019, section 5; the conjugate pair, Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkit.prediction.layerwise.layer import TensorLayout
+from examples.flexflow.layer import TensorLayout
 from mpkit.strategies.comm.communicator import Communicator
 
 __all__ = ["Box", "Exchange", "box_of", "dims_of", "exchange_parts", "take_box"]

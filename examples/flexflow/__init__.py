@@ -6,13 +6,14 @@ resharding     what is sent where a layer wants its input divided in another way
 price          time and memory of a layer under a split, with mpkit's roofline and its collectives
 chain_search   dynamic programming over the chain, under a memory limit; brute force
 metropolis     FlexFlow's own search, a Markov chain
-strategies     `mk.layer_strategies`
+strategies     `layer_strategies`
 result         what it returns
 executable     what real ranks can execute of it
 execute        the strategy found, on real ranks
 layout_exchange  resharding on real ranks
 """
 
-from mpkit.prediction.layerwise.layer import Layer, Split
+from examples.flexflow.layer import Layer, Split
+from examples.flexflow.strategies import layer_strategies
 
-__all__ = ["Layer", "Split"]
+__all__ = ["Layer", "Split", "layer_strategies"]

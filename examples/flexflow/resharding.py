@@ -22,7 +22,7 @@ from __future__ import annotations
 from math import lcm
 from typing import NamedTuple
 
-from mpkit.prediction.layerwise.layer import TensorLayout
+from examples.flexflow.layer import TensorLayout
 from mpkit.trace import Kind
 
 __all__ = ["ReshardingCollective", "backward", "forward"]

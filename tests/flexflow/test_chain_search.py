@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
+from examples.flexflow.chain_search import brute_force, fastest, least_memory
+from examples.flexflow.layer import CHANNELS, Layer, Split
+from examples.flexflow.price import ChainCosts, ChainPrices
+from examples.flexflow.strategies import layer_strategies
 from mpkit.devices.hardware import Hardware
-from mpkit.prediction.layerwise.chain_search import brute_force, fastest, least_memory
-from mpkit.prediction.layerwise.layer import CHANNELS, Layer, Split
-from mpkit.prediction.layerwise.price import ChainCosts, ChainPrices
-from mpkit.prediction.layerwise.strategies import layer_strategies
 
 
 def random_layer(rng: random.Random, name: str, inputs: int) -> Layer:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.prediction.layerwise.layer import Split, TensorLayout
-from mpkit.prediction.layerwise.layout_exchange import (
+from examples.flexflow.layer import Split, TensorLayout
+from examples.flexflow.layout_exchange import (
     Box,
     Exchange,
     box_of,

@@ -1,4 +1,4 @@
-"""What `mk.layer_strategies` returns: the strategy of each layer, why, and what can be done with it.
+"""What `layer_strategies` returns: the strategy of each layer, why, and what can be done with it.
 
 Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural Networks", MLSys 2019.
 """
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.display import data_frame, draw
+from examples.flexflow.chain_search import Choice, fastest, least_memory, price_choice
+from examples.flexflow.executable import run_on
+from examples.flexflow.execute import LayerRun
+from examples.flexflow.layer import Layer, Split
+from examples.flexflow.metropolis import MarkovWalk, metropolis
+from examples.flexflow.price import ChainPrices
+from examples.flexflow.table import layers_html, layers_text
+from mpkit.common.display import data_frame
 from mpkit.common.units import bytes_text
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.checks import real, whole
-from mpkit.prediction.layerwise.chain_search import Choice, fastest, least_memory, price_choice
-from mpkit.prediction.layerwise.executable import run_on
-from mpkit.prediction.layerwise.execute import LayerRun
-from mpkit.prediction.layerwise.layer import Layer, Split
-from mpkit.prediction.layerwise.metropolis import MarkovWalk, metropolis
-from mpkit.prediction.layerwise.price import ChainPrices
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,15 +117,15 @@ class LayerStrategies:
 
         It starts at data parallelism, or where that does not fit, at the least memory.
 
-        >>> import mpkit as mk
-        >>> found = mk.layer_strategies([Layer("fc", 8, 8, 128, 72, parameter=8)] * 3, "4x-a100-nvlink", batch=8)
+        >>> from examples.flexflow import Layer, layer_strategies
+        >>> found = layer_strategies([Layer("fc", 8, 8, 128, 72, parameter=8)] * 3, "4x-a100-nvlink", batch=8)
         >>> found.by_mcmc(budget=500).time >= found.time
         True
 
         Args:
             budget: the number of proposals.
             seed: of its random numbers.
-            beta: see `mpkit.prediction.layerwise.metropolis`.
+            beta: see `examples.flexflow.metropolis`.
 
         Raises:
             ValueError: the budget is no number of proposals.
@@ -156,8 +157,9 @@ class LayerStrategies:
         """Train a model with this strategy on real ranks: the losses and weights are those of serial training.
 
         >>> import mpkit as mk
+        >>> from examples.flexflow import layer_strategies
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        >>> found = mk.layer_strategies(model, "2x-titan-rtx", batch=4)
+        >>> found = layer_strategies(model, "2x-titan-rtx", batch=4)
         >>> data = [(torch.randn(4, 8), torch.randn(4, 4))] * 3
         >>> with mk.Cluster(2, device="cpu") as cluster:
         ...     run = found.run(cluster, model, data, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
@@ -184,12 +186,12 @@ class LayerStrategies:
         )
 
     def __str__(self) -> str:
-        return str(draw(self, "text"))
+        return layers_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return str(draw(self, "html"))
+        return layers_html(self)
 
 
 def search_chain(priced: ChainPrices, memory: float | None) -> LayerStrategies:

@@ -9,7 +9,7 @@ from mpkit.common.units import bytes_text, seconds
 from mpkit.common.visible import escape
 
 if TYPE_CHECKING:
-    from mpkit.prediction.layerwise.result import LayerChoice, LayerStrategies
+    from examples.flexflow.result import LayerChoice, LayerStrategies
 
 __all__ = ["layers_html", "layers_text"]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import mpkit as mk
+from examples.flexflow import layer_strategies
+from examples.flexflow.describe import describe_chain
+from examples.flexflow.layer import Layer
 from mpkit.models import GPT
-from mpkit.prediction.layerwise.describe import describe_chain
-from mpkit.prediction.layerwise.layer import Layer
 
 
 def images() -> nn.Sequential:
@@ -76,14 +76,14 @@ def test_a_gpt() -> None:
 
 def test_strategies_of_a_module_are_those_of_its_layers() -> None:
     model = images()
-    found = mk.layer_strategies(model, "4x-a100-nvlink", batch=64, sample=(3, 8, 8))
-    assert found.choice == mk.layer_strategies(list(found.priced.layers), "4x-a100-nvlink", batch=64).choice
+    found = layer_strategies(model, "4x-a100-nvlink", batch=64, sample=(3, 8, 8))
+    assert found.choice == layer_strategies(list(found.priced.layers), "4x-a100-nvlink", batch=64).choice
 
 
 def test_dimensions_that_are_left_out_are_not_used() -> None:
     model = GPT(layers=2, width=64, heads=4, length=16)
     for letters in ("S", "SP", "A", "P", ""):
-        found = mk.layer_strategies(model, "4x-a100-nvlink", batch=8, dimensions=letters, memory=inf)
+        found = layer_strategies(model, "4x-a100-nvlink", batch=8, dimensions=letters, memory=inf)
         used = {
             letter for each in found.choices for letter, n in zip("SOAP", each.split, strict=True) if n > 1
         }
@@ -103,4 +103,4 @@ def test_dimensions_that_are_left_out_are_not_used() -> None:
 )  # fmt: skip
 def test_what_cannot_be_described_says_so(model: object, how: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mk.layer_strategies(model, "4x-a100-nvlink", batch=4, **how)  # type: ignore[arg-type]
+        layer_strategies(model, "4x-a100-nvlink", batch=4, **how)  # type: ignore[arg-type]

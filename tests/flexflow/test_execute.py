@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from examples.flexflow import layer_strategies
+from examples.flexflow.chain_search import least_memory, price_choice
+from examples.flexflow.layer import Split
+from examples.flexflow.result import LayerStrategies
 from mpkit.models import GPT
-from mpkit.prediction.layerwise.chain_search import least_memory, price_choice
-from mpkit.prediction.layerwise.layer import Split
-from mpkit.prediction.layerwise.result import LayerStrategies
 from tests.serial import EXACT, serial
 
 Clusters = Callable[[int], mk.Cluster]
@@ -93,12 +94,12 @@ def test_the_strategy_found_trains_as_one_process_does(clusters: Clusters, ranks
     model = linear_chain()
     for hardware in ("8x-a100-nvlink", "4x-titan-rtx"):
         check(
-            mk.layer_strategies(model, hardware, batch=BATCH, devices=ranks),
+            layer_strategies(model, hardware, batch=BATCH, devices=ranks),
             clusters(ranks),
             model,
             batches(6),
         )
-    found = mk.layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
+    found = layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
     fitted = found.again(memory=1.1 * least_memory(found.priced.costs).memory)
     assert max(each.split.parameter for each in fitted.choices) > 1  # memory asks for divided parameters
     check(fitted, clusters(ranks), model, batches(6))
@@ -107,7 +108,7 @@ def test_the_strategy_found_trains_as_one_process_does(clusters: Clusters, ranks
 def test_what_ranks_send_is_what_is_priced(clusters: Clusters) -> None:
     """Under data parallelism: gradients in all-reduces, and the output that every rank computes the loss from."""
     model, steps = linear_chain(), 3
-    found = mk.layer_strategies(model, "4x-a100-nvlink", batch=BATCH)
+    found = layer_strategies(model, "4x-a100-nvlink", batch=BATCH)
     found = replace(found, choice=found.uniform["sample"])
     run = found.run(clusters(4), model, batches(6, steps=steps), loss=F.mse_loss, optimizer=adam)
     parameters = sum(layer.parameters for layer in found.priced.layers)
@@ -125,7 +126,7 @@ def test_what_ranks_send_is_what_is_priced(clusters: Clusters) -> None:
 )
 def test_any_splits_train_as_one_process_does(clusters: Clusters, ranks: int, seed: int) -> None:
     model = linear_chain()
-    found = mk.layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
+    found = layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
     check(with_splits(found, seed), clusters(ranks), model, batches(6))
 
 
@@ -134,7 +135,7 @@ def test_degrees_that_do_not_divide_each_other(clusters: Clusters) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 3)).double()
     data = [(torch.randn(12, 6).double(), torch.randn(12, 3).double())] * 2
-    found = mk.layer_strategies(model, "8x-a100-nvlink", batch=12, devices=6)
+    found = layer_strategies(model, "8x-a100-nvlink", batch=12, devices=6)
     wanted = [Split(sample=2), Split(sample=3), Split(sample=2, parameter=3), Split(parameter=3)]
     places = tuple(splits.index(split) for splits, split in zip(found.priced.splits, wanted, strict=True))
     check(replace(found, choice=price_choice(found.priced.costs, places)), clusters(6), model, data)
@@ -142,16 +143,16 @@ def test_degrees_that_do_not_divide_each_other(clusters: Clusters) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 def test_any_splits_of_sequences_and_of_images(clusters: Clusters, seed: int) -> None:
-    found = mk.layer_strategies(sequences(), "4x-a100-nvlink", batch=BATCH, sample=(4, 6))
+    found = layer_strategies(sequences(), "4x-a100-nvlink", batch=BATCH, sample=(4, 6))
     check(with_splits(found, seed), clusters(4), sequences(), batches(4, 6))
-    found = mk.layer_strategies(images(), "4x-a100-nvlink", batch=BATCH, sample=(2, 8, 8), dimensions="SP")
+    found = layer_strategies(images(), "4x-a100-nvlink", batch=BATCH, sample=(2, 8, 8), dimensions="SP")
     check(with_splits(found, seed), clusters(4), images(), batches(2, 8, 8))
 
 
 def test_statistics_over_the_batch_stay_whole(clusters: Clusters) -> None:
     """BatchNorm sees all samples on every rank, while the layers around it are split by samples."""
     model = images(norm=True)
-    found = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH, sample=(2, 8, 8), dimensions="S")
+    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH, sample=(2, 8, 8), dimensions="S")
     found = replace(found, choice=found.uniform["sample"])
     assert [each.split.sample for each in found.choices] == [2, 1, 2, 2, 2, 2]
     check(found, clusters(2), model, batches(2, 8, 8))
@@ -163,7 +164,7 @@ def test_a_gpt_by_samples(clusters: Clusters) -> None:
     tokens = torch.randint(32, (BATCH, 9))
     data = [(tokens[:, :-1], tokens[:, 1:])] * 2
     loss = mk.models.next_token_loss
-    found = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH, dimensions="S", memory=inf)
+    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH, dimensions="S", memory=inf)
     found = replace(found, choice=found.uniform["sample"])
     assert {each.split.sample for each in found.choices} == {2}
     run = found.run(clusters(2), model, data, loss=loss, optimizer=adam)
@@ -190,7 +191,7 @@ def test_a_gpt_by_samples(clusters: Clusters) -> None:
 def test_what_ranks_cannot_execute_is_refused(
     clusters: Clusters, model: nn.Module, split: dict[str, int], how: dict[str, Any], message: str
 ) -> None:
-    found = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH)
+    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH)
     if split:
         found = replace(found, choice=found.uniform["parameter"])
     asked = {"model": model, "data": batches(6), "optimizer": adam, "loss": F.mse_loss, **how}
@@ -211,16 +212,16 @@ def test_what_could_be_executed_instead_is_named_and_can_be(clusters: Clusters) 
     model = GPT(layers=1, width=16, heads=2, length=8, vocab=32)
     tokens = torch.randint(32, (BATCH, 9))
     data = [(tokens[:, :-1], tokens[:, 1:])]
-    found = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH)
+    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH)
     found = replace(found, choice=found.uniform["parameter"])
     with pytest.raises(ValueError, match=r"layer 'embedding', Embedding, .* as P2.*dimensions='S'\) finds"):
         found.run(clusters(2), model, data, loss=mk.models.next_token_loss, optimizer=adam)
-    able = mk.layer_strategies(model, "2x-titan-rtx", batch=BATCH, dimensions="S")
+    able = layer_strategies(model, "2x-titan-rtx", batch=BATCH, dimensions="S")
     assert len(able.run(clusters(2), model, data, loss=mk.models.next_token_loss, optimizer=adam).losses) == 1
 
 
 def test_tied_parameters_are_refused(clusters: Clusters) -> None:
     layer = nn.Linear(6, 6)
-    found = mk.layer_strategies(nn.Sequential(layer, layer), "2x-titan-rtx", batch=BATCH)
+    found = layer_strategies(nn.Sequential(layer, layer), "2x-titan-rtx", batch=BATCH)
     with pytest.raises(ValueError, match="two layers share a parameter"):
         found.run(clusters(2), nn.Sequential(layer, layer), batches(6), loss=F.mse_loss, optimizer=adam)

@@ -1,4 +1,4 @@
-"""The fastest strategy for each layer of a chain on a machine: `mk.layer_strategies`.
+"""The fastest strategy for each layer of a chain on a machine: `layer_strategies`.
 
     describe    the layers by their sizes
     price       each under each split, and each pair of neighbours
@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import nn
 
+from examples.flexflow.describe import describe_chain
+from examples.flexflow.layer import Layer
+from examples.flexflow.price import ITEMSIZE, ChainPrices
+from examples.flexflow.result import LayerStrategies, search_chain
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.checks import whole
-from mpkit.prediction.layerwise.describe import describe_chain
-from mpkit.prediction.layerwise.layer import Layer
-from mpkit.prediction.layerwise.price import ITEMSIZE, ChainPrices
-from mpkit.prediction.layerwise.result import LayerStrategies, search_chain
 
 __all__ = ["layer_strategies"]
 
@@ -37,7 +37,7 @@ def layer_strategies(
 ) -> LayerStrategies:  # fmt: skip
     """Return the fastest split by samples, operators, attribute and parameters of each layer of a chain.
 
-    The result is exact: no other choice is faster by `mpkit.prediction.layerwise.price`, in which nothing overlaps.
+    The result is exact: no other choice is faster by `examples.flexflow.price`, in which nothing overlaps.
     Like FlexFlow, it is for work that is the same in every step, on this machine; `found.again(hardware=...)` when a
     part has changed.
 
@@ -48,7 +48,7 @@ def layer_strategies(
 
     Args:
         model: a chain, such as an nn.Sequential or the kit's GPT, on the meta device if it is large; or its layers,
-            each a `mk.layerwise.Layer`.
+            each a `examples.flexflow.Layer`.
         hardware: a machine, or its name.
         batch: samples per step.
         memory: bytes that a device may hold; None: those of the device; `math.inf`: no limit.
@@ -81,7 +81,7 @@ def _layers(model: Any, sample: tuple[int, ...] | None, dimensions: str) -> list
     else:
         raise ValueError(
             f"layer_strategies({model!r}): give a chain, such as nn.Sequential(nn.Linear(8, 8)) or mk.models.GPT(), "
-            "or a list of layers: [mk.layerwise.Layer('fc', inputs=64, outputs=64, flops=8192, parameters=4160, "
+            "or a list of layers: [examples.flexflow.Layer('fc', inputs=64, outputs=64, flops=8192, parameters=4160, "
             "parameter=64)]"
         )
     # `sample` is whether, the others are how far a layer may be split.
