@@ -19,8 +19,10 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and run; a user's mistake ends with one message and exit code 2, a failed run with 1."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        _check_renamed(given)
+        options = _parser().parse_args(given)
         options.run(options)
     except ValueError as error:
         _leave(str(error), 2)
@@ -30,6 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _leave("interrupted; the ranks are gone", 130)
     except BrokenPipeError:  # as in `mpkit diagnose trace | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+RENAMED = {"--on": "--hardware", "--batch": "--global-batch"}
+"""Options of estimate, fits, advise and open that had another name."""
+
+
+def _check_renamed(given: Sequence[str]) -> None:
+    """Reject an option by its former name."""
+    old = next((each for each in given if each in RENAMED), None)
+    if old and given[0] in ("estimate", "fits", "advise", "open"):
+        raise ValueError(
+            f"{old} is {RENAMED[old]} now, as in Python: mpkit {given[0]} ... {RENAMED[old]} ..."
+        )
 
 
 def _leave(message: str, code: int) -> None:

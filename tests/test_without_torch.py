@@ -130,13 +130,13 @@ def test_a_stored_trace_is_opened_and_replayed_on_other_hardware(stored: Path) -
 def test_fits_estimate_and_advise_answer_the_same() -> None:
     asked = """
         plan = mk.Plan.zero(3, 8)
-        print(mk.fits("llama3-8b", plan, "8x-a100-nvlink", batch=8, sequence=4096))
+        print(mk.fits("llama3-8b", plan, "8x-a100-nvlink", global_batch=8, sequence=4096))
         print(mk.estimate("llama3-8b", plan, "8x-a100-nvlink", global_batch=8, sequence=4096))
         print(mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096).plans[0])
     """
     out = printed(asked)
     plan = mk.Plan.zero(3, 8)
-    assert str(mk.fits("llama3-8b", plan, "8x-a100-nvlink", batch=8, sequence=4096)) in out
+    assert str(mk.fits("llama3-8b", plan, "8x-a100-nvlink", global_batch=8, sequence=4096)) in out
     assert str(mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096).plans[0]) in out
 
 

@@ -37,7 +37,7 @@ def needs_torch(what: str) -> NeedsTorch:
     What follows from sizes and from recorded traces works without it:
         mk.simulate(mk.Plan.pipeline("1f1b", 4, 8))
         mk.explore("1f1b", ranks=4, microbatches=8)
-        mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", batch=8, sequence=4096)
+        mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", global_batch=8, sequence=4096)
         mk.Timeline.of(mk.Trace.load(path), hardware="8x-a100-nvlink")
     On a computer of your own, pip install mpkit brings PyTorch.
     """
@@ -47,7 +47,7 @@ def needs_torch(what: str) -> NeedsTorch:
         "What follows from sizes and from recorded traces works without it:\n"
         '    mk.simulate(mk.Plan.pipeline("1f1b", 4, 8))\n'
         '    mk.explore("1f1b", ranks=4, microbatches=8)\n'
-        '    mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", batch=8, sequence=4096)\n'
+        '    mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", global_batch=8, sequence=4096)\n'
         '    mk.Timeline.of(mk.Trace.load(path), hardware="8x-a100-nvlink")\n'
         "On a computer of your own, pip install mpkit brings PyTorch."
     )

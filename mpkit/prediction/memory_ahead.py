@@ -83,7 +83,7 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
     return (
         f"{plan!r} is estimated to need {found.needed / GIB:.1f} GiB on rank {found.fullest}, which has "
         f"{available / GIB:.1f} GiB; the largest part is {found.largest}. {remedy} "
-        f"print(mk.fits(model, plan, hardware, batch={shape[0]}, sequence={shape[1]})) says more"
+        f"print(mk.fits(model, plan, hardware, global_batch={shape[0]}, sequence={shape[1]})) says more"
     )
 
 
@@ -98,7 +98,7 @@ def _estimate_memory(model: nn.Module, plan: Plan, shape: Sequence[int], availab
     device = Device("the device", {"float32": 1e12}, 1e12, available)
     machine = Hardware("this machine", device, Link("any", 0.0, 1e11), per_node=max(plan.ranks, 1))
     try:
-        return fits(architecture, plan, machine, batch=shape[0], sequence=shape[1], stack="mpkit")
+        return fits(architecture, plan, machine, global_batch=shape[0], sequence=shape[1], stack="mpkit")
     except ValueError:
         return None  # the training can do what an estimate cannot, such as micro-batches of unequal size
 

@@ -186,7 +186,19 @@ def test_mistakes_are_explained(change: dict[str, object], words: str) -> None:
 
 
 def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["advise", "--model", "llama3-8b", "--on", "8x-a100-nvlink", "--batch", "64", "--sequence", "4096"])
+    main(
+        [
+            "advise",
+            "--model",
+            "llama3-8b",
+            "--hardware",
+            "8x-a100-nvlink",
+            "--global-batch",
+            "64",
+            "--sequence",
+            "4096",
+        ]
+    )
     assert "plans considered" in capsys.readouterr().out
 
 

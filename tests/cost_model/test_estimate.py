@@ -137,7 +137,7 @@ def test_the_plans_precision_is_read() -> None:
 
 
 def test_16_bits_are_a_remedy() -> None:
-    tight = mk.fits("llama3-8b", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", batch=16, sequence=8192)
+    tight = mk.fits("llama3-8b", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=16, sequence=8192)
     changed = {remedy.change for remedy in tight._changed_plans(tight.estimate.plan)}
     assert 'precision="bf16"' in changed
     assert not [
@@ -183,7 +183,7 @@ class TestMegatronsActivations:
 
 
 def test_zero_3_of_deepspeed_takes_more_than_zero_2_on_a_small_model() -> None:
-    asked = {"batch": 8, "sequence": 1024, "stack": "deepspeed"}
+    asked = {"global_batch": 8, "sequence": 1024, "stack": "deepspeed"}
     third = mk.fits("gpt2", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", **asked)  # type: ignore[arg-type]
     second = mk.fits("gpt2", mk.Plan(dp=8, zero=2), "8x-a100-nvlink", **asked)  # type: ignore[arg-type]
     assert third.needed > second.needed
@@ -191,10 +191,10 @@ def test_zero_3_of_deepspeed_takes_more_than_zero_2_on_a_small_model() -> None:
 
 
 def test_what_does_not_fit_names_a_plan_that_does() -> None:
-    found = mk.fits("llama3-8b", mk.Plan(dp=8, zero=1), "8x-a100-nvlink", batch=8, sequence=8192)
+    found = mk.fits("llama3-8b", mk.Plan(dp=8, zero=1), "8x-a100-nvlink", global_batch=8, sequence=8192)
     assert not found and found.remedy is not None
     remedy = found.remedy.plan
-    assert mk.fits("llama3-8b", remedy, "8x-a100-nvlink", batch=8, sequence=8192)
+    assert mk.fits("llama3-8b", remedy, "8x-a100-nvlink", global_batch=8, sequence=8192)
     assert repr(remedy) in str(found)
     assert found.largest_batch == 0
 
@@ -203,8 +203,8 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     plan = mk.Plan(dp=8, zero=3)
     found = mk.fits("llama3-8b", plan, "8x-a100-nvlink", sequence=4096)
     most = found.largest_batch
-    assert mk.fits("llama3-8b", plan, "8x-a100-nvlink", batch=most, sequence=4096)
-    assert not mk.fits("llama3-8b", plan, "8x-a100-nvlink", batch=most + 8, sequence=4096)
+    assert mk.fits("llama3-8b", plan, "8x-a100-nvlink", global_batch=most, sequence=4096)
+    assert not mk.fits("llama3-8b", plan, "8x-a100-nvlink", global_batch=most + 8, sequence=4096)
     assert "<svg" in found.to_svg() and "fragmentation" in found.to_svg()
 
 
@@ -342,12 +342,12 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     from mpkit.cli import main
 
     with pytest.raises(SystemExit) as left:
-        main(["fits", "--model", "llama3-8b", "--plan", "zero3", "--on", "8x-a100-nvlink"])
+        main(["fits", "--model", "llama3-8b", "--plan", "zero3", "--hardware", "8x-a100-nvlink"])
     assert left.value.code == 0 and "fits 8x-a100-nvlink" in capsys.readouterr().out
-    main(["estimate", "--model", "llama3-70b", "--plan", "zero1+tp8+pp4+sp", "--on", "8x8-h100-ndr"])
+    main(["estimate", "--model", "llama3-70b", "--plan", "zero1+tp8+pp4+sp", "--hardware", "8x8-h100-ndr"])
     assert "tokens/s" in capsys.readouterr().out
     with pytest.raises(SystemExit) as left:
-        main(["fits", "--model", "llama3-8b", "--plan", "zer3", "--on", "8x-a100-nvlink"])
+        main(["fits", "--model", "llama3-8b", "--plan", "zer3", "--hardware", "8x-a100-nvlink"])
     assert left.value.code == 2 and "'zer3' means nothing" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mpkit.common.calls import answers
 from mpkit.common.display import HasChart, data_frame, draw
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
@@ -214,6 +215,7 @@ class Advice(HasChart):
 
 
 @public
+@answers('mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096)')
 def advise(
     model: object, hardware: Hardware | str, *, global_batch: int, sequence: int, by: str = "time",
     price: float | None = None, stack: str | Stack | None = None, preset: Preset | None = None,

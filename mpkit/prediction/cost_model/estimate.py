@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
@@ -172,6 +173,7 @@ class Estimate:
 
 
 @public
+@answers('mk.estimate("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", global_batch=8, sequence=4096)')
 def estimate(
     model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int, sequence: int,
     stack: str | Stack | None = None, preset: Preset | None = None, trainable: float = 1.0,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from mpkit.common.calls import answers
 from mpkit.common.display import Drawn
 from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
@@ -142,7 +143,7 @@ class Fits(Drawn):
             other: the other plan.
 
         >>> gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257}
-        >>> mine = fits(gpt2, Plan(dp=8, zero=3), "8x-a100-nvlink", batch=8, sequence=1024, stack="deepspeed")
+        >>> mine = fits(gpt2, Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=8, sequence=1024, stack="deepspeed")
         >>> print(mine.against(Plan(dp=8, zero=2)).splitlines()[0])
         Plan(dp=8, zero=3, precision='bf16') needs 0.1 GiB more than Plan(dp=8, zero=2, precision='bf16')
         """
@@ -261,29 +262,37 @@ def changes(plan: Plan, microbatch: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 @public
+@answers('mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", global_batch=8, sequence=4096)')
 def fits(
-    model: object, plan: Plan, hardware: Hardware | str, *, batch: int | None = None, sequence: int,
-    stack: str | Stack | None = None, trainable: float = 1.0,
+    model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int | None = None,
+    sequence: int, stack: str | Stack | None = None, trainable: float = 1.0,
 ) -> Fits:  # fmt: skip
     """Say whether a plan fits a machine: true if it does, and prints why.
 
     Args:
         model, plan, hardware, sequence, stack, trainable: as for `mk.estimate`.
-        batch: samples per step, over all replicas; None: one per replica and micro-batch.
+        global_batch: samples per step, over all replicas; None: one per replica and micro-batch.
 
     Raises:
         ValueError: as for `mk.estimate`.
 
-    >>> bool(fits("llama3-8b", Plan(dp=8, zero=3), "8x-a100-nvlink", batch=8, sequence=4096))
+    >>> bool(fits("llama3-8b", Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=8, sequence=4096))
     True
-    >>> bool(fits("llama3-8b", Plan(dp=2), "2x-rtx-4090", batch=2, sequence=4096))
+    >>> bool(fits("llama3-8b", Plan(dp=2), "2x-rtx-4090", global_batch=2, sequence=4096))
     False
     """
     machine = machine_of(hardware)
-    if batch is None and isinstance(plan, Plan):
-        batch = plan.dp * plan.microbatches
+    if global_batch is None:
+        # what is not a plan is rejected below
+        global_batch = plan.dp * plan.microbatches if hasattr(plan, "microbatches") else 1
     return Fits(
         estimate(
-            model, plan, machine, global_batch=batch or 1, sequence=sequence, stack=stack, trainable=trainable
+            model,
+            plan,
+            machine,
+            global_batch=global_batch,
+            sequence=sequence,
+            stack=stack,
+            trainable=trainable,
         )
     )

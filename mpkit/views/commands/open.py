@@ -16,9 +16,7 @@ def add_open(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "folder of them), or what trace.save wrote, and prints the timeline of all ranks.",
     )
     command.add_argument("paths", nargs="+", metavar="PATH", help="files, or a folder with one file per rank")
-    command.add_argument(
-        "--on", metavar="HARDWARE", help="replay it on a catalogued machine; mk.hardware() lists them"
-    )
+    command.add_argument("--hardware", help="replay it on a catalogued machine; mk.hardware() lists them")
     command.add_argument("--html", help="where an interactive timeline goes")
     command.add_argument("--perfetto", help="where all ranks go in one trace for ui.perfetto.dev")
     command.add_argument("--trace", help="where the trace goes, for Trace.load and mpkit open")
@@ -29,7 +27,7 @@ def _open(options: argparse.Namespace) -> None:
     from mpkit.timeline.foreign.opening import open
 
     trace = open(options.paths)
-    timeline = trace.timeline(options.on)
+    timeline = trace.timeline(options.hardware)
     print(timeline)
     print(f"inferred: {trace.inferred}")
     if options.html:

@@ -24,11 +24,11 @@ def add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         command.add_argument(
             "--plan", required=True, help=f"{WORDS}; replicas take the devices that are left"
         )
+        command.add_argument("--hardware", required=True, help="such as 8x-a100-nvlink or 16x8-h100-ndr")
         command.add_argument(
-            "--on", required=True, metavar="MACHINE", help="such as 8x-a100-nvlink or 16x8-h100-ndr"
-        )
-        command.add_argument(
-            "--batch", type=int, help="samples per step; left out: one per replica and micro-batch"
+            "--global-batch",
+            type=int,
+            help="samples per step, over all replicas; left out: one per replica and micro-batch",
         )
         command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
         command.add_argument(
@@ -44,10 +44,10 @@ def add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--model", required=True, help="a known name such as llama3-8b, or the path of a config.json"
     )
+    command.add_argument("--hardware", required=True, help="such as 4x8-h100-ib or 8x-a100-nvlink")
     command.add_argument(
-        "--on", required=True, metavar="MACHINE", help="such as 4x8-h100-ib or 8x-a100-nvlink"
+        "--global-batch", type=int, required=True, help="samples per step, over all replicas"
     )
-    command.add_argument("--batch", type=int, required=True, help="samples per step, over all replicas")
     command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
     command.add_argument(
         "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
@@ -66,8 +66,8 @@ def _advise(options: argparse.Namespace) -> None:
     print(
         advise(
             options.model,
-            options.on,
-            global_batch=options.batch,
+            options.hardware,
+            global_batch=options.global_batch,
             sequence=options.sequence,
             stack=options.stack,
             by=options.by,
@@ -81,12 +81,12 @@ def _predict(options: argparse.Namespace) -> None:
     from mpkit.prediction.cost_model.estimate import estimate
     from mpkit.prediction.cost_model.fits import fits
 
-    machine = hardware(options.on)
+    machine = hardware(options.hardware)
     plan = plan_of(options.plan, machine.devices)
-    batch = options.batch or plan.dp * plan.microbatches
+    batch = options.global_batch or plan.dp * plan.microbatches
     if options.what == "fits":
         found = fits(
-            options.model, plan, machine, batch=batch, sequence=options.sequence, stack=options.stack
+            options.model, plan, machine, global_batch=batch, sequence=options.sequence, stack=options.stack
         )
         print(found)
         raise SystemExit(0 if found else 1)
