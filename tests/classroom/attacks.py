@@ -85,7 +85,7 @@ ATTACKS: dict[str, str] = {
     "asks-the-catalogue": """
         import importlib
         try:
-            catalogue = importlib.import_module("mpkit.class" + "room.catalogue")
+            catalogue = importlib.import_module("mpkit.course" + "room.catalogue")
             solution = catalogue.find("pass-the-token").exercise.solution
         except Exception as error:
             print(type(error).__name__)
@@ -111,7 +111,7 @@ ATTACKS: dict[str, str] = {
         torch.isclose = lambda a, *_, **__: torch.ones_like(a, dtype=torch.bool)
         torch.Tensor.__eq__ = torch.Tensor.__ne__ = yes
         for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("mpkit.class"):
+            if getattr(module, "__name__", "").startswith("mpkit.course"):
                 for name in ("difference", "checked_of", "judge", "pack_result", "CheckRow", "Checked"):
                     if hasattr(module, name):
                         setattr(module, name, lambda *_, **__: None)

@@ -13,7 +13,7 @@ import pytest
 import mpkit as mk
 from mpkit.strategies.reference.reading import SOURCES
 
-FOLDER = Path(mk.__file__).parent / "reference"
+FOLDER = Path(mk.__file__).parent / "strategies" / "reference"
 SHARED = {"__init__", "arguments", "reading", "serial", "stage"}
 """Modules that are no strategy."""
 
@@ -46,7 +46,7 @@ def test_a_notebook_highlights_it_and_python_prints_it() -> None:
 
 def test_notebooks_show_what_is_there() -> None:
     shown = 0
-    for path in (FOLDER.parents[1] / "notebooks").glob("*.ipynb"):
+    for path in (FOLDER.parents[2] / "notebooks").glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
             if found := re.fullmatch(r'mk\.source\("(.+)"\)', cell.source):
                 (output,) = cell.outputs

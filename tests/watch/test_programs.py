@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import mpkit as mk
 from mpkit.trace import Kind, Trace
@@ -114,3 +115,20 @@ def test_two_hundred_watched_runs_end(program: Program, clusters: Callable[[int]
     expected = [[losses] * 10 for losses in cluster.run(started, program)]
     for _ in range(20):
         assert cluster.run(ten_times, watch=True, timeout=EVENT) == expected
+
+
+def exchange(ctx: mk.Context) -> None:
+    """Communicate through `ctx.comm` by each kind of call."""
+    mine = torch.ones(4)
+    ctx.comm.all_reduce(mine)
+    ctx.comm.reduce_scatter(mine)
+    ctx.comm.all_to_all(mine)
+    ctx.comm.gather(mine, dst=0)
+    ctx.comm.barrier()
+
+
+def test_what_ctx_comm_communicates_is_recorded_once(clusters: Callable[[int], mk.Cluster]) -> None:
+    cluster = clusters(2)
+    cluster.run(exchange, watch=True)
+    names = ("all_reduce", "reduce_scatter", "all_to_all", "gather", "barrier")
+    assert counts(cluster.trace) == dict.fromkeys(names, 1)

@@ -19,7 +19,7 @@ _CALLS = (
 _DEPRECATION = "typing_extensions.py"  # wraps functions that torch has renamed
 _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 _TO_MODES = ("torch/overrides.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")  # what calls these
-_COMM_FOLDER = str(Path(_KIT, "comm"))  # what ctx.comm issues is recorded there
+_COMM_FOLDER = str(Path(_KIT, "strategies", "comm"))  # what ctx.comm issues is recorded there
 # Whose code it is: the program's, torch.distributed's calls, what makes them (DDP), ctx.comm's, a dispatch mode's.
 _PROGRAM, _CALL, _INSIDE, _COMM, _MODE = range(5)
 

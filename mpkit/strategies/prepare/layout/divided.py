@@ -51,7 +51,7 @@ def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
             compared, since the whole model fails in evaluation mode.
     """
     sizes = [parameter.numel() for parameter in model.parameters()]
-    own = type(model).__module__.startswith("mpkit.models.") and plan.tensor is None
+    own = type(model).__module__.startswith("mpkit.strategies.models.") and plan.tensor is None
     if plan.tp == 1 or own or sum(sizes) > LARGEST or not _has_content(model):
         return
     whole = compute_whole(model, batch, plan, loss)
