@@ -184,7 +184,7 @@ EXERCISE = OnRanks(
                 "by dp: `rank // tp % dp`.",
             ),
             [("rank // tp % dp", "rank // tp")],
-            when=lambda seen: seen.case["pp"] > 1 and "out of bounds" in seen.error,
+            when=lambda seen: seen.case["pp"] > 1 and "there is no sample" in seen.error,
         ),
         Mistake(
             "one-micro-batch-of-everything",
