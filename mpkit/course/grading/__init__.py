@@ -2,8 +2,6 @@
 
     reading     reads a notebook's file safely, whatever is in it
     handed_in   finds each student's notebooks and the exercises to answer; reads them all before one runs
-    enclose     runs a command that sees only its own processes and writes only to its own folder, if Linux allows that
-    guard       runs a command under limits on time, memory and processes, and ends everything that it leaves behind
     collect     runs a student's notebook in a process of its own, and packs its answers
     judging     judges answers in another process, on ranks of its own
     same        tests whether an answer is the kit's own solution
@@ -11,6 +9,6 @@
     grade       goes through the notebooks: collect, judge, write down
     report      writes a table of the class, and one page per student
 
-Nothing that a notebook says about itself counts: its answers are packed, and judged by the kit's own checks. What a
-malicious notebook can still do is in docs/teaching.md.
+Nothing that a notebook says about itself counts: its answers are packed, and judged by the kit's own checks. They run
+in `mpkit.course.sandbox`; what a malicious notebook can still do is in docs/security.md.
 """
