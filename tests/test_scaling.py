@@ -145,6 +145,7 @@ def test_what_cannot_be_predicted_is_refused_before_a_rank_starts(change: dict[s
         "plans": [1, 2],
         "loss": next_token_loss,
         "optimizer": sgd,
+        "device": "cpu",
     }
     with pytest.raises(ValueError, match=words):
         mk.scaling(**{**given, "clusters": clusters, **change})

@@ -7,6 +7,7 @@ strategies  up to four ranks share the GPU (gloo carries their messages); every 
 steps       a plain PyTorch loop of several sizes, and mpkit's serial training of the same: time and memory
 samples     NVML's answers, raw, and what a run of some seconds drew of them
 watch       the same loop watched and unwatched, in turn: the ratio
+proof       fifty steps with the default proof and without, in turn: the ratio, and what the proof says
 traces      torch.profiler's traces of two trainings, and the diagnosis of them
 doctor      what `mpkit doctor` says of the machine
 
@@ -62,6 +63,7 @@ STEPS = [  # size, samples per step, precision
     ("350M", 32, "bf16"), ("760M", 4, "bf16"), ("1.3B", 4, "bf16"), ("1.3B", 16, "bf16"),
 ]  # fmt: skip
 SEQUENCE, VOCAB = (1024, 50304) if DEVICE == "cuda" else (32, 256)
+STEPS_OF_PROOF = 50 if DEVICE == "cuda" else 4
 FOUND: dict[str, Any] = {}
 
 
@@ -195,6 +197,29 @@ def watch(folder: Path) -> dict[str, Any]:
     return found
 
 
+def proof(folder: Path) -> dict[str, Any]:
+    """Compare trainings that prove their first steps with the same unproved: the medians of the pairs' ratios."""
+    found: dict[str, Any] = {}
+    for size, batch, precision, rounds in (("124M", 8, "bf16", 2), ("124M", 8, "full", 1)):
+        torch.manual_seed(0)
+        model, data, times = gpt(size), [tokens(batch)], []
+        with mk.Cluster(1, device=DEVICE) as cluster:
+            for number in range(2 * rounds + 1):  # the first warms up
+                verify: Any = False if number % 2 else "first"
+                begun = time.perf_counter()
+                run = cluster.train(
+                    model, data, mk.Plan.serial(precision=precision), loss=next_token_loss, optimizer=adamw,
+                    steps=STEPS_OF_PROOF, verify=verify, show=False,
+                ).wait()  # fmt: skip
+                times.append(time.perf_counter() - begun)
+                if verify:
+                    said = str(run.proof)
+        ratios = [times[2 * pair + 2] / times[2 * pair + 1] for pair in range(rounds)]
+        found[f"{size} {precision}"] = [statistics.median(ratios), times, said]
+        print(f"  {size} {precision}: {json.dumps(found[f'{size} {precision}'])}", flush=True)
+    return found
+
+
 def traces(folder: Path) -> None:
     """Profile two trainings, keep their traces, and print what mpkit reads in them."""
     from torch.profiler import profile, schedule
@@ -222,7 +247,7 @@ def measure(folder: Path, names: list[str]) -> None:
     """Measure the parts that are asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Callable[[Path], Any]] = {
-        part.__name__: part for part in (strategies, steps, samples, watch, traces, doctor)
+        part.__name__: part for part in (strategies, steps, samples, watch, proof, traces, doctor)
     }
     FOUND.update(gpu=gpu(), torch=torch.__version__)
     print(f"{gpu()}, torch {torch.__version__}")

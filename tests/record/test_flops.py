@@ -55,6 +55,22 @@ def test_attention_is_counted_on_a_cpu_as_on_a_gpu() -> None:
     assert flops.layers["out"] == (0.25 * linear, 0.5 * linear)
 
 
+def test_fewer_heads_of_keys_than_of_queries_cost_as_much_as_repeated_ones() -> None:
+    few, width = torch.zeros(B, 2, T, 8, requires_grad=True), nn.Linear(8, 8)
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = width
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(self.q(x), few, few, enable_gqa=True)
+
+    flops = count(Grouped(), torch.zeros(B, HEADS, T, 8, requires_grad=True))
+    linear, scores = 2 * B * HEADS * T * 8 * 8, 2 * B * HEADS * T * T * 8
+    assert (flops.forward, flops.backward) == (linear + 2 * scores, 2 * linear + 5 * scores)
+
+
 def test_a_convolution() -> None:
     flops = count(
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)), torch.zeros(2, 3, 8, 8)

@@ -292,11 +292,9 @@ def test_muon_for_matrices_and_adamw_for_the_rest(train: Train) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     data = [(torch.randn(8, 6), torch.randint(0, 3, (8,)))]
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": muon, "steps": 4}
-    one = train(model, data, mk.Plan.serial(), **how)
     for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 2)):
-        run = train(model, data, plan, **how)
-        for name, value in one.state_dict().items():
-            torch.testing.assert_close(run.state_dict()[name], value, rtol=1e-2, atol=2e-3)  # Muon is in bf16
+        proof = train(model, data, plan, verify="all", **how).proof
+        assert proof.steps == (1, 2, 3, 4), str(proof)  # Muon's bf16 is never compared after two different roundings
     with pytest.raises(
         ValueError, match=r"Muon with AdamW .*on parts: ValueError: Param gradient must be a 2D"
     ):

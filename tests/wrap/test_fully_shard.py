@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT
+from mpkit.strategies.wrappers.divided_optimizer import check_optimizers
 from mpkit.trace import Kind
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -470,6 +471,24 @@ def test_mistakes_are_explained(clusters: Clusters) -> None:
         for name, (_, says) in MISTAKES.items():
             with pytest.raises(ValueError, match=says):
                 raise ValueError(found[name])
+
+
+def test_an_optimizer_is_tried_with_all_of_its_attributes() -> None:
+    """torch's Adafactor keeps one that __getstate__ leaves out, and failed without it where torch sees a GPU."""
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.own = 1.0
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {key: value for key, value in super().__getstate__().items() if key != "own"}
+
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["lr"] = 0.1 * self.own
+            super().step()
+
+    check_optimizers(Own([nn.Parameter(torch.ones(3))]), "elements", "mk.fully_shard")
 
 
 def test_one_rank_is_serial_training(clusters: Clusters) -> None:

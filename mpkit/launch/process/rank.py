@@ -119,6 +119,8 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if settings.device == "cpu":  # a program that takes whatever GPU it sees, as FSDP2 does, finds none
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     np.random.seed()  # forked ranks begin with the same state; Python seeds its own random numbers anew
     sys.path[:] = settings.path
     sys.argv[:] = settings.argv

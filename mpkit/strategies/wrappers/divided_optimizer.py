@@ -7,7 +7,6 @@ all parameters at once. PyTorch's elementwise optimizers need no trial.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from functools import cache
 from typing import Any, Literal
@@ -116,7 +115,8 @@ def _part(tensor: Tensor, which: slice) -> Tensor:
 def _steps(optimizer: torch.optim.Optimizer, values: list[Tensor], which: list[slice]) -> list[Tensor]:
     """Return the values after three steps of a copy of the optimizer, with gradients that belong to the elements."""
     parameters = [nn.Parameter(value) for value in values]
-    twin = copy.copy(optimizer)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(vars(optimizer))  # copy.copy would leave out what __getstate__ does
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     twin.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
     twin.state = defaultdict(dict)

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-    shape_wrapper,
-)
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 __all__ = ["flops_of", "moved_by", "tensors_in"]
 
@@ -57,11 +52,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    """Return the FLOPs of attention, shapes [b, h, s, d]: q kT and a v, for each head of the queries."""
+    b, h, s, d = query
+    return int(2 * b * h * s * key[2] * (d + value[3]))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))
+    """Return those of its backward: q kT again, then the gradients of v and a, and of k and q."""
+    b, h, s, d = query
+    return int(2 * b * h * s * key[2] * (3 * d + 2 * value[3]))
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
@@ -70,13 +69,15 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * matrices * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
-# PyTorch counts its GPU kernels for attention but, as of 2.13, not the one for CPUs.
-_ATTENTION_ON_CPU = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+# torch has no formula for the kernel for CPUs, and before 2.13 none for queries with more heads than keys.
+_KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): formula
+    for kernel in _KERNELS
+    for suffix, formula in (("", _attention), ("_backward", _attention_backward))
 }
 _FORMULAS = {
     **flop_registry,
-    **{op: shape_wrapper(f) for op, f in _ATTENTION_ON_CPU.items()},
+    **{op: shape_wrapper(f) for op, f in _ATTENTION.items()},
     torch.ops.aten._grouped_mm: _grouped_flops,
 }

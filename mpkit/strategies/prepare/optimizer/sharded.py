@@ -184,7 +184,7 @@ class _Checks:
                 f"and each rank makes its own. One that can be made again works: {ADAM}"
             ) from None
         off, _ = self.trial.off_by(expected, again, everything)
-        if off:
+        if off > 1e-3 * self.tolerance:  # torch on several threads need not round alike twice
             raise ValueError(
                 f"optimizer: {self.kind} with {self.plan}: made and stepped twice on the same gradients it ends with "
                 "other parameters (it draws random numbers, perhaps), and ranks that hold the same would come apart. "

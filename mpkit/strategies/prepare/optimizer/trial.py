@@ -74,7 +74,9 @@ class OptimizerTrial:
         self._function, self._scales = function, SCALES[:steps]
         self.smaller = sum(prod(w.shape) for w in whole) > ENOUGH
         self.whole = _smaller(whole) if self.smaller else list(whole)
-        self._gradients: dict[tuple[int, int], Tensor] = {}  # by parameter and step: the same in every run
+        # The same in every run: torch.sin of the same numbers need not give the same bits twice.
+        self._first = [_values(w, i) for i, w in enumerate(self.whole)]
+        self._gradients: dict[tuple[int, int], Tensor] = {}  # by parameter and step
 
     def in_float64(self) -> OptimizerTrial:
         """Return this trial with parameters in float64, which shows the smallest differences."""
@@ -94,7 +96,7 @@ class OptimizerTrial:
         torch.manual_seed(seed)
         takes: Division = {w.name: None for w in self.whole} if division is None else division
         held = {
-            w.name: UpdatedPart(make_like(w, _take_part(takes[w.name], _values(w, i)).clone()), takes[w.name])
+            w.name: UpdatedPart(make_like(w, _take_part(takes[w.name], self._first[i]).clone()), takes[w.name])
             for i, w in enumerate(self.whole)
             if w.name in takes
         }
@@ -123,7 +125,7 @@ class OptimizerTrial:
         A parameter that only one of the two updates has an error of 1.
         """
         worst, name = 0.0, ""
-        before = {w.name: _values(w, i) for i, w in enumerate(self.whole)}
+        before = {w.name: first for w, first in zip(self.whole, self._first, strict=True)}
         for wholes, parts in zip(expected, actual, strict=True):
             for key, part in parts.items():
                 reach = float((wholes[key] - before[key]).nan_to_num().abs().max()) if part.numel() else 0.0
