@@ -66,7 +66,9 @@ def test_ranks_may_start_ranks(clusters: Callable[[int], mk.Cluster]) -> None:
     assert clusters(2).run(nested) == [[0, 1], []]
 
 
-def test_a_rank_on_the_cpu_sees_no_gpu(clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_the_cpu_sees_no_gpu(
+    clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FSDP2 takes the accelerator that it sees, and a second rank found no second GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert clusters(2).run(lambda ctx: os.environ["CUDA_VISIBLE_DEVICES"]) == ["", ""]

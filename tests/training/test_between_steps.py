@@ -294,7 +294,12 @@ def test_muon_for_matrices_and_adamw_for_the_rest(train: Train) -> None:
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": muon, "steps": 4}
     for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 2)):
         proof = train(model, data, plan, verify="all", **how).proof
-        assert proof.steps == (1, 2, 3, 4), str(proof)  # Muon's bf16 is never compared after two different roundings
+        assert proof.steps == (
+            1,
+            2,
+            3,
+            4,
+        )  # each from the ranks' own weights: Muon's bf16 lets roundings grow
     with pytest.raises(
         ValueError, match=r"Muon with AdamW .*on parts: ValueError: Param gradient must be a 2D"
     ):

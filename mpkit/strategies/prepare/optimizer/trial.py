@@ -96,7 +96,9 @@ class OptimizerTrial:
         torch.manual_seed(seed)
         takes: Division = {w.name: None for w in self.whole} if division is None else division
         held = {
-            w.name: UpdatedPart(make_like(w, _take_part(takes[w.name], self._first[i]).clone()), takes[w.name])
+            w.name: UpdatedPart(
+                make_like(w, _take_part(takes[w.name], self._first[i]).clone()), takes[w.name]
+            )
             for i, w in enumerate(self.whole)
             if w.name in takes
         }
