@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import mpkit
 from mpkit.course.catalogue import ExerciseEntry, families, of_family
+from mpkit.course.framework.exercise import UNFORESEEN, Mistake
 from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge
 from tests.classroom.due import marks
@@ -28,11 +32,33 @@ def answer(entry: ExerciseEntry, code: str, label: str) -> PackedAnswer:
     return PackedAnswer.pack(run_cell(code, name, f"{entry.name} {label}", entry.given_code))
 
 
+def stopped_anywhere(seen: Seen | None, most: int = 40) -> Iterator[Seen]:
+    """Yield what the same run had done, had an error ended it at each of its ranks' last calls."""
+    if seen is None or seen.trace is None:
+        return
+    for without in range(min(most, max(len(rank.ops) for rank in seen.trace.ranks))):
+        ranks = [replace(rank, ops=rank.ops[: max(0, len(rank.ops) - without)]) for rank in seen.trace.ranks]
+        trace = replace(seen.trace, ranks=ranks)
+        yield replace(seen, got=None, budget="", error="rank 0: KeyError: 'x'", trace=trace)
+
+
+def shows(mistake: Mistake, seen: Seen) -> bool:
+    """Return whether the ranks' calls or their error tell of that mistake."""
+    try:
+        return mistake.when is not None and bool(mistake.when(seen))
+    except (*UNFORESEEN, AssertionError):  # too little was recorded
+        return False
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_the_solution_passes(room: Room, entry: ExerciseEntry) -> None:
     checked = judge(entry, answer(entry, entry.source.solution, "solution"), room)
     assert checked.passed, str(checked)
     assert checked.hint == ""
+    for row in checked.rows:
+        for stopped in stopped_anywhere(row.seen):
+            shown = [mistake.name for mistake in entry.exercise.mistakes if shows(mistake, stopped)]
+            assert not shown, "another rank's error ends these ranks' calls; that says nothing of them"
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

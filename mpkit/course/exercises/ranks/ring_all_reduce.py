@@ -105,11 +105,14 @@ def reads_early(seen: Seen) -> bool:
 
 
 def never_waits_for_sends(seen: Seen) -> bool:
-    """Return whether something was sent with isend and never waited for."""
+    """Return whether something was sent with isend and never waited for.
+
+    A send that a rank was in when another rank's error ended the run has no wait either, and is the rank's last call.
+    """
     assert seen.trace is not None
     for rank in seen.trace.ranks:
         waited = {int(op["ref"]) for op in rank.ops if op["kind"] == Kind.WAIT}
-        if any(op["kind"] == Kind.SEND and at not in waited for at, op in enumerate(rank.ops)):
+        if any(op["kind"] == Kind.SEND and at not in waited for at, op in enumerate(rank.ops[:-1])):
             return not seen.budget
     return False
 
