@@ -40,6 +40,7 @@ def checked_degree(plan: Plan, name: str) -> int:
     number = whole(value)
     if number is None or number < 1:
         good = {name: 4} if name in ("dp", "tp", "cp") else {"pp": 4, "microbatches": 8}
+        good = {"dp": 8, "zero": 3, name: 4} if name.startswith("dp_") else good
         raise ValueError(
             f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as in {call_of(plan, good, bare=True)}"
         )

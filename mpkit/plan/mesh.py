@@ -1,16 +1,51 @@
-"""Mesh: which rank has which place along the axes pp, dp, cp and tp. Pure integers."""
+"""Mesh: which rank has which place along the axes pp, dp, cp and tp. Pure integers.
+
+`TABLE` has a row per axis, outermost first. dp consists of two axes where ZeRO shards within groups of replicas
+(hybrid sharding): `dp_replicate` is outside of `dp_shard`, so that the ranks that share shards are next to each other,
+on the fast links of a node.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["AXES", "Mesh", "Place"]
+__all__ = ["AXES", "TABLE", "Axis", "Mesh", "Place", "joined"]
 
-AXES = ("pp", "dp", "cp", "tp")
-"""Pipeline stages, replicas, parts of a sequence, shards of a layer; the last varies fastest."""
+
+class Axis(NamedTuple):
+    """An axis of the mesh.
+
+    Attributes:
+        name: its name in a Plan, in groups and in pictures.
+        divides: what its ranks divide among themselves.
+        parameters: what its ranks hold of the parameters.
+        ink: its colour in pictures: Okabe and Ito's, legible on light and dark backgrounds.
+        within: the axis that it is a part of; "" if it is whole.
+    """
+
+    name: str
+    divides: str
+    parameters: str
+    ink: str
+    within: str = ""
+
+
+TABLE = (
+    Axis("pp", "the layers, into stages", "each those of its stages", "#0072b2"),
+    Axis("dp", "the samples of a batch", "all the same; under ZeRO each a shard", "#009e73"),
+    Axis("dp_replicate", "the samples of a batch", "all the same", "#56b4e9", within="dp"),
+    Axis("dp_shard", "the samples of a batch", "each a shard", "#009e73", within="dp"),
+    Axis("cp", "each sequence", "all the same; under ZeRO each a shard", "#e69f00"),
+    Axis("tp", "each layer", "each a part of every divided layer", "#d55e00"),
+)
+"""The axes, outermost first; the last varies fastest."""
+
+AXES = tuple(axis.name for axis in TABLE if not axis.within)
+"""The names of the whole axes."""
 
 
 class Place(NamedTuple):
@@ -30,6 +65,10 @@ class Mesh:
     fast links, and in pp last (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", SC 2021, section 5.3).
 
+    Attributes:
+        pp, dp, cp, tp: the degrees.
+        dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
+
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
     Place(pp=1, dp=0, cp=0, tp=0)
@@ -37,12 +76,35 @@ class Mesh:
     [(0, 2), (1, 3)]
     >>> mesh.groups("pp", "tp")
     [(0, 1, 2, 3)]
+    >>> hybrid = Mesh(dp=4, dp_replicate=2)
+    >>> hybrid.groups("dp_shard"), hybrid.groups("dp_replicate"), hybrid.groups("dp")
+    ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1, 2, 3)])
     """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    dp_replicate: int = 1
+
+    @property
+    def dp_shard(self) -> int:
+        """The number of replicas in each group within which ZeRO shards."""
+        return self.dp // self.dp_replicate
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that no other axis of this mesh is a part of, outermost first.
+
+        >>> Mesh(dp=4).axes, Mesh(dp=4, dp_replicate=2).axes
+        (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
+        """
+        divided = {"dp"} if 1 < self.dp_replicate < self.dp else set()
+        return tuple(
+            axis.name
+            for axis in TABLE
+            if axis.name not in divided and (not axis.within or axis.within in divided)
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,15 +117,23 @@ class Mesh:
         return prod(self.shape)
 
     def place(self, rank: int) -> Place:
-        """Return the coordinates of a rank."""
+        """Return the coordinates of a rank along the whole axes."""
         assert 0 <= rank < self.size, f"rank {rank} is not in {self}"
-        coordinates = {}
-        for axis in reversed(AXES):
-            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
-        return Place(**coordinates)
+        return Place(*_digits(rank, self.shape))
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of a rank along `axes`."""
+        return _digits(rank, [getattr(self, axis) for axis in self.axes])
+
+    def rank_at(self, coordinates: Iterable[int]) -> int:
+        """Return the rank with these coordinates along `axes`."""
+        number = 0
+        for axis, i in zip(self.axes, coordinates, strict=True):
+            number = number * getattr(self, axis) + i
+        return number
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the rank at these coordinates."""
+        """Return the rank at these coordinates along the whole axes."""
         place = Place(pp, dp, cp, tp)
         assert all(0 <= i < n for i, n in zip(place, self.shape, strict=True)), f"{place} is not in {self}"
         number = 0
@@ -78,14 +148,32 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, in ascending order, that differ from this one along these axes only, itself included."""
-        place = self.place(rank)
-        ways = [range(n) if axis in axes else (place[i],) for i, (axis, n) in enumerate(self._degrees())]
-        return tuple(self.rank(*place) for place in product(*ways))
+        along = self.parts(*axes)
+        ways = [
+            range(getattr(self, axis)) if axis in along else (i,)
+            for axis, i in zip(self.axes, self.coordinates(rank), strict=True)
+        ]
+        return tuple(self.rank_at(each) for each in product(*ways))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return every group along these axes, sorted by first rank. Each rank is in exactly one of them."""
         groups = dict.fromkeys(self.group(rank, *axes) for rank in range(self.size))
         return list(groups)
+
+    def parts(self, *axes: str) -> tuple[str, ...]:
+        """Return the axes of which these consist in this mesh, outermost first.
+
+        A mesh whose replicas are not divided into groups has all of them along dp_shard, and none along dp_replicate.
+
+        >>> Mesh(dp=4, dp_replicate=2).parts("cp", "dp"), Mesh(dp=4).parts("dp_shard"), Mesh(dp=4).parts("dp_replicate")
+        (('dp_replicate', 'dp_shard', 'cp'), ('dp',), ())
+        """
+        named = {*axes, "dp"} if "dp_shard" in axes and "dp" in self.axes else set(axes)
+        return tuple(
+            axis.name
+            for axis in TABLE
+            if axis.name in self.axes and not named.isdisjoint({axis.name, axis.within})
+        )
 
     def order(self, *outermost: str) -> tuple[int, ...]:
         """Return the ranks sorted by their coordinates along these axes first.
@@ -99,5 +187,26 @@ class Mesh:
             sorted(range(self.size), key=lambda rank: [getattr(self.place(rank), axis) for axis in outermost])
         )
 
-    def _degrees(self) -> list[tuple[str, int]]:
-        return list(zip(AXES, self.shape, strict=True))
+
+def joined(axes: Iterable[str]) -> str:
+    """Return the name of several axes together; parts that make up a whole axis have its name.
+
+    >>> joined(["pp", "dp_replicate", "dp_shard"])
+    'pp x dp'
+    """
+    names = list(axes)
+    for whole in AXES:
+        parts = [axis.name for axis in TABLE if axis.within == whole]
+        if parts and all(part in names for part in parts):
+            names[names.index(parts[0])] = whole
+            names = [name for name in names if name not in parts]
+    return " x ".join(names)
+
+
+def _digits(number: int, base: Iterable[int]) -> tuple[int, ...]:
+    """Return the digits of a number in a mixed base, the last of which varies fastest."""
+    digits = []
+    for n in reversed(list(base)):
+        number, digit = divmod(number, n)
+        digits.append(digit)
+    return tuple(reversed(digits))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpkit.plan.mesh import AXES, Mesh
+from mpkit.plan.mesh import AXES, Mesh, joined
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
 
@@ -22,7 +22,8 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     """
     try:
         plan = json.loads(meta["plan"])
-        mesh = Mesh(**{axis: int(plan.get(axis, 1)) for axis in AXES})
+        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate")}
+        mesh = Mesh(**degrees)
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return mesh if mesh.size == ranks else None
@@ -43,8 +44,8 @@ def holders_of(meta: Mapping[str, Any]) -> list[int]:
 
 
 def long_axes(mesh: Mesh) -> list[str]:
-    """List the axes with more than one place, outermost first."""
-    return [axis for axis in AXES if getattr(mesh, axis) > 1]
+    """List the axes with more than one place, outermost first; parts of an axis by themselves."""
+    return [axis for axis in mesh.axes if getattr(mesh, axis) > 1]
 
 
 def axis_of(mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | None = None) -> str:
@@ -55,22 +56,25 @@ def axis_of(mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | N
     >>> mesh = Mesh(pp=2, dp=2, tp=2)
     >>> axis_of(mesh, (0, 1)), axis_of(mesh, (0, 4)), axis_of(mesh, range(8))
     ('tp', 'pp', 'pp x dp x tp')
+    >>> hybrid = Mesh(dp=4, dp_replicate=2)
+    >>> axis_of(hybrid, (0, 1)), axis_of(hybrid, (0, 2)), axis_of(hybrid, range(4))
+    ('dp_shard', 'dp_replicate', 'dp')
     >>> axis_of(None, (0, 1), {"axes": {"0,1": "tp"}})
     'tp'
     """
     if mesh is None:
         named = (meta or {}).get("axes", {})
         return str(named.get(",".join(map(str, ranks)), WORLD))
-    places = [mesh.place(rank) for rank in ranks]
-    differ = [axis for i, axis in enumerate(AXES) if len({place[i] for place in places}) > 1]
-    return " x ".join(differ) or WORLD
+    places = [mesh.coordinates(rank) for rank in ranks]
+    differ = [axis for i, axis in enumerate(mesh.axes) if len({place[i] for place in places}) > 1]
+    return joined(differ) or WORLD
 
 
 def place_text(mesh: Mesh, rank: int) -> str:
-    """Return a rank's coordinates along the axes that have more than one place, as text.
+    """Return a rank's coordinates along the whole axes that have more than one place, as text.
 
     >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
     'pp1 dp0 tp1'
     """
-    place = mesh.place(rank)
-    return " ".join(f"{axis}{getattr(place, axis)}" for axis in long_axes(mesh))
+    places = zip(AXES, mesh.shape, mesh.place(rank), strict=True)
+    return " ".join(f"{axis}{place}" for axis, degree, place in places if degree > 1)

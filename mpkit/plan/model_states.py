@@ -27,7 +27,7 @@ def formula(plan: Plan, psi: int, states: float = 2, rank: int = 0, itemsize: in
         rank: the rank's number.
         itemsize: b, the bytes per parameter in the precision of the computation.
     """
-    n = plan.dp * plan.cp  # the ranks of a sequence hold the same parameters, and shard them too
+    n = plan.shards  # the ranks of a sequence hold the same parameters, and shard them too
     narrow = plan.precision != "full"
     b, kept = itemsize, (4 * (states + 1) if narrow else itemsize * states)
     optimizer = kept * psi / (n if plan.zero >= 1 else 1)

@@ -16,6 +16,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
+from mpkit.plan.hybrid_checks import check_hybrid, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
@@ -52,6 +53,8 @@ class Plan:
         cut: the first layer of each stage but stage 0, by number or name; None balances the stages by FLOPs.
         data_parallel: how replicas work together: "ddp", or "dp", as nn.DataParallel does it.
         zero: what ZeRO shards among the replicas: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        dp_shard, dp_replicate: hybrid sharding (HSDP): ZeRO shards within groups of dp_shard replicas, such as those of
+            a node, of which there are dp_replicate; dp is their product. None: among all replicas.
         offload: what is kept on the host: "none", "optimizer" (its states and step), or also "params".
         precision: "full" keeps the model's dtype; "bf16" and "fp16" compute in 16 bits, with fp32 master weights.
         bucket_mb: MiB of gradients that DDP and ZeRO reduce at once.
@@ -95,9 +98,12 @@ class Plan:
     cp_order: str = "contiguous"
     sequence_parallel: bool = False
     tensor: TensorPlan | None = None
+    dp_shard: int | None = None
+    dp_replicate: int | None = None
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
+        take_hybrid_degrees(self)
         for name in ("pp", "dp", "tp", "cp", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
         check_ranks(self)
@@ -106,6 +112,7 @@ class Plan:
         object.__setattr__(self, "recompute", checked_recompute(self))
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
+        check_hybrid(self)
         check_shared_layers(self)
 
     # ------------------------------------------------------------ the classics by name
@@ -215,7 +222,16 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        return Mesh(self.pp, self.dp, self.cp, self.tp)
+        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1)
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks among which ZeRO shards what they would all hold: dp_shard x cp.
+
+        >>> Plan.zero(3, 8).shards, Plan.zero(3, 8, dp_replicate=2).shards
+        (8, 4)
+        """
+        return self.mesh.dp_shard * self.cp
 
     @property
     def stages(self) -> int:

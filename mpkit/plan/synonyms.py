@@ -25,6 +25,10 @@ _RECOMPUTE = (
 _UNUSED = 'unused="allow" lets parameters be without a gradient.'
 _PRECISION = 'precision="bf16" or "fp16" computes in 16 bits.'
 _OFFLOAD = 'offload="optimizer" or "params" keeps these on the host.'
+_GROUPS = (
+    "dp_shard= is the number of replicas in each group within which ZeRO shards; dp_replicate= is the number of such "
+    "groups."
+)
 _STAGES = "virtual_stages= is the number of stages per rank."
 
 MEANT: dict[str, str] = {
@@ -48,6 +52,13 @@ MEANT: dict[str, str] = {
     **dict.fromkeys(("mixed_precision", "dtype", "amp", "autocast", "bf16", "fp16", "opt_level"), _PRECISION),
     **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_param"), _OFFLOAD),
     **dict.fromkeys(("num_model_chunks", "virtual_pipeline_model_parallel_size", "interleave"), _STAGES),
+    **dict.fromkeys(
+        (
+            "data_parallel_shard_degree", "data_parallel_replicate_degree", "dp_shard_size", "dp_replicate_size",
+            "hybrid_shard", "hsdp", "mics_shard_size", "num_distributed_optimizer_instances",
+        ),
+        _GROUPS,
+    ),
     "bucket_cap_mb": "bucket_mb= is the size of a bucket of gradients in MiB.",
     "sync_batchnorm": 'batchnorm="sync" takes statistics over the whole batch, batchnorm="local" over a rank\'s own.',
 }  # fmt: skip
@@ -59,10 +70,10 @@ _AUTOCAST = (
 )
 _ALL_16 = "Apex's O3 has no master weights in 32 bits, without which small updates are lost; a Plan always has them."
 _HSDP = (
-    "hybrid_shard shards inside a node, and nodes are replicas of each other; a Plan shards among all replicas "
-    "(mk.estimate prices hybrid sharding: stack=stack_of('pytorch', shard_within=True), from "
-    "mpkit.prediction.cost_model.stack)."
+    "hybrid_shard shards within groups of replicas, such as those of a node: zero=3 with dp_shard= replicas per group, "
+    "such as Plan(dp=16, zero=3, dp_shard=8)."
 )
+
 
 VALUES: dict[str, dict[str, tuple[Any, str]]] = {
     "precision": {

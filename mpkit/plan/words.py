@@ -22,6 +22,8 @@ def describe(plan: Plan) -> str:
     >>> print(describe(Plan(pp=2, dp=2, tp=2, zero=1, schedule="1f1b", microbatches=4)))
     8 ranks, 2 x 2 x 2 (pp x dp x tp). 1f1b on 2 ranks: the model in 2 stages, each batch in 4 micro-batches. Bubble in
     theory 1/5 = 0.200. ZeRO-1 on 2 ranks: each half of every batch. Each layer is shared by 2 ranks.
+    >>> print(describe(Plan(zero=3, dp_shard=8, dp_replicate=4)))
+    ZeRO-3 on 32 ranks, sharded within 4 groups of 8: each 1/32 of every batch.
     """
     long = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1]
     parts = []
@@ -84,4 +86,7 @@ def _replicas(plan: Plan) -> str:
     share = {1: "the whole", 2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
     accumulates = plan.microbatches > 1 and plan.pp == 1
     pieces = f", in {plan.microbatches} micro-batches, whose gradients accumulate" if accumulates else ""
-    return f"{name} on {plan.dp} rank{'s' * (plan.dp > 1)}: each {share} of every batch{pieces}."
+    where = f"on {plan.dp} rank{'s' * (plan.dp > 1)}"
+    if plan.dp_shard:
+        where += f", sharded within {plan.dp_replicate} groups of {plan.dp_shard}"
+    return f"{name} {where}: each {share} of every batch{pieces}."

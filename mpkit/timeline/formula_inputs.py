@@ -103,7 +103,7 @@ class FormulaInputs:
     @property
     def shares(self) -> int:
         """The number of ranks among which updated parameters are divided."""
-        return self.mesh.dp * self.mesh.cp if self.plan.get("zero") else 1
+        return self.mesh.dp_shard * self.mesh.cp if self.plan.get("zero") else 1
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages that a rank holds."""

@@ -6,7 +6,8 @@
           one more all-gather for the weight gradients, one at each end of the divided sequence, and once per step
           an all-reduce of the gradients of what each rank applies to its own part (layer norms, biases)
     dp    all-reduce: 2 psi (n-1)/n; ZeRO-1 and -2: the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n, and
-          once more what is recomputed
+          once more what is recomputed. Hybrid sharding: the same within groups of n = dp_shard; and the shards'
+          gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r
     pp    b s h elements per boundary and micro-batch, forward and backward
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients
 
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from mpkit.plan.mesh import joined
+from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.timeline.formula_inputs import FormulaInputs
 from mpkit.trace import Kind
 
@@ -44,14 +47,17 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
     """Return the formula for what a rank should send by this kind along this axis; None where none is known."""
     if known is None:
         return None
-    replicas = " x ".join(name for name in ("dp", "cp") if getattr(known.mesh, name) > 1)
+    long = long_axes(known.mesh)
+    shard_group = joined(name for name in known.mesh.parts("dp_shard", "cp") if name in long)
     if axis == "tp":
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
         return _pipeline(known)
     if axis == "cp" and kind == Kind.SEND:
         return _context(known)
-    return _replicas(known, kind) if axis == replicas else None
+    if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
+        return _over_groups(known)
+    return _replicas(known, kind) if axis == shard_group else None
 
 
 class _Passes(NamedTuple):
@@ -175,7 +181,7 @@ def _pipeline(known: FormulaInputs) -> Formula | None:
 
 
 def _replicas(known: FormulaInputs, kind: Kind) -> Formula | None:
-    n, m = known.mesh.dp * known.mesh.cp, known.microbatches
+    n, m = known.mesh.dp_shard * known.mesh.cp, known.microbatches
     zero = int(known.plan.get("zero", 0))
     every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate full gradients
     gathers = 2 + known.ends_again  # recomputing a block needs no gather of its own
@@ -202,6 +208,18 @@ def _replicas(known: FormulaInputs, kind: Kind) -> Formula | None:
         return (times + again) * known.params[rank] * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
+
+
+def _over_groups(known: FormulaInputs) -> Formula | None:
+    """Return the formula along dp_replicate: the gradients of a rank's shard, summed over the groups."""
+    n, r = known.mesh.dp_shard * known.mesh.cp, known.mesh.dp_replicate
+    if not known.params:
+        return None
+    return Formula(
+        "2 psi/n (r-1)/r",
+        "gradients of each shard, summed over the groups",
+        lambda rank: 2 * known.params[rank] * known.element / n * (r - 1) / r,
+    )
 
 
 def _context(known: FormulaInputs) -> Formula | None:

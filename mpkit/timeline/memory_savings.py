@@ -150,17 +150,17 @@ Change = tuple[str, Callable[[], Plan], str, str]
 def _changes(now: Situation) -> Iterator[Change]:
     """Yield candidates: their kind, the changed plan, what is saved, and what that costs."""
     plan, m = now.plan, now.plan.microbatches
-    replicas = plan.dp * plan.cp
+    shards = plan.shards
     traffic = {1: "as much traffic as DDP", 2: "as much traffic as DDP", 3: "1.5 times the traffic of DDP"}
     what = {
         1: "optimizer states",
         2: "gradients and optimizer states",
         3: "parameters, gradients and optimizer states",
     }
-    for stage in range(plan.zero + 1, 4) if replicas > 1 else ():
+    for stage in range(plan.zero + 1, 4) if shards > 1 else ():
         ddp = {"data_parallel": "ddp"} if plan.data_parallel == "dp" else {}
         sharded = _change_plan(plan, zero=stage, **ddp)
-        yield "zero", sharded, f"{what[stage]} divided by {replicas}", traffic[stage]
+        yield "zero", sharded, f"{what[stage]} divided by {shards}", traffic[stage]
     for more in (2 * m, 4 * m):
         if not now.batch or more * plan.dp <= now.batch:
             smaller = _change_plan(plan, microbatches=more)

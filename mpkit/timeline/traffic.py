@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mpkit.common.display import Charted, data_frame
 from mpkit.devices.hardware import wire_factor
-from mpkit.plan.mesh import AXES, Mesh
+from mpkit.plan.mesh import TABLE, Mesh
 from mpkit.plan.mesh_of_trace import axis_of, place_text
 from mpkit.trace import Kind, Lane
 
@@ -124,7 +124,8 @@ def _members(group: str, ranks: int, mesh: Mesh | None, rank: int) -> tuple[int,
 
 def _order(axis: str) -> tuple[int, list[int]]:
     """Return a sort key that puts single axes first, in the order of the mesh."""
-    parts = [AXES.index(part) for part in axis.split(" x ") if part in AXES]
+    names = [each.name for each in TABLE]
+    parts = [names.index(part) for part in axis.split(" x ") if part in names]
     return len(parts), parts
 
 

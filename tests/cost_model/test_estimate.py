@@ -224,14 +224,12 @@ def test_lora_holds_states_of_what_is_trained_only() -> None:
 
 
 def test_hsdp_and_eight_bits_and_overlap_change_what_they_should() -> None:
-    plan = mk.Plan(dp=256, zero=3)
-
-    def found(**changes: Any) -> Any:
-        stack = stack_of("torchtitan", **changes)
+    def found(dp_shard: int = 256, **changes: Any) -> Any:
+        stack, plan = stack_of("torchtitan", **changes), mk.Plan(dp=256, zero=3, dp_shard=dp_shard)
         return mk.estimate("llama3-8b", plan, H100, global_batch=256, sequence=4096, stack=stack)
 
     assert found(fp8=True).step_time < found().step_time < found(overlap=False).step_time
-    within = found(shard_within=True)
+    within = found(8)
     assert within.memory[0]["optimizer"] == pytest.approx(32 * found().memory[0]["optimizer"])
 
 

@@ -27,14 +27,22 @@ def work(ctx: mk.Context, how: str, folder: str) -> None:
                 if how == "interrupt":
                     os.kill(os.getpid(), signal.SIGINT)
                 if how == "kill":
+                    wait_for(Path(folder) / "arrived")
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "hang":
                     ctx.comm.recv(torch.empty(3), 0)
-            if step == 5 and ctx.rank == 0 and how == "kill0":
+            if step == 5 and ctx.rank == 0 and how in ("kill", "kill0"):
                 while min(len(rank.ops) for rank in mk.Trace.load(ctx.record.folder).ranks) < 15:
                     time.sleep(0.01)  # until what all ranks recorded of the first steps has arrived here
-                os.kill(os.getpid(), signal.SIGKILL)
+                (Path(folder) / "arrived").touch()
+                if how == "kill0":
+                    os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 class Elsewhere(torch.nn.Module):

@@ -25,6 +25,7 @@ from mpkit.plan.formats.keys import (
 )
 from mpkit.plan.formats.syntax import YAML
 from mpkit.plan.formats.trainer import legacy_fsdp
+from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 
 __all__ = ["ACCELERATE"]
@@ -87,11 +88,16 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             f"accelerate: num_processes = {ranks} is no multiple of pp x tp x cp = {inner}: num_processes = {inner}"
         )
     fields["dp"] = ranks // inner
-    parts = [values.get(f"{PARALLEL}_{name}", 1) for name in ("dp_replicate_size", "dp_shard_size")]
-    if number_of(parts[0]) > 1 and number_of(parts[1]) > 1:
-        notes.append("hybrid sharding (dp_replicate x dp_shard) is read as sharding among all replicas")
+    replicate, shard = (
+        number_of(values.get(f"{PARALLEL}_{name}", 1)) for name in ("dp_replicate_size", "dp_shard_size")
+    )
+    if replicate > 1 and shard > 1:
+        fields |= {"dp_shard": shard, "dp_replicate": replicate}
     if strategy := values.get(f"{FSDP}_sharding_strategy"):
-        fields |= legacy_fsdp(SHARDING.get(str(strategy), str(strategy)), notes)
+        words, machines = SHARDING.get(str(strategy), str(strategy)), number_of(values.get("num_machines", 1))
+        hybrid = words.lower().startswith("hybrid") and fields["dp"] % machines == 0
+        fields |= legacy_fsdp(words, [] if hybrid else notes)
+        fields |= {"dp_shard": fields["dp"] // machines} if hybrid else {}  # a group per machine
     elif str(values.get(f"{FSDP}_reshard_after_forward", True)).lower() in ("false", "shard_grad_op"):
         fields["zero"] = 2
     if fields.get("offload") == "params":
@@ -103,11 +109,15 @@ FSDP, PARALLEL = "fsdp_config.fsdp", "parallelism_config.parallelism_config"
 SPEED, MEGA = "deepspeed_config", "megatron_lm_config.megatron_lm"
 
 
+def _has_mesh(plan: Plan) -> bool:
+    return plan.tp * plan.cp > 1 or plan.dp_shard is not None
+
+
 def _parallel(name: str, comment: str, write: Callable[[ExportRequest], Any], field: str = "") -> FormatKey:
-    """Return a key of parallelism_config, which is written where layers or sequences are shared."""
+    """Return a key of parallelism_config, which is written where the mesh has several axes."""
     return FormatKey(
         f"{PARALLEL}_{name}", comment,
-        lambda asked: write(asked) if mode(asked) == "FSDP" and asked.plan.tp * asked.plan.cp > 1 else None,
+        lambda asked: write(asked) if mode(asked) == "FSDP" and _has_mesh(asked.plan) else None,
         lambda value: {field: number_of(value)} if field else {}, (field,) if field else (),
     )  # fmt: skip
 
@@ -135,8 +145,8 @@ SHARDED: tuple[FormatKey, ...] = (
         _write_for("FSDP", lambda asked: asked.plan.offload == "params"), _true("offload", "params"), ("offload",)),
     FormatKey(f"{FSDP}_activation_checkpointing", "recomputes each block in the backward",
         _write_for("FSDP", lambda asked: asked.plan.recompute == "full"), _true("recompute", "full"), ("recompute",)),
-    _parallel("dp_replicate_size", "replicas that are not sharded", lambda asked: 1),
-    _parallel("dp_shard_size", "replicas, sharded", lambda asked: asked.plan.dp),
+    _parallel("dp_replicate_size", "groups that are replicas of each other", lambda asked: asked.plan.mesh.dp_replicate),
+    _parallel("dp_shard_size", "replicas, sharded", lambda asked: asked.plan.mesh.dp_shard),
     _parallel("tp_size", "ranks that share each layer", lambda asked: asked.plan.tp, "tp"),
     _parallel("cp_size", "ranks that share each sequence", lambda asked: asked.plan.cp, "cp"),
 )  # fmt: skip

@@ -9,7 +9,17 @@ from typing import Any
 
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.asked import ExportRequest
-from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, bool_of, choice, flag, number
+from mpkit.plan.formats.keys import (
+    Fields,
+    Format,
+    FormatKey,
+    Values,
+    bool_of,
+    choice,
+    flag,
+    number,
+    number_of,
+)
 from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.syntax import Page
 
@@ -25,10 +35,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 CODE = '''
 
 def shard(model, blocks):
-    """Shard each block by itself, then what is left, among all ranks. `blocks` is the model's ModuleList of blocks."""
+    """Shard each block by itself, then what is left. `blocks` is the model's ModuleList of blocks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = {"dp_replicate": REPLICATE, "dp_shard": RANKS // REPLICATE} if REPLICATE > 1 else {"dp": RANKS}
     options = {
-        "mesh": init_device_mesh(device, (RANKS,), mesh_dim_names=("dp",)),
+        "mesh": init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape)),
         "reshard_after_forward": RESHARD_AFTER_FORWARD,
         "mp_policy": MixedPrecisionPolicy(getattr(torch, PARAM_DTYPE), torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if OFFLOAD else OffloadPolicy(),
@@ -79,6 +90,9 @@ FSDP = Format(
     python_code(_body, {}),
     (
         number("RANKS", "dp", "ranks that shard everything, one per GPU"),
+        FormatKey("REPLICATE", "groups of ranks that are replicas of each other; each shards everything (HSDP)",
+            lambda asked: asked.plan.mesh.dp_replicate, lambda value: {"dp_replicate": number_of(value)},
+            ("dp_replicate", "dp_shard")),
         number("MICROBATCHES", "microbatches", "micro-batches per optimizer step"),
         FormatKey("RESHARD_AFTER_FORWARD", "True: ZeRO-3; False: gathered parameters stay until the backward (ZeRO-2)",
             lambda asked: asked.plan.zero == 3, _reshard, ("zero",)),

@@ -19,6 +19,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.text.word import Word
+from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
 
 __all__ = ["TORCHTITAN"]
@@ -44,8 +45,9 @@ def _schedule(asked: ExportRequest) -> str | None:
     return plain if looped else known.get(plan.schedule, plain)
 
 
-def _replicas(asked: ExportRequest, sharded: bool) -> int:
-    return asked.plan.dp if (asked.plan.zero > 1) == sharded else 1
+def _degrees(plan: Plan) -> tuple[int, int]:
+    """Return the replicas that hold everything, and those that shard everything."""
+    return (plan.mesh.dp_replicate, plan.mesh.dp_shard) if plan.zero > 1 else (plan.dp, 1)
 
 
 def _read_schedule(value: Any) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if f"{P}.data_parallel_shard_degree" not in values:
         notes.append("data_parallel_shard_degree is left out, which is whatever ranks remain: read as 1")
     if shard > 1 and replicate > 1:
-        notes.append("hybrid sharding (replicate x shard) is read as sharding among all replicas")
+        fields |= {"dp_shard": shard, "dp_replicate": replicate}
     pipelined = fields.get("pp", 1) > 1
     policy = values.get(f"{P}.fsdp_reshard_after_forward", "default")
     if (
@@ -110,10 +112,10 @@ TORCHTITAN = Format(
     (
         FormatKey("activation_checkpoint", "recomputes each block in the backward",
             lambda asked: "FullAC.Config" if asked.plan.recompute == "full" else None, _recompute, ("recompute",)),
-        context(f"{P}.data_parallel_replicate_degree", "replicas that hold everything",
-                lambda asked: _replicas(asked, False), (int,)),
+        FormatKey(f"{P}.data_parallel_replicate_degree", "replicas, or groups of them, that hold everything",
+            lambda asked: _degrees(asked.plan)[0], _degree, ("dp_replicate",)),
         FormatKey(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",
-            lambda asked: _replicas(asked, True), _degree, ("zero",)),
+            lambda asked: _degrees(asked.plan)[1], _degree, ("zero", "dp_shard")),
         context(f"{P}.fsdp_reshard_after_forward", "always: ZeRO-3; never: gathered parameters stay until the backward",
                 lambda asked: {2: "never", 3: "always"}.get(asked.plan.zero)),
         number(f"{P}.tensor_parallel_degree", "tp", "ranks that share each layer"),

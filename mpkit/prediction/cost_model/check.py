@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mpkit.devices.hardware import Device, Hardware
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
@@ -45,7 +43,6 @@ def check_products(stack: Stack, device: Device) -> None:
 
 def checked_layout(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, trainable: float = 1.0,
-    within: bool = False,
 ) -> Layout:  # fmt: skip
     """Return the layout of a plan that can work.
 
@@ -74,10 +71,7 @@ def checked_layout(
     if sequence % plan.cp:
         near = sequence // plan.cp * plan.cp or plan.cp
         raise ValueError(f"cp={plan.cp} does not divide sequences of {sequence} tokens: sequence={near} does")
-    layout = layout_of(plan, global_batch, trainable)
-    if within and plan.zero:  # HSDP: nodes hold replicas
-        return replace(layout, sharded=layout.per_node("replicas", hardware.per_node))
-    return layout
+    return layout_of(plan, global_batch, trainable)
 
 
 def _short(hardware: Hardware) -> str:

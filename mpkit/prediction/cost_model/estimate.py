@@ -250,7 +250,7 @@ def estimate_checked(
         ValueError: the plan cannot work.
     """
     check_products(stack, hardware.device)
-    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, stack.shard_within)
+    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable)
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)
     as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None

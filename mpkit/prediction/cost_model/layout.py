@@ -80,6 +80,11 @@ class Layout:
         return self.sharded or self.replicas
 
     @property
+    def groups(self) -> int:
+        """The number of ranks that hold the same shard: 1 unless sharding is hybrid."""
+        return self.replicas // self.shards
+
+    @property
     def global_batch(self) -> int:
         """Samples per step."""
         return self.dp * self.microbatch * self.microbatches
@@ -91,7 +96,8 @@ class Layout:
         (8, 2)
 
         Args:
-            axis: "tp", "cp", "replicas" (dp and cp) or "ep".
+            axis: "tp", "cp", "replicas" (dp and cp), "shards" (those among which ZeRO shards), "groups" (those that
+                hold the same shard) or "ep".
             devices: devices per node.
         """
         inner, size = {
@@ -99,6 +105,8 @@ class Layout:
             "cp": (self.tp, self.cp),
             "ep": (self.tp, self.ep),
             "replicas": (self.tp, self.replicas),
+            "shards": (self.tp, self.shards),
+            "groups": (self.tp * self.shards, self.groups),
         }[axis]
         places = devices // inner
         return gcd(size, places) if places and size > 1 else 1
@@ -152,7 +160,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, zero=plan.zero, microbatch=global_batch // parts,
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
-        trainable=trainable,
+        trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
     )  # fmt: skip
 
 
@@ -162,4 +170,5 @@ def plan_of(layout: Layout) -> Plan:
         pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
+        dp_shard=layout.sharded // layout.cp or None,
     )  # fmt: skip

@@ -93,7 +93,6 @@ class Stack:
         transformer_engine: whether it multiplies with Transformer Engine, which keeps a workspace.
         cublas_workspace: bytes that CUBLAS_WORKSPACE_CONFIG asks for; 0: cuBLAS decides.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
-        shard_within: whether ZeRO-3 shards inside a node, and nodes hold replicas (HSDP).
     """
 
     name: str
@@ -131,7 +130,6 @@ class Stack:
     transformer_engine: bool = False
     cublas_workspace: float = 0.0
     by_weight: bool = False
-    shard_within: bool = False
 
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.

@@ -169,6 +169,14 @@ def _by_cause(kinds: list[tuple[int, LayerTime]]) -> list[list[tuple[int, float]
     return [[(count, row[i]) for count, row in rows] for i in columns]
 
 
+def time_over_groups(nbytes: float, layout: Layout, network: Network, calls: int = 1) -> float:
+    """Return the seconds in which the groups of hybrid sharding sum their shards of these gradients, as FSDP does."""
+    if layout.groups < 2:
+        return 0.0
+    inside = layout.per_node("groups", network.per_node)
+    return network.time(Kind.ALL_REDUCE, nbytes / layout.shards, layout.groups, inside, calls)
+
+
 def _gathers(
     forward: float, backward: float, layout: Layout, shares: ParameterShares, network: Network
 ) -> tuple[float, float, float]:
@@ -178,11 +186,8 @@ def _gathers(
     al. 2023, section 4). The first gather of a micro-batch has nothing to hide behind.
     """
     stack = shares.stack
-    n, inside = layout.replicas, layout.per_node("replicas", network.per_node)
-    across = 0.0
-    if stack.shard_within and n > inside:  # HSDP: nodes are replicas of each other
-        across = network.time(Kind.ALL_REDUCE, stack.reduced * shares.layer / inside, n // inside, 1)
-        n = inside
+    n, inside = layout.shards, layout.per_node("shards", network.per_node)
+    across = time_over_groups(stack.reduced * shares.layer, layout, network)
     gather = network.time(Kind.ALL_GATHER, stack.element * shares.layer, n, inside)
     reduce = network.time(Kind.REDUCE_SCATTER, stack.reduced * shares.layer, n, inside) + across
     edge = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside)

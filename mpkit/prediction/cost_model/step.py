@@ -27,7 +27,7 @@ from mpkit.prediction.cost_model.kernels import Kernels, kernels_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Constants, Stack
-from mpkit.prediction.cost_model.stages import StageTimes, stages_of
+from mpkit.prediction.cost_model.stages import StageTimes, stages_of, time_over_groups
 from mpkit.trace import Kind
 
 __all__ = ["StepTime", "screened_time", "step_time"]
@@ -225,16 +225,19 @@ def _reduction_time(
         forward, backward: seconds of a micro-batch. Gradients are reduced beside the last backward, under ZeRO-2 beside
             each; new weights are gathered beside the first forward, or after the update (`Stack.gathers_ahead`).
     """
-    n, inside = layout.replicas, layout.per_node("replicas", network.per_node)
-    if n < 2 or layout.zero == 3:
+    if layout.replicas < 2 or layout.zero == 3:
         return 0.0
+    whole = layout.zero == 0  # ZeRO reduces to shards
+    n = layout.replicas if whole else layout.shards
+    inside = layout.per_node("replicas" if whole else "shards", network.per_node)
     gradients = stack.reduced * shares.parameters * layout.trainable
     calls = shares.calls(gradients, layout)
-    if layout.zero == 0:
+    if whole:
         reduce, gather = network.time(Kind.ALL_REDUCE, gradients, n, inside, calls), 0.0
     else:
         times = layout.microbatches if layout.zero == 2 else 1
         reduce = times * network.time(Kind.REDUCE_SCATTER, gradients, n, inside, calls)
+        reduce += times * time_over_groups(gradients, layout, network, calls)
         weights = stack.element * shares.parameters * layout.trainable
         gather = network.time(Kind.ALL_GATHER, weights, n, inside, shares.calls(weights, layout))
     if not stack.overlap or (layout.pp > 1 and not stack.staged_overlap):

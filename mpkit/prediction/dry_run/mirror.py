@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpkit.plan.mesh import AXES, Mesh, Place
+from mpkit.plan.mesh import Mesh
 from mpkit.trace import Kind, RankTrace
 
 __all__ = ["RankMirror"]
@@ -71,11 +71,11 @@ class RankMirror:
 
     def _map_member(self, member: int, members: Sequence[int], other: int) -> int:
         """Return the rank in the other rank's group that corresponds to `member` in the played rank's."""
-        places = [self._mesh.place(each) for each in members]
-        theirs, place = self._mesh.place(other), self._mesh.place(member)
-        agree = [len({getattr(each, axis) for each in places}) == 1 for axis in AXES]
-        moved = (new if same else old for same, new, old in zip(agree, theirs, place, strict=True))
-        return self._mesh.rank(*Place(*moved))
+        along = zip(*map(self._mesh.coordinates, members), strict=True)  # the coordinates along each axis
+        theirs, place = self._mesh.coordinates(other), self._mesh.coordinates(member)
+        return self._mesh.rank_at(
+            new if len(set(each)) == 1 else old for each, new, old in zip(along, theirs, place, strict=True)
+        )
 
 
 def _members(text: str) -> list[int]:

@@ -4,6 +4,7 @@ A rank at place (pp, dp, cp, tp) belongs to one group along each axis: the ranks
 only. Communication along one axis never reaches another, so a strategy is given its own axis and needs no other.
 
     replicas     dp x cp: ranks that hold the same weights and compute on different samples or parts of a sequence
+    shards       dp_shard x cp: those among which ZeRO shards the weights; all replicas, unless the plan is hybrid
     model        pp x tp: ranks that together hold one model
 """
 
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpkit.plan.mesh import AXES, Mesh
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.one_rank import OneRank
 
@@ -44,7 +46,7 @@ class MeshAxes:
         assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
         self._comm, self.mesh = comm, mesh
         self.place = mesh.place(comm.rank)
-        self._long = [axis for axis in AXES if getattr(mesh, axis) > 1]
+        self._long = long_axes(mesh)
         self._known: dict[tuple[str, ...], Communicator] = {}
         self._mesh: DeviceMesh | None = None
         if len(self._long) > 1:  # otherwise the only axis spans all ranks
@@ -56,7 +58,7 @@ class MeshAxes:
 
         All ranks request the same groups in the same order.
         """
-        wanted = tuple(axis for axis in self._long if axis in axes)
+        wanted = tuple(axis for axis in self.mesh.parts(*axes) if axis in self._long)
         if wanted not in self._known:
             self._known[wanted] = self._communicator(wanted)
         return self._known[wanted]

@@ -73,8 +73,13 @@ class Placement(Drawn):
 
     @property
     def replicas(self) -> int:
-        """The number of ranks across which ZeRO shards the states that replicas would otherwise duplicate: dp x cp."""
+        """The number of ranks that hold the same part of the model, or would without ZeRO: dp x cp."""
         return self.mesh.dp * self.mesh.cp
+
+    @property
+    def shard_count(self) -> int:
+        """The number of ranks across which ZeRO shards the states that replicas would otherwise duplicate."""
+        return self.mesh.dp_shard * self.mesh.cp
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the numbers of the stages that a rank holds."""

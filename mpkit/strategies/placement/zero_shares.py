@@ -58,12 +58,12 @@ def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
     from mpkit.strategies.zero.flat import FlatLayout
     from mpkit.strategies.zero.units import by_bucket, by_site, sites_of
 
-    n = plan.dp * plan.cp
+    n = plan.shards
     sites = sites_of({0: Stage(0, layers_of(model), torch.device("cpu"))})
     parts: dict[int, tuple[tuple[int, int], ...]] = {}
     units = by_site(sites) if plan.zero == 3 else by_bucket(sites, int(plan.bucket_mb * 2**20))
     for unit in units:
-        layouts = [FlatLayout(unit.parameters, rank, n) for rank in range(n)]
+        layouts = [FlatLayout(unit.parameters, rank % n, n) for rank in range(plan.dp * plan.cp)]
         for i, parameter in enumerate(unit.parameters):
             parts[id(parameter)] = tuple(layout.own(i) for layout in layouts)
     return tuple(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated import Replicated, shard_groups
 from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.strategies.data_parallel.sync_cost import SyncCost
 from mpkit.strategies.data_parallel.tied import TiedWeights, tied_parameters
@@ -217,7 +217,7 @@ def assemble(
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
-    held = Replicated(context, plan, stages, replicas, tied)
+    held = Replicated(context, plan, stages, replicas, tied, groups=shard_groups(plan, axes))
     if plan.zero:
         sync: GradientSync = zero_sync(held)
     elif replicas.size > 1:

@@ -68,8 +68,8 @@ class Update:
     ) -> None:
         self._comm, self._device = context.comm, context.device
         self._sync, self._tied = sync, tied
-        # The ranks that update each element of the model once: those of one model, or all if replicas divide it.
-        self._together = axes.communicator_of("pp", "tp", *(("dp", "cp") if sync.divided else ()))
+        # The ranks that update each element of the model once: those of one model, and those that share its shards.
+        self._together = axes.communicator_of("pp", "tp", *(("dp_shard", "cp") if sync.divided else ()))
         self._tp, self._first_of_tp = axes.communicator_of("tp"), axes.place.tp == 0
         self._limit, self._schedule = job.how.max_grad_norm, job.how.lr_schedule
         self.masters = Masters(context, job.plan, sync.pieces, fp32_params)

@@ -112,9 +112,9 @@ class Flat:
         """This rank's part of the whole tensor, (k,)."""
         return self.whole[self.layout.begin : self.layout.end]
 
-    def start_all_gather(self, replicas: Communicator) -> Pending:
+    def start_all_gather(self, shard_group: Communicator) -> Pending:
         """Start gathering all ranks' shards into the whole tensor, which has memory."""
-        return replicas.all_gather(self.shard, async_op=True, out=self.whole)
+        return shard_group.all_gather(self.shard, async_op=True, out=self.whole)
 
     def allocate(self) -> None:
         """Allocate the whole tensor if it has no memory; its contents are undefined at first."""

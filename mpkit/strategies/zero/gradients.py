@@ -1,8 +1,9 @@
 """Gradients of one unit, from autograd to this rank's shard of their sum: two policies.
 
-    copy      a gradient that autograd made is copied to its place in a flat tensor
-    reduce    the flat tensor's sum over ranks is computed, of which each rank keeps its shard
-    free      what the policy does not keep is freed
+    copy         a gradient that autograd made is copied to its place in a flat tensor
+    reduce       the flat tensor's sum over ranks is computed, of which each rank keeps its shard
+    free         what the policy does not keep is freed
+    replicate    in hybrid sharding the shard is summed over the groups, once per step
 
     Accumulated    stage 1, and tied weights in every stage: gradients stay whole and accumulate over micro-batches in
                    the flat tensor, which is reduced once per step
@@ -37,8 +38,9 @@ class Gradients(ABC):
     Args:
         layout: that of the unit's parameters.
         record: this rank's recorder.
-        replicas: the ranks that share the work.
+        shard_group: the ranks that share the work.
         stage: the model's stage whose backwards produce the gradients; None if several do, which share a tied weight.
+        replicate_group: the ranks of other groups that keep the same shard; None if there are none.
 
     Attributes:
         layout, stage: as given.
@@ -52,14 +54,21 @@ class Gradients(ABC):
     flat: Flat
 
     def __init__(
-        self, layout: FlatLayout, record: Recorder, replicas: Communicator, stage: int | None
+        self,
+        layout: FlatLayout,
+        record: Recorder,
+        shard_group: Communicator,
+        stage: int | None,
+        replicate_group: Communicator | None = None,
     ) -> None:
         self.layout, self.stage = layout, stage
-        self._replicas = replicas
+        self._shard_group, self._replicate_group = shard_group, replicate_group
         self.ready: set[nn.Parameter] = set()
         self.missing: set[nn.Parameter] = set()
         self.several = False
         self._work: Pending | None = None
+        self._is_replicated = False  # whether the sum over the groups has been started in this step
+        self._replicating: Pending | None = None
         self.flat = self._new_flat(record)
         self.flat.drop()
         self._views = dict(zip(layout.parameters, self.flat.views, strict=True))
@@ -73,6 +82,8 @@ class Gradients(ABC):
         if self._work is not None:  # of a backward that failed
             self._work.wait()
             self._work = None
+        self.finish_replicate()
+        self._is_replicated = False
         self.ready.clear()
         self.flat.drop()
 
@@ -93,6 +104,18 @@ class Gradients(ABC):
     def complete(self) -> None:
         """Wait for the reduce-scatter, if it has been started, and free what does not stay."""
 
+    def start_replicate(self) -> None:
+        """Start the sum of the step's shard over the groups, if there are several and it has not been started yet."""
+        if self._replicate_group is not None and not self._is_replicated:
+            self._is_replicated = True
+            self._replicating = self._replicate_group.all_reduce(self.flat.shard, async_op=True)
+
+    def finish_replicate(self) -> None:
+        """Wait for the sum over the groups, if it has been started."""
+        if self._replicating is not None:
+            self._replicating.wait()
+            self._replicating = None
+
     def reduce_late(self, late: dict[nn.Parameter, Tensor]) -> None:
         """Add gradients that arrived after the others had been reduced to the shard; every rank calls it."""
         self.complete()
@@ -100,7 +123,14 @@ class Gradients(ABC):
         for parameter, view in zip(self.layout.parameters, self.layout.views(whole), strict=True):
             if parameter in late:
                 view.copy_(late[parameter])
-        self.flat.shard.add_(self._replicas.reduce_scatter(whole))
+        self._add_to_shard(self._shard_group.reduce_scatter(whole))
+
+    def _add_to_shard(self, more: Tensor) -> None:
+        """Add a sum over this group to the shard, which may be the sum over all groups already."""
+        if self._is_replicated and self._replicate_group is not None:
+            self.finish_replicate()
+            self._replicate_group.all_reduce(more)
+        self.flat.shard.add_(more)
 
 
 class AccumulatedGradients(Gradients):
@@ -131,7 +161,7 @@ class AccumulatedGradients(Gradients):
         for parameter, view in self._views.items():
             if parameter not in self.ready:
                 view.zero_()
-        self._work = self._replicas.reduce_scatter(self.flat.whole, async_op=True, out=self.flat.shard)
+        self._work = self._shard_group.reduce_scatter(self.flat.whole, async_op=True, out=self.flat.shard)
 
     def complete(self) -> None:
         """Wait for the reduce-scatter, if it has been started; the flat tensor stays."""
@@ -146,9 +176,14 @@ class ShardedGradients(Gradients):
     flat: ShardedFlat
 
     def __init__(
-        self, layout: FlatLayout, record: Recorder, replicas: Communicator, stage: int | None
+        self,
+        layout: FlatLayout,
+        record: Recorder,
+        shard_group: Communicator,
+        stage: int | None,
+        replicate_group: Communicator | None = None,
     ) -> None:
-        super().__init__(layout, record, replicas, stage)
+        super().__init__(layout, record, shard_group, stage, replicate_group)
         self._has_sum = False  # whether the shard holds the sum of an earlier backward
         self._more: Tensor | None = None  # (k,), where the next sum is written if it does
 
@@ -178,7 +213,7 @@ class ShardedGradients(Gradients):
             self.flat.allocate_shard()
         self._more = torch.empty_like(self.flat.shard) if self._has_sum else None
         out = self.flat.shard if self._more is None else self._more
-        self._work = self._replicas.reduce_scatter(self.flat.whole, async_op=True, out=out)
+        self._work = self._shard_group.reduce_scatter(self.flat.whole, async_op=True, out=out)
 
     def complete(self) -> None:
         """Wait for the reduce-scatter, if it has been started; add it to the shard, and free the flat tensor."""
@@ -186,7 +221,7 @@ class ShardedGradients(Gradients):
             self._work.wait()
             self._work = None
             if self._more is not None:
-                self.flat.shard.add_(self._more)
+                self._add_to_shard(self._more)
                 self._more = None
             self._has_sum = True
             self.flat.free()

@@ -7,6 +7,8 @@
     rest      at the end, reduce the units of which some gradients never came
     finish    reduce tied weights, whose gradients are complete only when all stages are done
 
+In hybrid sharding each shard is also summed over the groups, as soon as it holds the gradients of the whole step.
+
 At most one reduce-scatter is pending while the next unit fills, so at most two units are whole at a time where
 gradients are sharded.
 """
@@ -31,7 +33,7 @@ class Reducer:
     """The units of gradients, on their way to their shards.
 
     Args:
-        replicas: the ranks that share the work.
+        replicas: all ranks that share the batch.
         units: all of them, in the order in which they fill.
         names: the parameters' names, for errors.
         allows_unused: whether a parameter may have no gradient.
@@ -53,6 +55,7 @@ class Reducer:
         self._queue: list[Gradients] = []  # to be reduced, in this order
         self._next = 0  # the next unit of the queue to reduce
         self._reducing = False
+        self._last = True  # whether the shards are complete for this step when the queue has been reduced
         self._late: dict[nn.Parameter, Tensor] = {}
         for parameter in self._unit_of:
             parameter.register_hook(partial(self._before_grad, parameter))
@@ -80,9 +83,15 @@ class Reducer:
         self._reducing = False
 
     @contextmanager
-    def reducing_all(self, units: list[Gradients]) -> Iterator[None]:
-        """Within the block, a backward, reduce these units as they fill; at its end, those that did not fill."""
+    def reducing_all(self, units: list[Gradients], *, last: bool) -> Iterator[None]:
+        """Within the block, a backward, reduce these units as they fill; at its end, those that did not fill.
+
+        Args:
+            units: the units that this backward fills.
+            last: whether it is the last in this step that fills them.
+        """
         self.expect(units)
+        self._last = last
         with self.reduce_arriving():
             yield
         self.reduce_rest()
@@ -120,7 +129,12 @@ class Reducer:
         self._queue[self._next].start_reduce()
         self._next += 1
         if self._next > 1:
-            self._queue[self._next - 2].complete()
+            self._complete(self._queue[self._next - 2])
+
+    def _complete(self, unit: Gradients) -> None:
+        unit.complete()
+        if self._last:
+            unit.start_replicate()
 
     # ---- rest
 
@@ -130,7 +144,7 @@ class Reducer:
         while self._next < len(self._queue):
             self._reduce()
         if self._queue:
-            self._queue[-1].complete()
+            self._complete(self._queue[-1])
         for unit in [unit for unit in self._queue if any(p in self._late for p in unit.layout.parameters)]:
             unit.reduce_late(self._late)
         self._late.clear()
@@ -148,8 +162,11 @@ class Reducer:
         if missing and not self._allows_unused:
             raise unused_error(missing, self._allow_unused)
         self.reduce_rest()
+        self._last = True
         self.expect([unit for unit in self._units if unit.stage is None])
         self.reduce_rest()
+        for unit in self._units:
+            unit.finish_replicate()
         if not (self._allows_unused and self._units):
             return set()
         # A parameter that no rank used has no gradient, as in serial training.

@@ -8,7 +8,7 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated import Replicated, shard_groups
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.zero.stages import zero_sync
@@ -59,5 +59,7 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
         )
     plan = Plan(dp=context.world_size, zero=stage, **{"batchnorm": "local", **options})
     stages = {0: Stage(0, layers_of(model), context.device)}
-    replicas = MeshAxes(context.comm, context.device, plan.mesh).communicator_of("dp")
-    return zero_sync(Replicated(context, plan, stages, replicas))
+    axes = MeshAxes(context.comm, context.device, plan.mesh)
+    return zero_sync(
+        Replicated(context, plan, stages, axes.communicator_of("dp"), groups=shard_groups(plan, axes))
+    )

@@ -20,15 +20,15 @@ class WholeParameters:
     """The parameters that are whole, or are being gathered. At first none are.
 
     Args:
-        replicas: the ranks that hold the other shards.
+        shard_group: the ranks that hold the other shards.
         flats: flat tensors of parameters, with the shards filled.
         demand: gathers a parameter that is used while it is not whole; returns False where that is not possible.
     """
 
     def __init__(
-        self, replicas: Communicator, flats: list[Flat], demand: Callable[[nn.Parameter], bool]
+        self, shard_group: Communicator, flats: list[Flat], demand: Callable[[nn.Parameter], bool]
     ) -> None:
-        self._replicas = replicas
+        self._shard_group = shard_group
         self._versions: dict[Flat, list[int]] = {}
         self._whole: dict[Flat, Pending | None] = {}  # whole (None), or with the pending all-gather
         for flat in flats:
@@ -49,7 +49,7 @@ class WholeParameters:
     def _start(self, flat: Flat) -> None:
         if flat not in self._whole:
             flat.allocate()
-            self._whole[flat] = flat.start_all_gather(self._replicas)
+            self._whole[flat] = flat.start_all_gather(self._shard_group)
 
     def _wait(self, flat: Flat) -> None:
         work = self._whole[flat]

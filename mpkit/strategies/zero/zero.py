@@ -17,6 +17,13 @@ Each stage is a class, which says in this order what it does in a step; this mod
     finish        each of this rank's pieces has its gradient
     update        these pieces, with the optimizer (`mpkit.strategies.update`)
     renew         every rank's parameters are up to date again
+
+Hybrid sharding (HSDP) divides the replicas into groups, such as nodes, of dp_shard ranks. ZeRO shards within each
+group: above, n is dp_shard, and gathers and reduce-scatters stay inside. Ranks of different groups hold the same
+shards, and sum their gradients by an all-reduce of the shard once per step (`gradients`).
+
+Source of hybrid sharding: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
+section 3.2.2; Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data_parallel.buffers import StatefulBuffers
 from mpkit.strategies.data_parallel.replicated import Replicated
 from mpkit.strategies.stage.gradient_sync import GradientSync, Piece, named_parameters
@@ -59,6 +67,7 @@ class Zero(GradientSync):
     def __init__(self, held: Replicated, units: list[Unit]) -> None:
         super().__init__(held.stages)
         self._replicas, self._record = held.replicas, held.context.record
+        self._shard_group = held.shard_group
         module = held.module
         # ---- flatten: parameters, as the first replica has them
         self._params = [self._flatten(unit) for unit in units]
@@ -66,7 +75,7 @@ class Zero(GradientSync):
         self._stateful = StatefulBuffers(held.replicas, held.plan, module)
         # ---- flatten: their gradients
         self._grads = [
-            self._gradients_of(unit, flat.layout)
+            self._gradients_of(unit, flat.layout, held.replicate_group)
             for unit, flat in zip(units, self._params, strict=True)
             if unit.parameters[0].requires_grad
         ]
@@ -81,7 +90,7 @@ class Zero(GradientSync):
 
     def _flatten(self, unit: Unit) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
-        layout = FlatLayout(unit.parameters, self._replicas.index, self._replicas.size)
+        layout = FlatLayout(unit.parameters, self._shard_group.index, self._shard_group.size)
         flat = self.flat_params(layout, self._record, "params")
         for parameter, view in zip(unit.parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
@@ -99,10 +108,12 @@ class Zero(GradientSync):
             if tensor not in sharded:
                 self._replicas.broadcast(tensor.detach())
 
-    def _gradients_of(self, unit: Unit, layout: FlatLayout) -> Gradients:
+    def _gradients_of(
+        self, unit: Unit, layout: FlatLayout, replicate_group: Communicator | None
+    ) -> Gradients:
         """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
         keep = AccumulatedGradients if unit.stage is None else self.flat_grads
-        return keep(layout, self._record, self._replicas, unit.stage)
+        return keep(layout, self._record, self._shard_group, unit.stage, replicate_group)
 
     def _divide(self) -> dict[FlatLayout, list[Piece]]:
         """Replace whole parameters by this rank's parts of them; return these by flat tensor."""
@@ -152,7 +163,7 @@ class Zero(GradientSync):
 
     def _all_gather(self) -> None:
         """Gather the updated shards into every rank's parameters."""
-        works = [flat.start_all_gather(self._replicas) for flat in self._params]
+        works = [flat.start_all_gather(self._shard_group) for flat in self._params]
         for work in works:
             work.wait()
 

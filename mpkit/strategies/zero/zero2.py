@@ -45,7 +45,7 @@ class Zero2(Zero):
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
         """Reduce-scatter the gradients of every backward; their sums accumulate in the shards."""
         arriving = [grads for grads in self._grads if grads.stage == stage and half != "I"]
-        with self._reducer.reducing_all(arriving):
+        with self._reducer.reducing_all(arriving, last=last):
             yield
 
     def finish(self) -> None:

@@ -43,13 +43,13 @@ class Zero3(Zero):
         sites = sites_of(held.stages, held.whole)
         super().__init__(held, by_site(sites, held.tied, held.unsharded_parameters))
         # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
-        self._gathering = Gathering(held.replicas, sites, self._params, prefetch=held.plan.prefetch)
+        self._gathering = Gathering(held.shard_group, sites, self._params, prefetch=held.plan.prefetch)
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
         """Reduce-scatter the gradients of every backward; free the parameters that it gathered."""
         arriving = [grads for grads in self._grads if grads.stage == stage and half != "I"]
-        with self._reducer.reducing_all(arriving):
+        with self._reducer.reducing_all(arriving, last=last):
             if half == "W":  # goes from node to node, and no hook shows which layer is next
                 self._gathering.gather_stage(stage)
             yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from mpkit.plan.mesh import TABLE
+
 __all__ = ["AXIS_INKS", "ink_of", "legible_on", "tint"]
 
-AXIS_INKS = {"pp": "#0072b2", "dp": "#009e73", "cp": "#e69f00", "tp": "#d55e00"}
-"""Okabe and Ito's colours, as in colours.py; legible on light and dark backgrounds."""
+AXIS_INKS = {axis.name: axis.ink for axis in TABLE}
+"""By the axis' name."""
 
 SEVERAL = "#8c6bb1"
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.plan.mesh import AXES
+from mpkit.plan.mesh_of_trace import place_text
 from mpkit.timeline.timeline import Timeline
 
 __all__ = ["FOLDED", "LaneGroup", "groups_of", "groups_trait", "rank_label", "short_label", "widest_label"]
@@ -59,7 +60,7 @@ class LaneGroup:
 def groups_of(timeline: Timeline) -> list[LaneGroup]:
     """Return the groups of a timeline's ranks; on a mesh of one axis, or without a mesh, only of many ranks."""
     mesh = timeline.mesh
-    long = long_axes(mesh) if mesh else []
+    long = [axis for axis in AXES if mesh and getattr(mesh, axis) > 1]
     if mesh is None or len(long) < 2:
         return _neighbours(timeline.world_size, long[0] if long else "")
     shared = [axis for axis in long[:-1] if axis in ("pp", "dp")] or long[:1]
@@ -114,7 +115,7 @@ def rank_label(timeline: Timeline, rank: int) -> str:
     mesh = timeline.mesh
     if "imported" in timeline.meta:
         return _imported_label(timeline, rank)
-    if mesh is not None and len(long_axes(mesh)) > 1:
+    if mesh is not None and " " in place_text(mesh, rank):  # along several axes
         return f"rank {rank}  {place_text(mesh, rank)}"
     replayed = timeline.meta.get("hardware", "cpu") != "cpu"  # replayed on a machine other than the run's own
     on_cpu = timeline.meta.get("device") == "cpu" and timeline.clock != "simulated" and not replayed

@@ -14,7 +14,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpkit.common.visible import escape
-from mpkit.plan.mesh_of_trace import long_axes, place_text
+from mpkit.plan.mesh_of_trace import place_text
 from mpkit.strategies.placement.placed_ranks import Talk, brief
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.colours import THEMES
@@ -92,7 +92,7 @@ def _boxes(placement: Placement, width: int) -> list[RankBox]:
     """Place a box per rank: stages from left to right, replicas one below the other; on one axis, a node per row."""
     mesh = placement.mesh
     inner = mesh.cp * mesh.tp
-    alone = len(long_axes(mesh)) < 2
+    alone = sum(degree > 1 for degree in mesh.shape) < 2
     across = mesh.pp * inner
     if alone:
         across = min(mesh.size, placement.hardware.per_node if placement.hardware else 8, 16)

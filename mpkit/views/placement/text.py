@@ -30,7 +30,7 @@ def placement_text(placement: Placement) -> str:
         for rank in ranks[: MOST if not number else max(0, MOST - ranks[0])]:
             held = brief(placement.layers_of(rank))
             if placement.zero == 3 and held:
-                held = f"1/{placement.replicas} of {held}"
+                held = f"1/{placement.shard_count} of {held}"
             lines.append(f"  rank {rank:<3} {place_text(placement.mesh, rank)}{'   ' + held if held else ''}")
         if ranks[-1] >= MOST:
             lines.append(f"  ... to rank {ranks[-1]}")

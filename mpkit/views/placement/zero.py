@@ -31,7 +31,7 @@ def held_words(placement: Placement) -> str:
     parted = sharded_states(placement.zero)
     whole = " and ".join(state for state in STATES if not parted[state])
     part = ", ".join(state for state in STATES if parted[state])
-    return ", ".join(filter(None, [f"{whole} whole" if whole else "", f"1/{placement.replicas} of {part}"]))
+    return ", ".join(filter(None, [f"{whole} whole" if whole else "", f"1/{placement.shard_count} of {part}"]))
 
 
 def zero_text(placement: Placement) -> list[str]:
@@ -60,7 +60,7 @@ def zero_svg(placement: Placement, y: float) -> tuple[list[str], float]:
     """
     if not placement.zero:
         return [], y
-    n, left, parted = placement.replicas, MARGIN + 10, sharded_states(placement.zero)
+    n, left, parted = placement.shard_count, MARGIN + 10, sharded_states(placement.zero)
     y += 14
     parts = [_words(left, y, f"what ZeRO-{placement.zero} shards", "words", ' font-weight="600"')]
     y += 20
@@ -72,7 +72,7 @@ def zero_svg(placement: Placement, y: float) -> tuple[list[str], float]:
         y += TALL + 6
         parts.append(_words(left, y, name, "words"))
         for state, x in zip(STATES, starts, strict=True):
-            first, wide = (x + BAR * replica / n, BAR / n) if parted[state] else (x, BAR)
+            first, wide = (x + BAR * (replica % n) / n, BAR / n) if parted[state] else (x, BAR)
             told = f"{name}: {'1/' + str(n) + ' of the ' if parted[state] else 'all '}{state}"
             parts.append(
                 f"<g><title>{escape(told)}</title>"
@@ -80,9 +80,9 @@ def zero_svg(placement: Placement, y: float) -> tuple[list[str], float]:
                 f'<rect fill="{ink_of("dp")}" x="{first:.1f}" y="{y - TALL + 3:.1f}" width="{max(wide, 2):.1f}" '
                 f'height="{TALL:g}" rx="3"/></g>'
             )
-    if n > REPLICAS:
+    if placement.replicas > REPLICAS:
         y += 18
-        parts.append(_words(left, y, f"and {n - REPLICAS} more", "faint"))
+        parts.append(_words(left, y, f"and {placement.replicas - REPLICAS} more", "faint"))
     table, y = _table(placement, y + 12)
     return parts + table, y + 20
 

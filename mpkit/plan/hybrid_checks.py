@@ -1,0 +1,66 @@
+"""Checks of hybrid sharding: a Plan's `dp_shard` and `dp_replicate`. Every message shows a plan that works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpkit.plan.checks import call_of, checked_degree
+
+if TYPE_CHECKING:
+    from mpkit.plan.plan import Plan
+
+__all__ = ["check_hybrid", "take_hybrid_degrees"]
+
+
+def take_hybrid_degrees(plan: Plan) -> None:
+    """Set dp, dp_shard and dp_replicate, of which any two determine the third; both are None without hybrid sharding.
+
+    Raises:
+        ValueError: a degree is not a whole number, or dp is not the product of the other two.
+    """
+    given = [name for name in ("dp_shard", "dp_replicate") if getattr(plan, name) is not None]
+    if not given:
+        return
+    degrees = {name: checked_degree(plan, name) for name in ("dp", *given)}
+    dp, shard, replicate = degrees["dp"], degrees.get("dp_shard"), degrees.get("dp_replicate")
+    if dp == 1:
+        dp = (shard or 1) * (replicate or 1)
+    shard = shard or max(dp // (replicate or 1), 1)
+    replicate = replicate or max(dp // shard, 1)
+    if shard * replicate != dp:
+        said = ", ".join(f"{name}={value}" for name, value in degrees.items())
+        good = {"dp": shard * replicate, "dp_shard": shard, "dp_replicate": replicate}
+        raise ValueError(
+            f"Plan({said}): dp replicas are dp_replicate groups of dp_shard, and dp is the product of the two, such as "
+            f"{call_of(plan, good)}"
+        )
+    if shard == 1 or replicate == 1:
+        _check_sharded(plan, shard, replicate)
+    hybrid = shard > 1 and replicate > 1
+    object.__setattr__(plan, "dp", dp)
+    object.__setattr__(plan, "dp_shard", shard if hybrid else None)
+    object.__setattr__(plan, "dp_replicate", replicate if hybrid else None)
+
+
+def check_hybrid(plan: Plan) -> None:
+    """Check that ZeRO shards something, if it is to shard within groups.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if plan.dp_shard and not plan.zero:
+        raise ValueError(
+            f"{call_of(plan)}: dp_shard={plan.dp_shard} replicas share the states that ZeRO shards, and zero=0 shards "
+            f"nothing. Either {call_of(plan, {'zero': 3})}, or without groups "
+            f"{call_of(plan, {'dp_shard': None, 'dp_replicate': None})}"
+        )
+
+
+def _check_sharded(plan: Plan, shard: int, replicate: int) -> None:
+    """Check that groups of a single replica are not meant to shard anything."""
+    if shard == 1 and replicate > 1 and plan.zero:
+        whole = {"dp": replicate, "dp_shard": None, "dp_replicate": None}
+        raise ValueError(
+            f"Plan(dp_shard=1, dp_replicate={replicate}, zero={plan.zero}): a group of one replica shards nothing. "
+            f"Either shard among all replicas, {call_of(plan, whole)}, or nothing: {call_of(plan, whole | {'zero': 0})}"
+        )
