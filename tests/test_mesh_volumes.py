@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.mesh import AXES
 from mpkit.trace import Kind
 from tests.mesh.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
 from tests.serial import Train
@@ -127,6 +126,7 @@ PLANS: list[dict[str, Any]] = [
     {"cp": 2, "recompute": "full"},
     {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
     {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
+    {"dp": 4, "tp": 2, "zero": 3, "dp_shard": 2, "microbatches": 2},
     {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
     {"pp": 2, "dp": 2, "tp": 2, "schedule": "1f1b", "zero": 1, "sequence_parallel": True, "microbatches": 4},
 ]
@@ -137,6 +137,9 @@ MORE: list[dict[str, Any]] = [
     {"cp": 2, "tp": 2, "sequence_parallel": True},
     {"cp": 2, "dp": 2, "zero": 1},
     {"dp": 2, "zero": 3, "recompute": "full"},
+    {"dp": 4, "zero": 1, "dp_shard": 2},
+    {"dp": 2, "cp": 2, "zero": 3, "dp_shard": 1},
+    {"pp": 2, "dp": 4, "schedule": "1f1b", "zero": 2, "dp_shard": 2, "microbatches": 2},
     {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True, "microbatches": 3},
     {"pp": 2, "cp": 2, "schedule": "1f1b", "microbatches": 2},
     {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
@@ -153,9 +156,9 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     model = GPT(vocab=33, layers=plan.stages + 1, width=12, heads=3, length=12)
     how = {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
     run = train(model, tokens(7, 12, 33), plan, **how)
-    degrees = {axis for axis in AXES if getattr(plan, axis) > 1}
-    replicas = " x ".join(axis for axis in ("dp", "cp") if getattr(plan, axis) > 1)
-    axes = degrees - {"dp"} | {replicas} - {""}
+    degrees = {axis for axis in plan.mesh.axes if getattr(plan.mesh, axis) > 1}
+    shards = " x ".join(axis for axis in plan.mesh.parts("dp_shard", "cp") if axis in degrees)
+    axes = degrees - {"dp", "dp_shard"} | {shards} - {""}
     check_ratios(run.timeline(), axes)
     assert set(run.timeline().comm_matrix().axes) == axes
     placed = run.placement(hardware="8x-h100-nvlink")

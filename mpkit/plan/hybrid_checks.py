@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.plan.checks import call_of, checked_degree
+from mpkit.plan.checks import call_of, checked_degree, whole
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
@@ -34,9 +34,15 @@ def take_hybrid_degrees(plan: Plan) -> None:
             f"Plan({said}): dp replicas are dp_replicate groups of dp_shard, and dp is the product of the two, such as "
             f"{call_of(plan, good)}"
         )
-    if shard == 1 or replicate == 1:
-        _check_sharded(plan, shard, replicate)
-    hybrid = shard > 1 and replicate > 1
+    shards = shard * (whole(plan.cp) or 1)  # ranks along cp hold the same weights too
+    if shards == 1 and replicate > 1 and plan.zero:
+        among_all = {"dp": replicate, "dp_shard": None, "dp_replicate": None}
+        raise ValueError(
+            f"Plan(dp_shard=1, dp_replicate={replicate}, zero={plan.zero}): a group of one replica shards nothing. "
+            f"Either shard among all replicas, {call_of(plan, among_all)}, or nothing: "
+            f"{call_of(plan, among_all | {'zero': 0})}"
+        )
+    hybrid = replicate > 1 and (shard > 1 or bool(plan.zero))
     object.__setattr__(plan, "dp", dp)
     object.__setattr__(plan, "dp_shard", shard if hybrid else None)
     object.__setattr__(plan, "dp_replicate", replicate if hybrid else None)
@@ -53,14 +59,4 @@ def check_hybrid(plan: Plan) -> None:
             f"{call_of(plan)}: dp_shard={plan.dp_shard} replicas share the states that ZeRO shards, and zero=0 shards "
             f"nothing. Either {call_of(plan, {'zero': 3})}, or without groups "
             f"{call_of(plan, {'dp_shard': None, 'dp_replicate': None})}"
-        )
-
-
-def _check_sharded(plan: Plan, shard: int, replicate: int) -> None:
-    """Check that groups of a single replica are not meant to shard anything."""
-    if shard == 1 and replicate > 1 and plan.zero:
-        whole = {"dp": replicate, "dp_shard": None, "dp_replicate": None}
-        raise ValueError(
-            f"Plan(dp_shard=1, dp_replicate={replicate}, zero={plan.zero}): a group of one replica shards nothing. "
-            f"Either shard among all replicas, {call_of(plan, whole)}, or nothing: {call_of(plan, whole | {'zero': 0})}"
         )

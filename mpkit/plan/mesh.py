@@ -99,7 +99,7 @@ class Mesh:
         >>> Mesh(dp=4).axes, Mesh(dp=4, dp_replicate=2).axes
         (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
         """
-        divided = {"dp"} if 1 < self.dp_replicate < self.dp else set()
+        divided = {"dp"} if self.dp_replicate > 1 else set()
         return tuple(
             axis.name
             for axis in TABLE

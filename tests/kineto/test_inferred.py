@@ -115,7 +115,7 @@ def test_hybrid_shards(tmp_path: Path, grouped: bool) -> None:
         calls("allreduce", [2 * WEIGHT], ENGINE, replicas),
     )
     found = inferred(tmp_path, gather, both(annotated("FSDP::all_gather (layer)"), reduce))
-    assert found.plan == mk.Plan(dp=4, zero=3)
+    assert found.plan == mk.Plan(dp=4, zero=3, dp_shard=2)
     assert "among 2 ranks in the forward" in str(found)
     assert "hybrid shards, 2 copies of 2 shards" in str(found)
 

@@ -34,7 +34,7 @@ PEERS = ("naive", "gpipe", "looped_bfs", "zb_h2", "interleaved_zb", "dualpipev")
 AXES = ("schedule", "replicas", "tp", "cp")
 FEATURES: dict[str, tuple[str, ...]] = {
     "schedule": ("-", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", *PEERS),
-    "replicas": ("-", "ddp", "dp"),
+    "replicas": ("-", "ddp", "dp", "hybrid"),
     "tp": ("-", "features", "sequence"),
     "cp": ("-", "contiguous", "zigzag"),
     "model": ("mlp", "gpt", "no chain", "resnet"),
@@ -58,7 +58,9 @@ Row = dict[str, str]
 LANGUAGE = ("gpt", "no chain")
 RULES: tuple[Callable[..., bool], ...] = (
     # ---- at most 8 ranks
-    lambda schedule, replicas, tp, cp: sum(x != "-" for x in (schedule, replicas, tp, cp)) <= 3,
+    lambda schedule, replicas, tp, cp: (
+        sum(x != "-" for x in (schedule, replicas, tp, cp)) + (replicas == "hybrid") <= 3
+    ),
     # ---- what a Plan refuses
     lambda replicas, schedule: replicas != "dp" or schedule == "-",
     lambda replicas, tp: replicas != "dp" or tp == "-",
@@ -66,8 +68,9 @@ RULES: tuple[Callable[..., bool], ...] = (
     lambda replicas, zero: replicas != "dp" or zero == "-",
     lambda replicas, offload: replicas != "dp" or offload == "none",
     lambda offload, zero: offload != "params" or zero == "3",
+    lambda replicas, zero: replicas != "hybrid" or zero != "-",
     # ---- what makes no difference
-    lambda zero, replicas, cp: zero == "-" or replicas == "ddp" or cp != "-",
+    lambda zero, replicas, cp: zero == "-" or replicas in ("ddp", "hybrid") or cp != "-",
     # ---- what a model has to have
     lambda model, cp: cp == "-" or model in LANGUAGE,
     lambda model, tp: tp != "sequence" or model in LANGUAGE,
@@ -139,7 +142,7 @@ ROWS, IMPOSSIBLE = covering()
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
-    """All pairs are counted anew: 25 are impossible, each by one of the rules."""
+    """All pairs are counted anew: 26 are impossible, each by one of the rules."""
     together = set().union(*map(pairs_of, ROWS))
     assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
     missing = [
@@ -148,9 +151,9 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
         if ((a, x), (b, y)) not in together and x not in PEERS
     ]  # fmt: skip
     assert set(missing) == IMPOSSIBLE
-    assert len(missing) == 25, missing
+    assert len(missing) == 26, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
-    assert len(ROWS) <= 45
+    assert len(ROWS) <= 48
 
 
 # ---- a row as a training -----------------------------------------------------------------------------------------
@@ -256,7 +259,8 @@ def plan_of(row: Row) -> mk.Plan:
         virtual_stages=2
         if schedule in ("looped_bfs", "interleaved_1f1b", "interleaved_zb", "zbv", "dualpipev")
         else 1,
-        dp=1 if row["replicas"] == "-" else 2,
+        dp={"-": 1, "hybrid": 4}.get(row["replicas"], 2),
+        dp_shard=2 if row["replicas"] == "hybrid" else None,
         data_parallel="dp" if row["replicas"] == "dp" else "ddp",
         zero=0 if row["zero"] == "-" else int(row["zero"]),
         tp=1 if tp == "-" else 2,

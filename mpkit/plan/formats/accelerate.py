@@ -145,7 +145,7 @@ SHARDED: tuple[FormatKey, ...] = (
         _write_for("FSDP", lambda asked: asked.plan.offload == "params"), _true("offload", "params"), ("offload",)),
     FormatKey(f"{FSDP}_activation_checkpointing", "recomputes each block in the backward",
         _write_for("FSDP", lambda asked: asked.plan.recompute == "full"), _true("recompute", "full"), ("recompute",)),
-    _parallel("dp_replicate_size", "groups that are replicas of each other", lambda asked: asked.plan.mesh.dp_replicate),
+    _parallel("dp_replicate_size", "groups that hold the same shards", lambda asked: asked.plan.mesh.dp_replicate),
     _parallel("dp_shard_size", "replicas, sharded", lambda asked: asked.plan.mesh.dp_shard),
     _parallel("tp_size", "ranks that share each layer", lambda asked: asked.plan.tp, "tp"),
     _parallel("cp_size", "ranks that share each sequence", lambda asked: asked.plan.cp, "cp"),

@@ -45,8 +45,8 @@ def legacy_fsdp(words: str, notes: list[str]) -> dict[str, Any]:
             raise ValueError(f"{word!r} is none of {', '.join(STRATEGIES)}, auto_wrap, offload")
         if word.startswith("hybrid"):
             notes.append(
-                f"{word} shards within a node, and the file does not say how many ranks that is: read as sharding among "
-                "all replicas; give Plan(dp_shard=8) for nodes of 8"
+                f"{word} shards within a node, and the file does not say how many ranks a node has: read as sharding "
+                "among all replicas; give Plan(dp_shard=8) for nodes of 8"
             )
     return fields
 

@@ -93,7 +93,10 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
     """Yield the layouts one change away that the software and the model can have, with the change in words."""
     for zero in offers.zero:
         if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
-            yield f"zero={zero}", replace(best, zero=zero)
+            sharded = best.sharded if zero in offers.hybrid else 0
+            yield f"zero={zero}", replace(best, zero=zero, sharded=sharded)
+    if best.sharded:
+        yield "sharded among all replicas", replace(best, sharded=0)
     for recompute in offers.recompute:
         if recompute != best.recompute and not (priced.stack.fused and recompute == "selective"):
             words = "without recomputation" if recompute == "none" else f"recompute={recompute!r}"
@@ -119,7 +122,7 @@ def _shift_degree(
 ) -> Iterator[tuple[str, Layout]]:
     """Yield the layouts with twice as much of one degree and half of another, for each micro-batch."""
     degrees = {more: getattr(best, more) * 2, less: getattr(best, less) // 2}
-    for layout in _layouts(priced, replace(best, **degrees), offers):
+    for layout in _layouts(priced, replace(best, **degrees, sharded=0), offers):
         yield f"{more}={degrees[more]}, {less}={degrees[less]}", layout
 
 

@@ -22,6 +22,7 @@ class Offers:
     Attributes:
         pipelines: its schedules, with their stages per rank v; () if it has no pipelines; None: every schedule.
         zero: its stages of ZeRO.
+        hybrid: those that it can shard within groups of replicas.
         recompute, offload: as in a Plan, in the order of what they cost.
         tensor, context, sequence: whether it has tensor, context and sequence parallelism.
         even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
@@ -38,6 +39,7 @@ class Offers:
     sequence: bool = True
     even: bool = False
     filled: bool = False
+    hybrid: tuple[int, ...] = ()
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -47,20 +49,22 @@ class Offers:
         return tuple((name, v) for name, entry in SCHEDULES.items() for v in entry.advised)
 
 
-EVERYTHING = Offers()
+EVERYTHING = Offers(hybrid=(1, 2, 3))
 
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
 
 OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True),
-    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True),
+    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,)),
     "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
-    "deepspeed": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
+    "deepspeed": Offers(
+        (), recompute=("none", "full"), tensor=False, context=False, sequence=False, hybrid=(3,)
+    ),
     "llm-foundry": Offers(
-        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
+        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3)
     ),
     "llm-foundry-pure": Offers(
-        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False
+        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3)
     ),
     "nanotron": Offers(((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
 }
@@ -89,6 +93,11 @@ def missing_feature(stack: str, layout: Layout) -> str:
             f"ZeRO-{layout.zero}",
             layout.zero in has.zero or layout.replicas == 1,
             _list_values("ZeRO-", has.zero),
+        ),
+        (
+            f"ZeRO-{layout.zero} within groups",
+            not layout.sharded or layout.zero in has.hybrid,
+            _list_values("ZeRO-", has.hybrid),
         ),
         ("tensor parallelism", has.tensor or layout.tp == 1, ""),
         ("context parallelism", has.context or layout.cp == 1, ""),

@@ -90,11 +90,17 @@ class LayoutPrices:
         """Return the parameters of the ranks, which few of the degrees decide."""
 
         @cache
-        def shares(pp: int, tp: int, zero: int, replicas: int, schedule: str | Schedule) -> ParameterShares:
-            layout = Layout(pp=pp, tp=tp, zero=zero, dp=replicas, head=self.head, schedule=schedule)
+        def shares(
+            pp: int, tp: int, zero: int, replicas: int, sharded: int, schedule: str | Schedule
+        ) -> ParameterShares:
+            layout = Layout(
+                pp=pp, tp=tp, zero=zero, dp=replicas, sharded=sharded, head=self.head, schedule=schedule
+            )
             return ParameterShares(self.asked.model, layout, self.stack)
 
-        return lambda layout: shares(layout.pp, layout.tp, layout.zero, layout.replicas, layout.schedule)
+        return lambda layout: shares(
+            layout.pp, layout.tp, layout.zero, layout.replicas, layout.sharded, layout.schedule
+        )
 
     def step(self, layout: Layout) -> StepTime:
         """Return the time of a step."""

@@ -3,7 +3,7 @@
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages
-    zero         of those that it has, 0 to 3
+    zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
     microbatch   each divisor of a replica's samples
 
 Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
@@ -22,6 +22,10 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["TrainingQuestion", "divisors", "families"]
+
+
+GROUPS = (1, 2, 4)
+"""Nodes in a group within which ZeRO shards."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,17 @@ def families(
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
-                yield from _of_mesh(asked, offers, pp, dp, tp, cp, head)
+                yield from _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head)
 
 
 def _of_mesh(
-    asked: TrainingQuestion, offers: Offers, pp: int, dp: int, tp: int, cp: int, head: float
+    asked: TrainingQuestion, offers: Offers, per_node: int, pp: int, dp: int, tp: int, cp: int, head: float
 ) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
-    for zero in offers.zero if dp * cp > 1 else (0,):
+    stages = [(zero, 0) for zero in offers.zero] if dp * cp > 1 else [(0, 0)]
+    groups = [nodes * per_node // tp for nodes in GROUPS if nodes * per_node % (tp * cp) == 0]
+    stages += [(zero, n) for zero in offers.hybrid for n in groups if 1 < n < dp * cp and dp * cp % n == 0]
+    for zero, sharded in stages:
         for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
             layers = asked.model.layers
             if pp * v > layers or (offers.even and layers % (pp * v)):
@@ -83,7 +90,7 @@ def _of_mesh(
                 Layout(
                     pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
                     virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
-                    head=head,
+                    head=head, sharded=sharded,
                 )
                 for each in divisors(samples)
                 if samples // each % groups == 0 and (not offers.filled or samples // each >= pp - 1)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.wrappers.fully_sharded import FullySharded
 from mpkit.strategies.wrappers.loop_proof.checked import checked_prove
@@ -25,6 +27,7 @@ def fully_shard(
     module: nn.Module,
     stage: int = 3,
     *,
+    dp_shard: int | None = None,
     precision: str | torch.dtype | None = "fp32",
     bucket_mb: float = 25.0,
     prefetch: int = 1,
@@ -55,6 +58,8 @@ def fully_shard(
     Args:
         module: on this rank's device; changed in place.
         stage: 1 divides the optimizer states, 2 the gradients too, 3 the parameters too.
+        dp_shard: hybrid sharding (HSDP): the number of ranks in each group within which they are divided, such as the
+            GPUs of a node; the groups are replicas of each other. None: among all ranks.
         precision: "fp32" keeps the module's dtype; "bf16" and "fp16" compute and communicate in 16 bits. Shares are
             then fp32 master weights, outputs are fp32, and gradients in fp16 are scaled inside: no GradScaler is
             needed.
@@ -62,7 +67,7 @@ def fully_shard(
         prefetch: number of layers that stage 3 gathers ahead.
         find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
         group: the ranks that share the work: a communicator, torch's process group, or a DeviceMesh of one axis; None
-            for all.
+            for all. A mesh of two axes is hybrid sharding, as in torch: ranks along the second one share the shards.
         prove: the number of first steps that are compared with plain PyTorch, on each rank's copy of the whole module.
 
     Returns:
@@ -76,8 +81,12 @@ def fully_shard(
     """
     check_module(module, "mk.fully_shard")
     _check(stage, precision, prove)
+    ranks = size_of(module, group)
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        dp_shard = group.size(1)
+    _check_groups(dp_shard, ranks)
     plan = Plan(
-        dp=size_of(module, group), zero=stage, precision=PRECISIONS[precision], batchnorm="local",
+        dp=ranks, dp_shard=dp_shard, zero=stage, precision=PRECISIONS[precision], batchnorm="local",
         bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
     )  # fmt: skip
     return FullySharded(module, plan, group, prove)
@@ -94,4 +103,16 @@ def _check(stage: Any, precision: Any, prove: Any) -> None:
         raise ValueError(
             f"mk.fully_shard(precision={precision!r}): there are 'fp32', 'bf16' and 'fp16' (or torch.bfloat16, "
             "torch.float16)"
+        )
+
+
+def _check_groups(dp_shard: Any, ranks: int) -> None:
+    if dp_shard is None:
+        return
+    size = whole(dp_shard)
+    if size is None or size < 2 or ranks % size:
+        fits = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"mk.fully_shard(dp_shard={dp_shard!r}): the {ranks} ranks are divided into groups of as many, 2 or more, "
+            f"such as dp_shard={fits[0] if fits else 2}; dp_shard=None shards among all of them"
         )

@@ -36,7 +36,7 @@ from mpkit.strategies.wrappers.held import HeldParameters
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.norm import clip
-from mpkit.strategies.wrappers.replicas import Group, context_for, replicas_of
+from mpkit.strategies.wrappers.replicas import Group, context_for, replicas_of, shard_groups_of
 from mpkit.strategies.wrappers.shares import ShardedParameters
 from mpkit.strategies.wrappers.wrapped import Wrapped
 from mpkit.strategies.zero.stages import zero_sync
@@ -70,7 +70,9 @@ class FullySharded(Wrapped):
 
     def __init__(self, module: nn.Module, plan: Plan, group: Group, prove: int = 0) -> None:
         context = context_for(module)
-        replicas = replicas_of(context, group)
+        replicas = replicas_of(context, group, hybrid=True)
+        groups = shard_groups_of(context, group, plan)
+        self._shard_group = groups.shard if groups else replicas
         check_embeddings(module, shared=replicas.size > 1, local=True)
         dtype = PRECISIONS.get(plan.precision)
         proof = LoopProof("mk.fully_shard", prove, module, replicas, dtype=dtype, divided=True)
@@ -90,7 +92,13 @@ class FullySharded(Wrapped):
         stage = Stage(0, [("", module)], context.device)
         self._sync = zero_sync(
             Replicated(
-                context, plan, {0: stage}, self._replicas, whole=tuple(small.values()), allow_unused=UNUSED
+                context,
+                plan,
+                {0: stage},
+                self._replicas,
+                whole=tuple(small.values()),
+                allow_unused=UNUSED,
+                groups=groups,
             )
         )
         own = Stage(0, [("", FlatNamedModule(small))], context.device)
@@ -103,7 +111,7 @@ class FullySharded(Wrapped):
         numbers = [piece for piece in pieces if piece.parameter.is_floating_point()]
         masters = Masters(context, plan, numbers, fp32_params)
         self._shares = ShardedParameters(
-            module, pieces, self._sync.pieces_of, masters, self._replicas, context.record.ledger
+            module, pieces, self._sync.pieces_of, masters, self._shard_group, context.record.ledger
         )
         self._is_shared = set(in_zero)
         self._open: ExitStack | None = None
@@ -251,7 +259,7 @@ class FullySharded(Wrapped):
         everywhere = [
             s.grad for p, s in self._shares.of.items() if s.grad is not None and p not in self._is_shared
         ]
-        return clip(mine, everywhere, max_norm, norm_type, self._replicas, self._shares.device)
+        return clip(mine, everywhere, max_norm, norm_type, self._shard_group, self._shares.device)
 
     # ---- whole parameters -----------------------------------------------------------------------------------
 

@@ -8,13 +8,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.current import current_communicator
+from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.one_rank import OneRank
+from mpkit.strategies.data_parallel.replicated import ShardGroups, shard_groups
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.wrappers.wrapped import Wrapped
 
-__all__ = ["Group", "check_module", "context_for", "context_on", "replicas_of", "size_of"]
+__all__ = ["Group", "check_module", "context_for", "context_on", "replicas_of", "shard_groups_of", "size_of"]
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 """The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
@@ -45,20 +48,25 @@ def context_on(device: torch.device) -> Context:
     return Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
 
 
-def replicas_of(context: Context, group: Group) -> Communicator:
+def replicas_of(context: Context, group: Group, *, hybrid: bool = False) -> Communicator:
     """Return the communicator of a group.
+
+    Args:
+        context: this rank's context.
+        group: the ranks.
+        hybrid: whether it may be a mesh of two axes, whose ranks are taken together.
 
     Raises:
         ValueError: it is no group, has several axes, or this rank is not in it.
     """
     comm = context.comm
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim != 1 and not hybrid:
             raise ValueError(
                 f"group is a mesh of the axes {group.mesh_dim_names}, and one axis is wanted: "
                 f"group=mesh[{(group.mesh_dim_names or ('dp',))[0]!r}]"
             )
-        group = group.get_group()
+        group = (group._flatten() if group.ndim > 1 else group).get_group()
     if isinstance(group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(group))
         group = comm if len(ranks) == comm.world_size else comm.adopt(ranks, group)
@@ -76,8 +84,29 @@ def replicas_of(context: Context, group: Group) -> Communicator:
 
 
 def size_of(module: nn.Module, group: Group) -> int:
-    """Return the number of ranks in a group."""
-    return replicas_of(context_for(module), group).size
+    """Return the number of ranks in a group, which may be a mesh of two axes."""
+    return replicas_of(context_for(module), group, hybrid=True).size
+
+
+def shard_groups_of(context: Context, group: Group, plan: Plan) -> ShardGroups | None:
+    """Return this rank's groups under hybrid sharding; None if all ranks of the group share the shards.
+
+    Every rank makes this call at the same time.
+
+    Raises:
+        ValueError: a part of all ranks is divided by a number, for which torch has no groups.
+    """
+    if plan.dp_shard is None:
+        return None
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        replicate, shard = group.mesh_dim_names or ("", "")
+        return ShardGroups(replicas_of(context, group[shard]), replicas_of(context, group[replicate]))
+    if plan.dp != context.world_size:
+        raise ValueError(
+            f"mk.fully_shard(dp_shard={plan.dp_shard}) divides all ranks into groups, and here are {plan.dp} of "
+            f"{context.world_size}: give their mesh, group=mesh['dp_replicate', 'dp_shard'], which has them already"
+        )
+    return shard_groups(plan, MeshAxes(context.comm, context.device, plan.mesh))
 
 
 def check_module(module: nn.Module, what: str, within: tuple[type[Wrapped], ...] = ()) -> nn.Module:

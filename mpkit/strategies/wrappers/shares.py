@@ -57,7 +57,7 @@ class ShardedParameters:
         pieces: this rank's pieces, frozen ones too.
         sharded: of these, the pieces in each flat tensor.
         masters: copies in 32 bits, if there are any.
-        replicas: the ranks that hold the other pieces.
+        shard_group: the ranks that hold the other pieces.
         ledger: counts gradients.
     """
 
@@ -67,10 +67,10 @@ class ShardedParameters:
         pieces: Iterable[Piece],
         sharded: Mapping[FlatLayout, list[Piece]],
         masters: Masters,
-        replicas: Communicator,
+        shard_group: Communicator,
         ledger: Ledger,
     ) -> None:
-        self._sharded, self._replicas, self._ledger = sharded, replicas, ledger
+        self._sharded, self._shard_group, self._ledger = sharded, shard_group, ledger
         self._masters = masters
         self._apart = {
             piece for parts in sharded.values() for piece in parts
@@ -187,7 +187,7 @@ class ShardedParameters:
             shard = torch.zeros(layout.k, dtype=first.dtype, device=first.device)
             for part, piece in zip(layout.parts(shard), pieces, strict=True):
                 part.copy_(values[piece].reshape(-1))
-            gathered = self._replicas.all_gather(shard)
+            gathered = self._shard_group.all_gather(shard)
             for view, piece in zip(layout.views(gathered), pieces, strict=True):
                 whole[piece.name] = view.clone()
         return whole

@@ -113,9 +113,10 @@ def plan_of(words: str, devices: int) -> Any:
         return Plan.from_json(words)
     fields: dict[str, Any] = {}
     for word in re.split(r"[+,]", words.lower()):
-        found = re.fullmatch(r"(zero|tp|pp|cp|dp|m|v)(\d+)", word)
+        found = re.fullmatch(r"(zero|tp|pp|cp|dp|m|v|shard)(\d+)", word)
         if found:
-            name = {"m": "microbatches", "v": "virtual_stages"}.get(found[1], found[1])
+            short = {"m": "microbatches", "v": "virtual_stages", "shard": "dp_shard"}
+            name = short.get(found[1], found[1])
             fields[name] = int(found[2])
         elif word in {"full", "selective"}:
             fields["recompute"] = word

@@ -31,7 +31,9 @@ def held_words(placement: Placement) -> str:
     parted = sharded_states(placement.zero)
     whole = " and ".join(state for state in STATES if not parted[state])
     part = ", ".join(state for state in STATES if parted[state])
-    return ", ".join(filter(None, [f"{whole} whole" if whole else "", f"1/{placement.shard_count} of {part}"]))
+    return ", ".join(
+        filter(None, [f"{whole} whole" if whole else "", f"1/{placement.shard_count} of {part}"])
+    )
 
 
 def zero_text(placement: Placement) -> list[str]:

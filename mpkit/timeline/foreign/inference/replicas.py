@@ -42,9 +42,10 @@ def _fsdp(seen: Observed) -> AxisEvidence | None:
     if replicas > 1:
         evidence.append(
             f"It reduces each shard among {replicas} ranks as well: hybrid shards, {replicas} copies of {shards} "
-            f"shards. A Plan has no word for that: dp={shards * replicas} with zero={zero} would shard among all."
+            f"shards, which is dp_shard={shards}, dp_replicate={replicas}."
         )
-    return AxisEvidence({"dp": shards * replicas, "zero": zero}, evidence, announced=True)
+    groups = {"dp_shard": shards, "dp_replicate": replicas} if replicas > 1 else {}
+    return AxisEvidence({"dp": shards * replicas, "zero": zero, **groups}, evidence, announced=True)
 
 
 def _hybrid(seen: Observed, size: int) -> tuple[int, int]:
