@@ -139,13 +139,15 @@ def some_mesh(draw: Any, *, sequences: bool) -> dict[str, Any]:
     cp = draw(st.sampled_from([n for n in (1, 2) if sequences and pp * dp * tp * n <= 8] or [1]))
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2", *STAGES])) if pp > 1 else "gpipe"
     whole = schedule in ("interleaved_zb", "dualpipev")
+    zero = draw(st.integers(0, 3))
     return {
         "pp": pp, "dp": dp, "tp": tp, "cp": cp, "schedule": schedule,
         "virtual_stages": STAGES.get(schedule, 1),
         "microbatches": 2 * pp if whole else draw(st.integers(1, 3)),
         "cp_order": draw(st.sampled_from(["contiguous", "zigzag"])),
         "sequence_parallel": sequences and tp > 1 and draw(st.booleans()),
-        "zero": draw(st.integers(0, 3)), "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "zero": zero, "dp_shard": draw(st.sampled_from([None, 2])) if dp == 4 and zero else None,
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "prefetch": draw(st.integers(0, 2)), "bucket_mb": draw(st.sampled_from([0.001, 25])),
     }  # fmt: skip
 

@@ -1,0 +1,204 @@
+"""Hybrid sharding: ZeRO within groups of replicas. tests/mesh/test_pairs.py has it with everything else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mpkit as mk
+from mpkit.plan.formats.table import FORMATS
+from mpkit.strategies.zero.shard import shard
+from mpkit.trace import Kind
+from tests.recipes import adamw
+from tests.serial import EXACT, Train
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "wrap"))
+from loops import side_by_side
+
+Clusters = Callable[[int], mk.Cluster]
+ZERO = pytest.mark.parametrize("zero", [1, 2, 3])
+
+
+def chain(width: int = 8, layers: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).double()
+
+
+def batch(width: int = 8, samples: int = 8) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(samples, width).double(), torch.randn(samples, width).double())]
+
+
+# ---- in a training -----------------------------------------------------------------------------------------------
+
+
+@ZERO
+def test_a_rank_holds_its_part_of_a_group_and_sums_it_over_the_groups(train: Train, zero: int) -> None:
+    """Of psi parameters in float64: 2 psi of states and gradients, a half each; the sum of a half over 2 groups."""
+    plan = mk.Plan(dp=4, zero=zero, dp_shard=2, bucket_mb=0.0005, microbatches=2)
+    run = train(chain(), batch(), plan, loss=F.mse_loss, optimizer=adamw, steps=3)
+    timeline, psi = run.timeline(), 4 * (64 + 8)
+    for held in timeline.peak_memory:
+        assert held["optimizer"] == 2 * 8 * psi / 2
+        assert held["params"] == 8 * psi / (2 if zero == 3 else 1)
+        assert zero < 2 or held["grads"] == 8 * psi / 2
+    spans = timeline.spans[timeline.spans["step"] == timeline.steps[-1]]
+    for rank in range(4):
+        mine = spans[spans["rank"] == rank]
+        over_groups = mine[(mine["kind"] == Kind.ALL_REDUCE)]
+        assert {timeline.names[group] for group in over_groups["group"]} == {
+            ",".join(map(str, plan.mesh.group(rank, "dp_replicate")))
+        }
+        assert over_groups["bytes"].sum() == 8 * psi / 2, "once per step, not per micro-batch"
+        backwards = mine[(mine["kind"] == Kind.BACKWARD) & (mine["depth"] == 0)]
+        begun = over_groups["issued"] < backwards["end"].max()
+        assert begun.any() and (over_groups["issued"] > backwards["start"].max()).all(), (
+            "beside the last backward"
+        )
+
+
+# ---- in a loop of one's own --------------------------------------------------------------------------------------
+
+
+class UsedTwice(nn.Module):
+    """A block that is computed again within the backward, and used twice: its gradients arrive late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.block = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x.tanh(), use_reentrant=True)
+        return x
+
+
+def accumulate(ctx: Any, zero: int) -> dict[str, Tensor]:
+    model = UsedTwice()
+    replica = shard(ctx, model, zero, dp_shard=2, bucket_mb=0.0001)
+    optimizer = torch.optim.SGD([piece.held for piece in replica.pieces], lr=0.1)
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    for _ in range(2):
+        replica.begin_step()
+        for part in (0, 1):
+            with replica.backward(
+                last=part == 1 or zero > 1
+            ):  # of ZeRO-2 and -3 each says that it is the last
+                model(x[2 * ctx.rank + part : 2 * ctx.rank + part + 1]).square().sum().backward()
+        replica.finish()
+        optimizer.step()
+        replica.renew()
+    with replica.gathered():
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@ZERO
+def test_backwards_after_the_last_and_late_gradients_reach_all_groups(clusters: Clusters, zero: int) -> None:
+    model, x = UsedTwice(), torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    for found in clusters(4).run(accumulate, zero):
+        torch.testing.assert_close(found, dict(model.state_dict()), **EXACT)
+
+
+def wrapped(ctx: Any) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    ways = [{"dp_shard": 2}, {"group": mesh}]
+    return [
+        side_by_side(ctx, partial(mk.fully_shard, stage=stage, **way), optimizer=adamw, max_norm=0.5)
+        for stage, way in ((1, ways[1]), (2, ways[0]), (3, ways[0]), (3, ways[1]))
+    ]
+
+
+def test_the_wrapper_takes_a_number_or_a_mesh(clusters: Clusters) -> None:
+    assert max(max(found) for found in clusters(4).run(wrapped)) < 1e-6
+
+
+def refused(ctx: Any) -> list[str]:
+    found = []
+    half = ctx.comm.group([0, 1])
+    for how in ({"dp_shard": 3}, {"dp_shard": 1}, *([{"dp_shard": 1, "group": half}] * (ctx.rank < 2))):
+        try:
+            mk.fully_shard(nn.Linear(2, 2), **how)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_groups_that_cannot_be_are_explained(clusters: Clusters) -> None:
+    found = clusters(4).run(refused)
+    assert "the 4 ranks are divided into groups" in found[0][0] and "dp_shard=2" in found[0][0]
+    assert [len(each) for each in found] == [3, 3, 2, 2]
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------
+
+
+def test_any_two_degrees_determine_the_third() -> None:
+    plan = mk.Plan(dp=8, zero=3, dp_shard=4)
+    assert plan == mk.Plan(dp=8, zero=3, dp_replicate=2) == mk.Plan(zero=3, dp_shard=4, dp_replicate=2)
+    assert plan == mk.Plan.from_json(plan.to_json()) == mk.Plan.zero(3, 8, dp_shard=4)
+    assert mk.Plan(dp=4, zero=3, dp_shard=4) == mk.Plan(dp=4, zero=3)
+    assert mk.Plan(dp_replicate=4) == mk.Plan(dp=4)
+    assert mk.Plan(dp=2, cp=2, zero=3, dp_shard=1).shards == 2
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ({"dp": 8, "zero": 3, "dp_shard": 3}, r"dp is the product of the two, such as Plan\(dp=6, zero=3"),
+    ({"dp": 8, "dp_shard": 4}, r"zero=0 shards nothing. Either Plan\(dp=8, zero=3, dp_shard=4, dp_replicate=2\)"),
+    ({"dp_shard": 1, "dp_replicate": 4, "zero": 3}, "a group of one replica shards nothing"),
+    ({"zero": 3, "dp_shard": 0}, "dp_shard is a whole number"),
+    ({"zero": "hybrid_shard", "dp": 16}, r"Plan\(dp=16, zero=3, dp_shard=8\)"),
+    ({"mics_shard_size": 8}, "dp_shard= is the number of replicas in each group"),
+])  # fmt: skip
+def test_plans_that_cannot_be(how: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        mk.Plan(**how)
+
+
+SAYS = {"torchtitan": (2, 3), "accelerate": (2, 3), "fsdp": (2, 3), "deepspeed": (3,), "megatron": (1,)}
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot say all of")
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_frameworks_files_say_it_or_that_they_cannot(name: str) -> None:
+    for zero in (1, 2, 3):
+        plan = mk.Plan(dp=16, zero=zero, precision="bf16", dp_shard=8)
+        if (name, zero) == ("fsdp", 1):
+            continue  # refused: fully_shard shards gradients at least
+        text = plan.to(name)
+        assert ("dp_shard" in text.cannot_say) == (zero not in SAYS.get(name, ()))
+        if zero in SAYS.get(name, ()):
+            assert mk.Plan.read(text, name).dp_shard == 8
+
+
+def test_a_placement_shows_the_groups() -> None:
+    text = str(mk.placement(mk.Plan(dp=4, zero=3, dp_shard=2), chain(), hardware="2x2-a100-ib"))
+    assert "dp_shard  (0 1) (2 3), NVLink" in text and "dp_replicate  (0 2) (1 3), InfiniBand" in text
+    assert "each replica has 1/2 of parameters" in text
+
+
+def test_slow_links_between_nodes_ask_for_it() -> None:
+    """On 100 Gb/s per node gathers stay inside the nodes; on fast links all replicas share the shards."""
+    best = {
+        nic: mk.advise("llama3-8b", f"8x8-h100-{nic}", global_batch=256, sequence=4096)
+        for nic in ("100gbe", "ndr")
+    }
+    slow, fast = best["100gbe"].best, best["ndr"].best
+    assert slow is not None and fast is not None
+    assert slow.dp_shard == 8 and fast.dp_shard is None
+    assert "Near miss, sharded among all replicas" in str(best["100gbe"])
