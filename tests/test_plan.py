@@ -169,9 +169,9 @@ def test_named_constructors_say_what_is_wrong(make, says: str) -> None:
         ({"zero": "full_shard"}, {"zero": 3}, "ZeRO-3"),
         ({"zero": "SHARD_GRAD_OP"}, {"zero": 2}, "ZeRO-2"),
         ({"zero": "no_shard"}, {}, "is DDP"),
-        ({"zero": "hybrid_shard"}, {"zero": 3}, "inside a node"),
+        ({"zero": "hybrid_shard"}, {"zero": 3}, "those of a node"),
         ({"data_parallel": "full_shard"}, {"zero": 3}, "ZeRO-3"),
-        ({"data_parallel": "hybrid_shard"}, {"zero": 3}, "inside a node"),
+        ({"data_parallel": "hybrid_shard"}, {"zero": 3}, "those of a node"),
     ],
 )
 def test_values_of_other_libraries_are_answered_with_ours(

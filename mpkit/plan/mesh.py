@@ -87,6 +87,10 @@ class Mesh:
     tp: int = 1
     dp_replicate: int = 1
 
+    def __repr__(self) -> str:
+        names = [*AXES, "dp_replicate"] if self.dp_replicate > 1 else AXES
+        return f"Mesh({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
     @property
     def dp_shard(self) -> int:
         """The number of replicas in each group within which ZeRO shards."""

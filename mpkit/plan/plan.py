@@ -335,8 +335,8 @@ class Plan:
         """Return the plan as another framework's configuration, with a comment per key (docs/formats.md).
 
         Args:
-            format: "torchrun", "deepspeed", "accelerate", "fsdp", "megatron", "torchtitan", "nanotron", "trainer",
-                "slurm" or "tf_config".
+            format: "torchrun", "deepspeed", "accelerate", "fsdp", "megatron", "torchtitan", "trainer", "slurm" or
+                "tf_config".
             context: what a plan leaves open: micro_batch or global_batch (samples), nodes, gpus_per_node, sequence
                 (tokens), model, script, master, port.
 

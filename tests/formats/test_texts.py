@@ -31,8 +31,6 @@ SAID_IN_FULL = [
     ("torchtitan", Plan.ddp(4, microbatches=2)),
     ("fsdp", Plan.zero(3, 8, microbatches=4, precision="bf16", recompute="full", offload="params")),
     ("fsdp", Plan.zero(2, 8)),
-    ("nanotron", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, recompute="full")),
-    ("nanotron", Plan(pp=2, schedule="gpipe", microbatches=4, precision="bf16")),
     ("trainer", Plan.serial(microbatches=4, precision="fp16")),
     ("torchrun", Plan.ddp(8)),
     ("slurm", Plan.ddp(16)),
@@ -140,7 +138,6 @@ WRONG = [
     ("torchrun --nproc-per-node=auto \\\n t.py", None, "--nproc-per-node=8"),
     ("parallelism = ParallelismConfig(\n    data_parallel_shard_degree=-1)", None, "write the number"),
     ("distributed_type: TPU\nnum_processes: 8", None, "one of NO, MULTI_GPU"),
-    ("parallelism:\n  dp: 2\n  pp_engine: dualpipe\n", None, "one of afab, 1f1b"),
 ]  # fmt: skip
 
 

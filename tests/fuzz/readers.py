@@ -309,7 +309,7 @@ READERS: dict[str, Reader] = {
         ".json", plans("deepspeed", "tf_config"), damaged_json, Plan.read, ValueError
     ),
     "YAML of a plan": Reader(
-        ".yaml", plans("accelerate", "nanotron", "trainer"), damaged_text, Plan.read, ValueError
+        ".yaml", plans("accelerate", "trainer"), damaged_text, Plan.read, ValueError
     ),
     "Python of a plan": Reader(".py", plans("torchtitan", "fsdp"), damaged_text, Plan.read, ValueError),
     "script of a plan": Reader(

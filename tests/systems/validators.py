@@ -20,7 +20,6 @@ from mpkit import Plan
 __all__ = ["MISSING", "VALIDATORS"]
 
 MISSING = {
-    "nanotron": "its package does not import beside today's torch (0.4, of 2024), so no check of it runs",
     "slurm": "sbatch --test-only needs a cluster; bash reads the script",
 }
 

@@ -2,8 +2,8 @@
 
 An entry is all that a new schedule needs: it runs, and is drawn, predicted, exported and advised.
 
->>> SCHEDULES["1f1b"].title, SCHEDULES["1f1b"].elsewhere["nanotron"]
-('1F1B', '1f1b')
+>>> SCHEDULES["zbv"].title, SCHEDULES["zbv"].elsewhere["torchtitan"]
+('ZB-V', 'ZBVZeroBubble')
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         holds_all=True,
         idle=lambda p, m: 3 * (p - 1),  # (p-1)(F+I+W)
         filled=lambda p, m: True,
-        elsewhere={"torchtitan": "GPipe", "nanotron": "afab"},
+        elsewhere={"torchtitan": "GPipe"},
     ),
     ONE_F_ONE_B: ScheduleEntry(
         lambda p, m, v: one_f_one_b(p, m),
@@ -98,7 +98,7 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         idle=lambda p, m: 3 * (p - 1),
         filled=lambda p, m: True,
         advised=(1,),
-        elsewhere={"torchtitan": "1F1B", "nanotron": "1f1b", "megatron": "1F1B"},
+        elsewhere={"torchtitan": "1F1B", "megatron": "1F1B"},
     ),
     "looped_bfs": ScheduleEntry(
         looped_bfs,
@@ -173,8 +173,8 @@ NAMES = tuple(SCHEDULES)
 def names_in(framework: str) -> dict[str, str]:
     """Return what another framework calls the schedules that it has, by their names here.
 
-    >>> names_in("nanotron")
-    {'gpipe': 'afab', '1f1b': '1f1b'}
+    >>> names_in("megatron")
+    {'1f1b': '1F1B', 'interleaved_1f1b': 'interleaved 1F1B'}
     """
     return {
         name: entry.elsewhere[framework] for name, entry in SCHEDULES.items() if framework in entry.elsewhere
