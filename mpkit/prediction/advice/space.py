@@ -78,8 +78,8 @@ def _of_mesh(
 ) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
     stages = [(zero, 0) for zero in offers.zero] if dp * cp > 1 else [(0, 0)]
-    groups = [nodes * per_node // tp for nodes in GROUPS if nodes * per_node % (tp * cp) == 0]
-    stages += [(zero, n) for zero in offers.hybrid for n in groups if 1 < n < dp * cp and dp * cp % n == 0]
+    sizes = [nodes * per_node // tp for nodes in GROUPS if nodes * per_node % (tp * cp) == 0]
+    stages += [(zero, n) for zero in offers.hybrid for n in sizes if 1 < n < dp * cp and dp * cp % n == 0]
     for zero, sharded in stages:
         for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
             layers = asked.model.layers
