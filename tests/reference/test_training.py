@@ -19,6 +19,7 @@ from mpkit.strategies.reference import (
     bucketed_ddp,
     dp,
     flat_ddp,
+    hybrid_shards,
     naive_ddp,
     two_dimensions,
     zero1,
@@ -57,6 +58,11 @@ def in_buckets(ctx: mk.Context, model: nn.Module, *how: Any) -> list[float]:
     return bucketed_ddp.train(ctx, model, *how, buckets=[backwards[:3], backwards[3:]])
 
 
+def in_pairs(ctx: mk.Context, model: nn.Module, *how: Any) -> list[float]:
+    """Hybrid shards, of which two ranks share each."""
+    return hybrid_shards.train(ctx, model, *how, s=2)
+
+
 def sent(trace: Trace) -> Counter[tuple[str, int]]:
     """How often rank 0 communicates per step, by kind and payload, but for the loss; of a plan in its last step."""
     ops = trace.ranks[0].ops
@@ -91,9 +97,10 @@ def planned(cluster: mk.Cluster, model: nn.Module, plan: mk.Plan) -> Counter[tup
     (zero1.train, mk.Plan.zero(1, 2)),
     (zero2.train, mk.Plan.zero(2, 2)),
     (zero3.train, mk.Plan.zero(3, 2)),
+    (in_pairs, mk.Plan.zero(2, 4, dp_shard=2)),
 ])  # fmt: skip
 def test_data_parallel(clusters: Clusters, train: Callable[..., list[float]], plan: mk.Plan) -> None:
-    cluster, model = clusters(2), mlp()
+    cluster, model = clusters(plan.ranks), mlp()
     expected, _ = serial(model, batches(), loss=F.mse_loss, optimizer=adamw, steps=STEPS)
     found = cluster.run(train, model, batches(), F.mse_loss, adamw)
     counted = sent(cluster.trace)

@@ -22,6 +22,8 @@ Hybrid sharding (HSDP) divides the replicas into groups, such as nodes, of dp_sh
 group: above, n is dp_shard, and gathers and reduce-scatters stay inside. Ranks of different groups hold the same
 shards, and sum their gradients by an all-reduce of the shard once per step (`gradients`).
 
+`mpkit.strategies.reference.hybrid_shards` is the algorithm in 30 lines.
+
 Source of hybrid sharding: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
 section 3.2.2; Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", VLDB 2022.
 """
