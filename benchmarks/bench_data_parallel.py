@@ -4,6 +4,7 @@
     ZeRO-1         beside DistributedDataParallel with ZeroRedundancyOptimizer
     ZeRO-2, -3     beside FSDP2's fully_shard of every block, which keeps gathered parameters until the backward (2), or
                    gathers them again (3)
+    hybrid         ZeRO-3 within groups of two ranks, beside fully_shard on a mesh of two axes
 
 On each rank both sides train a GPT with 11 M parameters, alternating step by step, with all ranks starting
 together; a pair's ratio is that of the slowest rank's times. mpkit records all the while, the other side does
@@ -47,12 +48,14 @@ PLANS = {
     "ZeRO-1": lambda n: mk.Plan.zero(1, n),
     "ZeRO-2": lambda n: mk.Plan.zero(2, n),
     "ZeRO-3": lambda n: mk.Plan.zero(3, n),
+    "hybrid": lambda n: mk.Plan.zero(3, n, dp_shard=2),
 }
 THEIRS = {
     "DDP": "torch's DistributedDataParallel",
     "ZeRO-1": "torch's ZeroRedundancyOptimizer",
     "ZeRO-2": "FSDP2, reshard_after_forward=False",
     "ZeRO-3": "FSDP2, reshard_after_forward=True",
+    "hybrid": "FSDP2 on a mesh of two axes",
 }
 
 
@@ -110,11 +113,16 @@ def _theirs(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    n, again = dist.get_world_size(), name != "ZeRO-2"
+    mesh = (
+        init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicate", "shard"))
+        if name == "hybrid"
+        else init_device_mesh("cpu", (n,))
+    )
     for block in net.children():
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=mesh, reshard_after_forward=name == "ZeRO-3")
-    fully_shard(net, mesh=mesh, reshard_after_forward=name == "ZeRO-3")
+            fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    fully_shard(net, mesh=mesh, reshard_after_forward=again)
     return net, adamw(net.parameters())
 
 
@@ -141,6 +149,8 @@ def measure() -> list[dict[str, Any]]:
     for ranks in (2, 4):
         with mk.Cluster(ranks, device="cpu") as cluster:
             for name in chosen:
+                if name == "hybrid" and ranks == 2:
+                    continue  # two ranks are one group
                 title = f"data parallel: a step of {name} on {ranks} ranks"
                 rows.append(compared(title, THEIRS[name], cluster.run(both, name)))
                 title = f"data parallel: peak memory of {name} on {ranks} ranks"
