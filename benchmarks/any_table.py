@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mpkit.devices.catalogue import cluster_of
+from mpkit.devices.catalogue import build_machine
 from mpkit.devices.catalogue.clusters import DEVICES, NICS
 from mpkit.devices.hardware import Hardware
 from mpkit.prediction.cost_model.architecture import Architecture
@@ -171,7 +171,7 @@ def _machine(row: Row, gpus: int) -> Hardware:
     usual = "efa" if "nanotron" in said else "hdr" if short.startswith(("a100", "v100")) else "ndr"
     nic = next((nic for nic in NICS if nic in (row.get("nic") or "").lower()), usual)
     per_node = min(gpus, 64 if short.startswith("gb") else 8)  # a rack of GB200 is one domain of NVLink
-    return cluster_of(short, nodes=max(1, gpus // per_node), per_node=per_node, nic=nic)
+    return build_machine(short, nodes=max(1, gpus // per_node), per_node=per_node, nic=nic)
 
 
 def _stack(row: Row) -> Stack:

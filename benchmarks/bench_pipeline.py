@@ -130,7 +130,7 @@ def bubble(cluster: mk.Cluster, name: str) -> dict[str, Any]:
     timeline = cluster.train(model(), data, plan, **how).wait().timeline()
     steps = [timeline.step(number) for number in range(1, 6)]
     measured = statistics.median(step.bubble for step in steps)
-    expected = statistics.median(mk.simulate(plan, **mk.stage_times(step)).bubble for step in steps)
+    expected = statistics.median(mk.simulate(plan, **step.stage_times()).bubble for step in steps)
     return {
         "name": f"pipeline: bubble of {name} on {RANKS} ranks, {MICROBATCHES} micro-batches",
         "value": 100 * measured,

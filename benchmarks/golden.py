@@ -21,7 +21,7 @@ from statistics import mean, median
 from rich.console import Console
 from rich.table import Table
 
-from mpkit.devices.catalogue import cluster_of
+from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
@@ -208,7 +208,7 @@ def _case(row: Mapping[str, str]) -> Case | None:
         "sequence parallel": layout.sequence_parallel, "tensor parallel": tp > 1, "unfused attention": not stack.fused,
     } | {named: named in name for named in NAMED}  # fmt: skip
     return Case(
-        name, cluster_of(_device(row)).device, model, layout, int(row["seq-length"]), stack,
+        name, build_machine(_device(row)).device, model, layout, int(row["seq-length"]), stack,
         frozenset(switch for switch, given in switches.items() if given), float(row["mem"]), float(row["mem_max"]),
         float(row["t_med"] or 0),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.any_table import observation_of
-from mpkit.devices.catalogue import cluster_of
+from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Hardware
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
@@ -52,7 +52,7 @@ def _ints(row: Row, *names: str) -> list[int]:
 
 
 def _machine(device: str, gpus: int, nic: str) -> Hardware:
-    return cluster_of(device, nodes=max(1, gpus // 8), per_node=min(8, gpus), nic=nic)
+    return build_machine(device, nodes=max(1, gpus // 8), per_node=min(8, gpus), nic=nic)
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> Architecture:
@@ -187,7 +187,7 @@ def _simumax(row: Row) -> Iterator[Observation]:
     )  # fmt: skip
     memory = float(row.get("real_alloc_GiB") or 0) * 2**30
     yield Observation(
-        case, model, layout, sequence, cluster_of("b200"), stack_of("megatron", overlap=False),
+        case, model, layout, sequence, build_machine("b200"), stack_of("megatron", overlap=False),
         float(row["real_ms"]) / 1e3, memory,
     )  # fmt: skip
 
@@ -223,7 +223,7 @@ def _bridge(row: Row) -> Iterator[Observation]:
         scaling="block" if fp4 or precision.startswith("MX") else "tensor",
     )  # fmt: skip
     per_node = min(gpus, 64 if device.startswith("gb") else 8)  # a rack of GB200 is one domain of NVLink
-    machine = cluster_of(
+    machine = build_machine(
         device, nodes=gpus // per_node, per_node=per_node, nic="xdr" if device == "gb300" else "ndr"
     )
     seconds = batch * sequence / gpus / float(row["tok_per_s_per_gpu"].split("(")[0])

@@ -22,28 +22,37 @@ look_in("mpkit.views.renderers")
 # Registered here, before a program registers anything of its own, which therefore runs earlier and has its groups.
 atexit.register(free_groups)
 
-MOVED = {
-    "ArgumentError": "errors",
-    "by_name": "optimizer",
-    "data_digest": "digest",
-    "Device": "devices",
-    "elementwise": "optimizer",
-    "find_tensor_plan": "tensor",
-    "Hardware": "devices",
-    "hf_experiment": "experiments",
-    "linear_scaling": "learning_rate",
-    "Link": "devices",
-    "Region": "tensor",
-    "sample_digests": "digest",
-    "soap": "experiments",
-    "sqrt_scaling": "learning_rate",
-    "TensorPlan": "tensor",
-    "TraceError": "errors",
+NOW = {
+    **{
+        name: f"mk.errors.{name}"
+        for name in (
+            "ArgumentError",
+            "CommMismatch",
+            "Deadlock",
+            "MpkitError",
+            "NotSerial",
+            "TraceError",
+            "UnwisePlan",
+        )
+    },
+    **{name: f"mpkit.devices.{name}" for name in ("Device", "Hardware", "Link")},
+    **{
+        name: f"mk.experiments.{name}" for name in ("bubble_curve", "hf_experiment", "memory_by_plan", "soap")
+    },
+    **{name: f"mk.optimizer.{name}" for name in ("by_name", "elementwise", "linear_scaling", "sqrt_scaling")},
+    **{name: f"mk.tensor.{name}" for name in ("Region", "TensorPlan", "find_tensor_plan")},
+    **{name: f"mk.data.{name}" for name in ("data_digest", "sample_digests")},
+    **{name: f"mk.watch.{name}" for name in ("span", "step")},
+    "cluster_of": 'mk.hardware("h100", nodes=4, nic="ndr"), or by name mk.hardware("4x8-h100-ndr")',
+    "digest": "mk.data, such as mk.data.data_digest",
+    "layer_strategies": "in the repository: from examples.flexflow import layer_strategies",
+    "layerwise": "in the repository: examples.flexflow",
+    "learning_rate": "mk.optimizer, such as mk.optimizer.linear_scaling",
+    "placement": "plan.placement(model)",
+    "show_internals": "mpkit.common.tracebacks.show_internals",
+    "stage_times": "run.timeline().stage_times()",
 }
-"""Names that were at the top once, and the submodule that they are in now."""
-
-LEFT = {"layer_strategies": "examples.flexflow", "layerwise": "examples.flexflow"}
-"""Names that were at the top once, and the package in the repository that they are in now."""
+"""Names that were at the top once, and what they are now."""
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -69,11 +78,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(homes())
     if name.startswith("__") or name not in homes():
-        now = f"; it is mk.{MOVED[name]}.{name} now" if name in MOVED else ""
-        if name in LEFT:
-            now = (
-                f"; it moved out of the package, to the repository: from {LEFT[name]} import layer_strategies"
-            )
+        now = f"; it is {NOW[name]} now" if name in NOW else ""
         raise AttributeError(f"module 'mpkit' has no attribute {name!r}{now}")
     home = homes()[name]
     try:

@@ -1,4 +1,4 @@
-"""Training data that needs no download: what `mpkit.strategies.data` offers."""
+"""Training data that needs no download, and digests of samples: what `mpkit.strategies.data` offers."""
 
 from mpkit.strategies.data import *  # noqa: F403
 from mpkit.strategies.data import __all__ as __all__

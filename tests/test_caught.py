@@ -109,7 +109,7 @@ def fails(error: Exception) -> Callable[[], Any]:
 def test_real_tensors_decide() -> None:
     assert fakes_or_real(lambda: 1, fails(Odd()), "it") == 1
     assert fakes_or_real(fails(RuntimeError("no content")), lambda: 2, "it") == 2
-    with pytest.warns(mk.UnwisePlan, match=r"^it was computed for real .* raises Odd: why\."):
+    with pytest.warns(mk.errors.UnwisePlan, match=r"^it was computed for real .* raises Odd: why\."):
         assert fakes_or_real(fails(Odd("why")), lambda: 3, "it") == 3
     with pytest.raises(KeyError, match="of the user's own"):
         fakes_or_real(fails(Odd()), fails(KeyError("of the user's own")), "it")
@@ -197,7 +197,7 @@ def reports(call: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    assert all(each.category is mk.UnwisePlan for each in caught)
+    assert all(each.category is mk.errors.UnwisePlan for each in caught)
     return [str(each.message) for each in caught]
 
 
@@ -208,7 +208,7 @@ def test_a_layer_that_only_fake_tensors_fail_in() -> None:
 
 
 def test_the_report_is_shown_at_the_users_line() -> None:
-    with pytest.warns(mk.UnwisePlan) as caught:
+    with pytest.warns(mk.errors.UnwisePlan) as caught:
         prepared(net(OnReal()), mk.Plan.serial())
     assert {each.filename for each in caught} == {__file__}
 

@@ -125,7 +125,7 @@ def kill_while_saving(
     everybody = seed % 8 == 4
     assert fork_server is not None
     os.kill(fork_server if everybody else run.pids[chance.randrange(plan.ranks)], signal.SIGKILL)
-    with pytest.raises(mk.MpkitError):
+    with pytest.raises(mk.errors.MpkitError):
         run.wait()
     # ---- every checkpoint that has its name is whole, and the newest is not long past
     named = [path for path in folder.iterdir() if path.suffix != ".partial"]

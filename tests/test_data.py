@@ -181,7 +181,7 @@ def test_training_equals_serial_training_and_the_digests_prove_the_shares(
 
     # Each epoch every sample was taken once: by content, not by claim.
     assert len(run.data_digest) == len(run.samples_seen) == steps
-    every = Counter(mk.digest.sample_digests(*dataset[:]))
+    every = Counter(mk.data.sample_digests(*dataset[:]))
     holders = [0, plan.pp - 1] if plan.pp > 1 else range(plan.dp)
     for epoch in range(2):
         seen = run.samples_seen[epoch * len(batches) : (epoch + 1) * len(batches)]
@@ -195,9 +195,7 @@ def test_training_equals_serial_training_and_the_digests_prove_the_shares(
         for step, by_rank in enumerate(run.data_digest):
             inputs, targets = batches[step]
             for rank in holders:
-                assert by_rank[rank] == mk.digest.data_digest(
-                    inputs[rank :: plan.dp], targets[rank :: plan.dp]
-                )
+                assert by_rank[rank] == mk.data.data_digest(inputs[rank :: plan.dp], targets[rank :: plan.dp])
     for rank in set(range(plan.ranks)) - set(holders):
         assert {by_rank[rank] for by_rank in run.data_digest} == {NOTHING}
 
@@ -206,32 +204,28 @@ def test_micro_batches_are_taken_together(clusters: Clusters) -> None:
     inputs, targets = points(7)[:]
     run = clusters(2).train(net(), [(inputs, targets)], mk.Plan.ddp(2, microbatches=2), steps=1, **HOW).wait()
     own = [[0, 2, 4, 6], [1, 3, 5]]  # of 0 to 3, then of 4 to 6
-    assert run.data_digest == [[mk.digest.data_digest(inputs[i], targets[i]) for i in own]]
-    assert run.samples_seen == [[mk.digest.sample_digests(inputs[i], targets[i]) for i in own]]
+    assert run.data_digest == [[mk.data.data_digest(inputs[i], targets[i]) for i in own]]
+    assert run.samples_seen == [[mk.data.sample_digests(inputs[i], targets[i]) for i in own]]
 
 
 def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
     x, y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 0])
-    same = mk.digest.data_digest(x, y)
-    assert (
-        same
-        == mk.digest.data_digest(x.clone(), y.numpy())
-        == mk.digest.data_digest(x.t().contiguous().t(), y)
-    )
+    same = mk.data.data_digest(x, y)
+    assert same == mk.data.data_digest(x.clone(), y.numpy()) == mk.data.data_digest(x.t().contiguous().t(), y)
     others = [
-        mk.digest.data_digest(x.double(), y),
-        mk.digest.data_digest(x.reshape(3, 1, 2), y),
-        mk.digest.data_digest((x,), y.int()),
-        mk.digest.data_digest({"x": x}, y),
-        mk.digest.data_digest(-x, y),
-        mk.digest.data_digest(x.flip(0), y),
-        mk.digest.data_digest(x.bfloat16(), y),
-        mk.digest.data_digest(x > 2, y),
+        mk.data.data_digest(x.double(), y),
+        mk.data.data_digest(x.reshape(3, 1, 2), y),
+        mk.data.data_digest((x,), y.int()),
+        mk.data.data_digest({"x": x}, y),
+        mk.data.data_digest(-x, y),
+        mk.data.data_digest(x.flip(0), y),
+        mk.data.data_digest(x.bfloat16(), y),
+        mk.data.data_digest(x > 2, y),
     ]
     assert len({same, *others}) == 9
-    assert mk.digest.data_digest(x[:0], y[:0]) == NOTHING
-    assert len(set(mk.digest.sample_digests(x, y))) == 3
-    assert mk.digest.data_digest(torch.zeros(2, 0), torch.zeros(2)) != mk.digest.data_digest(
+    assert mk.data.data_digest(x[:0], y[:0]) == NOTHING
+    assert len(set(mk.data.sample_digests(x, y))) == 3
+    assert mk.data.data_digest(torch.zeros(2, 0), torch.zeros(2)) != mk.data.data_digest(
         torch.zeros(3, 0), torch.zeros(3)
     )
 
@@ -245,7 +239,7 @@ def test_what_was_taken_outlives_a_killed_run(clusters: Clusters) -> None:
     digests = run.data_digest
     assert len(digests) >= 5
     inputs, targets = mk.Batches(points(8), 4)[4]
-    assert digests[4] == [mk.digest.data_digest(inputs[r::2], targets[r::2]) for r in range(2)]
+    assert digests[4] == [mk.data.data_digest(inputs[r::2], targets[r::2]) for r in range(2)]
 
 
 # ---------------------------------------------------------------- what cannot work says so

@@ -38,7 +38,7 @@ def test_links_come_near_the_times_that_were_measured(system: str) -> None:
 def test_the_cards_of_any_cluster_are_those_that_were_measured() -> None:
     measured = mk.hardware("4x8-b200-efa").between
     assert measured is not None
-    any_size = mk.cluster_of("b200", nodes=4, nic="efa").between
+    any_size = mk.hardware("b200", nodes=4, nic="efa").between
     assert any_size is not None
     assert any_size.latency == measured.latency
     assert any_size.bandwidth == pytest.approx(measured.bandwidth, rel=0.1)
@@ -145,7 +145,7 @@ def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("8x-h10", "'8x-h10'.*'8x-h100-pcie'.*mpkit.cluster_of"),
+        ("8x-h10", "'8x-h10'.*'8x-h100-pcie'.*mpkit.hardware"),
         ("8X-A100-NVLINK", "nearest: '8x-a100-nvlink'"),
         ("abacus", "none of that name"),
         (8, "give a name"),

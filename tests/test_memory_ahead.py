@@ -73,7 +73,9 @@ def test_the_job_of_a_training_is_warned_of_at_the_users_line(monkeypatch: pytes
     how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 1}
     model, data = GPT(layers=2, width=64, heads=2, length=16), text_batches(batch=4, length=16, steps=1)
     job = prepare(model, data, mk.Plan.ddp(2), ranks=2, **how)
-    with pytest.warns(mk.UnwisePlan, match=r"Plan\(dp=2\) is estimated to need .* GiB on rank 0") as caught:
+    with pytest.warns(
+        mk.errors.UnwisePlan, match=r"Plan\(dp=2\) is estimated to need .* GiB on rank 0"
+    ) as caught:
         warn_of_memory(job, Chosen("cuda", (0, 1)), 2)
     assert caught[0].filename == __file__
     warn_of_memory(job, Chosen("xpu", (0, 1)), 2)  # of which nothing is known

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.common.tracebacks import show_internals
 from tests.recipes import sgd
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
@@ -128,9 +129,9 @@ def test_a_batch_seed_fits_a_generator() -> None:
 @pytest.fixture
 def folded() -> Iterator[None]:
     """Tracebacks as users see them, whatever was asked for before."""
-    mk.show_internals(False)
+    show_internals(False)
     yield
-    mk.show_internals(False)
+    show_internals(False)
 
 
 def places(error: BaseException) -> list[str]:
@@ -197,13 +198,13 @@ def test_the_ranks_own_traceback_has_the_users_frames(clusters: Callable[[int], 
 
 
 def test_all_frames_on_request() -> None:
-    mk.show_internals()
+    show_internals()
     try:
         with pytest.raises(ValueError) as caught:
             mk.Plan(pp=0)
         assert "checked_degree" in places(caught.value)
     finally:
-        mk.show_internals(False)
+        show_internals(False)
     with pytest.raises(ValueError) as caught:
         mk.Plan(pp=0)
     assert places(caught.value) == []

@@ -35,5 +35,5 @@ def test_a_wait_within_a_span_is_idle_time(cluster: mk.Cluster) -> None:
 
 
 def test_a_cluster_that_has_run_nothing_says_so(cluster: mk.Cluster) -> None:
-    with pytest.raises(mk.MpkitError, match="no trace yet"):
+    with pytest.raises(mk.errors.MpkitError, match="no trace yet"):
         cluster.resized(4).timeline()

@@ -33,7 +33,7 @@ def test_the_bubble_of_each_step_is_that_of_the_simulation(
     )  # fmt: skip
     run = clusters(4).train(nn.Sequential(*layers), data, plan, loss=F.mse_loss, optimizer=sgd, steps=3)
     ran = counted(run.wait().trace)
-    simulated = mk.simulate(plan, **mk.stage_times(ran), steps=3)
+    simulated = mk.simulate(plan, **ran.stage_times(), steps=3)
     bubbles = [ran.bubble_of(step) for step in ran.steps]
     assert bubbles == pytest.approx([simulated.bubble_of(step) for step in range(3)], abs=1e-6)
     assert ran.makespan == pytest.approx(simulated.makespan, rel=1e-6)

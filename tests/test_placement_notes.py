@@ -24,8 +24,8 @@ def trace(clusters: Callable[[int], mk.Cluster]) -> mk.Trace:
 
 
 def test_tensor_parallelism_across_nodes_is_told_of_in_the_words_of_the_advice(trace: mk.Trace) -> None:
-    inside = mk.Timeline.of(trace, mk.cluster_of("a100", nodes=2, per_node=4, nic="hdr"))
-    across = mk.Timeline.of(trace, mk.cluster_of("a100", nodes=4, per_node=2, nic="hdr"))
+    inside = mk.Timeline.of(trace, mk.hardware("a100", nodes=2, per_node=4, nic="hdr"))
+    across = mk.Timeline.of(trace, mk.hardware("a100", nodes=4, per_node=2, nic="hdr"))
     assert not [note for note in inside.notes if TP_INSIDE in note]
     (note,) = [note for note in across.notes if TP_INSIDE in note]
     assert "a group of 4 spans 2 nodes of 2 devices" in note
@@ -35,7 +35,7 @@ def test_tensor_parallelism_across_nodes_is_told_of_in_the_words_of_the_advice(t
 
 def test_a_device_that_is_too_small_is_told_of(trace: mk.Trace) -> None:
     peak = max(sum(held.values()) for held in mk.Timeline.of(trace).peak_memory)
-    large = mk.cluster_of("a100", per_node=8)
+    large = mk.hardware("a100", per_node=8)
     tight = replace(large, device=replace(large.device, memory=int(peak * 0.75)))
     (note,) = [note for note in mk.Timeline.of(trace, tight).notes if "does not fit" in note]
     assert f"it needs {peak / 2**30:.1f} GiB" in note

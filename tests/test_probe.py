@@ -148,7 +148,7 @@ def test_a_gradient_that_looks_at_the_batch_is_refused() -> None:
 
 
 def test_what_nobody_depends_on_is_warned_of() -> None:
-    with pytest.warns(mk.UnwisePlan, match="The buffer '1.mean' depends on which samples"):
+    with pytest.warns(mk.errors.UnwisePlan, match="The buffer '1.mean' depends on which samples"):
         prepared(net(Average(used=False)), [(X, Y)], PLANS[0])
 
 

@@ -81,7 +81,7 @@ def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
         wait_for(lambda: run.done or len(run.losses) >= 5)
         assert run.status == "running"
         assert "running, step" in repr(run)
-        with pytest.raises(mk.MpkitError, match=r"run\.wait\(\) first"):
+        with pytest.raises(mk.errors.MpkitError, match=r"run\.wait\(\) first"):
             run.state_dict()
         with pytest.raises(ValueError, match=r"still busy.*run\.wait\(\).*run\.stop\(\)"):
             cluster.run(lambda ctx: None)
@@ -90,7 +90,7 @@ def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
     assert (run.done, run.status) == (True, "stopped")
     assert len(run.losses) >= 5 and len(run.trace) > 0
     assert run.timeline().steps
-    with pytest.raises(mk.MpkitError, match="stopped before its end"):
+    with pytest.raises(mk.errors.MpkitError, match="stopped before its end"):
         run.state_dict()
     assert run.wait() is run
     assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]

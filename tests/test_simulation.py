@@ -333,7 +333,7 @@ def test_a_backward_that_is_not_split_may_take_less_than_its_halves() -> None:
     """DualPipeV has both kinds; the times of a simulation are found again in it, and give it again."""
     plan = mk.Plan.pipeline("dualpipev", 4, 8)
     t = mk.simulate(plan, 1.0, 1.5, 1.0, backward=2.0, hop=0.1)
-    times = mk.stage_times(t)
+    times = t.stage_times()
     assert times["backward"] == pytest.approx([2.0] * 8)
     assert times["input_grad"] == pytest.approx([1.5] * 8)
     assert mk.simulate(plan, **times).makespan == pytest.approx(t.makespan)

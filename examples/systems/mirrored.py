@@ -4,7 +4,8 @@ forward and backward    on each replica, with its half of the batch
 all-reduce              of the gradients: MirroredStrategy sums what the replicas have found
 update                  AdamW on each replica's copy of the weights
 
-mpkit cannot see into TensorFlow. So the program says what it does: `mk.span`, and `mk.step` where a step ends.
+mpkit cannot see into TensorFlow. So the program says what it does: `mk.watch.span`, and `mk.watch.step` where a step
+ends.
 
 mpkit watch --ranks 1 mirrored.py
 """
@@ -93,17 +94,17 @@ for step in range(STEPS):
         )
         for parts in zip(*shares, strict=True)
     )
-    with mk.span("forward and backward"):
+    with mk.watch.span("forward and backward"):
         loss, gradients = strategy.run(forward_and_backward, (x, y))
-    with mk.span("gradients", kind="all_reduce", nbytes=nbytes):
+    with mk.watch.span("gradients", kind="all_reduce", nbytes=nbytes):
         summed = [
             strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, gradient, weight)
             for gradient, weight in zip(gradients, variables, strict=True)
         ]
-    with mk.span("AdamW", kind="optimizer"):
+    with mk.watch.span("AdamW", kind="optimizer"):
         for w, g, m, v in zip(variables, summed, means, squares, strict=True):
             strategy.extended.update(w, adamw, (g, m, v, step + 1))
-    mk.step()
+    mk.watch.step()
     losses.append(float(strategy.reduce("SUM", loss, axis=None)))
 
 report(losses, {name: torch.from_numpy(w.numpy()) for name, w in weights.items()})

@@ -3,7 +3,7 @@
 The last line of a traceback explains the mistake; above it Python prints every frame on the way to the check that
 found it. A public function that is decorated with `public` removes the frames of mpkit and of torch from an
 exception's traceback as it leaves. Frames of the user's own functions that mpkit called (a model, a dataset) stay.
-An exception that looks like a bug in mpkit itself keeps all of its frames. `mk.show_internals()` keeps them always.
+An exception that looks like a bug in mpkit itself keeps all of its frames. `show_internals()` keeps them always.
 
 Nothing is patched, neither sys.excepthook nor IPython, so it works the same in scripts, notebooks and debuggers.
 """
@@ -48,9 +48,8 @@ def show_internals(shown: bool = True) -> None:
     Args:
         shown: whether to show all frames; False, the initial state, folds them.
 
-    >>> import mpkit as mk
-    >>> mk.show_internals()
-    >>> mk.show_internals(False)
+    >>> show_internals()
+    >>> show_internals(False)
     """
     _Switch.shown = bool(shown)
 

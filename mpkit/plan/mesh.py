@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["AXES", "TABLE", "Axis", "Mesh", "Place", "joined"]
+__all__ = ["AXES", "TABLE", "Axis", "Mesh", "Place", "join_axes"]
 
 
 class Axis(NamedTuple):
@@ -192,10 +192,10 @@ class Mesh:
         )
 
 
-def joined(axes: Iterable[str]) -> str:
+def join_axes(axes: Iterable[str]) -> str:
     """Return the name of several axes together; parts that make up a whole axis have its name.
 
-    >>> joined(["pp", "dp_replicate", "dp_shard"])
+    >>> join_axes(["pp", "dp_replicate", "dp_shard"])
     'pp x dp'
     """
     names = list(axes)

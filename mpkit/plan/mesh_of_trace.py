@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpkit.plan.mesh import AXES, Mesh, joined
+from mpkit.plan.mesh import AXES, Mesh, join_axes
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
 
@@ -67,7 +67,7 @@ def axis_of(mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | N
         return str(named.get(",".join(map(str, ranks)), WORLD))
     places = [mesh.coordinates(rank) for rank in ranks]
     differ = [axis for i, axis in enumerate(mesh.axes) if len({place[i] for place in places}) > 1]
-    return joined(differ) or WORLD
+    return join_axes(differ) or WORLD
 
 
 def place_text(mesh: Mesh, rank: int) -> str:

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
+from mpkit.common.provided import provide_method
 from mpkit.common.tracebacks import public
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
@@ -278,6 +279,37 @@ class Plan:
         """
         self.build().validate(max_live=max_live)
         return self
+
+    def placement(self, model: Any = None, *, shards: Any = None, hardware: Any = None) -> Any:
+        """Show where the plan puts a model: each rank's layers and node, and which ranks communicate over which link.
+
+        Under ZeRO it also shows which model states are sharded and, if the model is in one stage, who holds which
+        elements. A run balances its stages by FLOPs, which requires a batch; `run.placement()` shows what a run did.
+
+        Args:
+            model: the model whose layers are placed; None: show the mesh and its links only.
+            shards: what tp divides, in words by the layer's name; None: derived from how the plan divides the model.
+            hardware: a catalogued machine's name (`mk.hardware()` lists them), or a `Hardware`; None: no nodes.
+
+        Returns:
+            A `Placement`: prints as text, shows itself as a picture, and has layers_of(rank), node_of(rank) and talks.
+
+        Raises:
+            ValueError: the machine has fewer devices than there are ranks, there are more stages than layers, or mpkit
+                does not know how to divide this model.
+
+        >>> from mpkit.models import MLP
+        >>> print(Plan.gpipe(2, 4, cut=["hidden2"]).placement(MLP(8, 8), hardware="8x-h100-nvlink"))
+        2 ranks, on 1 node of 8 H100 SXM
+        <BLANKLINE>
+        node 0
+          rank 0   pp0   hidden0 to 1
+          rank 1   pp1   hidden2 to 3, head
+        <BLANKLINE>
+        who talks to whom
+          pp  (0 1), NVLink 4 within a node, 396 GB/s
+        """
+        return provide_method("Plan.placement")(self, model, shards=shards, hardware=hardware)
 
     def describe(self) -> str:
         """Describe the plan in a sentence or two.

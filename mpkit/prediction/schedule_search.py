@@ -95,7 +95,7 @@ def search_schedule(
     Args:
         plan: the plan with the ranks, micro-batches and stages per rank; its schedule is one more to beat.
         forward, input_grad, weight_grad, hop, backward: seconds, as in `simulate`; for a run's times, pass
-            `**mk.stage_times(run)`.
+            `**run.timeline().stage_times()`.
         max_live: the most activations that a rank may hold at once, one number or one per rank; None: no limit.
         activation: how much of that unit a stage holds per micro-batch, one number or one per stage.
         seed: the seed of the random policies and changes; the same seed finds the same schedule.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpkit.plan.mesh import joined
+from mpkit.plan.mesh import join_axes
 from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.timeline.formula_inputs import FormulaInputs
 from mpkit.trace import Kind
@@ -48,7 +48,7 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
     if known is None:
         return None
     long = long_axes(known.mesh)
-    shard_group = joined(name for name in known.mesh.parts("dp_shard", "cp") if name in long)
+    shard_group = join_axes(name for name in known.mesh.parts("dp_shard", "cp") if name in long)
     if axis == "tp":
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:

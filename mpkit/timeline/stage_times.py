@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.tracebacks import public
-from mpkit.timeline.timeline import HasTimeline, Timeline
 from mpkit.trace import Kind, Lane
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
 
 __all__ = ["stage_times"]
 
 Array = npt.NDArray[Any]
 
 
-@public
-def stage_times(run: HasTimeline | Timeline) -> dict[str, Any]:
-    """Return how long a run's forwards and backwards took, by stage, and its messages, as arguments for `simulate`.
-
-    The first step is left out if there are others, since it is slower. A backward that was not split is assumed to
-    spend half its time on the gradients of the inputs and half on those of the weights. Recomputation does not count.
-
-    Args:
-        run: a finished pipeline, or the Timeline of one, such as on other hardware: run.timeline(hardware="h100").
-
-    Returns:
-        "forward", "input_grad", "weight_grad": seconds by stage; "hop": seconds that a message takes; and "backward",
-        if a stage had both whole backwards and split ones.
+def stage_times(timeline: Timeline) -> dict[str, Any]:
+    """Return the mean times of a timeline's actions, by stage; see `Timeline.stage_times`.
 
     Raises:
         ValueError: some stage has no forward in the timeline, or there are no stages.
-
-    >>> import mpkit as mk
-    >>> t = mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), [1, 2], [3, 4], 0.5, hop=0.25)
-    >>> times = mk.stage_times(t)
-    >>> times
-    {'forward': [1.0, 2.0], 'input_grad': [3.0, 4.0], 'weight_grad': [0.5, 0.5], 'hop': 0.25}
-    >>> mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), **times).makespan == t.makespan
-    True
     """
-    timeline: Any = run if isinstance(run, Timeline) else getattr(run, "timeline", lambda: None)()
-    if not isinstance(timeline, Timeline):
-        raise ValueError(f"stage_times({run!r}): give a finished Run of a pipeline, or the Timeline of one")
     spans = timeline.spans
     later = spans["step"] > spans["step"].min(initial=0)
     if later.any() and len(timeline.steps) > 1:
@@ -56,7 +35,7 @@ def stage_times(run: HasTimeline | Timeline) -> dict[str, Any]:
     )
     if not stages or np.isnan(forward).any():
         raise ValueError(
-            f"stage_times({run!r}): not every stage's forward was seen. Give a finished Run of a pipeline, such as "
+            f"{timeline!r}.stage_times(): not every stage's forward was seen. Take it of a finished pipeline, such as "
             'cluster.train(..., mk.Plan.pipeline("1f1b", 4, 8), ...).wait()'
         )
     times = {

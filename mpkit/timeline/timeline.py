@@ -24,6 +24,7 @@ from mpkit.timeline.placement_notes import placement_notes
 from mpkit.timeline.proof_notes import proof_notes
 from mpkit.timeline.replay import Replayed, replay
 from mpkit.timeline.sample_notes import sample_notes
+from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
@@ -224,6 +225,29 @@ class Timeline(Replayed, Figures):
 
         found: Diagnosis = provide_method("Timeline.diagnose")(self, step, hardware)
         return found
+
+    def stage_times(self) -> dict[str, Any]:
+        """Return how long forwards and backwards took, by stage, and messages, as arguments for `mk.simulate`.
+
+        The first step is left out if there are others, since it is slower. A backward that was not split is assumed to
+        spend half its time on the gradients of the inputs and half on those of the weights. Recomputation does not
+        count.
+
+        Returns:
+            "forward", "input_grad", "weight_grad": seconds by stage; "hop": seconds that a message takes; and
+            "backward", if a stage had both whole backwards and split ones.
+
+        Raises:
+            ValueError: some stage has no forward in the timeline, or there are no stages.
+
+        >>> import mpkit as mk
+        >>> t = mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), [1, 2], [3, 4], 0.5, hop=0.25)
+        >>> t.stage_times()
+        {'forward': [1.0, 2.0], 'input_grad': [3.0, 4.0], 'weight_grad': [0.5, 0.5], 'hop': 0.25}
+        >>> mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), **t.stage_times()).makespan == t.makespan
+        True
+        """
+        return stage_times(self)
 
     # ---- as something else ---------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def machine(memory: float, nodes: int = 1, per_node: int = 4) -> Hardware:
-    found = mk.cluster_of("a100", nodes=nodes, per_node=per_node, nic="hdr" if nodes > 1 else None)
+    found = mk.hardware("a100", nodes=nodes, per_node=per_node, nic="hdr" if nodes > 1 else None)
     return replace(found, device=replace(found.device, memory=int(memory * GIB)))
 
 

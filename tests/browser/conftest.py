@@ -78,6 +78,12 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a JupyterLab of our own, on copies of the notebooks, that asks nothing and nobody."""
     home = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(NOTEBOOKS, home / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    for cells in (
+        "fast",
+        "all",
+    ):  # a copy each, and a folder: runs wait for files there, and the page saves it
+        (home / "notebooks" / cells).mkdir()
+        shutil.copy(NOTEBOOKS / "01-pipeline-bubbles.ipynb", home / "notebooks" / cells)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for name, cells in {
         "explore": (EXPLORE,),

@@ -86,7 +86,7 @@ def settled(timeline: Locator) -> None:
 @pytest.mark.parametrize("cells", ["fast", pytest.param("all", marks=pytest.mark.soak)])
 def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screenshot, cells: str) -> None:
     page = lab_page
-    notebook = f"{jupyterlab}/workspaces/{cells}/tree/01-pipeline-bubbles.ipynb"
+    notebook = f"{jupyterlab}/workspaces/{cells}/tree/{cells}/01-pipeline-bubbles.ipynb"
     open_notebook(page, notebook)
     if cells == "fast":
         page.evaluate(ONLY_FAST)
@@ -97,13 +97,13 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     # Bars appear while the run is going, more after each step, for which it waits.
     going = "window.seen.filter((one) => one.status === 'running' && one.spans > 0)"
     page.wait_for_function(f"{going}.length > 0", timeout=PROGRAM)
-    page.evaluate(TOUCH, "seen0")
+    page.evaluate(TOUCH, f"{cells}/seen0")
     page.wait_for_function(f"new Set({going}.map((one) => one.spans)).size > 1", timeout=PROGRAM)
     page.wait_for_function(f"new Set({going}.map((one) => one.picture)).size > 1")
     naive = in_cell(page, "naive = train").locator(".mpkit-timeline")
     look_at(naive)
     screenshot(page, "notebook-running")
-    page.evaluate(TOUCH, "seen1")
+    page.evaluate(TOUCH, f"{cells}/seen1")
     page.wait_for_function("window.seen.some((one) => one.status === 'finished')")
 
     # Every cell ran, none failed.
@@ -156,7 +156,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
 
     pictures = [("picture", "naive.timeline().step(2).show()"), ("memory", "memory_figure(gpipe")]
     if cells == "all":
-        pictures += [("formula", "# the runs as points"), ("recompute", "mk.memory_by_plan")]
+        pictures += [("formula", "# the runs as points"), ("recompute", "mk.experiments.memory_by_plan")]
     for name, code in pictures:
         look_at_output(page, code)
         screenshot(page, f"notebook-{name}")

@@ -178,7 +178,7 @@ def test_resumed_after_the_whole_run_was_killed(clusters: Clusters, tmp_path: Pa
         fork_server = cluster.fork_server_pid
         assert fork_server is not None
         os.kill(fork_server, signal.SIGKILL)  # and every rank with it
-        with pytest.raises(mk.MpkitError):
+        with pytest.raises(mk.errors.MpkitError):
             run.wait()
     rest = train(clusters, steps=40, resume_from=tmp_path, **how)
     assert rest.first_step >= 8

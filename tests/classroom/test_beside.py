@@ -51,5 +51,5 @@ def test_what_can_not_be_compared_says_what_can() -> None:
         mk.compare("pass-the-token", print)
     with pytest.raises(mk.RankFailed, match="ZeroDivisionError"):
         mk.compare("the-loader", lambda *_: 1 / 0)
-    with pytest.raises(mk.Deadlock, match="wait"):
+    with pytest.raises(mk.errors.Deadlock, match="wait"):
         mk.compare("the-loader", lambda ctx, *_: ctx.comm.barrier() if ctx.rank else [])

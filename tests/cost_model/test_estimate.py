@@ -31,7 +31,7 @@ from mpkit.prediction.cost_model.stack import Constants, Stack, stack_of
 from mpkit.prediction.cost_model.step import step_time
 from tests.recipes import adamw
 
-H100 = mk.cluster_of("h100", nodes=128, nic="ndr")
+H100 = mk.hardware("h100", nodes=128, nic="ndr")
 LLAMA = "llama3-8b"
 
 
@@ -237,7 +237,7 @@ def test_fewer_bits_and_larger_scales_are_faster() -> None:
     layout, model = Layout(dp=8, zero=3, recompute="products"), known_models()["llama3-8b"]
 
     def seconds(machine: str, **changes: Any) -> float:
-        stack, hardware = stack_of("torchtitan-compile", **changes), mk.cluster_of(machine)
+        stack, hardware = stack_of("torchtitan-compile", **changes), mk.hardware(machine, nodes=1)
         constants = preset_for(hardware.device.name, stack.name).constants
         return step_time(model, layout, 8192, hardware, stack, constants).seconds
 
@@ -266,7 +266,7 @@ def test_products_in_bits_that_a_device_lacks_are_rejected() -> None:
 
 
 def test_megatron_gathers_weights_beside_the_forward_and_reduces_in_large_buckets() -> None:
-    model, machine = known_models()["llama3-8b"], mk.cluster_of("h100", nodes=16, nic="ndr")
+    model, machine = known_models()["llama3-8b"], mk.hardware("h100", nodes=16, nic="ndr")
     layout = Layout(dp=32, tp=4, zero=1, microbatches=4)
 
     def replicas(**changes: Any) -> float:
@@ -297,14 +297,14 @@ def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"plan": mk.Plan(dp=16)}, "needs 16 devices, and 8x-h100-nvlink has 8.*mk.cluster_of"),
+        ({"plan": mk.Plan(dp=16)}, "needs 16 devices, and 8x-h100-nvlink has 8.*mk.hardware"),
         ({"plan": mk.Plan(tp=3)}, "tp=3 does not divide 32 attention heads.*tp=2"),
         ({"plan": mk.Plan(dp=8), "global_batch": 12}, "global_batch=12 does not divide.*global_batch=16"),
         ({"plan": "zero3"}, "give a Plan"),
         ({"stack": "megatorn"}, "Did you mean 'megatron'"),
         ({"sequence": 0}, "sequence=0"),
         ({"trainable": 0}, "trainable=0"),
-        ({"hardware": "8x-h1000"}, "cluster_of"),
+        ({"hardware": "8x-h1000"}, "makes one of any size"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.golden import Case, main, read_cases
-from mpkit.devices.catalogue import cluster_of
+from mpkit.devices.catalogue import build_machine
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import activations, stage_memory, workspaces
@@ -90,7 +90,7 @@ def test_the_report_says_what_a_switch_buys(folder: Path, capsys: pytest.Capture
 
 
 def test_workspaces_follow_the_device_and_the_variable() -> None:
-    a100, h100, gpu = (cluster_of(name).device for name in ("a100", "h100", "mi300x"))
+    a100, h100, gpu = (build_machine(name).device for name in ("a100", "h100", "mi300x"))
     torch, megatron = stack_of("pytorch"), stack_of("megatron")
     assert [workspaces(torch, device) / MIB for device in (a100, h100, gpu)] == [16.25, 64, 0]
     assert workspaces(megatron, a100) - workspaces(torch, a100) == 4 * MIB

@@ -26,7 +26,7 @@ from benchmarks.published import (
     stacks_left_out,
 )
 from benchmarks.published_rows import megatron_flops, read_folder
-from mpkit.devices.catalogue import cluster_of
+from mpkit.devices.catalogue import build_machine
 from mpkit.plan.plan import Plan
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation, left_out
@@ -284,7 +284,7 @@ def test_the_first_stages_of_nanotron_hold_what_was_measured() -> None:
 def test_nanotron_counts_the_head_where_it_cuts() -> None:
     model = Architecture(16, 2048, 32, ffn=8192, vocabulary=131072, gated=True, tied=True)
     plan = Plan(pp=2, schedule="1f1b", microbatches=8)
-    machine = cluster_of("h100", per_node=2)
+    machine = build_machine("h100", per_node=2)
     found = {
         stack: estimate(model, plan, machine, global_batch=8, sequence=4096, stack=stack).layout.stage_layers(
             16

@@ -93,7 +93,7 @@ def test_random_batches_go_on_where_the_first_ended(clusters: Clusters) -> None:
     torch.manual_seed(5)
     run = clusters(1).train(model, random(), steps=4, **HOW).wait()
     torch.manual_seed(5)
-    wanted = [mk.digest.data_digest(*next(random())) for _ in range(4)]
+    wanted = [mk.data.data_digest(*next(random())) for _ in range(4)]
     assert [ranks[0] for ranks in run.data_digest] == wanted
 
 

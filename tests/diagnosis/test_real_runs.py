@@ -102,7 +102,7 @@ def ran(
         x, optimizer = torch.randn(32, width), torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(STEPS):
             body(model, x, optimizer)
-            mk.step()
+            mk.watch.step()
 
     cluster.run(run, watch=True)
     return cluster.trace

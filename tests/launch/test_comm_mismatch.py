@@ -209,13 +209,13 @@ def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> N
         drawn.function(name), (), sink=print, grace=1e6
     )  # no time-out ends it
     launch.finish()
-    with pytest.raises((mk.CommMismatch, mk.Deadlock)) as caught:
+    with pytest.raises((mk.errors.CommMismatch, mk.errors.Deadlock)) as caught:
         launch.results()
     says = str(caught.value)
     for ranks, lines in (([drawn.here], drawn.lines[0]), (drawn.there, drawn.lines[1])):
         assert any(f"rank {rank} " in says for rank in ranks), (says, drawn.source)
         assert any(f"{name}:{line}" in says for line in lines), (says, drawn.source)
-    if isinstance(caught.value, mk.CommMismatch):
+    if isinstance(caught.value, mk.errors.CommMismatch):
         assert {caught.value.rank, caught.value.other} & {drawn.here}, says
         assert "Traceback" not in says and "\n" not in says
     else:
@@ -270,7 +270,9 @@ def test_more_calls_than_were_made_room_for(clusters: Callable[[int], mk.Cluster
             work.wait()
         ctx.comm.all_reduce(torch.ones(1 + ctx.rank))
 
-    with pytest.raises(mk.CommMismatch, match=r"call number 1200 of ranks 0,1\. All ranks give one shape"):
+    with pytest.raises(
+        mk.errors.CommMismatch, match=r"call number 1200 of ranks 0,1\. All ranks give one shape"
+    ):
         clusters(2).run(fn)
 
 
@@ -287,7 +289,7 @@ def test_a_call_of_torch_distributed_names_its_line(clusters: Callable[[int], mk
         torch.distributed.broadcast(torch.ones(1), 7)
 
     with pytest.raises(
-        mk.CommMismatch, match=r"rank 1 receives float32\[1\] at .* sent as int64\[1\]"
+        mk.errors.CommMismatch, match=r"rank 1 receives float32\[1\] at .* sent as int64\[1\]"
     ) as caught:
         clusters(2).run(compared)
     line = compared.__code__.co_firstlineno + 2
@@ -305,7 +307,7 @@ def test_the_nearest_message_explains_a_deadlock(clusters: Callable[[int], mk.Cl
             ctx.comm.send(torch.zeros(3), 1, tag="F3")
 
     with pytest.raises(
-        mk.Deadlock, match=r"rank 0 never sent it: it waits in send to rank 1 .tag F3"
+        mk.errors.Deadlock, match=r"rank 0 never sent it: it waits in send to rank 1 .tag F3"
     ) as caught:
         clusters(2).run(fn)
     assert "Instead it sent float32[3] to rank 1 with tag F3" in str(caught.value)

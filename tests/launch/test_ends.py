@@ -62,7 +62,7 @@ def test_whatever_ends_the_thread_ends_the_run(
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(run._thread.ident), ctypes.py_object(SystemExit)
     )
-    with pytest.raises(mk.MpkitError, match="was ended by SystemExit"):
+    with pytest.raises(mk.errors.MpkitError, match="was ended by SystemExit"):
         run.wait()
     wait_until_gone(run.pids)
     still_works(cluster)
@@ -119,7 +119,7 @@ def test_killed_by_another_thread(clusters: Callable[[int], mk.Cluster]) -> None
     thread.start()
     launch.kill()
     thread.join(EVENT)
-    with pytest.raises(mk.MpkitError, match="was stopped before its end"):
+    with pytest.raises(mk.errors.MpkitError, match="was stopped before its end"):
         launch.results()
     launch = cluster.launch(lambda ctx: time.sleep(1000), (), sink=print)
     launch.end()  # that nobody follows

@@ -25,7 +25,7 @@ def hang_message(cluster: mk.Cluster, fn: Callable[..., object]) -> str:
     """What is said of ranks that hang for certain: with a grace that is never over, this alone ends them."""
     launch = cluster.launch(fn, (), sink=print, grace=1e6)
     launch.finish()
-    with pytest.raises(mk.Deadlock) as caught:
+    with pytest.raises(mk.errors.Deadlock) as caught:
         launch.results()
     return str(caught.value)
 

@@ -72,7 +72,7 @@ def test_ranks_that_do_not_come(
             time.sleep(0.01)
         ctx.comm.barrier()
 
-    with pytest.raises(mk.Deadlock, match="rank 1 never came to barrier number 1") as caught:
+    with pytest.raises(mk.errors.Deadlock, match="rank 1 never came to barrier number 1") as caught:
         clusters(7).run(fn, timeout=3)
     said, *more = capsys.readouterr().out.splitlines()
     assert not more, "one line, once, and nothing was interrupted"
@@ -99,7 +99,7 @@ def test_ranks_wait_in_a_barrier_of_torch_distributed(
                 pass
         dist.barrier()
 
-    with pytest.raises(mk.Deadlock, match=r"none has moved for \d+\.\d s") as caught:
+    with pytest.raises(mk.errors.Deadlock, match=r"none has moved for \d+\.\d s") as caught:
         cluster.run(fn, timeout=EVENT / 40)
     found = re.search(
         r'rank 2 is not waiting.*?test_waiting\.py", line (\d+) in fn', str(caught.value), re.DOTALL
@@ -130,7 +130,7 @@ def test_stopped_ranks(cluster: mk.Cluster, where: str) -> None:
             ctx.comm.all_reduce(torch.ones(1))
 
     launch: Any = cluster.launch(fn, (), sink=print, grace=1.0)
-    with pytest.raises(mk.Deadlock) as caught:
+    with pytest.raises(mk.errors.Deadlock) as caught:
         launch.finish()
         launch.results()
     for rank in range(4) if where == "all" else [1]:

@@ -111,12 +111,12 @@ def test_a_patch_that_cannot_be_sent_is_reported_by_name(
 ) -> None:
     lock = threading.Lock()
     monkeypatch.setattr(nn.SiLU, "forward", lambda self, x: x * (lock is not None))
-    with pytest.warns(mk.UnwisePlan, match=r"SiLU\.forward .*as the library has it"):
+    with pytest.warns(mk.errors.UnwisePlan, match=r"SiLU\.forward .*as the library has it"):
         clusters(2).run(silu)
 
 
 def test_autocast_around_a_launch_is_reported(clusters: Clusters) -> None:
-    with torch.autocast("cpu"), pytest.warns(mk.UnwisePlan, match="precision='bf16'"):
+    with torch.autocast("cpu"), pytest.warns(mk.errors.UnwisePlan, match="precision='bf16'"):
         clusters(2).run(silu)
 
 
@@ -129,7 +129,7 @@ def test_a_module_edited_since_its_import_is_reported(
     net = importlib.import_module("edited_net")
     assert clusters(2).run(net.scale) == [2, 2]
     file.write_text("# another line\ndef scale(ctx):\n    return 30\n\ndef other(ctx):\n    return 0\n")
-    with pytest.warns(mk.UnwisePlan, match=r"^edited_net\.scale: ranks run the file as it is now"):
+    with pytest.warns(mk.errors.UnwisePlan, match=r"^edited_net\.scale: ranks run the file as it is now"):
         assert clusters(2).run(net.scale) == [30, 30]
     importlib.reload(net)
     assert clusters(2).run(net.scale) == [30, 30]

@@ -237,7 +237,7 @@ def test_micro_batches_add_up_to_the_global_batch(train: Train) -> None:
     torch.manual_seed(8)
     data = tokens(8, 12, 33)
     run = train(small_gpt(), data, mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2), **HOW)
-    everything = mk.digest.sample_digests(*data[0])
+    everything = mk.data.sample_digests(*data[0])
     first = run.samples_seen[0]
     assert sorted(first[0] + first[2]) == sorted(everything), "ranks 0 and 2 are two replicas' first stages"
     assert first[0] == first[1], "ranks that share layers take the same samples"
@@ -330,10 +330,10 @@ def test_a_model_nobody_knows_how_to_divide(clusters: Any) -> None:
 
 def test_a_plan_that_works_against_itself_says_so(clusters: Any) -> None:
     plan = mk.Plan(pp=2, dp=2, zero=3, schedule="1f1b", microbatches=2)
-    with pytest.warns(mk.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1") as said:
+    with pytest.warns(mk.errors.UnwisePlan, match=r"3 m psi per step with m = 2.*zero=1") as said:
         clusters(4).train(small_gpt(), tokens(4, 12, 33), plan, **HOW | {"steps": 1}).wait()
     assert {each.filename for each in said} == {__file__}, "shown at the user's line"
     made = {"batch": tokens(4, 12, 33)[0], "loss": HOW["loss"], "optimizer": HOW["optimizer"]}
-    with pytest.warns(mk.UnwisePlan, match="3 m psi") as said:
+    with pytest.warns(mk.errors.UnwisePlan, match="3 m psi") as said:
         mk.trace_fake(small_gpt, plan, cluster=clusters(4), **made)
     assert [each.filename for each in said] == [__file__]

@@ -76,6 +76,8 @@ RULES: tuple[Callable[..., bool], ...] = (
     lambda model, tp: tp != "sequence" or model in LANGUAGE,
     lambda model, recompute: recompute != "selective" or model in LANGUAGE,
     lambda model, recompute: recompute != "every=2" or model != "mlp",
+    # A ResNet's statistics of a few samples make its gradients in 16 bits mostly rounding, and overflow in fp16.
+    lambda model, precision: model != "resnet" or precision in ("fp64", "fp32"),
     lambda model, microbatches, replicas: model != "resnet" or microbatches == "1" or replicas == "-",
     # ---- what a schedule has to have
     lambda schedule, microbatches: schedule not in ("interleaved_zb", "dualpipev") or microbatches == "4",
@@ -142,7 +144,7 @@ ROWS, IMPOSSIBLE = covering()
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
-    """All pairs are counted anew: 26 are impossible, each by one of the rules."""
+    """All pairs are counted anew: 28 are impossible, each by one of the rules."""
     together = set().union(*map(pairs_of, ROWS))
     assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
     missing = [
@@ -151,9 +153,9 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
         if ((a, x), (b, y)) not in together and x not in PEERS
     ]  # fmt: skip
     assert set(missing) == IMPOSSIBLE
-    assert len(missing) == 26, missing
+    assert len(missing) == 28, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
-    assert len(ROWS) <= 48
+    assert len(ROWS) <= 46
 
 
 # ---- a row as a training -----------------------------------------------------------------------------------------

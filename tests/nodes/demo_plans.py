@@ -37,7 +37,7 @@ def refusal(call: object) -> str:
     """What is said against a call."""
     try:
         call()  # type: ignore[operator]
-    except (ValueError, mk.MpkitError) as error:
+    except (ValueError, mk.errors.MpkitError) as error:
         return str(error)
     return ""
 

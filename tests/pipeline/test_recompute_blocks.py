@@ -155,7 +155,9 @@ def test_blocks_that_cannot_be_computed_again_are_refused(
 def test_selective_of_a_model_without_attention_is_warned_of(train: Train) -> None:
     data = [(torch.randn(4, 6).double(), torch.randn(4, 3).double())]
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    with pytest.warns(mk.UnwisePlan, match=r"Sequential makes none: nothing is recomputed.*recompute='full'"):
+    with pytest.warns(
+        mk.errors.UnwisePlan, match=r"Sequential makes none: nothing is recomputed.*recompute='full'"
+    ):
         check_equal(
             train, net, data, mk.Plan(recompute="selective"), loss=F.mse_loss, optimizer=adamw, steps=1
         )

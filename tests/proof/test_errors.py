@@ -86,5 +86,7 @@ def test_what_the_users_code_raises_is_said(
 def test_a_defect_is_loud(clusters: Clusters, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Beside the forward, or in the middle of a dropout in it, for which draws are put together."""
     monkeypatch.setattr(where, lambda *_: [][0] if "weights" in where else [])
-    with pytest.raises(mk.MpkitError, match=r"comparing step 1 .* failed: IndexError.*defect of mpkit"):
+    with pytest.raises(
+        mk.errors.MpkitError, match=r"comparing step 1 .* failed: IndexError.*defect of mpkit"
+    ):
         train(clusters, nn.Identity())

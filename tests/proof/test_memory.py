@@ -100,7 +100,7 @@ def test_a_loss_that_counts_its_calls(clusters: Clusters, loss: Callable[[], Any
     for plan in (DDP, mk.Plan.gpipe(2, 1)):
         assert train(clusters, model, plan, loss()).steps == (1, 2, 6)
     with pytest.raises(
-        mk.NotSerial, match=r"remembers something from one forward to the next.*a step has 2 of them"
+        mk.errors.NotSerial, match=r"remembers something from one forward to the next.*a step has 2 of them"
     ):
         train(clusters, model, mk.Plan.serial(2), loss())
 

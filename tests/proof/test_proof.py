@@ -144,7 +144,7 @@ def test_a_planted_fault_is_found(clusters: Clusters, fault: str, plan: str) -> 
     if unaffected(fault, plan):
         run.wait()
     else:
-        with pytest.raises(mk.NotSerial, match=r"step [12] is not that of serial training"):
+        with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
             run.wait()
         assert run.proof.status == "not equal" and run.status == "failed"
 
@@ -179,7 +179,7 @@ def unaffected(fault: str, plan: str) -> bool:
 def test_a_step_that_is_not_serial_is_never_saved(clusters: Clusters, tmp_path: Any) -> None:
     loss = Planted(F.cross_entropy, "twice the gradient")
     run = train(clusters, Net(), mk.Plan.ddp(2), loss=loss, checkpoint_every=1, checkpoint_dir=tmp_path)
-    with pytest.raises(mk.NotSerial, match="All gradients are 2 times the serial ones"):
+    with pytest.raises(mk.errors.NotSerial, match="All gradients are 2 times the serial ones"):
         run.wait()
     assert not list(tmp_path.glob("step-*"))
 
@@ -188,7 +188,9 @@ def test_a_step_that_is_not_serial_is_never_saved(clusters: Clusters, tmp_path: 
 def test_the_cause_is_found_in_16_bits(clusters: Clusters, precision: str) -> None:
     torch.manual_seed(0)
     loss = Planted(F.cross_entropy, "twice the gradient")
-    with pytest.raises(mk.NotSerial, match=r"All gradients are (2|2\.0\d*|1\.99\d*) times the serial ones"):
+    with pytest.raises(
+        mk.errors.NotSerial, match=r"All gradients are (2|2\.0\d*|1\.99\d*) times the serial ones"
+    ):
         train(clusters, Net(), mk.Plan.ddp(2, precision=precision), loss=loss).wait()
 
 
@@ -216,7 +218,7 @@ def test_a_loss_that_uses_parameters_by_itself(clusters: Clusters) -> None:
 
     how = {"loss": penalized, "data": regression()}
     assert train(clusters, model, mk.Plan.ddp(2), **how).wait().proof.status == "equal"
-    with pytest.raises(mk.NotSerial, match="The loss uses the model's parameters"):
+    with pytest.raises(mk.errors.NotSerial, match="The loss uses the model's parameters"):
         train(clusters, model, mk.Plan.gpipe(2, 4), **how).wait()
 
 
@@ -240,7 +242,7 @@ def test_a_composite_loss_whose_masked_class_comes_later(clusters: Clusters) -> 
     data = [(x, torch.zeros_like(late))] * 4 + [(x, late)]
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     for plan in (mk.Plan.serial(4), mk.Plan.gpipe(2, 4), mk.Plan.ddp(2)):
-        with pytest.raises(mk.NotSerial, match=r"step 5 .* The loss is a mean over something else"):
+        with pytest.raises(mk.errors.NotSerial, match=r"step 5 .* The loss is a mean over something else"):
             train(clusters, model, plan, loss=composite, data=data, steps=6).wait()
 
 
@@ -252,7 +254,7 @@ def test_what_each_process_has_of_its_own(clusters: Clusters) -> None:
             return torch.tanh(x + (os.getpid() == here))
 
     model = nn.Sequential(nn.Linear(4, 4), Shifted(), nn.Linear(4, 2))
-    with pytest.raises(mk.NotSerial, match="they read something that each process has its own of"):
+    with pytest.raises(mk.errors.NotSerial, match="they read something that each process has its own of"):
         train(clusters, model, mk.Plan.serial(), loss=F.mse_loss, data=regression()).wait()
 
 

@@ -13,7 +13,7 @@ from mpkit.strategies.update.learning_rate import ScalingRule
 
 
 @pytest.mark.parametrize(
-    ("rule", "power"), [(mk.learning_rate.linear_scaling, 1.0), (mk.learning_rate.sqrt_scaling, 0.5)]
+    ("rule", "power"), [(mk.optimizer.linear_scaling, 1.0), (mk.optimizer.sqrt_scaling, 0.5)]
 )
 def test_rates(rule: Callable[..., ScalingRule], power: float) -> None:
     for base, batch in ((32, 256), (256, 32), (10, 10)):
@@ -28,7 +28,7 @@ def test_rates(rule: Callable[..., ScalingRule], power: float) -> None:
 
 def test_a_training_with_warm_up(clusters: Callable[[int], mk.Cluster]) -> None:
     torch.manual_seed(1)
-    rule = mk.learning_rate.linear_scaling(lr=0.01, base_batch=2, batch=8, warmup_steps=3)
+    rule = mk.optimizer.linear_scaling(lr=0.01, base_batch=2, batch=8, warmup_steps=3)
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     data = [(torch.ones(8, 1).double(), torch.zeros(8, 1).double())]
@@ -52,4 +52,4 @@ def test_a_training_with_warm_up(clusters: Callable[[int], mk.Cluster]) -> None:
 )
 def test_errors(wrong: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        mk.learning_rate.linear_scaling(**{"lr": 0.1, "base_batch": 8, "batch": 16} | wrong)  # type: ignore[arg-type]
+        mk.optimizer.linear_scaling(**{"lr": 0.1, "base_batch": 8, "batch": 16} | wrong)  # type: ignore[arg-type]

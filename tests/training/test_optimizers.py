@@ -427,7 +427,7 @@ def test_one_that_cannot_be_examined_is_refused(what: str) -> None:
 def test_one_that_is_declared_is_taken_at_its_word() -> None:
     """With what could not be looked into."""
     with pytest.warns(
-        mk.UnwisePlan, match="OnGPU cannot be tried .*a GPU is wanted.*Whether it repeats itself"
+        mk.errors.UnwisePlan, match="OnGPU cannot be tried .*a GPU is wanted.*Whether it repeats itself"
     ):
         prepared(mk.optimizer.elementwise(OnGPU), PLANS["zero1"])
 
@@ -437,7 +437,9 @@ def test_one_that_reads_names_is_given_them() -> None:
 
 
 def test_one_that_steps_in_float32_only_is_tried_in_it() -> None:
-    with pytest.warns(mk.UnwisePlan, match=r"Single was tried in the model's own precision.*above 0\.1%"):
+    with pytest.warns(
+        mk.errors.UnwisePlan, match=r"Single was tried in the model's own precision.*above 0\.1%"
+    ):
         prepared(Single, PLANS["zero1"], net().float(), SINGLES)
     prepared(mk.optimizer.elementwise(Single), PLANS["zero1"], net().float(), SINGLES)
     prepared(Single, PLANS["ddp"], net().float(), SINGLES)
@@ -447,7 +449,7 @@ def test_one_that_steps_in_float32_only_is_tried_in_it() -> None:
 
 def test_one_that_refuses_the_smaller_parameters_of_a_trial() -> None:
     large = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
-    with pytest.warns(mk.UnwisePlan, match="SGD cannot be tried .*AssertionError: whole"):
+    with pytest.warns(mk.errors.UnwisePlan, match="SGD cannot be tried .*AssertionError: whole"):
         prepared(picky, PLANS["ddp"], large)
     with pytest.raises(ValueError, match=r"AssertionError: whole.*optimizer=mk\.optimizer\.elementwise\("):
         prepared(picky, PLANS["zero1"], large)
@@ -462,7 +464,7 @@ def test_a_function_that_refuses_frozen_parameters() -> None:
     model = net()
     model[0].weight.requires_grad_(False)
     with pytest.warns(
-        mk.UnwisePlan, match=r"given the frozen 0\.weight too, .* raises AssertionError: frozen"
+        mk.errors.UnwisePlan, match=r"given the frozen 0\.weight too, .* raises AssertionError: frozen"
     ):
         prepared(strict, PLANS["ddp"], model)
 

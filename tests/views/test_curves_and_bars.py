@@ -14,7 +14,7 @@ def gpipe(m: int, p: int = 4) -> mk.Timeline:
 
 
 def test_the_points_lie_on_the_line_where_stages_are_equal() -> None:
-    curve = mk.bubble_curve([mk.simulate(mk.Plan.naive_mp(4)), gpipe(16), gpipe(4)])
+    curve = mk.experiments.bubble_curve([mk.simulate(mk.Plan.naive_mp(4)), gpipe(16), gpipe(4)])
     assert [point.microbatches for point in curve.points] == [1, 4, 16]
     for point in curve.points:
         assert point.bubble == pytest.approx(3 / (point.microbatches + 3))
@@ -39,19 +39,19 @@ def test_the_points_lie_on_the_line_where_stages_are_equal() -> None:
 
 def test_a_slow_stage_lies_above_the_line_and_other_schedules_have_their_own() -> None:
     slow = mk.simulate(mk.Plan.gpipe(4, 8), forward=[1, 1, 1, 2])
-    (point,) = mk.bubble_curve([slow]).points
+    (point,) = mk.experiments.bubble_curve([slow]).points
     assert point.formula is not None and point.bubble > point.formula
-    zero_bubble = mk.bubble_curve([mk.simulate(mk.Plan.pipeline("zb_h1", 4, 8))])
+    zero_bubble = mk.experiments.bubble_curve([mk.simulate(mk.Plan.pipeline("zb_h1", 4, 8))])
     assert zero_bubble.formula(8) == pytest.approx(1 / 9)
     assert zero_bubble.formula(2) is None  # too few micro-batches to fill the pipeline
-    own = mk.bubble_curve([mk.simulate(mk.Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]))])
+    own = mk.experiments.bubble_curve([mk.simulate(mk.Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]))])
     assert own.formula(2) is None and own.points[0].formula is None
     assert "polyline" not in own.to_svg() and "-" in str(own).splitlines()[-1]
 
 
 def test_memory_by_plan_is_the_timelines_peak() -> None:
     runs = {"GPipe": gpipe(8), "1F1B": mk.simulate(mk.Plan.pipeline("1f1b", 4, 8))}
-    memory = mk.memory_by_plan(runs)
+    memory = mk.experiments.memory_by_plan(runs)
     table = memory.to_dataframe()
     assert table.groupby("plan", sort=False)["total"].apply(list).tolist() == [[8, 8, 8, 8], [4, 3, 2, 1]]
     svg = memory.to_svg()
@@ -62,7 +62,7 @@ def test_memory_by_plan_is_the_timelines_peak() -> None:
 
 
 def test_of_many_ranks_some_are_drawn_and_it_says_so() -> None:
-    memory = mk.memory_by_plan({"GPipe": gpipe(4, p=20)})
+    memory = mk.experiments.memory_by_plan({"GPipe": gpipe(4, p=20)})
     assert "4 more ranks not shown" in memory.to_svg()
     assert len(memory.to_dataframe()) == 20
 
@@ -70,13 +70,16 @@ def test_of_many_ranks_some_are_drawn_and_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: mk.bubble_curve([]), "give one run or more"),
-        (lambda: mk.bubble_curve([3]), "give Runs or Timelines"),  # type: ignore[list-item]
-        (lambda: mk.bubble_curve([mk.simulate(mk.Plan.serial())]), "is no pipeline"),
-        (lambda: mk.bubble_curve([gpipe(4), gpipe(4, p=2)]), "differ in more than their micro-batches"),
-        (lambda: mk.memory_by_plan({}), "by name"),
-        (lambda: mk.memory_by_plan([gpipe(4)]), "by name"),  # type: ignore[arg-type]
-        (lambda: mk.memory_by_plan({"a": 3}), "give a Run or a Timeline"),  # type: ignore[dict-item]
+        (lambda: mk.experiments.bubble_curve([]), "give one run or more"),
+        (lambda: mk.experiments.bubble_curve([3]), "give Runs or Timelines"),  # type: ignore[list-item]
+        (lambda: mk.experiments.bubble_curve([mk.simulate(mk.Plan.serial())]), "is no pipeline"),
+        (
+            lambda: mk.experiments.bubble_curve([gpipe(4), gpipe(4, p=2)]),
+            "differ in more than their micro-batches",
+        ),
+        (lambda: mk.experiments.memory_by_plan({}), "by name"),
+        (lambda: mk.experiments.memory_by_plan([gpipe(4)]), "by name"),  # type: ignore[arg-type]
+        (lambda: mk.experiments.memory_by_plan({"a": 3}), "give a Run or a Timeline"),  # type: ignore[dict-item]
     ],
 )
 def test_mistakes_say_what_would_work(make, says: str) -> None:  # type: ignore[no-untyped-def]

@@ -91,18 +91,18 @@ def test_every_rank_has_a_box_of_its_own(pp: int, dp: int, cp: int, tp: int, per
 
 def test_of_a_plan_and_a_model() -> None:
     model = GPT(layers=4, width=16, heads=2)
-    found = mk.placement(mk.Plan.gpipe(2, 4, cut=["block2"]), model, hardware="8x-h100-nvlink")
+    found = mk.Plan.gpipe(2, 4, cut=["block2"]).placement(model, hardware="8x-h100-nvlink")
     assert found.stages == (("embedding", "block0", "block1"), ("block2", "block3", "head"))
     assert found.notes == ()
-    assert "balanced by their parameters" in mk.placement(mk.Plan.gpipe(2, 4), model).notes[0]
+    assert "balanced by their parameters" in mk.Plan.gpipe(2, 4).placement(model).notes[0]
     # A rank with several stages has the layers of each; without a model, only who talks to whom.
     looped = mk.Plan.pipeline("interleaved_1f1b", 2, 4, virtual_stages=2, cut=[1, 2, 3])
-    assert mk.placement(looped, model).layers_of(0) == ["embedding", "block1"]
-    bare = mk.placement(mk.Plan.ddp(4))
+    assert looped.placement(model).layers_of(0) == ["embedding", "block1"]
+    bare = mk.Plan.ddp(4).placement()
     assert bare.layers_of(0) == [] and [talk.axis for talk in bare.talks] == ["dp"]
-    assert mk.placement(mk.Plan.serial()).talks == []
+    assert mk.Plan.serial().placement().talks == []
     with pytest.raises(ValueError, match="16 ranks, and it has 8 devices"):
-        mk.placement(mk.Plan.ddp(16), hardware="8x-h100-nvlink")
+        mk.Plan.ddp(16).placement(hardware="8x-h100-nvlink")
 
 
 def test_of_what_a_trace_says() -> None:

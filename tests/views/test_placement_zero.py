@@ -18,7 +18,7 @@ def layers() -> nn.Module:
 
 
 def test_zero_3_is_another_picture_than_ddp() -> None:
-    sharded, whole = mk.placement(mk.Plan.zero(3, 3), layers()), mk.placement(mk.Plan.ddp(3), layers())
+    sharded, whole = mk.Plan.zero(3, 3).placement(layers()), mk.Plan.ddp(3).placement(layers())
     assert "rank 0   dp0   1/3 of La, Lb, Lc" in str(sharded)
     assert "rank 0   dp0   La, Lb, Lc" in str(whole)
     assert "what ZeRO" not in str(whole) + whole.to_svg()
@@ -33,7 +33,7 @@ def test_zero_3_is_another_picture_than_ddp() -> None:
     (3, "1/4 of parameters, gradients, optimizer states"),
 ])  # fmt: skip
 def test_each_stage_says_what_is_whole(zero: int, words: str) -> None:
-    assert words in str(mk.placement(mk.Plan.zero(zero, 4)))
+    assert words in str(mk.Plan.zero(zero, 4).placement())
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

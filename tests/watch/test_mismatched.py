@@ -78,7 +78,7 @@ def functional(ctx: Any) -> None:
 def test_both_ranks_and_lines_are_named(
     program: Callable[[Any], None], said: str, watch: bool, clusters: Callable[[int], mk.Cluster]
 ) -> None:
-    with pytest.raises(mk.CommMismatch, match=rf"(?s){said}") as error:
+    with pytest.raises(mk.errors.CommMismatch, match=rf"(?s){said}") as error:
         clusters(2).run(program, watch=watch, timeout=EVENT)
     assert str(error.value).count("test_mismatched.py:") >= 2
 
@@ -106,7 +106,7 @@ def test_calls_under_a_mode_of_torch_are_the_programs(
             dist.all_reduce(torch.ones(4 + ctx.rank))
 
     with pytest.raises(
-        mk.CommMismatch, match=r"(?s)float32\[(4|5)\].* at .*test_mismatched.py:.*float32\[(4|5)\]"
+        mk.errors.CommMismatch, match=r"(?s)float32\[(4|5)\].* at .*test_mismatched.py:.*float32\[(4|5)\]"
     ):
         clusters(2).run(under, timeout=EVENT)
 
@@ -180,7 +180,7 @@ def test_on_step_is_compared(clusters: Callable[[int], mk.Cluster]) -> None:
         ).wait()  # fmt: skip
 
     for function in (plain, own):
-        with pytest.raises(mk.CommMismatch, match=r"(?s)float32\[(3|4)\].*float32\[(3|4)\]") as error:
+        with pytest.raises(mk.errors.CommMismatch, match=r"(?s)float32\[(3|4)\].*float32\[(3|4)\]") as error:
             train(function)
         assert str(error.value).count("test_mismatched.py:") >= 2
     assert len(train(fits).losses) == 3

@@ -61,14 +61,14 @@ def two_networks(ctx: Any) -> None:
             optimizer.zero_grad()
             other(one(torch.randn(4, 8))).mean().backward()
             optimizer.step()
-        mk.step()
+        mk.watch.step()
 
 
 def test_a_program_says_where_its_steps_end(clusters: Clusters) -> None:
     clusters(1).run(two_networks, watch=True)
     assert (
         clusters(1).timeline().steps[-1] >= 4
-    )  # the first optimizer step ended one before mk.step() was known
+    )  # the first optimizer step ended one before mk.watch.step() was known
     ops = clusters(1).trace.ranks[0].ops
     last = ops[(ops["step"] == ops["step"].max()) & (ops["depth"] == 0)]
     assert (last["kind"] == Kind.OPTIMIZER).sum() == 2

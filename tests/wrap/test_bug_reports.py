@@ -356,7 +356,7 @@ def _apart(ctx: Any, wrapper: str, program: Program) -> Any:
             program.step(i, other, theirs, x, y, False)
         one, two = model.state_dict(), other.state_dict()
         return max((one[name] - two[name]).abs().max().item() for name in two if two[name].numel())
-    except (ValueError, RuntimeError, mk.MpkitError) as error:
+    except (ValueError, RuntimeError, mk.errors.MpkitError) as error:
         return str(error)
 
 

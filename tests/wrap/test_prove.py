@@ -202,7 +202,7 @@ def a_divided_fault(ctx: Any, kind: str) -> str:
         "sequence": patch.object(by_hand, "_sum", lambda group, gradient: gradient),
         "pipeline": patch.object(PipelineParallel, "_split", lambda *given: split(*given)[:1] * 2),
     }
-    with wrong[kind], pytest.raises(mk.NotSerial) as e:
+    with wrong[kind], pytest.raises(mk.errors.NotSerial) as e:
         steps_of_a_gpt(ctx, kind)
     return str(e.value)
 
@@ -268,7 +268,7 @@ def planted(
     with patch.object(owner, name, method):
         try:
             return 0, loop(ctx, wrap, make, optimizer=adamw)
-        except mk.NotSerial as error:
+        except mk.errors.NotSerial as error:
             return error.step, str(error)
 
 
@@ -318,14 +318,14 @@ def in_the_wrong_mode(ctx: Any) -> str:
     module = nn.Sequential(nn.Linear(10, 5), nn.Dropout(0.5))
     with (
         patch.object(StatefulBuffers, "synchronize", lambda self: module.eval()),
-        pytest.raises(mk.NotSerial) as e,
+        pytest.raises(mk.errors.NotSerial) as e,
     ):
         loop(ctx, mk.ddp, lambda: module)
     return str(e.value)
 
 
 def of_its_own_rate(ctx: Any) -> str:
-    with pytest.raises(mk.NotSerial) as e:
+    with pytest.raises(mk.errors.NotSerial) as e:
         loop(ctx, mk.ddp, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1 + ctx.rank))
     return str(e.value)
 

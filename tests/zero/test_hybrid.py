@@ -187,7 +187,7 @@ def test_other_frameworks_files_say_it_or_that_they_cannot(name: str) -> None:
 
 
 def test_a_placement_shows_the_groups() -> None:
-    text = str(mk.placement(mk.Plan(dp=4, zero=3, dp_shard=2), chain(), hardware="2x2-a100-ib"))
+    text = str(mk.Plan(dp=4, zero=3, dp_shard=2).placement(chain(), hardware="2x2-a100-ib"))
     assert "dp_shard  (0 1) (2 3), NVLink" in text and "dp_replicate  (0 2) (1 3), InfiniBand" in text
     assert "each replica has 1/2 of parameters" in text
 

@@ -419,7 +419,7 @@ def look(ctx: Any, zero: int) -> dict[str, Any]:
         found["outputs"] = model(x).detach()
     try:
         found["outside"] = model[0].weight.sum()
-    except mk.MpkitError as error:
+    except mk.errors.MpkitError as error:
         found["outside"] = str(error)
     return found
 

@@ -14,11 +14,11 @@ from functools import partial
 from typing import overload
 
 from mpkit.common.visible import escape
-from mpkit.devices.catalogue.clusters import by_name, cluster_of
+from mpkit.devices.catalogue.clusters import build_machine, by_name
 from mpkit.devices.catalogue.machines import MACHINES
-from mpkit.devices.hardware import Hardware
+from mpkit.devices.hardware import Device, Hardware
 
-__all__ = ["Catalogue", "cluster_of", "hardware"]
+__all__ = ["Catalogue", "build_machine", "hardware"]
 
 _OTHERS = (
     "8x-a100-40-nvlink", "8x-a100-pcie", "8x-b300-nvlink", "8x-gb200-nvlink", "8x-mi300x", "8x-l40s", "2x-v100-nvlink",
@@ -128,22 +128,50 @@ def _row(machine: Hardware) -> tuple[str, ...]:
 @overload
 def hardware() -> Catalogue: ...
 @overload
-def hardware(name: str | Hardware) -> Hardware: ...
-def hardware(name: str | Hardware | None = None) -> Hardware | Catalogue:
+def hardware(
+    name: str | Hardware | Device,
+    *,
+    nodes: int | None = ...,
+    per_node: int | None = ...,
+    nic: str | float | None = ...,
+) -> Hardware: ...
+def hardware(
+    name: str | Hardware | Device | None = None,
+    *,
+    nodes: int | None = None,
+    per_node: int | None = None,
+    nic: str | float | None = None,
+) -> Hardware | Catalogue:
     """Return the machine with this name; a `Hardware` is returned as it is, and without a name the whole catalogue.
+
+    Args:
+        name: a machine, such as "8x-a100-nvlink"; or, with the other arguments, a device: its short name, such as
+            "h100", or a `mpkit.devices.Device` of your own.
+        nodes, per_node: the number of nodes (1), and of devices in each (8).
+        nic: the network card of each device, such as "ndr", or GB/s in one direction; needed with several nodes.
 
     Every figure has its source: `hardware("8x-a100-nvlink").link.sources`. Names of the forms "8x-l40s" and
     "64x8-h100-ndr" (nodes, devices per node, device, network card) make machines of any size.
 
     Raises:
-        ValueError: there is no machine with that name.
+        ValueError: there is no such machine, device or card, or a number is none.
 
     >>> machine = hardware("8x-a100-nvlink")
     >>> machine.device.name, machine.link.name, machine.devices
     ('A100 SXM 80GB', 'NVLink 3', 8)
+    >>> hardware("h100", nodes=64, nic="ndr").name
+    '64x8-h100-ndr'
     """
     if name is None:
         return Catalogue()
+    if isinstance(name, Device) or (nodes, per_node, nic) != (None, None, None):
+        if isinstance(name, Hardware):
+            raise ValueError(
+                f"hardware({name.name!r}, ...): a machine has its size; give a device, such as 'h100'"
+            )
+        return build_machine(
+            name, nodes=1 if nodes is None else nodes, per_node=8 if per_node is None else per_node, nic=nic
+        )
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
@@ -157,6 +185,6 @@ def hardware(name: str | Hardware | None = None) -> Hardware | Catalogue:
         near = get_close_matches(name.lower(), _ALL, 3, 0.4) or list(_ALL)
         raise ValueError(
             f"hardware({name!r}): there is none of that name. The nearest: {', '.join(map(repr, near))}; "
-            "mpkit.hardware() lists all. mpkit.cluster_of('h100', nodes=16, nic='ndr') makes one of any size."
+            "mpkit.hardware() lists all. mpkit.hardware('h100', nodes=16, nic='ndr') makes one of any size."
         )
     return found

@@ -1,7 +1,7 @@
 """Machines of any size: a device of the catalogue, so many per node, so many nodes, and a network card.
 
-mk.cluster_of("h100", nodes=64, nic="ndr")     64 nodes of 8 H100, a 400 Gb/s card for each
-mk.hardware("64x8-h100-ndr")                   the same by name
+mk.hardware("h100", nodes=64, nic="ndr")     64 nodes of 8 H100, a 400 Gb/s card for each
+mk.hardware("64x8-h100-ndr")                 the same by name
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
-from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import machines
 from mpkit.devices.catalogue.machines import GIGA, INFINIBAND, gpu
 from mpkit.devices.catalogue.tables import one
@@ -20,7 +19,7 @@ from mpkit.devices.link import RAMP
 from mpkit.plan.checks import whole
 from mpkit.trace import Kind
 
-__all__ = ["DEVICES", "NICS", "by_name", "cluster_of"]
+__all__ = ["DEVICES", "NICS", "build_machine", "by_name"]
 
 DEVICES: Mapping[str, tuple[str, str | None]] = {
     "a100": ("A100 SXM 80GB", "A100 SXM"),
@@ -70,8 +69,7 @@ REACHED = 0.85
 """The share of the line rate that a card reaches: 0.74 to 0.95 of it on the measured clusters; assumed."""
 
 
-@public
-def cluster_of(
+def build_machine(
     device: str | Device, *, nodes: int = 1, per_node: int = 8, nic: str | float | None = None
 ) -> Hardware:
     """Return a machine of any size.
@@ -86,13 +84,13 @@ def cluster_of(
     Raises:
         ValueError: there is no such device or card, or a number is none.
 
-    >>> machine = cluster_of("h100", nodes=64, nic="ndr")
+    >>> machine = build_machine("h100", nodes=64, nic="ndr")
     >>> machine.devices, machine.name
     (512, '64x8-h100-ndr')
     """
     for name, value in (("nodes", nodes), ("per_node", per_node)):
         if (whole(value) or 0) < 1:
-            raise ValueError(f"cluster_of({name}={value!r}): a whole number, 1 or more, such as {name}=8")
+            raise ValueError(f"hardware({name}={value!r}): a whole number, 1 or more, such as {name}=8")
     if isinstance(device, Device):
         short, made, link = device.name, device, _through_host(device)
     else:
@@ -101,7 +99,7 @@ def cluster_of(
     if nodes > 1:
         if nic is None:
             raise ValueError(
-                f"cluster_of({short!r}, nodes={nodes}) has no network between its nodes: give nic=, one of "
+                f"hardware({short!r}, nodes={nodes}) has no network between its nodes: give nic=, one of "
                 f"{', '.join(NICS)}, or its GB/s for each device, such as nic=25"
             )
         between, called = _card(nic)
@@ -121,11 +119,12 @@ def by_name(name: str) -> Hardware | None:
     several = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+?)-(" + "|".join(map(re.escape, NICS)) + ")", name)
     if several:
         return replace(
-            cluster_of(several[3], nodes=int(several[1]), per_node=int(several[2]), nic=several[4]), name=name
+            build_machine(several[3], nodes=int(several[1]), per_node=int(several[2]), nic=several[4]),
+            name=name,
         )
     one_node = re.fullmatch(r"(\d+)x-([a-z0-9-]+?)(-nvlink)?", name)
     if one_node and one_node[2] in DEVICES:
-        return replace(cluster_of(one_node[2], per_node=int(one_node[1])), name=name)
+        return replace(build_machine(one_node[2], per_node=int(one_node[1])), name=name)
     return None
 
 
@@ -134,7 +133,7 @@ def _device(short: str) -> tuple[Device, Link]:
     if short not in DEVICES:
         near = get_close_matches(str(short).lower(), DEVICES, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"cluster_of({short!r}): the catalogue has {', '.join(DEVICES)}.{hint}")
+        raise ValueError(f"hardware({short!r}): the catalogue has {', '.join(DEVICES)}.{hint}")
     row, mamf = DEVICES[short]
     device = gpu(row, mamf)
     measured: dict[str, Callable[[], Hardware]] = {

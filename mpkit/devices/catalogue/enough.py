@@ -58,5 +58,5 @@ def _larger(machine: Hardware, ranks: int) -> str:
     rows = {name: one("devices", device=row)["device"] for name, (row, _) in DEVICES.items()}
     short = [name for name, row in rows.items() if row == machine.device.name]
     if short:
-        return f"More nodes: hardware=mk.cluster_of({short[0]!r}, nodes={-(-ranks // A_NODE)}, nic='ndr')"
+        return f"More nodes: hardware=mk.hardware({short[0]!r}, nodes={-(-ranks // A_NODE)}, nic='ndr')"
     return f"A larger machine of your own: dataclasses.replace(hardware, per_node={ranks})"

@@ -124,7 +124,7 @@ class RunResults:
 
     @property
     def data_digest(self) -> list[list[str]]:
-        """By step, by rank: the SHA-256 of the rank's part of the step's batch, as `mk.digest.data_digest` computes it.
+        """By step, by rank: the SHA-256 of the rank's part of the step's batch, as `mk.data.data_digest` computes it.
 
         A rank without samples, such as one in the middle of a pipeline, has the digest of no data. The steps are
         those that every rank has begun, from `first_step` on.
@@ -133,10 +133,10 @@ class RunResults:
 
     @property
     def samples_seen(self) -> list[list[list[str]]]:
-        """By step, by rank: a digest of each sample that the rank took, as `mk.digest.sample_digests` computes them.
+        """By step, by rank: a digest of each sample that the rank took, as `mk.data.sample_digests` computes them.
 
         No sample was lost and none seen twice if the digests of all ranks together are those of the whole batch,
-        and over an epoch those that `mk.digest.sample_digests` returns for the whole dataset.
+        and over an epoch those that `mk.data.sample_digests` returns for the whole dataset.
         """
         return self._read_taken()[1]
 

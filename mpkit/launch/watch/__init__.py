@@ -1,1 +1,9 @@
-"""Watching a program that was not written for mpkit: what it computes, communicates and holds becomes a Trace."""
+"""Watching a program that was not written for mpkit: what it computes, communicates and holds becomes a Trace.
+
+`mk.watch.step` and `mk.watch.span` are for such programs: they say what mpkit cannot see by itself.
+"""
+
+from mpkit.launch.watch.span import span
+from mpkit.launch.watch.step import step
+
+__all__ = ["span", "step"]

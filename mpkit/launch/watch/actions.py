@@ -7,7 +7,7 @@ optimizer    one optimizer's step
 
 An action that begins within another one is a part of it (depth 1 and more in the trace).
 A step ends with the last optimizer step before the next forward: gradients may be accumulated over several backwards,
-and several optimizers may step. `mk.step()` says instead where a step ends.
+and several optimizers may step. `mk.watch.step()` says instead where a step ends.
 """
 
 from __future__ import annotations

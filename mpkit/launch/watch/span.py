@@ -1,4 +1,4 @@
-"""`mk.span(name)`: what a watched program does by other means than torch's, recorded by hand."""
+"""`mk.watch.span(name)`: what a watched program does by other means than torch's, recorded by hand."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KINDS = {
 def span(
     name: str, *, kind: str = "compute", flops: float = 0.0, nbytes: int = 0
 ) -> AbstractContextManager[None]:
-    """Record a piece of a watched program: `with mk.span("attention"):`.
+    """Record a piece of a watched program: `with mk.watch.span("attention"):`.
 
     What torch does is recorded without it. This is for what mpkit cannot see: another framework, a library in C++. The
     program waits for a communication that is recorded so until the block ends. A step ends after an "optimizer", as
-    after one of torch's, or where `mk.step()` says so. Where nothing is watched, nothing is recorded.
+    after one of torch's, or where `mk.watch.step()` says so. Where nothing is watched, nothing is recorded.
 
     Args:
         name: what the timeline calls it.
@@ -36,8 +36,8 @@ def span(
 
     >>> import mpkit as mk
     >>> def program(ctx):
-    ...     with mk.span("another framework's step"):
-    ...         with mk.span("its gradients", kind="all_reduce", nbytes=4_000):
+    ...     with mk.watch.span("another framework's step"):
+    ...         with mk.watch.span("its gradients", kind="all_reduce", nbytes=4_000):
     ...             pass
     >>> with mk.Cluster(ranks=1, device="cpu") as cluster:
     ...     _ = cluster.run(program, watch=True)
@@ -46,6 +46,8 @@ def span(
     """
     if kind not in _KINDS:
         near = get_close_matches(kind, _KINDS, 1) or ["compute"]
-        raise ValueError(f"mk.span(kind={kind!r}): there are {', '.join(_KINDS)}; such as kind={near[0]!r}")
+        raise ValueError(
+            f"mk.watch.span(kind={kind!r}): there are {', '.join(_KINDS)}; such as kind={near[0]!r}"
+        )
     actions = WATCHED.get()
     return nullcontext() if actions is None else actions.span(_KINDS[kind], name, flops, nbytes)

@@ -1,4 +1,4 @@
-"""`mk.step()`: where a step of a watched program ends, if optimizers do not say so."""
+"""`mk.watch.step()`: where a step of a watched program ends, if optimizers do not say so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step() -> None:
     ...     model = torch.nn.Linear(4, 4)
     ...     for _ in range(3):
     ...         model(torch.ones(2, 4))
-    ...         mk.step()
+    ...         mk.watch.step()
     >>> with mk.Cluster(ranks=1, device="cpu") as cluster:
     ...     _ = cluster.run(infer, watch=True)
     ...     len(cluster.timeline().steps)

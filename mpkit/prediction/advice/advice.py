@@ -162,7 +162,7 @@ class Advice(HasChart):
             raise ValueError(
                 f"this advice is for {devices} devices, and the cluster has {cluster.ranks} ranks: "
                 f"mk.Cluster(ranks={devices}), or advice for {cluster.ranks}: mk.advise(..., "
-                f"mk.cluster_of('h100', per_node={cluster.ranks}), ...)"
+                f"mk.hardware('h100', per_node={cluster.ranks}), ...)"
             )
         if (whole(best) or 0) < 1:
             raise ValueError(f"try_out({best!r}): how many of the best plans, a whole number, 1 or more")

@@ -58,7 +58,7 @@ def checked_layout(
     if plan.ranks > hardware.devices:
         raise ValueError(
             f"{plan!r} needs {plan.ranks} devices, and {hardware.name} has {hardware.devices}. "
-            f"mk.cluster_of({_short(hardware)!r}, nodes={-(-plan.ranks // hardware.per_node)}, "
+            f"mk.hardware({_short(hardware)!r}, nodes={-(-plan.ranks // hardware.per_node)}, "
             f"per_node={hardware.per_node}, nic='ndr') has enough."
         )
     if model.heads % plan.tp or model.ffn % plan.tp:

@@ -46,8 +46,8 @@ def workspaces(stack: Stack, device: Device) -> float:
 
     Source: torch/aten/src/ATen/cuda/CublasHandlePool.cpp; transformer_engine/pytorch/module/base.py.
 
-    >>> from mpkit.devices.catalogue import cluster_of
-    >>> [workspaces(Stack("any"), cluster_of(name).device) / MIB for name in ("a100", "h100", "gb200", "mi300x")]
+    >>> from mpkit.devices.catalogue import build_machine
+    >>> [workspaces(Stack("any"), build_machine(name).device) / MIB for name in ("a100", "h100", "gb200", "mi300x")]
     [16.25, 64.0, 16.25, 0.0]
     """
     if not re.match(r"(A|V|T|L|H|B|GH|GB)\d|RTX|TITAN", device.name) or stack.name == "mpkit":

@@ -116,7 +116,7 @@ def beyond_of(
     if hardware is None and on_gpus:
         raise ValueError(
             "scaling(beyond=...) on GPUs predicts for a machine of the catalogue: say which, such as "
-            "hardware='8x-h100-nvlink' or mk.cluster_of('h100', nodes=4, nic='ndr'); mk.hardware() lists them"
+            "hardware='8x-h100-nvlink' or mk.hardware('h100', nodes=4, nic='ndr'); mk.hardware() lists them"
         )
     machine = find(hardware or "cpu")
     found = Beyond(

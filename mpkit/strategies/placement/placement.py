@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.tracebacks import public
 from mpkit.plan.mesh_of_trace import holders_of, mesh_of
 from mpkit.strategies.placement.placed_ranks import Parts, Placement, place
 from mpkit.strategies.placement.zero_shares import shares_of
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["placement", "placement_of", "shard_words", "shards_by"]
 
 
-@public
 def placement(
     plan: Plan,
     model: nn.Module | None = None,
@@ -28,34 +26,7 @@ def placement(
     shards: Parts | None = None,
     hardware: Hardware | str | None = None,
 ) -> Placement:
-    """Show where a plan puts a model: each rank's layers and node, and which ranks communicate over which link.
-
-    Under ZeRO it also shows which model states are sharded and, if the model is in one stage, who holds which elements.
-
-    A run balances its stages by FLOPs, which requires a batch; `placement_of` shows what a run really did.
-
-    >>> import mpkit as mk
-    >>> from mpkit.models import MLP
-    >>> print(mk.placement(mk.Plan.gpipe(2, 4, cut=["hidden2"]), MLP(8, 8), hardware="8x-h100-nvlink"))
-    2 ranks, on 1 node of 8 H100 SXM
-    <BLANKLINE>
-    node 0
-      rank 0   pp0   hidden0 to 1
-      rank 1   pp1   hidden2 to 3, head
-    <BLANKLINE>
-    who talks to whom
-      pp  (0 1), NVLink 4 within a node, 396 GB/s
-
-    Args:
-        plan: the plan that defines the ranks.
-        model: the model whose layers are placed; None: show the mesh and its links only.
-        shards: what tp divides, in words by the layer's name; None: derived from how the plan divides the model.
-        hardware: a catalogued machine's name (`mpkit.hardware()` lists them), or a `Hardware`; None: no nodes.
-
-    Raises:
-        ValueError: the machine has fewer devices than there are ranks, there are more stages than layers, or mpkit
-            does not know how to divide this model.
-    """
+    """Return where a plan puts a model; see `Plan.placement`."""
     holders = plan.build().stage_to_rank if plan.pp > 1 else [0]
     if model is None:
         return place(plan.mesh, (), shards, hardware, holders=holders, zero=plan.zero)

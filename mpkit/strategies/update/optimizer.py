@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
+from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
 from mpkit.strategies.update.several import SeveralOptimizers
 from mpkit.strategies.update.whole import WholeParameter, empty_whole, stand_in
 
@@ -30,7 +31,9 @@ __all__ = [
     "by_name",
     "describe_optimizer",
     "elementwise",
+    "linear_scaling",
     "make_optimizer",
+    "sqrt_scaling",
 ]
 
 Take = Callable[[Tensor], Tensor]

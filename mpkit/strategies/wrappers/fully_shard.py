@@ -37,10 +37,9 @@ def fully_shard(
 ) -> FullySharded:
     """Wrap a module of which each rank keeps a part: ZeRO's stages 1 to 3, of which FSDP is the third.
 
-    Every rank calls this at the same time, in a function that `Cluster.run` calls or under torchrun after
-    `init_process_group`. Parameters and buffers become the first rank's. The loop is that of `mk.ddp`, and the
-    optimizer is made afterwards, from `model.parameters()`: these are this rank's shares, under the model's names and
-    in its order. It has to treat each element by itself, as SGD and AdamW do.
+    Every rank calls this at the same time, in `Cluster.run` or under torchrun after `init_process_group`. Parameters
+    and buffers become the first rank's. The loop is that of `mk.ddp`, and the optimizer is made afterwards, from
+    `model.parameters()`: this rank's shares, under the model's names. It treats each element by itself, as AdamW does.
 
     >>> import mpkit as mk
     >>> def train(ctx):
@@ -58,22 +57,19 @@ def fully_shard(
     Args:
         module: on this rank's device; changed in place.
         stage: 1 divides the optimizer states, 2 the gradients too, 3 the parameters too.
-        dp_shard: hybrid sharding (HSDP): the number of ranks in each group within which they are divided, such as the
-            GPUs of a node; the groups are replicas of each other. None: among all ranks.
+        dp_shard: ranks per group of hybrid sharding (HSDP), such as the GPUs of a node; None: among all ranks.
         precision: "fp32" keeps the module's dtype; "bf16" and "fp16" compute and communicate in 16 bits. Shares are
-            then fp32 master weights, outputs are fp32, and gradients in fp16 are scaled inside: no GradScaler is
-            needed.
+            then fp32 master weights, outputs are fp32, and fp16's gradients are scaled inside, without a GradScaler.
         bucket_mb: the most MiB that are reduced together, in stages 1 and 2.
         prefetch: number of layers that stage 3 gathers ahead.
         find_unused_parameters: allow parameters that get no gradient in a backward. One that no rank used has none.
-        group: the ranks that share the work: a communicator, torch's process group, or a DeviceMesh of one axis; None
-            for all. A mesh of two axes is hybrid sharding, as in torch: ranks along the second one share the shards.
+        group: the ranks that share the work: a communicator, torch's process group, a DeviceMesh of one axis, or of two
+            for hybrid sharding (ranks along the second one share the shards); None for all.
         prove: the number of first steps that are compared with plain PyTorch, on each rank's copy of the whole module.
 
     Returns:
-        The wrapper: `model.module` is the module. `state_dict()` returns whole tensors on every rank,
-        `summon_full_params()` has the module whole inside its block, `clip_grad_norm_` clips by the norm over all
-        ranks.
+        The wrapper: `model.module` is the module, `state_dict()` returns whole tensors on every rank,
+        `summon_full_params()` has it whole in its block, and `clip_grad_norm_` clips by the norm over all ranks.
 
     Raises:
         ValueError: there is no process group, no such stage or precision, nothing to train, or it is wrapped already.
@@ -81,10 +77,7 @@ def fully_shard(
     """
     check_module(module, "mk.fully_shard")
     _check(stage, precision, prove)
-    ranks = size_of(module, group)
-    if isinstance(group, DeviceMesh) and group.ndim == 2:
-        dp_shard = group.size(1)
-    _check_groups(dp_shard, ranks)
+    dp_shard = _checked_groups(dp_shard, group, ranks := size_of(module, group))
     plan = Plan(
         dp=ranks, dp_shard=dp_shard, zero=stage, precision=PRECISIONS[precision], batchnorm="local",
         bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
@@ -106,9 +99,12 @@ def _check(stage: Any, precision: Any, prove: Any) -> None:
         )
 
 
-def _check_groups(dp_shard: Any, ranks: int) -> None:
+def _checked_groups(dp_shard: Any, group: Group, ranks: int) -> int | None:
+    """Return the number of ranks per group; that of a mesh of two axes is the second one's."""
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        return group.size(1)
     if dp_shard is None:
-        return
+        return None
     size = whole(dp_shard)
     if size is None or size < 2 or ranks % size:
         fits = [n for n in range(2, ranks + 1) if ranks % n == 0]
@@ -116,3 +112,4 @@ def _check_groups(dp_shard: Any, ranks: int) -> None:
             f"mk.fully_shard(dp_shard={dp_shard!r}): the {ranks} ranks are divided into groups of as many, 2 or more, "
             f"such as dp_shard={fits[0] if fits else 2}; dp_shard=None shards among all of them"
         )
+    return size

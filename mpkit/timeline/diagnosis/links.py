@@ -95,7 +95,7 @@ def _slow(
         f"{took / should:.1f} times as long as between other ranks.{across}",
         reason="Those who need what comes over the slow link wait for it, and those who need theirs wait as well.",
         remedy="Look at this link alone (mpkit doctor; nvidia-smi topo -m; a cable, a switch, another job), and place "
-        "the ranks so that the axis with the most bytes stays on fast links (mk.placement).",
+        "the ranks so that the axis with the most bytes stays on fast links (plan.placement(model, hardware=...)).",
         gain=gain, rows=rows, ranks=link, check=f"timeline.step({{step}}).comm_time[{link[-1]}]",
     )  # fmt: skip
 

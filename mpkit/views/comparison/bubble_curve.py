@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpkit.common.units import percent, seconds
 from mpkit.common.visible import escape
-from mpkit.prediction.bubble_curve import BubbleCurve
+from mpkit.prediction.experiments.compare_bubbles import BubbleCurve
 from mpkit.views.drawing.colours import INKS, THEMES, Key
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet
 from mpkit.views.drawing.ticks import levels

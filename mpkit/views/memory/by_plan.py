@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mpkit.common.visible import escape
-from mpkit.prediction.memory_by_plan import MemoryByPlan
+from mpkit.prediction.experiments.compare_memory import MemoryByPlan
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet

@@ -51,7 +51,7 @@ class BubbleCurve(Drawn):
         """Return the bubble in theory with m micro-batches; None where the papers give none.
 
         >>> import mpkit as mk
-        >>> mk.bubble_curve([mk.simulate(mk.Plan.gpipe(4, 8))]).formula(16)
+        >>> mk.experiments.bubble_curve([mk.simulate(mk.Plan.gpipe(4, 8))]).formula(16)
         0.15789473684210525
         """
         named = isinstance(self.plan.schedule, str)
