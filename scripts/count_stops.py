@@ -1,0 +1,117 @@
+"""Count how far a reader follows a plan and a micro-batch through the code: python -m scripts.count_stops.
+
+    plan        the functions of mpkit that are called with the Plan or the ResolvedPlan, from the first check to the
+                last: stops, the modules and folders that they lie in, and how often the walk goes back to a folder
+    forward     the frames of mpkit from the training loop to the model's own forward
+    wire        the frames of mpkit from a gradient's hook to torch.distributed
+
+The walk is that of a real training of a small chain with a pipeline of two stages, and with DDP for the wire.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import mpkit as mk
+from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.prepare.prepare import prepare
+
+ROOT = Path(mk.__file__).parent
+HOW: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, "steps": 1}
+
+
+class Probe(nn.Linear):
+    """A layer that notes the frames above its forward."""
+
+    frames: ClassVar[list[str]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, and note who called."""
+        Probe.frames = list(frames_of(sys._getframe(1), until="step"))
+        return super().forward(x)
+
+
+def frames_of(frame: FrameType | None, until: str) -> Iterator[str]:
+    """Yield the functions of mpkit from a frame up to the training loop's."""
+    while frame is not None:
+        code = frame.f_code
+        if Path(code.co_filename).is_relative_to(ROOT):
+            yield code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+            if code.co_name == until and code.co_filename.endswith("runtime/train.py"):
+                return
+        frame = frame.f_back
+
+
+def walk_of_plan(plan: mk.Plan) -> list[tuple[str, str]]:
+    """Return (module, function) for each function that is called with the plan, in the order of the first calls."""
+    found: dict[tuple[str, str], None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(ROOT):
+            return
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        if any(isinstance(frame.f_locals.get(name), (mk.Plan, ResolvedPlan)) for name in names):
+            found.setdefault((path.relative_to(ROOT).as_posix(), frame.f_code.co_name))
+
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [(torch.ones(4, 4), torch.ones(4, 4))]
+    sys.setprofile(note)
+    try:
+        prepare(model, data, plan, ranks=plan.ranks, verify="first", **HOW)
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def frames_on_a_rank(ctx: Any, plan: mk.Plan) -> tuple[list[str], list[str]]:
+    """Return the frames of a forward, and those of a bucket's all-reduce."""
+    from mpkit.strategies.runtime.train import Training
+
+    reduced: list[str] = []
+    original = dist.all_reduce
+
+    def watched(*args: Any, **how: Any) -> Any:
+        reduced[:] = reduced or frames_of(sys._getframe(1), until="_on_grad_ready")
+        return original(*args, **how)
+
+    data = [(torch.ones(4, 4), torch.ones(4, 4))]
+    job = prepare(nn.Sequential(Probe(4, 4), Probe(4, 4)), data, plan, ranks=plan.ranks, **HOW)
+    training = Training(ctx, job)
+    dist.all_reduce = watched
+    try:
+        training.step(0)
+    finally:
+        dist.all_reduce = original
+    wire = reduced[: reduced.index("DDP._on_grad_ready") + 1] if "DDP._on_grad_ready" in reduced else []
+    return Probe.frames, wire
+
+
+def main() -> None:
+    """Print the figures."""
+    torch.manual_seed(0)
+    stops = walk_of_plan(mk.Plan.pipeline("1f1b", 2, 2))
+    folders = [str(Path(module).parent) for module, _ in stops]
+    visits = [folder for i, folder in enumerate(folders) if i == 0 or folder != folders[i - 1]]
+    print(
+        f"plan: {len(stops)} stops in {len({m for m, _ in stops})} modules and {len(set(folders))} folders;"
+    )
+    print(f"      {len(visits) - len(set(visits))} times back to a folder")
+    for module, function in stops:
+        print(f"        {module}: {function}")
+    with mk.Cluster(ranks=2, device="cpu") as cluster:
+        forward, _ = cluster.run(frames_on_a_rank, mk.Plan.pipeline("1f1b", 2, 2))[0]
+        _, wire = cluster.run(frames_on_a_rank, mk.Plan.ddp(2))[0]
+    print(f"forward: {len(forward) - 1} frames below {forward[-1]}, {' < '.join(forward)}")
+    print(f"wire: {len(wire)} frames, {' < '.join(wire)}")
+
+
+if __name__ == "__main__":
+    main()
