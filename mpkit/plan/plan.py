@@ -17,7 +17,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
-from mpkit.plan.hybrid_checks import check_hybrid, take_hybrid_degrees
+from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE

@@ -12,9 +12,10 @@ and that 16 bits halve activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from mpkit.plan.hybrid import change_plan
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.activations import live
@@ -188,7 +189,7 @@ def _changes(now: Situation) -> Iterator[Change]:
 
 
 def _change_plan(plan: Plan, **fields: Any) -> Callable[[], Plan]:
-    return lambda: replace(plan, **fields)
+    return lambda: change_plan(plan, **fields)
 
 
 def _try_change(change: Callable[[], Plan]) -> Plan | None:

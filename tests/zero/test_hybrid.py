@@ -170,6 +170,22 @@ def test_plans_that_cannot_be(how: dict[str, Any], says: str) -> None:
         mk.Plan(**how)
 
 
+def test_changes_of_a_plan_keep_its_groups(clusters: Clusters) -> None:
+    """What would fit, what-if and the nearest plan for a cluster change degrees that groups depend on."""
+    big = mk.fits(
+        "llama3-70b", mk.Plan(dp=32, zero=3, dp_shard=8, precision="bf16"), "4x8-a100-hdr", sequence=1024
+    )
+    assert "dp_shard=None" in str(big)
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": adamw}
+    run = clusters(4).train(chain(), batch(), mk.Plan(dp=4, zero=3, dp_shard=2), steps=3, **how).wait()
+    assert run.what_if(ranks=8).plan == mk.Plan(dp=8, zero=3, dp_shard=2)
+    assert run.what_if(zero=0).plan == mk.Plan(dp=4)
+    assert run.what_if(dp_shard=None).plan == mk.Plan(dp=4, zero=3)
+    assert run.timeline().diagnose() is not None
+    with pytest.raises(ValueError, match=r"Plan\(dp=4, zero=3, dp_shard=2, dp_replicate=2\)"):
+        clusters(4).train(chain(), batch(), mk.Plan(dp=8, zero=3, dp_shard=2), **how)
+
+
 SAYS = {"torchtitan": (2, 3), "accelerate": (2, 3), "fsdp": (2, 3), "deepspeed": (3,), "megatron": (1,)}
 
 

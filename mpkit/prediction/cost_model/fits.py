@@ -21,6 +21,7 @@ from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
+from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
 from mpkit.prediction.cost_model.estimate import Estimate, estimate, estimate_checked, stack_for
 from mpkit.prediction.cost_model.memory import CATEGORIES
@@ -168,7 +169,7 @@ class Fits(Drawn):
             if "precision" in values and self.estimate.stack.name not in FOLLOW:
                 continue
             with suppress(ValueError):  # this plan or batch cannot be changed so
-                changed = replace(plan, **values)
+                changed = change_plan(plan, **values)
                 yield Remedy(changed, change, self._estimate(changed, layout.global_batch))
 
     def _with_batch(self, batch: int) -> bool:
@@ -248,6 +249,8 @@ def changes(plan: Plan, microbatch: int) -> list[tuple[str, dict[str, Any]]]:
         options.append(('precision="bf16"', {"precision": "bf16"}))
     if plan.dp * plan.cp > 1:
         options += [(f"zero={stage}", {"zero": stage}) for stage in range(plan.zero + 1, 4)]
+    if plan.dp_shard:
+        options.append(("dp_shard=None", {"dp_shard": None}))
     if plan.tp > 1 and not plan.sequence_parallel:
         options.append(("sequence_parallel=True", {"sequence_parallel": True}))
     if plan.dp % 2 == 0:

@@ -11,11 +11,12 @@ schedule and its virtual_stages, count as one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from math import isfinite, prod
 from typing import Any
 
+from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 from mpkit.plan.synonyms import MEANT
@@ -82,11 +83,7 @@ def _apply_changes(before: ChangedPlan, changes: Mapping[str, Any]) -> ChangedPl
     if "ranks" in changes:
         fields_changed |= _ranks(before.plan, changes["ranks"])
     words = ", ".join(_words(name, value) for name, value in changes.items())
-    plan = (
-        replace(before.plan, **_without_old_stages(before.plan, fields_changed))
-        if fields_changed
-        else before.plan
-    )
+    plan = change_plan(before.plan, **_without_old_stages(before.plan, fields_changed))
     return ChangedPlan(words, plan, link, overlap)
 
 

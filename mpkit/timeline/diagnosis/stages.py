@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.units import percent
+from mpkit.plan.hybrid import change_plan
 from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
 from mpkit.plan.schedule.theory import bubble_in_theory
 from mpkit.timeline.diagnosis.evidence import Evidence
@@ -93,7 +94,7 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
         return
     mean: dict[str, Any] = {name: float(np.mean(value)) for name, value in times.items()}
     hop = mean.pop("hop")
-    shape = replace(plan, dp=1, tp=1, cp=1, zero=0, cut=None)
+    shape = change_plan(plan, dp=1, tp=1, cp=1, zero=0, cut=None)
     even = simulate(shape, **mean, hop=hop)
     now = even.step_time
     parts: dict[str, Any] = {name: value * m / more for name, value in mean.items()}

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from mpkit.common.caught import one_line
 from mpkit.plan.checks import real, whole
+from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action, Schedule
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES
@@ -129,7 +130,9 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
             if 1 in (mesh["pp"], plan.pp):
                 changes |= {"schedule": GPIPE, "virtual_stages": 1}
         with suppress(ValueError):  # a schedule may need another number of micro-batches
-            fitting = replace(plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1)
+            fitting = change_plan(
+                plan, **changes, sequence_parallel=plan.sequence_parallel and mesh["tp"] > 1
+            )
             _with_few(fitting).build()
             return fitting
     return Plan.ddp(ranks)

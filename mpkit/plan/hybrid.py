@@ -1,15 +1,16 @@
-"""Checks of hybrid sharding: a Plan's `dp_shard` and `dp_replicate`. Every message shows a plan that works."""
+"""Hybrid sharding: a Plan's `dp_shard` and `dp_replicate`. Every message shows a plan that works."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import call_of, checked_degree, whole
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["check_hybrid", "take_hybrid_degrees"]
+__all__ = ["change_plan", "check_hybrid", "take_hybrid_degrees"]
 
 
 def take_hybrid_degrees(plan: Plan) -> None:
@@ -60,3 +61,23 @@ def check_hybrid(plan: Plan) -> None:
             f"nothing. Either {call_of(plan, {'zero': 3})}, or without groups "
             f"{call_of(plan, {'dp_shard': None, 'dp_replicate': None})}"
         )
+
+
+def change_plan(plan: Plan, **changes: Any) -> Plan:
+    """Return the plan with some fields changed; ZeRO shards within groups of as many replicas, as far as that works.
+
+    >>> from mpkit.plan.plan import Plan
+    >>> plan = Plan(dp=8, zero=3, dp_shard=4)
+    >>> change_plan(plan, dp=16), change_plan(plan, zero=0), change_plan(plan, dp_shard=2).dp_replicate
+    (Plan(dp=16, zero=3, dp_shard=4, dp_replicate=4), Plan(dp=8), 4)
+
+    Raises:
+        ValueError: the changed plan cannot work.
+    """
+    if plan.dp_shard is None:
+        return replace(plan, **changes)
+    groups = {name: changes.get(name) for name in ("dp_shard", "dp_replicate")}
+    if not any(name in changes for name in groups):
+        dp, zero = whole(changes.get("dp", plan.dp)) or 0, changes.get("zero", plan.zero)
+        groups["dp_shard"] = plan.dp_shard if zero and dp % plan.dp_shard == 0 else None
+    return replace(plan, **(changes | groups))
