@@ -24,8 +24,8 @@ BAR, TALL = 210.0, 14.0
 def held_words(placement: Placement) -> str:
     """Describe what each replica holds.
 
-    >>> from mpkit import Plan, placement
-    >>> held_words(placement(Plan.zero(1, 4)))
+    >>> from mpkit import Plan
+    >>> held_words(Plan.zero(1, 4).placement())
     'parameters and gradients whole, 1/4 of optimizer states'
     """
     parted = sharded_states(placement.zero)
