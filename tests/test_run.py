@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.launch.launch import Launch
 from mpkit.launch.session.run import Run
 from mpkit.models import MLP
 from tests.limits import PROGRAM, wait_for, wait_until_gone
@@ -186,3 +189,19 @@ def test_a_script_that_ends_early_says_so(tmp_path: Path) -> None:
     )
     assert "the script ended" in done.stderr and "run.wait()" in done.stderr
     wait_until_gone(map(int, done.stdout.split()))
+
+
+def test_a_trace_that_is_read_while_the_ranks_exit_is_not_taken_for_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proof and the hang watcher read it, in other threads; ranks may go on and exit meanwhile."""
+    launch = SimpleNamespace(_trace=None, has_ended=False, folder="the run's")  # stands in for a Launch
+
+    def read_until_the_ranks_have_ended(folder: str) -> str:
+        found = "all of it" if launch.has_ended else "a part"
+        launch.has_ended = True
+        return found
+
+    monkeypatch.setattr(mk.Trace, "read", read_until_the_ranks_have_ended)
+    trace: Any = Launch.trace
+    assert [trace.fget(launch) for _ in range(3)] == ["a part", "all of it", "all of it"]

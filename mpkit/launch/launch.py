@@ -121,8 +121,9 @@ class Launch:
         """The trace that the ranks have recorded so far, or all of it once they have exited."""
         if self._trace is not None:
             return self._trace
+        is_whole = self.has_ended  # asked first: ranks may exit while their files are read
         trace = Trace.read(self.folder)
-        if self.has_ended:
+        if is_whole:
             self._trace = trace
         return trace
 

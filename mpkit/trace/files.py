@@ -77,13 +77,20 @@ def _read_records(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDAr
     nothing = np.empty(0, dtype), 0, 0
     if not path.is_file():  # not there yet, or something that would block a reader
         return nothing
+    try:
+        return _read_once(path, part, dtype) or nothing
+    except TraceError:  # the rank may have ended between the reader's look at the count and at the check
+        return _read_once(path, part, dtype) or nothing
+
+
+def _read_once(path: Path, part: str, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], int, int] | None:
     data = map_file(path)
     if len(data) < HEADER.itemsize:
-        return nothing
+        return None
     # A copy: while the rank writes, records read before its check could still be without their ends.
     head = data[: HEADER.itemsize].copy().view(HEADER)[0]
     if not head["magic"]:  # just created
-        return nothing
+        return None
     if bytes(head["magic"]) != MAGIC[part]:
         raise TraceError(
             f"{path} is not a file of this version of mpkit: it begins with {bytes(head['magic'])!r}"
