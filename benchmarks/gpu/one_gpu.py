@@ -4,6 +4,7 @@
     python -m benchmarks.gpu.one_gpu predict measured.json        anywhere: the table of predictions beside it
 
 strategies  up to four ranks share the GPU (gloo carries their messages); every step is proved equal to plain PyTorch
+kinds       the same for models whose kernels round or draw in their own way: convolutions in TF32, LSTM, dropout
 steps       a plain PyTorch loop of several sizes, and mpkit's serial training of the same: time and memory
 samples     NVML's answers, raw, and what a run of some seconds drew of them
 watch       the same loop watched and unwatched, in turn: the ratio
@@ -27,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
@@ -50,6 +53,7 @@ PLANS = {
     "ZeRO-1": mk.Plan.zero(1, 4),
     "ZeRO-2, offloaded optimizer": mk.Plan.zero(2, 4, offload="optimizer"),
     "ZeRO-3": mk.Plan.zero(3, 4),
+    "ZeRO-3, hybrid shards": mk.Plan.zero(3, 4, dp_shard=2),
     "ZeRO-3, offloaded parameters": mk.Plan.zero(3, 4, offload="params"),
     "ZeRO-1 bf16": mk.Plan.zero(1, 4, precision="bf16"),
     "TP, sequence parallel": mk.Plan.tp(4, sequence_parallel=True),
@@ -136,6 +140,94 @@ def strategies(folder: Path) -> dict[str, str]:
     return found
 
 
+class Attending(nn.Module):
+    """Attention of 4 heads with dropout in it."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.given, self.made = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(2, (4, -1)).transpose(1, 2) for t in self.given(x).chunk(3, 2))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        return self.made(y.transpose(1, 2).flatten(2))
+
+
+class Unfused(Attending):
+    """The same without a fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(x)
+
+
+class Recurrent(nn.Module):
+    """Two layers of LSTM."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.lstm, self.made = nn.LSTM(64, 64, 2, batch_first=True, dropout=dropout), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.made(self.lstm(x)[0])
+        return made
+
+
+def convolutions() -> nn.Module:
+    """Return a network of convolutions, which cuDNN computes in TF32."""
+
+    def block(of: int, to: int) -> list[nn.Module]:
+        return [nn.Conv2d(of, to, 3, padding=1), nn.GroupNorm(8, to), nn.ReLU(), nn.MaxPool2d(2)]
+
+    return nn.Sequential(
+        *block(3, 64),
+        *block(64, 128),
+        *block(128, 256),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(256 * 16, 10),
+    )
+
+
+def kinds(folder: Path) -> dict[str, str]:
+    """Train models whose kernels round or draw in their own way; the proof compares every step."""
+    torch.manual_seed(0)
+    images = [(torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))) for _ in range(2)]
+    rows = [(torch.randn(16, 32, 64), torch.randn(16, 32, 64)) for _ in range(2)]
+    every = {
+        "convolutions in TF32": (convolutions(), images, nn.CrossEntropyLoss(label_smoothing=0.1)),
+        "LSTM": (Recurrent(0.0), rows, nn.MSELoss()),
+        "LSTM, dropout in cuDNN": (Recurrent(0.1), rows, nn.MSELoss()),
+        "dropout in a fused attention": (nn.Sequential(Attending(), Attending()), rows, nn.MSELoss()),
+        "dropout in plain attention": (nn.Sequential(Unfused(), nn.Dropout(), Unfused()), rows, nn.MSELoss()),
+    }
+    found = {}
+    with mk.Cluster(2, device=DEVICE) as cluster:
+        for what, (model, data, loss) in every.items():
+            for plan in (
+                mk.Plan.ddp(2, microbatches=2),
+                mk.Plan.ddp(2, precision="bf16"),
+                mk.Plan.zero(3, 2),
+            ):
+                try:
+                    run = cluster.train(
+                        model,
+                        data,
+                        plan,
+                        loss=loss,
+                        optimizer=adamw,
+                        steps=3,
+                        verify="all",
+                        show=False,
+                        timeout=60,
+                    ).wait()
+                    found[f"{what}: {plan}"] = str(run.proof)
+                except Exception as error:  # printed and kept
+                    found[f"{what}: {plan}"] = f"FAILED {type(error).__name__}: {error}"
+                print(f"  {what}: {plan}: {found[f'{what}: {plan}']}", flush=True)
+    return found
+
+
 def steps(folder: Path) -> list[dict[str, Any]]:
     """Measure serial training of each size."""
     rows = []
@@ -200,7 +292,11 @@ def watch(folder: Path) -> dict[str, Any]:
 def proof(folder: Path) -> dict[str, Any]:
     """Compare trainings that prove their first steps with the same unproved: the medians of the pairs' ratios."""
     found: dict[str, Any] = {}
-    for size, batch, precision, rounds in (("124M", 8, "bf16", 2), ("124M", 8, "full", 1)):
+    for size, batch, precision, rounds in (
+        ("124M", 8, "bf16", 2),
+        ("124M", 8, "full", 1),
+        ("350M", 8, "bf16", 1),
+    ):
         torch.manual_seed(0)
         model, data, times = gpt(size), [tokens(batch)], []
         with mk.Cluster(1, device=DEVICE) as cluster:
@@ -247,7 +343,7 @@ def measure(folder: Path, names: list[str]) -> None:
     """Measure the parts that are asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Callable[[Path], Any]] = {
-        part.__name__: part for part in (strategies, steps, samples, watch, proof, traces, doctor)
+        part.__name__: part for part in (strategies, kinds, steps, samples, watch, proof, traces, doctor)
     }
     FOUND.update(gpu=gpu(), torch=torch.__version__)
     print(f"{gpu()}, torch {torch.__version__}")

@@ -54,22 +54,22 @@ def name_full_disk(
         raise full_disk(error, folder, needed() if callable(needed) else needed) from None
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, *data: bytes | memoryview) -> None:
     """Write a file completely or not at all: a full disk leaves neither a part of it nor an empty file.
 
     Raises:
         OSError: there is no space, and the message says how much was needed; or the system's own reason.
     """
     if path.exists() and not path.is_file():  # such as a terminal or a pipe
-        path.write_bytes(data)
+        path.write_bytes(b"".join(data))
         return
     path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + ".partial")
     try:
-        with name_full_disk(path.parent, len(data)):
+        with name_full_disk(path.parent, sum(map(len, data))):
             partial.unlink(missing_ok=True)  # of a process that was killed, or a link
             with os.fdopen(create(partial, os.O_WRONLY, 0o666), "wb") as file:
-                file.write(data)
+                file.writelines(data)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -90,3 +91,14 @@ def test_a_defect_is_loud(clusters: Clusters, monkeypatch: pytest.MonkeyPatch, w
         mk.errors.MpkitError, match=r"comparing step 1 .* failed: IndexError.*defect of mpkit"
     ):
         train(clusters, nn.Identity())
+
+
+def test_a_mask_drawn_inside_a_kernel_cannot_be_given() -> None:
+    """The operators of GPUs exist for tensors without content, which is all that is needed here."""
+    aten, (q, k, v) = torch.ops.aten, (torch.empty(1, 2, 16, 8, device="meta") for _ in range(3))
+    with GivenDraws(lambda shape, p: torch.ones(shape)) as mode:
+        assert aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0)[0].shape == q.shape
+        with pytest.raises(CannotReplay, match="efficient_attention draws its dropout mask inside a kernel"):
+            aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.1)
+    with pytest.raises(CannotReplay, match="_cudnn_rnn draws its dropout mask inside a kernel of the GPU"):
+        mode.__torch_dispatch__(aten._cudnn_rnn.default, (), (), {"dropout": 0.5, "train": True})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
 
@@ -359,3 +360,7 @@ def test_parametrized_modules_travel_by_pickle() -> None:
     torch.testing.assert_close(first(DATA[0][0]), model(DATA[0][0]), rtol=0, atol=0)
     layer.weight = torch.ones(6, 4).double()  # through the parametrization's inverse
     torch.testing.assert_close(layer.weight, torch.ones(6, 4).double())
+
+
+def test_a_class_with_another_qualified_name_travels() -> None:
+    assert pickle.loads(dumps([SDPBackend, SDPBackend.MATH])) == [SDPBackend, SDPBackend.MATH]

@@ -154,6 +154,12 @@ class Cluster:
         return None if self.device == "cpu" else devices_html(self._chosen, self.ranks, self._rows)
 
     @property
+    def _last_gpu(self) -> int | None:
+        """The number of the last rank's GPU, if this process starts the ranks."""
+        started = self.device == "cuda" and self._session is None
+        return self._chosen.number_of(self.ranks - 1) if started else None
+
+    @property
     def _rows(self) -> list[list[str]] | None:
         return None if self._session is None else self._session.devices
 
@@ -312,10 +318,11 @@ class Cluster:
             from mpkit.strategies.prepare.prepare import prepare
 
             job = self._agree_on_job(
-                prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", loss=loss,
-                optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, lr_schedule=lr_schedule,
-                checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, checkpoint_keep=checkpoint_keep,
-                resume_from=resume_from, on_step=on_step, evaluate=evaluate, every=every, ema=ema, verify=verify,
+                prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", gpu=self._last_gpu,
+                loss=loss, optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm,
+                lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir,
+                checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate,
+                every=every, ema=ema, verify=verify,
             )  # fmt: skip
         self._turns.training = Run(self, job, timeout=timeout, show=show)
         return self._run_own_rank(self._turns.training)

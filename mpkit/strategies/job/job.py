@@ -74,6 +74,7 @@ class Procedure:
         ema: decay of the weights' moving average, which the optimizer keeps; None: there is none.
         verified: the steps that are compared with serial training, counted from 0, in order.
         unverified: why none is, or not every one that was asked for; "" if all are.
+        gpu: the number of the GPU on which they are compared; None: in the memory of the caller's process.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -89,6 +90,7 @@ class Procedure:
     ema: float | None = None
     verified: tuple[int, ...] = ()
     unverified: str = ""
+    gpu: int | None = None
 
     @property
     def first_step(self) -> int:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.strategies.models.randomness import OtherDraws
 
-__all__ = ["DRAWING", "ForwardDraws", "GivenDraws", "HeardDraws"]
+__all__ = ["DRAWING", "CannotReplay", "ForwardDraws", "GivenDraws", "HeardDraws"]
 
 DRAWING = (
     "bernoulli", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "uniform_", "normal", "normal_",
@@ -21,6 +21,17 @@ DRAWING = (
 """The operators that draw random numbers, by name."""
 
 RRELU = ("rrelu_with_noise", "rrelu_with_noise_")
+
+FUSED = (
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward", "_cudnn_rnn", "miopen_rnn",
+)  # fmt: skip
+"""The operators of GPUs that draw a dropout mask inside their kernel, which is neither heard nor given."""
+
+
+class CannotReplay(Exception):
+    """A step cannot be repeated with the random numbers that the ranks drew."""
 
 
 @dataclass
@@ -88,6 +99,10 @@ class GivenDraws(TorchDispatchMode):
         """Run one operator, or its replacement if it draws."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if name in FUSED and _dropout_of(func, args, kwargs) > 0.0:
+            raise CannotReplay(
+                f"{name} draws its dropout mask inside a kernel of the GPU, where mpkit cannot hear it"
+            )
         if name not in DRAWING:
             return func(*args, **kwargs)
         if name == "native_dropout":
@@ -105,3 +120,10 @@ class GivenDraws(TorchDispatchMode):
             return args[0].copy_(given)
         like = func(*args, **(kwargs | {"generator": None} if "generator" in kwargs else kwargs))
         return like.copy_(self._give(tuple(like.shape), None))
+
+
+def _dropout_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the probability with which an operator drops elements."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    dropped: Any = named.get("dropout_p", named.get("dropout", 0.0)) if named.get("train", True) else 0.0
+    return float(dropped)

@@ -11,6 +11,8 @@
         They have its name (functools.wraps), and would be looked up by it on the rank.
     parameters of classes of their own
         torch pickles them as plain ones.
+    classes of torch's C++ part whose qualified name is not where they are, such as SDPBackend
+        They are sent by the name in their module.
     parametrized modules
         See `mpkit.strategies.packing.parametrized`.
 
@@ -64,6 +66,8 @@ class Packer(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce an object; pickle calls this for every object that is not a plain value."""
         if isinstance(obj, (type, FunctionType)):
             self.modules.add(obj.__module__)
+        if isinstance(obj, type) and _is_renamed(obj):
+            return _member, (obj.__module__, obj.__name__)
         if isinstance(obj, FunctionType) and _is_disguised(obj):
             return self._dynamic_function_reduce(obj)
         if isinstance(obj, FunctionType) and _is_nested(obj):
@@ -94,6 +98,16 @@ def _parameter(
     made: nn.Parameter = Tensor._make_subclass(kind, plain.data, plain.requires_grad)
     vars(made).update(vars(plain))
     return made
+
+
+def _is_renamed(kind: type) -> bool:
+    """Return whether a class is in its module by its name, and not by its qualified name."""
+    there = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
+    return kind.__name__ != kind.__qualname__ and there is kind
+
+
+def _member(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
 
 
 def _is_disguised(function: FunctionType) -> bool:

@@ -77,7 +77,7 @@ __all__ = ["TrainJob", "prepare"]
 
 
 def prepare(
-    model: nn.Module, data: Any, plan: Plan | None, *, ranks: int, by_name: bool = True,
+    model: nn.Module, data: Any, plan: Plan | None, *, ranks: int, by_name: bool = True, gpu: int | None = None,
     **options: Unpack[TrainOptions],
 ) -> TrainJob:  # fmt: skip
     """Check a training and prepare it for the ranks.
@@ -91,6 +91,7 @@ def prepare(
         plan: how to train; None: `Plan.serial()`.
         ranks: the number of ranks.
         by_name: whether messages between the ranks are matched by name; otherwise by order (nccl).
+        gpu: the GPU on which the steps are verified; None: they are in the memory of this process.
         options: see `TrainOptions`.
 
     Raises:
@@ -132,7 +133,7 @@ def prepare(
         asked.optimizer, steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
         saving, resume, facts, asked.on_step, evaluation, asked.ema,
     )  # fmt: skip
-    how = with_proof(how, asked.verify, what, sizes[0], resolved, heard.found)
+    how = with_proof(how, asked.verify, what, sizes[0], resolved, heard.found, gpu)
     # ---- meta
     meta = meta_of(model, sizes[0], resolved) | _facts_of_run(batches, how, blocks)
     return TrainJob(what, how, resolved, meta)

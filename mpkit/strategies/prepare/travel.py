@@ -13,11 +13,23 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.prepare.dry_run.copying import copy_model
 
-__all__ = ["check_compiled", "check_repeatable", "ready_to_travel"]
+__all__ = ["check_compiled", "check_repeatable", "ready_to_travel", "without_graphs"]
 
 
 def ready_to_travel(model: nn.Module) -> nn.Module:
     """Return the model itself, or a copy if some of it is on a GPU or belongs to a graph.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    model = without_graphs(model)
+    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    return copy_model(model).cpu()
+
+
+def without_graphs(model: nn.Module) -> nn.Module:
+    """Return the model itself, or a copy if a tensor that it keeps belongs to a graph.
 
     A tensor that a module keeps from a forward, as `torch.nn.utils.weight_norm` keeps the weight that it computes, can
     be neither copied nor sent together with its graph.
@@ -34,10 +46,8 @@ def ready_to_travel(model: nn.Module) -> nn.Module:
     ]
     if kept:
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        model = copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
-    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
-        return model
-    return copy_model(model).cpu()
+        return copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
+    return model
 
 
 def in_code(name: str) -> str:

@@ -23,7 +23,10 @@ WORKS = (
 )
 
 MOST = 2e12
-"""The most FLOPs of a step that is verified: more would take minutes on a few cores."""
+"""The most FLOPs of a step that is verified on CPUs: more would take minutes on a few cores."""
+
+MOST_ON_GPU = 2e14
+"""The same on a GPU, of which even a small one does so many in half a minute."""
 
 MOST_BYTES = 2**31
 """The most bytes of parameters: a verified step takes about ten times as much memory."""
@@ -48,7 +51,7 @@ def check_verify(verify: Any) -> Any:
 
 def with_proof(
     how: Procedure, verify: Any, what: Problem, batch: tuple[Value, Value], resolved: ResolvedPlan,
-    special: set[float],
+    special: set[float], gpu: int | None,
 ) -> Procedure:  # fmt: skip
     """Return the procedure with the steps that are verified, and why none is, or not all that were asked for.
 
@@ -56,10 +59,12 @@ def with_proof(
         how, what, resolved: the training; `batch`: its first batch.
         verify: what `check_verify` returned.
         special: the numbers that the loss treats by themselves.
+        gpu: the GPU of the last rank; None: the ranks are on CPUs.
     """
     if verify is False:
         return replace(how, unverified="verify=False")
-    why_not = _why_not(what.model, batch, resolved)
+    how = replace(how, gpu=gpu)
+    why_not = _why_not(what.model, batch, resolved, MOST if gpu is None else MOST_ON_GPU)
     if why_not:
         return replace(how, unverified=why_not)
     wanted = _wanted_steps(verify, how.first_step, how.steps)
@@ -91,7 +96,7 @@ def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:
     return (*range(first, min(first + 2, steps)), *drawn)
 
 
-def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan) -> str:
+def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, most: float) -> str:
     tensors = [*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1])]
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     if fake is not None or any(tensor.is_meta for tensor in tensors):
@@ -100,7 +105,7 @@ def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPla
     if plan.batchnorm == "local" and (plan.dp > 1 or plan.microbatches > 1) and batch_norms(model):
         return "batchnorm='local' takes statistics that serial training does not have"
     flops = 3 * resolved.flops_of_a_sample() * samples
-    if flops > MOST:
+    if flops > most:
         return f"a step has {flops:.1e} FLOPs, too many to repeat them in this process"
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     if nbytes > MOST_BYTES:

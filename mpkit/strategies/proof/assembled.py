@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from mpkit.common.launch_folder import part
 from mpkit.strategies.models.python_state import Remembered
 from mpkit.strategies.runtime.evidence import digest_of, evidence_of
+from mpkit.strategies.runtime.evidence_file import read_evidence
 from mpkit.strategies.stage.shard import Shard
 
 __all__ = ["Assembled", "Elements", "assemble_step", "files_of"]
@@ -120,35 +120,30 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
         shapes: the shapes of the model's parameters, by name.
         trained: the names of those that are trained.
     """
-    files = [
-        pickle.loads(path.read_bytes()) for path in paths
-    ]  # by our own ranks, in a folder that is only ours
+    files = [read_evidence(path) for path in paths]  # by our own ranks, in a folder that is only ours
     for path in paths:
         path.unlink()
     found = Assembled({}, {}, dict.fromkeys(trained), None)
     filled = {name: torch.zeros(shapes[name], dtype=torch.bool) for name in trained}
     for rank, file in enumerate(files):
         for piece, after in zip(file["pieces"], file["after"], strict=True):
-            name, values = piece["name"], piece["held"]
+            name, values, after = piece["name"], piece["held"], after.reshape(-1)
             shape = shapes[name]
             where = Elements(rank, name, piece["start"], _shard(piece["shard"], shape))
             gradient = file["gradients"].get(name)
-            found.held.append((where, None if gradient is None else gradient.cpu(), after))
+            found.held.append((where, gradient, after))
             if not values.numel() or _all_filled(where, filled[name], values.numel()):
                 continue
             where.put(torch.ones(values.numel(), dtype=torch.bool), filled[name])
             _put(found.before, where, values, shape)
             _put(found.after, where, after, shape)
             if gradient is not None:
-                whole = found.gradients[name]
-                if whole is None:
-                    whole = found.gradients[name] = torch.zeros(shape, dtype=gradient.dtype)
-                where.put(gradient.cpu(), whole)
+                _put(found.gradients, where, gradient, shape)
             for key, state in (piece["states"] or {}).items():
                 found.states = {} if found.states is None else found.states
                 states = found.states.setdefault(name, {})
                 if isinstance(state, Tensor) and state.numel() == values.numel() and key != "step":
-                    _put(states, where, state.cpu(), shape, key)
+                    _put(states, where, state, shape, key)
                 else:
                     states[key] = state
         for before, digests in ((True, file["before"]), (False, file["digests"])):
@@ -179,7 +174,10 @@ def _all_filled(where: Elements, mask: Tensor, count: int) -> bool:
 
 def _put(into: dict[str, Any], where: Elements, values: Tensor, shape: torch.Size, key: str = "") -> None:
     key = key or where.name
-    if key not in into:
+    if where.shard is None and values.numel() == shape.numel():
+        into[key] = values.view(shape)
+        return
+    if into.get(key) is None:
         into[key] = torch.zeros(shape, dtype=values.dtype)
     where.put(values, into[key])
 

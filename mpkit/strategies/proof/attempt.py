@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from mpkit.common.caught import one_line
 from mpkit.strategies.data.microbatch import Value, part
-from mpkit.strategies.models.heard_draws import GivenDraws
+from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.python_state import PythonState
-from mpkit.strategies.prepare.travel import ready_to_travel
-from mpkit.strategies.proof.draws import CannotReplay, SharedDraws, StepDraws
+from mpkit.strategies.prepare.travel import without_graphs
+from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.rounding import SPREADS, Rounded, coarsest, distance
 from mpkit.strategies.reference.serial import Serial
 
@@ -141,7 +141,11 @@ class Attempt:
 def copy_of(model: nn.Module) -> nn.Module:
     """Return a copy of a model, also of one that keeps tensors of its latest forward."""
     with run_user_code("copying the model"):
-        return copy.deepcopy(ready_to_travel(model))
+        made = copy.deepcopy(without_graphs(model))
+        for module in made.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # for cuDNN
+        return made
 
 
 @contextmanager

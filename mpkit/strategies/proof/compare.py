@@ -39,6 +39,7 @@ def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], 
         few: a difference without further questions.
         more: returns what may be added to it.
     """
+    got = got.to(wanted.device)
     by = distance(got, wanted)
     if by <= few or by <= few + more():
         return
@@ -74,7 +75,7 @@ def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
         if not wanted.numel():
             continue
         scale = largest(weight)
-        by = distance(after, wanted)
+        by = distance(after.to(wanted.device), wanted)
         few = FEW * torch.finfo(weight.dtype).eps * scale
         try:
             same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)

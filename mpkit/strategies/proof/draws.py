@@ -18,8 +18,9 @@ from torch import Tensor
 from mpkit.plan.plan import Plan
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import shares, split
+from mpkit.strategies.models.heard_draws import CannotReplay
 
-__all__ = ["CannotReplay", "SharedDraws", "StepDraws"]
+__all__ = ["SharedDraws", "StepDraws"]
 
 CHANCE = 1e-9
 """The chance of a coincidence below which equal draws are none."""
@@ -30,10 +31,6 @@ class SharedDraws(Exception):
 
     def __str__(self) -> str:
         return f"{super().__str__()}."
-
-
-class CannotReplay(Exception):
-    """What the ranks drew cannot be put together for the whole batch."""
 
 
 @dataclass

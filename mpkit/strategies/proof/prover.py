@@ -19,15 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.errors import NotSerial
-from mpkit.strategies.data.microbatch import Value, batch_size, leaves
+from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
 from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.job.feed import BatchSource
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.proof.assembled import Assembled, assemble_step, files_of
 from mpkit.strategies.proof.attempt import Attempt, Noise, copy_of, run_user_code
+from mpkit.strategies.proof.beside import on_device
 from mpkit.strategies.proof.causes import cause_of
 from mpkit.strategies.proof.compare import (
     Difference,
@@ -36,7 +38,7 @@ from mpkit.strategies.proof.compare import (
     compare_weights,
     same,
 )
-from mpkit.strategies.proof.draws import CannotReplay, SharedDraws, StepDraws
+from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.rounding import FEW, coarsest, largest
 from mpkit.strategies.reference.serial import Serial
 from mpkit.strategies.runtime.evidence import lost_of
@@ -71,6 +73,7 @@ class Prover:
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
         self._known = {name: weight.detach().clone() for name, weight in self._serial.weights.items()}
+        self._device = torch.device("cpu") if job.how.gpu is None else torch.device("cuda", job.how.gpu)
         self.proof = Proof(why_not=job.how.unverified)
 
     # ---- a step -------------------------------------------------------------------------------------------
@@ -101,7 +104,10 @@ class Prover:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
         found = assemble_step(self._files(step), self._shapes, self._serial.weights)
         try:
-            self._compare(step, loss, found)
+            batch = self._start(step, found)
+            with on_device(self._device, self._serial):
+                inputs, targets = (map_tensors(self._here, value) for value in batch)
+                self._compare(step, loss, found, (inputs, targets))
         except (SharedDraws, Difference) as difference:
             if found.other_memory:  # which may be why, and which serial training cannot begin with
                 raise CannotReplay(
@@ -112,18 +118,13 @@ class Prover:
             raise NotSerial(says, step=step + 1) from None
         self._last, self._known = step, found.after
 
-    def _compare(self, step: int, loss: float, found: Assembled) -> None:
-        if found.other_draws:
-            raise CannotReplay(
-                "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
-                "draws those that are repeated here"
-            )
-        with run_user_code("the data"):
-            batch = self._batch(step)
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+    def _compare(self, step: int, loss: float, found: Assembled, batch: tuple[Value, Value]) -> None:
         serial = self._serial
-        # ---- start
-        self._start(step, found)
         # ---- gradients
+        found.gradients = {name: g if g is None else self._here(g) for name, g in found.gradients.items()}
         draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
         attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
         eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
@@ -163,7 +164,15 @@ class Prover:
             return source.first[step]
         return cast(BatchSource, source).part(step, slice(0, source.size(step)))
 
-    def _start(self, step: int, found: Assembled) -> None:
+    def _start(self, step: int, found: Assembled) -> tuple[Value, Value]:
+        """Begin the step where the ranks began it, and return its batch."""
+        if found.other_draws:
+            raise CannotReplay(
+                "the forward draws random numbers from Python's or NumPy's generators, which nobody hears; torch.rand "
+                "draws those that are repeated here"
+            )
+        with run_user_code("the data"):
+            batch = self._batch(step)
         serial = self._serial
         if found.missing:
             raise Difference(f"no rank updates some elements of {found.missing[0]}")
@@ -191,6 +200,7 @@ class Prover:
         serial.refresh()
         for rank, name in found.other_replicas(after=False):
             raise Difference(f"rank {rank} begins the step with another {name} than the one that was updated")
+        return batch
 
 
 def _finite(gradients: dict[str, Tensor | None]) -> bool:

@@ -17,7 +17,7 @@ from mpkit.common.process_wide import LOCK, silent
 from mpkit.errors import MpkitError, NotSerial
 from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.proof.draws import CannotReplay
+from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.proof.prover import Prover
 from mpkit.strategies.runtime.evidence import verdict_of
 from mpkit.strategies.runtime.first_times import FIRST_TIMES, first_unverified
@@ -111,7 +111,9 @@ class Proving:
                 return
             except Exception as error:
                 if is_out_of_memory(error):
-                    why = f"there is not enough memory to repeat step {step + 1} in this process"
+                    gpu = self._job.how.gpu
+                    where = "in this process" if gpu is None else f"on cuda:{gpu} beside the ranks"
+                    why = f"there is not enough memory to repeat step {step + 1} {where}"
                 elif isinstance(error, CannotReplay):
                     why = f"step {step + 1} cannot be repeated: {error}"
                 else:  # a defect of mpkit's: the thread raises in the one that waits for the run

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from functools import partial
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -28,6 +30,12 @@ FEW = 8.0
 SPREADS = 16.0
 """How many times as far as repetitions are from each other two results may be apart."""
 
+CHUNK = 2**20
+"""The number of elements that are compared at once, so that they stay in a cache."""
+
+MANY = 2**24
+"""Of so many factors, those from any place on are as good as new ones."""
+
 ROUNDS = (
     "add", "sub", "rsub", "mul", "div", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "addr",
     "sum", "mean", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum", "prod", "addcmul", "addcdiv",
@@ -37,10 +45,15 @@ ROUNDS = (
     "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm", "native_group_norm",
     "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "convolution", "_fused_rms_norm",
     "embedding_dense_backward", "index_add", "scatter_add", "avg_pool2d", "_adaptive_avg_pool2d",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "nll_loss_forward",
-    "mse_loss", "_weight_norm_interface", "grid_sampler_2d", "upsample_bilinear2d", "_cdist_forward", "linear",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention", "cudnn_convolution", "_cudnn_rnn",
+    "nll_loss_forward", "mse_loss", "_weight_norm_interface", "grid_sampler_2d", "upsample_bilinear2d",
+    "_cdist_forward", "linear",
 )  # fmt: skip
 """Operators that round, by name without a trailing underscore; and those whose name ends in "backward"."""
+
+TF32 = ("convolution", "convolution_backward", "cudnn_convolution", "_cudnn_rnn", "_cudnn_rnn_backward")
+"""Operators that cuDNN may compute in TF32, of 10 bits, by torch's default."""
 
 DECOMPOSES = (
     "linalg_",
@@ -68,7 +81,7 @@ class Rounded(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._random = random.Random(seed)
         self._seed = seed
-        self._factors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._factors: dict[tuple[torch.dtype, torch.device, float], Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,25 +94,46 @@ class Rounded(TorchDispatchMode):
             and not name.startswith(DECOMPOSES)
         ):
             return func(*args, **(kwargs or {}))
+        perturb = partial(self._perturb, name)
         if name.endswith("_"):
             made = func(*args, **(kwargs or {}))
-            return made.mul_(self._factor(made)) if _rounds(made) else made
-        made = func(*map(self._perturb, args), **(kwargs or {}))
-        return tuple(map(self._perturb, made)) if isinstance(made, tuple) else self._perturb(made)
+            return made.copy_(perturb(made)) if _rounds(made) else made
+        made = func(*map(perturb, args), **(kwargs or {}))
+        return tuple(map(perturb, made)) if isinstance(made, tuple) else perturb(made)
 
-    def _perturb(self, value: Any) -> Any:
-        return value * self._factor(value) if _rounds(value) else value
+    def _perturb(self, name: str, value: Any) -> Any:
+        return (
+            value * self._factor(value, eps_of(name, value.dtype, value.device.type))
+            if _rounds(value)
+            else value
+        )
 
-    def _factor(self, like: Tensor) -> Tensor:
+    def _factor(self, like: Tensor, eps: float) -> Tensor:
         """Return a factor for each element: 1, or one rounding above or below."""
-        kind, count = (like.dtype, like.device), like.numel()
+        kind, count = (like.dtype, like.device, eps), like.numel()
         pool = self._factors.get(kind)
-        if pool is None or len(pool) < 2 * count:
-            draws = torch.Generator().manual_seed(self._seed)
-            off = torch.randint(-1, 2, (max(4 * count, 4096),), generator=draws, dtype=torch.int8).double()
-            pool = self._factors[kind] = (1 + off * torch.finfo(like.dtype).eps).to(like.device, like.dtype)
+        if pool is None or len(pool) < count + min(count, MANY):
+            draws = torch.Generator(like.device).manual_seed(self._seed)
+            length = max(count + min(3 * count, MANY), 4096)
+            off = torch.randint(-1, 2, (length,), generator=draws, dtype=torch.int8, device=like.device)
+            pool = self._factors[kind] = 1 + off.to(like.dtype) * eps
         start = self._random.randrange(len(pool) - count)
         return pool[start : start + count].view(like.shape)
+
+
+def eps_of(operator: str, dtype: torch.dtype, device: str) -> float:
+    """Return the rounding of an operator.
+
+    >>> eps_of("convolution", torch.float32, "cuda") == 2**-10, eps_of("mm", torch.float32, "cuda") == 2**-23
+    (True, True)
+    """
+    if device == "cuda" and dtype == torch.float32:
+        allowed = (
+            torch.backends.cudnn.allow_tf32 if operator in TF32 else torch.backends.cuda.matmul.allow_tf32
+        )
+        if allowed and (operator in TF32 or "mm" in operator or "linear" in operator):
+            return float(torch.finfo(torch.float16).eps)  # which has as many bits
+    return float(torch.finfo(dtype).eps)
 
 
 def _rounds(value: Any) -> bool:
@@ -125,20 +159,33 @@ def distance(a: Tensor, b: Tensor) -> float:
     >>> distance(torch.tensor([1.0, torch.nan]), torch.tensor([1.5, torch.nan]))
     0.5
     """
-    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
-    a, b = (
-        t.to(torch.float64) if not t.is_complex() else torch.view_as_real(t).reshape(-1).double()
-        for t in (a, b)
-    )
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
+    a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a.detach(), b.detach()))
+    a, b = a.reshape(-1), b.reshape(-1)
+    return max(map(_distance, a.split(CHUNK), b.split(CHUNK)), default=0.0)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
-    found = (a - b).abs()[~same]
-    return float("inf") if not bool(found.isfinite().all()) else float(found.max())
+    a, b = a.double(), b.double()
+    found = (a - b).abs_()
+    if not bool(found.max().isfinite()):
+        found = found[~((a == b) | (a.isnan() & b.isnan()))]
+    most = float(found.max()) if found.numel() else 0.0
+    return most if isfinite(most) else inf
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest finite absolute value of a tensor's elements; 0 if there is none."""
-    values = tensor.detach().abs().to(torch.float64)
-    finite = values[values.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+    """Return the largest finite absolute value of a tensor's elements; 0 if there is none.
+
+    >>> largest(torch.tensor([-2.0, 1.0, torch.inf, torch.nan])), largest(torch.zeros(0))
+    (2.0, 0.0)
+    """
+    return max(map(_largest, tensor.detach().reshape(-1).split(CHUNK)), default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    values = tensor.abs()
+    if values.numel() and not bool(values.max().isfinite()):
+        values = values[values.isfinite()]
+    return float(values.max()) if values.numel() else 0.0

@@ -14,21 +14,20 @@ numbers. `mpkit.strategies.proof` reads the files.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import time
 from collections.abc import Mapping
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpkit.common.disk import FULL, write_whole
+from mpkit.common.disk import FULL
 from mpkit.common.launch_folder import APART, LAUNCHED, part, read_difference
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.runtime.checkpoint_state import buffers
+from mpkit.strategies.runtime.evidence_file import write_evidence
 from mpkit.strategies.runtime.first_times import FIRST_TIMES, FirstTimes
 from mpkit.strategies.stage.gradient_sync import Piece, named_parameters
 from mpkit.strategies.stage.shard import Shard
@@ -113,8 +112,7 @@ class RankEvidence:
             trained = (self._name(piece.name) for piece in self._training.sync.pieces)
             self._first_times.note(self._step, used, trained, compared=self._now is not None)
         if self._now is not None:
-            held = {self._name(piece.name): gradient.clone() for piece, gradient in gradients.items()}
-            self._now["gradients"] = held
+            self._now["gradients"] = {self._name(p.name): _on_host(g) for p, g in gradients.items()}
 
     def end(self, step: int, scale: float, *, skipped: bool) -> None:
         """Note what the step led to, and write the file.
@@ -128,9 +126,7 @@ class RankEvidence:
             return
         self._training.pipeline.listen(None)
         self._now |= {
-            "after": [
-                _flat(self._training.update.masters.master_of(piece)) for piece in self._training.sync.pieces
-            ],
+            "after": [self._training.update.masters.master_of(piece) for piece in self._training.sync.pieces],
             "digests": self._digests(),
             "buffers": self._buffers(),
             "draws": self._heard.draws,
@@ -138,10 +134,8 @@ class RankEvidence:
             "scale": scale,
             "skipped": skipped,
         }
-        written = BytesIO()
-        _Pickler(written).dump(self._now)
         try:
-            write_whole(part(self._folder, self._rank, evidence_of(step)), written.getvalue())
+            write_evidence(part(self._folder, self._rank, evidence_of(step)), self._now)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -179,7 +173,7 @@ class RankEvidence:
         found: dict[str, Any] = {}
         if states and update.optimizer is not None:
             for key, value in update.optimizer.state.get(master, {}).items():
-                found[key] = value.clone() if isinstance(value, Tensor) else value
+                found[key] = _on_host(value) if isinstance(value, Tensor) else value
         return self._place_of(piece) | {"held": _flat(master), "states": found if states else None}
 
     def _place_of(self, piece: Piece) -> dict[str, Any]:
@@ -198,20 +192,6 @@ class RankEvidence:
         }
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes, in a tenth of the time that torch.save takes for small ones."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
-        held: Any = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (bytearray(held), obj.dtype, obj.shape)
-
-
-def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    return (torch.frombuffer(held, dtype=dtype) if held else torch.empty(0, dtype=dtype)).reshape(shape)
-
-
 def digest_of(tensor: Tensor) -> str:
     """Return the digest of a tensor's elements.
 
@@ -223,7 +203,11 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone().reshape(-1)
+    return _on_host(tensor).reshape(-1)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _place(shard: Shard | None) -> tuple[int, list[tuple[int, int]]] | None:

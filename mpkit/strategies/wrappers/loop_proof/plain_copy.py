@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.models.heard_draws import GivenDraws
+from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.nested import flatten, rebuild
 from mpkit.strategies.prepare.dry_run.copying import copy_model
-from mpkit.strategies.proof.draws import CannotReplay, StepDraws
+from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import Rounded, coarsest, distance, largest
 from mpkit.strategies.stage.stage import call, cast
 from mpkit.strategies.wrappers.loop_proof.attributes import (
