@@ -7,19 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
-import nbgrader
 import pytest
 
+NBGRADER = str(getattr(find_spec("nbgrader"), "origin", ""))  # not imported: SQLAlchemy warns of its tables
 SOURCE = Path(__file__).parents[2] / "notebooks" / "exercises" / "nbgrader" / "source"
 NAME = "1-ranks"
 
 
 def run(course: Path, *words: str) -> None:
     """A command of nbgrader's; its database tool is beside its package or beside Python."""
-    beside = [str(Path(nbgrader.__file__).parents[1] / "bin"), str(Path(sys.executable).parent)]
+    beside = [str(Path(NBGRADER).parents[1] / "bin"), str(Path(sys.executable).parent)]
     path = os.pathsep.join([*beside, os.environ.get("PATH", "")])
     home = {"PATH": path, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "nbgrader", *words]
