@@ -77,7 +77,8 @@ def test_it_is_exported_and_read(registered: mk.Plan) -> None:
 def test_it_is_advised() -> None:
     asked = TrainingQuestion(architecture_of("llama3-8b"), 16, 1024)
     machine, stack = mk.hardware("8x-h100-nvlink"), stack_of("pytorch")
-    found, _ = search(LayoutPrices(asked, machine, stack, preset_for(machine.device.name, stack.name)), 8)
+    priced = LayoutPrices(asked, machine, stack, preset_for(machine.device.name, stack.name))
+    found = search(priced, 8).found
     assert {each.layout.schedule for each in found if each.layout.pp > 1} > {"two_waves", "1f1b"}
 
 

@@ -28,6 +28,7 @@ class Device:
         host: bytes per second between it and the host's memory.
         sources: by attribute, where its value is from: published, fitted or assumed.
         peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
+        half: the precision of 16 bits that its matrix units have: "bf16", or "fp16" alone (Volta, Turing).
         blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
             (`mpkit.trace.record.workspace`).
     """
@@ -40,6 +41,7 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
     peak: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
     blocked_convolutions: bool = False
+    half: str = "bf16"
 
     def rate(self, dtype: str = "float32") -> float:
         """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.

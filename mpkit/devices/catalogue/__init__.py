@@ -151,7 +151,7 @@ def hardware(
         nic: the network card of each device, such as "ndr", or GB/s in one direction; needed with several nodes.
 
     Every figure has its source: `hardware("8x-a100-nvlink").link.sources`. Names of the forms "8x-l40s" and
-    "64x8-h100-ndr" (nodes, devices per node, device, network card) make machines of any size.
+    "64x8-h100-ndr" (nodes, devices per node, device, network card) make machines of any size; "h100" is a node of 8.
 
     Raises:
         ValueError: there is no such machine, device or card, or a number is none.

@@ -108,7 +108,7 @@ def build_machine(
 
 
 def by_name(name: str) -> Hardware | None:
-    """Return the machine of a name such as "64x8-h100-ndr" or "4x-l40s"; None if it is not of this form.
+    """Return the machine of a name such as "64x8-h100-ndr", "4x-l40s" or "h100" (a node of 8); None for another form.
 
     Raises:
         ValueError: it is of this form, and there is no such device or card.
@@ -122,6 +122,8 @@ def by_name(name: str) -> Hardware | None:
             build_machine(several[3], nodes=int(several[1]), per_node=int(several[2]), nic=several[4]),
             name=name,
         )
+    if name in DEVICES:
+        return build_machine(name)
     one_node = re.fullmatch(r"(\d+)x-([a-z0-9-]+?)(-nvlink)?", name)
     if one_node and one_node[2] in DEVICES:
         return replace(build_machine(one_node[2], per_node=int(one_node[1])), name=name)

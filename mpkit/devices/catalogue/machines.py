@@ -49,7 +49,7 @@ def gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
             "flops": f"{how}; {published}", "bandwidth": published, "host": published,
             "memory": "reported by a driver (totalGlobalMem)" if read else published,
         },
-        peak=peak,
+        peak=peak, half=row["half"],
     )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ def _write_for(name: str, write: Callable[[ExportRequest], Any]) -> Callable[[Ex
 
 
 def _mode(value: Any) -> dict[str, Any]:
+    value = "NO" if value is False else value  # YAML's NO without quotes
     if value not in MODES:
         raise ValueError(f"one of {', '.join(MODES)}")
     return {"zero": 3} if value == "FSDP" else {"schedule": ONE_F_ONE_B} if value == "MEGATRON_LM" else {}

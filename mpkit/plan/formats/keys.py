@@ -91,7 +91,11 @@ class Format:
                 raise ValueError(f"{self.name}: {name} = {shorten(value)}: {reason or error}") from None
             if isinstance(value, Word) and value.note:
                 notes.append(value.note)
-        return self.finish(kept, fields, notes)
+        fields = self.finish(kept, fields, notes)
+        if fields.get("sequence_parallel") and fields.get("tp", 1) == 1:
+            del fields["sequence_parallel"]
+            notes.append("sequence parallelism changes nothing without tensor parallelism: left out")
+        return fields
 
     def why_not(self, field: str, value: Any) -> str:
         """Say why a field's value cannot be said."""
@@ -168,9 +172,10 @@ def choice(
     ours = {str(theirs).lower(): mine for mine, theirs in reversed([*values.items()])}
 
     def read(value: Any) -> Mapping[str, Any]:
-        if str(value).lower() not in ours:
+        word = "no" if value is False and "no" in ours else str(value).lower()  # YAML's no without quotes
+        if word not in ours:
             raise ValueError(f"one of {', '.join(map(str, values.values()))}")
-        return {field: ours[str(value).lower()]}
+        return {field: ours[word]}
 
     def write(asked: ExportRequest) -> Any:
         value = getattr(asked.plan, field)

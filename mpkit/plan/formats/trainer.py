@@ -55,15 +55,22 @@ def _shards(asked: ExportRequest) -> bool:
     return asked.plan.zero > 1
 
 
+def _words(value: Any) -> Any:
+    """Return FSDP's words, which older files have as a list, as one text."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
 def _fsdp(value: Any) -> dict[str, Any]:
+    value = _words(value)
     if isinstance(value, str) and value.lower() not in ("true", "false", ""):
         return legacy_fsdp(value, [])
     return {"zero": 3} if value and bool_of(value) else {}
 
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    if isinstance(values.get("fsdp"), str):
-        legacy_fsdp(values["fsdp"], notes) if values["fsdp"].lower() not in ("true", "false", "") else None
+    fsdp = _words(values.get("fsdp"))
+    if isinstance(fsdp, str) and fsdp.lower() not in ("true", "false", ""):
+        legacy_fsdp(fsdp, notes)
     if fields.get("zero"):
         if not bool_of(values.get("fsdp_config.reshard_after_forward", True)):
             fields["zero"] = 2

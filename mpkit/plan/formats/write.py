@@ -15,7 +15,7 @@ from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import FORMATS
 from mpkit.plan.plan import Plan
 
-__all__ = ["format_of", "write"]
+__all__ = ["format_of", "unsaid", "write"]
 
 
 def format_of(name: str) -> Format:
@@ -53,6 +53,22 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
     return Config.with_comments(
         chosen.syntax.dump(page), name, comments, cannot, chosen.syntax.annotate(page)
     )
+
+
+def unsaid(plan: Plan, name: str) -> str:
+    """Return why a framework's file cannot say all of a plan; "" if it can.
+
+    >>> unsaid(Plan(dp=8, zero=3), "fsdp"), unsaid(Plan(dp=8, zero=1), "fsdp")[:34]
+    ('', 'fully_shard shards gradients at le')
+    """
+    chosen = format_of(name)
+    try:
+        asked = ExportRequest.from_plan(plan, name, {})
+        chosen.check(asked)
+        cannot = _cannot_say(plan, chosen, chosen.values_of(asked))
+    except ValueError as error:
+        return str(error).removeprefix(f"{plan!r}: ")
+    return "; ".join(reason for field, reason in cannot.items() if field not in _no_effect(plan))
 
 
 def _cannot_say(plan: Plan, chosen: Format, values: dict[str, Any]) -> dict[str, str]:

@@ -16,7 +16,9 @@ from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.checks import whole
+from mpkit.plan.formats.write import unsaid
 from mpkit.plan.plan import Plan
+from mpkit.prediction.advice.families import RUNNING, SIMPLER, Family, families_of
 from mpkit.prediction.advice.near_misses import NearMiss, near_misses
 from mpkit.prediction.advice.objective import TIME, Objective, objective_of
 from mpkit.prediction.advice.resharding import resharding_bytes
@@ -28,7 +30,6 @@ from mpkit.prediction.advice.why_not import why_not
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.layout import plan_of
 from mpkit.prediction.cost_model.preset import Preset, preset_for
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 
@@ -52,7 +53,8 @@ class Advice(HasChart):
 
     Attributes:
         priced: what was asked, the machine and the stack.
-        found: every layout that fits.
+        found: every layout that fits with 8 % of the memory to spare; where none does, those that fit at all.
+        tight: those that fit and leave less than that free.
         considered: the number of plans that were considered, those that do not fit included.
         objective: what is best.
         before: the advice for other hardware that `again` began from; None: this is the first.
@@ -60,6 +62,7 @@ class Advice(HasChart):
 
     priced: LayoutPrices = field(repr=False)
     found: Sequence[FoundLayout] = field(repr=False)
+    tight: Sequence[FoundLayout] = field(repr=False)
     considered: int
     objective: Objective = TIME
     before: Advice | None = field(default=None, repr=False)
@@ -72,7 +75,7 @@ class Advice(HasChart):
     @cached_property
     def plans(self) -> list[Plan]:
         """The 20 best plans that fit."""
-        return [plan_of(each.layout) for each in self.found[:SHOWN]]
+        return [self.priced.plan_of(each.layout) for each in self.found[:SHOWN]]
 
     @cached_property
     def frontier(self) -> list[Plan]:
@@ -84,7 +87,23 @@ class Advice(HasChart):
         for each in sorted(self.found, key=lambda found: found.seconds):
             if not kept or each.memory < kept[-1].memory:
                 kept.append(each)
-        return [plan_of(each.layout) for each in kept]
+        return [self.priced.plan_of(each.layout) for each in kept]
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """The best plan of each family, the simplest family first: what every further part gains."""
+        return families_of(self.priced, self.found)
+
+    @property
+    def simplest(self) -> Plan | None:
+        """The plan with the fewest parts within 5 % of the best one's time; None if none fits."""
+        near = (each.plan for each in self.families if each.longer <= SIMPLER)
+        return next(near, None)
+
+    @cached_property
+    def runs_in(self) -> dict[str, str]:
+        """Which frameworks can run the best plan: by name, what their file cannot say; "" if it says everything."""
+        return {} if self.best is None else {name: unsaid(self.best, name) for name in RUNNING}
 
     @cached_property
     def because(self) -> list[Rule]:
@@ -169,7 +188,7 @@ class Advice(HasChart):
         if not self.found:
             raise ValueError("no plan fits, so there is none to try")
         chosen = dict.fromkeys(each.layout for each in [*self.found[:best], self.found[-1]])
-        plans = [replace(plan_of(layout), precision="full") for layout in chosen]
+        plans = [replace(self.priced.plan_of(layout), precision="full") for layout in chosen]
         measured = profile(model, data, loss=loss, optimizer=optimizer, cluster=cluster)
         return try_plans(measured, plans, cluster, clock=clock)
 
@@ -222,7 +241,9 @@ def advise(
 ) -> Advice:  # fmt: skip
     """Return the plans for a model on a machine that fit, the best first, with reasons.
 
-    Every mesh, stage of ZeRO, schedule, micro-batch, recomputation and offload is considered, in 16 bits with Adam.
+    Every mesh, stage of ZeRO, micro-batch, recomputation and offload is considered, with the schedules that can be the
+    best, in 16 bits with Adam. A plan leaves 8 % of the memory free, and offload has to gain more than the estimate's
+    band. With `stack=`, the framework of that name can run every plan.
 
     Args:
         model: as for `mk.estimate`.
@@ -255,5 +276,6 @@ def find_advice(
 ) -> Advice:  # fmt: skip
     """Return the advice for what `advise` has read."""
     priced = LayoutPrices(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
-    found, considered = objective.search(priced)
-    return Advice(priced, found, considered, objective)
+    searched = objective.search(priced)
+    found, tight = searched.found or searched.tight, searched.tight if searched.found else []
+    return Advice(priced, found, tight, searched.considered, objective)

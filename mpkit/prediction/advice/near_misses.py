@@ -22,6 +22,8 @@ from mpkit.prediction.cost_model.step import StepTime
 __all__ = ["NearMiss", "near_misses"]
 
 GIB = 2**30
+NEAR = 0.5
+"""By how much of the room a plan that does not fit is out at most, to be called near."""
 EXPOSED = "tensor parallel", "context parallel", "replicas", "ZeRO-3 gathers", "messages between stages"
 """Causes that are communication which nothing hides."""
 
@@ -34,7 +36,7 @@ class NearMiss:
         layout: the plan's layout.
         change: what differs from the best.
         seconds: per step.
-        excess: bytes by which it does not fit; 0 or less where it does.
+        excess: bytes by which it takes more than the room that plans may take; 0 or less where it does not.
         why: the reason in words.
     """
 
@@ -50,12 +52,14 @@ class NearMiss:
 
 def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
-    room, took = float(priced.hardware.device.memory), priced.screened_seconds(best)
+    room, took = priced.room, priced.screened_seconds(best)
     nearest: dict[str, tuple[bool, float, float, Layout]] = {}
     for change, layout in _changes(priced, best, offers_of(priced.stack.name)):
         seconds_, excess = priced.screened_seconds(layout), priced.memory(layout) - room
         if seconds_ >= took if excess > 0 else seconds_ <= took:
             continue  # it neither fits nor is faster; or it is as good as the best
+        if excess > NEAR * room:
+            continue
         this = excess > 0, seconds_, excess, layout
         nearest[change] = min(nearest.get(change, this), this, key=lambda each: each[:2])
     here = priced.step(best)
@@ -75,7 +79,14 @@ def _near_miss(priced: LayoutPrices, here: StepTime, change: str, excess: float,
     """
     there = priced.step(layout)
     if excess > 0:
-        why = f"out by {excess / GIB:.1f} GiB; it would take {seconds(there.seconds)} per step"
+        memory = priced.hardware.device.memory
+        free = memory - priced.room - excess
+        out = (
+            f"leaves {percent(free / memory)} of the memory free"
+            if free > 0
+            else f"out by {-free / GIB:.1f} GiB"
+        )
+        why = f"{out}; it would take {seconds(there.seconds)} per step"
         return NearMiss(layout, change, there.seconds, excess, why)
     words = f"{percent(there.seconds / here.seconds - 1)} longer"
     exposed = sum(there.because.get(cause, 0.0) for cause in EXPOSED)
@@ -85,7 +96,7 @@ def _near_miss(priced: LayoutPrices, here: StepTime, change: str, excess: float,
     else:
         more = {cause: took - here.because.get(cause, 0.0) for cause, took in there.because.items()}
         cause = max(more, key=more.__getitem__)
-        why = f"{words}; {cause} takes {seconds(more[cause])} more"
+        why = f"{words}; {seconds(more[cause])} more for {cause}"
     return NearMiss(layout, change, there.seconds, excess, why)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from mpkit.common.units import percent, seconds
-from mpkit.prediction.advice.search import FoundLayout, LayoutPrices, best_played, search
+from mpkit.prediction.advice.search import PLAYED, FoundLayout, LayoutPrices, Searched, best_played, search
 from mpkit.prediction.advice.space import divisors
 
 __all__ = ["TIME", "Objective", "objective_of"]
@@ -41,20 +41,25 @@ class Objective:
             return took * devices * self.price / 3600, took
         return (float(devices), took) if self.by == "devices" else (took, took)
 
-    def search(self, priced: LayoutPrices) -> tuple[list[FoundLayout], int]:
-        """Return the layouts that fit, the best first, and the number that were considered."""
+    def search(self, priced: LayoutPrices) -> Searched:
+        """Return the layouts that fit, the best first."""
         machine = priced.hardware
         found: list[FoundLayout] = []
+        tight: list[FoundLayout] = []
         considered = 0
         for devices in [machine.devices] if self.by == "time" else sizes(machine.nodes, machine.per_node):
-            some, tried = search(priced, devices)
-            found += some
-            considered += tried
-            if some and self.by == "devices":
+            some = search(priced, devices)
+            found += some.found
+            tight += some.tight
+            considered += some.considered
+            if some.found and self.by == "devices":
                 break
-        return best_played(
-            priced, found, lambda each: self.value_of(each.seconds, each.layout.ranks)
-        ), considered
+
+        def least(each: FoundLayout) -> tuple[float, float]:
+            return self.value_of(each.seconds * priced.handicap(each.layout), each.layout.ranks)
+
+        best = best_played(priced, found, least)
+        return Searched(best, best_played(priced, tight, least, 1 if best else PLAYED), considered)
 
     def words(self, best: FoundLayout, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""

@@ -28,6 +28,7 @@ class Offers:
         even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
             multiples of pp.
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
+        cp_order: how it divides sequences.
     """
 
     pipelines: tuple[tuple[str, int], ...] | None = None
@@ -40,6 +41,7 @@ class Offers:
     even: bool = False
     filled: bool = False
     hybrid: tuple[int, ...] = ()
+    cp_order: str = "contiguous"
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -51,11 +53,16 @@ class Offers:
 
 EVERYTHING = Offers(hybrid=(1, 2, 3))
 
+TORCHTITAN = Offers(
+    tuple((name, min(s.advised)) for name, s in SCHEDULES.items() if s.advised and "torchtitan" in s.elsewhere),
+    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3),
+)  # fmt: skip
+
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
 
 OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True),
-    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,)),
+    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,), cp_order="zigzag"),
     "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
     "deepspeed": Offers(
         (), recompute=("none", "full"), tensor=False, context=False, sequence=False, hybrid=(3,)
@@ -67,9 +74,11 @@ OFFERS: Mapping[str, Offers] = {
         (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3)
     ),
     "nanotron": Offers(((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
+    "torchtitan": TORCHTITAN,
+    "torchtitan-compile": TORCHTITAN,
 }
-"""Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); Megatron-LM's, DeepSpeed's, llm-foundry's and
-nanotron's documentation."""
+"""Sources: Narayanan et al. 2021 (SC'21, which recomputes everything); the documentation of Megatron-LM, DeepSpeed,
+llm-foundry, nanotron and torchtitan. Where mpkit writes a stack's files, tests/advice holds that they say the plans."""
 
 
 def offers_of(stack: str) -> Offers:

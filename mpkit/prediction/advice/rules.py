@@ -2,7 +2,10 @@
 
     one device     "if the model fits one GPU, use DDP"
     layer          "if the largest layer does not fit one GPU, use tensor parallelism"
+    links          "with NVLink pipelines, ZeRO and tensor parallelism are alike; without, pipelines are faster"
     nodes          "tensor parallelism inside the node; pipelines and replicas between nodes"
+    one node       states that fit a node are sharded inside it, and nodes are replicas
+    between        "with fast links between nodes ZeRO, or all of them; with slow ones a pipeline, and ZeRO-1"
     zero           "with a pipeline, ZeRO-1 rather than -2 or -3"
     single         "first what helps on one GPU: micro-batch, accumulation, recomputation, offload"
 
@@ -22,6 +25,10 @@ from mpkit.prediction.cost_model.layout import Layout
 __all__ = ["Rule", "rules_of"]
 
 GIB = 2**30
+FAST, FAST_BETWEEN = 50e9, 20e9
+"""Bytes per second of a device's link from which on it is called fast: NVLink inside a node, 200 Gb/s between nodes."""
+ALIKE = 1.25
+"""By how much times may differ that the guide calls alike."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,10 @@ def rules_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Rule]:
     rules = (
         _one_device(priced, found),
         _layer(priced, found),
+        _links(priced, found),
         _nodes(priced, found),
+        _one_node(priced, found),
+        _between(priced, found),
         _zero(found),
         _single(priced, found),
     )
@@ -132,6 +142,60 @@ def _nodes(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     )
 
 
+def _links(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+    """Return whether links inside the node decide as the guide says; None where there is nothing to compare."""
+    speed = priced.hardware.link.bandwidth
+    ways = {
+        "a pipeline": _first(found, lambda of: of.pp > 1 and of.tp == of.cp == 1 and of.zero < 2),
+        "ZeRO": _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1),
+        "tensor parallelism": _first(found, lambda of: of.tp > 1 and of.pp == of.cp == 1 and of.zero == 0),
+    }
+    took = {name: way.seconds for name, way in ways.items() if way is not None}
+    if priced.hardware.nodes > 1 or len(took) < 2:
+        return None
+    words = ", ".join(f"{seconds(each)} with {name} alone" for name, each in took.items())
+    if speed >= FAST:
+        says = f"Links of {speed / 1e9:.0f} GB/s are fast: a pipeline, ZeRO and tensor parallelism do about alike."
+        return Rule(says, max(took.values()) <= ALIKE * min(took.values()), f"at best {words}.")
+    says = f"Links of {speed / 1e9:.3g} GB/s are slow: a pipeline is faster than tensor parallelism or ZeRO."
+    return Rule(says, min(took, key=took.__getitem__) == "a pipeline", f"at best {words}.")
+
+
+def _one_node(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+    """Return whether states that fit one node are better sharded inside it; None where they do not, or on one node."""
+    machine, stack = priced.hardware, priced.stack
+    states = (stack.element + stack.gradient + stack.states) * priced.asked.model.parameters
+    room = machine.per_node * priced.room
+    inside = _first(found, lambda of: 0 < of.sharded * of.tp <= machine.per_node)
+    across = _first(found, lambda of: of.zero > 0 and not of.sharded and of.shards * of.tp > machine.per_node)
+    if machine.nodes == 1 or states > room or inside is None or across is None:
+        return None
+    return Rule(
+        f"The states take {states / GIB:,.0f} GiB and a node has {room / GIB:,.0f}: shard them inside the node.",
+        inside.seconds <= across.seconds,
+        f"at best {seconds(inside.seconds)} per step inside, {seconds(across.seconds)} among all nodes.",
+    )
+
+
+def _between(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+    """Return whether links between nodes decide as the guide says; None on one node, or where one way fits only."""
+    machine = priced.hardware
+    alone = _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1)
+    several = _first(found, lambda of: of.pp > 1)
+    if machine.between is None or machine.nodes == 1 or alone is None or several is None:
+        return None
+    speed = machine.between.bandwidth
+    why = (
+        f"at best {seconds(alone.seconds)} per step with ZeRO alone, {seconds(several.seconds)} with a pipeline, of "
+        f"pp={several.layout.pp}, tp={several.layout.tp} and ZeRO-{several.layout.zero}."
+    )
+    if speed >= FAST_BETWEEN:
+        says = f"Links of {speed / 1e9:.0f} GB/s between nodes are fast: ZeRO alone is enough, and needs no new code."
+        return Rule(says, alone.seconds <= ALIKE * several.seconds, why)
+    says = f"Links of {speed / 1e9:.3g} GB/s between nodes are slow: a pipeline between nodes, and ZeRO-1 at most."
+    return Rule(says, several.seconds <= alone.seconds and several.layout.zero <= 1, why)
+
+
 def _zero(found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether a pipeline is better with ZeRO-1 than with ZeRO-2 or -3; None where there is no such pair."""
     low = _first(found, lambda layout: layout.pp > 1 and layout.zero <= 1)
@@ -139,7 +203,8 @@ def _zero(found: Sequence[FoundLayout]) -> Rule | None:
     if low is None or high is None:
         return None
     return Rule(
-        "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch: take ZeRO-1.",
+        "With a pipeline, ZeRO-2 and -3 communicate for every micro-batch, and the stages have divided gradients and "
+        "weights already: take ZeRO-1.",
         low.seconds <= high.seconds,
         f"at best {seconds(low.seconds)} per step with ZeRO-{low.layout.zero}, {seconds(high.seconds)} with "
         f"ZeRO-{high.layout.zero}.",

@@ -3,6 +3,7 @@
 For a family of layouts, which differ in the samples of a micro-batch only:
 
     relief     offload and recomputation, in the order of what they cost: the cheapest that fits is the best of them
+    room       plans that leave a part of the memory free; those that fill it are kept apart
     prune      activations and logits grow with the micro-batch, so when not even the most relief makes one fit, none of
                the larger ones fits
     time       priced for what fits only; a formula stands for the pipeline, and the best layouts are then played
@@ -20,20 +21,23 @@ from itertools import groupby
 from typing import Any
 
 from mpkit.devices.hardware import Hardware
+from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.space import TrainingQuestion, families
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import Layout, plan_of
 from mpkit.prediction.cost_model.memory import fullest_stages, stage_memory
 from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.prediction.cost_model.step import StepTime, screened_time, step_time
 
-__all__ = ["SHOWN", "FoundLayout", "LayoutPrices", "best_played", "search"]
+__all__ = ["PLAYED", "SHOWN", "FoundLayout", "LayoutPrices", "Searched", "best_played", "search"]
 
+HEADROOM = 0.92
+"""The share of a device's memory that a plan may take: predictions of memory are within 5 %, and batches differ."""
 SHOWN = 20
 """The plans of an advice."""
 PLAYED = 25
@@ -58,6 +62,21 @@ class FoundLayout:
 
 
 @dataclass(frozen=True)
+class Searched:
+    """What a search found.
+
+    Attributes:
+        found: the layouts that fit, the best first.
+        tight: those that fit and leave less than 8 % of the memory free, the best first.
+        considered: the number that were considered, those that do not fit included.
+    """
+
+    found: list[FoundLayout]
+    tight: list[FoundLayout]
+    considered: int
+
+
+@dataclass(frozen=True)
 class LayoutPrices:
     """Prices layouts: memory and time.
 
@@ -74,6 +93,20 @@ class LayoutPrices:
     def head(self) -> float:
         """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
         return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
+
+    @property
+    def room(self) -> float:
+        """The bytes that a plan may take on a device."""
+        return HEADROOM * self.hardware.device.memory
+
+    def plan_of(self, layout: Layout) -> Plan:
+        """Return the plan of a layout, in 16 bits that the device has and with the order of tokens of the software."""
+        order = offers_of(self.stack.name).cp_order if layout.cp > 1 else "contiguous"
+        return replace(plan_of(layout), precision=self.hardware.device.half, cp_order=order)
+
+    def handicap(self, layout: Layout) -> float:
+        """Return the factor of a layout's time in comparisons: offload has to gain more than predictions are off."""
+        return 1.0 if layout.offload == "none" else 1 + self.preset.band
 
     def memory(self, layout: Layout) -> float:
         """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
@@ -119,11 +152,11 @@ class LayoutPrices:
         )  # fmt: skip
 
 
-def search(priced: LayoutPrices, devices: int) -> tuple[list[FoundLayout], int]:
-    """Return the layouts that fit so many devices, with about their seconds, and the number that were considered."""
+def search(priced: LayoutPrices, devices: int) -> Searched:
+    """Return the layouts that fit so many devices, with about their seconds."""
     room = float(priced.hardware.device.memory)
-    found: list[FoundLayout] = []
-    considered = 0
+    searched = Searched([], [], 0)
+    found, tight, considered = searched.found, searched.tight, 0
     offers = offers_of(priced.stack.name)
     for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
         reliefs = _reliefs(family[0], offers, priced.stack)
@@ -131,13 +164,17 @@ def search(priced: LayoutPrices, devices: int) -> tuple[list[FoundLayout], int]:
         for layout in family:
             if priced.memory(_relieve(layout, *reliefs[-1])) > room:
                 break
-            fitting = _fitting_layouts(priced, layout, reliefs, room)
-            found += [FoundLayout(each, priced.screened_seconds(each), memory) for each, memory in fitting]
-    return found, considered
+            for each, memory in _fitting_layouts(priced, layout, reliefs, room):
+                fits = FoundLayout(each, priced.screened_seconds(each), memory)
+                (found if memory <= priced.room else tight).append(fits)
+    return replace(searched, considered=considered)
 
 
 def best_played(
-    priced: LayoutPrices, found: Sequence[FoundLayout], least: Callable[[FoundLayout], Any]
+    priced: LayoutPrices,
+    found: Sequence[FoundLayout],
+    least: Callable[[FoundLayout], Any],
+    played: int = PLAYED,
 ) -> list[FoundLayout]:
     """Return the layouts found, the best first, with the pipelines of the best ones played.
 
@@ -145,10 +182,11 @@ def best_played(
         priced: what was asked.
         found: the layouts, as `search` returns them.
         least: what is least for the best.
+        played: how many are played.
     """
     ordered = sorted(found, key=least)
-    best = [replace(each, seconds=priced.step(each.layout).seconds) for each in ordered[:PLAYED]]
-    return [*sorted(best, key=least), *ordered[PLAYED:]]
+    best = [replace(each, seconds=priced.step(each.layout).seconds) for each in ordered[:played]]
+    return [*sorted(best, key=least), *ordered[played:]]
 
 
 def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, str]]:
@@ -164,16 +202,23 @@ def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, st
 def _fitting_layouts(
     priced: LayoutPrices, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
 ) -> Iterator[tuple[Layout, float]]:
-    """Yield for each offload the least recomputation that fits; where none is needed, more offload is for nothing."""
+    """Yield for each offload the least recomputation that fits, and the least that leaves a part of the memory free.
+
+    Where no recomputation is needed, more offload is for nothing.
+    """
     for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
+        tight = False
         for _, recompute in group:
             relieved = _relieve(layout, offload, recompute)
             memory = priced.memory(relieved)
-            if memory <= room:
+            if memory <= priced.room:
                 yield relieved, memory
                 if recompute == reliefs[0][1]:
                     return
                 break
+            if memory <= room and not tight:
+                yield relieved, memory
+                tight = True
 
 
 def _relieve(layout: Layout, offload: str, recompute: str) -> Layout:

@@ -35,6 +35,9 @@ def summary_of(advice: Advice) -> str:
             lines.append(f"  {advice.objective.words(advice.found[0], hardware.devices)}")
         within = sum(each.seconds <= high for each in advice.found)
         lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
+        lines += _memory_left(advice)
+        lines += _simpler(advice)
+        lines.append(_frameworks(advice))
     lines += [f"- {rule}" for rule in advice.because]
     out = [miss for miss in advice.near_misses if miss.excess > 0][:2]
     others = [miss for miss in advice.near_misses if miss.excess <= 0][:2]
@@ -42,6 +45,37 @@ def summary_of(advice: Advice) -> str:
     if advice.before is not None:
         lines.append(f"- {advice.change}")
     return "\n".join(lines)
+
+
+def _memory_left(advice: Advice) -> list[str]:
+    """Say which plans fill the memory, or that only such plans fit."""
+    free = percent(1 - advice.found[0].memory / advice.priced.hardware.device.memory)
+    if advice.found[0].memory > advice.priced.room:
+        return [f"  It leaves {free} of the memory free, and no plan leaves more than 8 %: measure it first."]
+    if not advice.tight or advice.tight[0].seconds >= advice.found[0].seconds:
+        return []
+    first = advice.tight[0]
+    return [
+        f"  {len(advice.tight):,} more leave less than 8 % of the memory free; the fastest of them takes "
+        f"{seconds(first.seconds)}: {advice.priced.plan_of(first.layout)!r}"
+    ]
+
+
+def _simpler(advice: Advice) -> list[str]:
+    """Say what each further part of the best plan gains."""
+    return [
+        f"  - {family}{', the simplest within 5 %' if family.plan == advice.simplest else ''}"
+        for family in advice.families if family.longer > 0
+    ]  # fmt: skip
+
+
+def _frameworks(advice: Advice) -> str:
+    """Say which frameworks can run the best plan, or why not."""
+    able = [name for name, reason in advice.runs_in.items() if not reason]
+    if able:
+        return f"  Files for it: {', '.join(f'best.to({name!r})' for name in able)}."
+    name, reason = min(advice.runs_in.items(), key=lambda item: len(item[1]))
+    return f"  mpkit runs it; no other framework's file says all of it ({name}: {reason})."
 
 
 def change_since(advice: Advice) -> str:

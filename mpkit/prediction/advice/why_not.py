@@ -37,6 +37,16 @@ def why_not(advice: Advice, plan: Plan) -> str:
         stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
         largest = max(stage, key=stage.__getitem__)
         return f"{plan!r} does not fit: {out_of_memory(needed, room, largest)}."
+    if needed > advice.priced.room:
+        free = percent(1 - needed / room)
+        return f"{plan!r} fits and leaves {free} of the memory free: less than the 8 % that predictions may be off."
+    handicap = advice.priced.handicap(this.layout)
+    if advice.best is not None and this.step_time < advice.found[0].seconds <= this.step_time * handicap:
+        gained = percent(1 - this.step_time / advice.found[0].seconds)
+        return (
+            f"{plan!r} fits and is {gained} faster than {advice.best!r}, by offload alone: less than the "
+            f"{percent(handicap - 1)} by which predictions may be off."
+        )
     if advice.best is None or advice.objective.value_of(
         this.step_time, plan.ranks
     ) <= advice.objective.value_of(advice.found[0].seconds, advice.best.ranks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpkit.devices.hardware import Device, Hardware
-from mpkit.plan.checks import whole
+from mpkit.plan.checks import call_of, whole
 from mpkit.plan.plan import Plan
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.kernels import CONVERTED
@@ -60,6 +60,12 @@ def checked_layout(
             f"{plan!r} needs {plan.ranks} devices, and {hardware.name} has {hardware.devices}. "
             f"mk.hardware({_short(hardware)!r}, nodes={-(-plan.ranks // hardware.per_node)}, "
             f"per_node={hardware.per_node}, nic='ndr') has enough."
+        )
+    half = hardware.device.half
+    if plan.precision == "bf16" != half:
+        raise ValueError(
+            f"{plan!r} computes in bfloat16, which {hardware.device.name} has no units for: {half} does, as "
+            f"{call_of(plan, {'precision': half})}"
         )
     if model.heads % plan.tp or model.ffn % plan.tp:
         fits = [t for t in range(1, plan.tp) if not model.heads % t and not model.ffn % t]

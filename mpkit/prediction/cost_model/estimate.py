@@ -205,18 +205,19 @@ def estimate(
     """
     machine = machine_of(hardware)
     check_plan(plan)
-    chosen, plan = stack_for(plan, stack)
+    chosen, plan = stack_for(plan, stack, machine.device.half)
     return estimate_checked(
         architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable
     )
 
 
-def stack_for(plan: Plan, stack: str | Stack | None = None) -> tuple[Stack, Plan]:
+def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") -> tuple[Stack, Plan]:
     """Return the software that runs a plan, and the plan in its precision.
 
     Args:
         plan: the plan.
         stack: what is asked for; None: PyTorch, in the plan's precision and with its buckets.
+        half: the precision of 16 bits that the device has.
 
     Raises:
         ValueError: there is no such stack, or the plan computes in 16 bits and the stack does not.
@@ -237,7 +238,7 @@ def stack_for(plan: Plan, stack: str | Stack | None = None) -> tuple[Stack, Plan
             f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "
             f"for {call_of(plan, {'precision': 'full'})}"
         )
-    return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision="bf16")
+    return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision=half)
 
 
 def estimate_checked(

@@ -165,7 +165,7 @@ class Fits(Drawn):
     def _changed_plans(self, plan: Plan) -> Iterator[Remedy]:
         """Yield the plans that differ from one in one thing."""
         layout = self.estimate.layout
-        for change, values in changes(plan, layout.microbatch):
+        for change, values in changes(plan, layout.microbatch, self.estimate.hardware.device.half):
             if "precision" in values and self.estimate.stack.name not in FOLLOW:
                 continue
             with suppress(ValueError):  # this plan or batch cannot be changed so
@@ -229,12 +229,13 @@ class Fits(Drawn):
         return self.estimate.model.parameters * (stack.element + trained)
 
 
-def changes(plan: Plan, microbatch: int) -> list[tuple[str, dict[str, Any]]]:
+def changes(plan: Plan, microbatch: int, half: str = "bf16") -> list[tuple[str, dict[str, Any]]]:
     """Return what may be changed of a plan to save memory: in words, and as fields of the plan.
 
     Args:
         plan: the plan.
         microbatch: samples per micro-batch.
+        half: the precision of 16 bits that the device has.
     """
     options: list[tuple[str, dict[str, Any]]] = []
     for k in (2, 4, microbatch):
@@ -246,7 +247,7 @@ def changes(plan: Plan, microbatch: int) -> list[tuple[str, dict[str, Any]]]:
     elif plan.recompute != "full":
         options.append(('recompute="full"', {"recompute": "full"}))
     if plan.precision == "full":
-        options.append(('precision="bf16"', {"precision": "bf16"}))
+        options.append((f'precision="{half}"', {"precision": half}))
     if plan.dp * plan.cp > 1:
         options += [(f"zero={stage}", {"zero": stage}) for stage in range(plan.zero + 1, 4)]
     if plan.dp_shard:
@@ -254,10 +255,10 @@ def changes(plan: Plan, microbatch: int) -> list[tuple[str, dict[str, Any]]]:
     if plan.tp > 1 and not plan.sequence_parallel:
         options.append(("sequence_parallel=True", {"sequence_parallel": True}))
     if plan.dp % 2 == 0:
-        half = {"dp": plan.dp // 2}
+        fewer = {"dp": plan.dp // 2}
         options += [
-            (f"tp={2 * plan.tp}, dp={plan.dp // 2}", {"tp": 2 * plan.tp, **half}),
-            (f"pp={2 * plan.pp}, dp={plan.dp // 2}", {"pp": 2 * plan.pp, **half}),
+            (f"tp={2 * plan.tp}, dp={plan.dp // 2}", {"tp": 2 * plan.tp, **fewer}),
+            (f"pp={2 * plan.pp}, dp={plan.dp // 2}", {"pp": 2 * plan.pp, **fewer}),
         ]
     if plan.offload == "none":
         options.append(('offload="optimizer"', {"offload": "optimizer"}))

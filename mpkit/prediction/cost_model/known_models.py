@@ -6,6 +6,8 @@ The sizes are those of the papers and of the published configs; `known_models.cs
 from __future__ import annotations
 
 import csv
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -18,6 +20,10 @@ from mpkit.common.bounded import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
 
 __all__ = ["NoArchitecture", "architecture_of", "known_models"]
+
+
+ENDING = r"-(instruct|chat|base|hf|uncased|cased|it|v\d+(\.\d+)?)$"
+"""What ids on the Hub add to the name of an architecture."""
 
 
 class NoArchitecture(ValueError):
@@ -72,15 +78,7 @@ def architecture_of(model: object) -> Architecture:
                 f"{str(model)!r} cannot be read as the config.json of a model: {error}"
             ) from None
     if isinstance(model, str):
-        known = known_models()
-        name = model.lower().replace("_", "-").replace("llama-", "llama")
-        if name not in known:
-            near = get_close_matches(name, known, 3, 0.5) or list(known)
-            raise ValueError(
-                f"model={model!r} is no known model. The nearest: {', '.join(map(repr, near))}. Or give the path of a "
-                "config.json, or numbers: {'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
-            )
-        return known[name]
+        return _of_name(model)
     config = getattr(model, "config", model)
     sizes = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", None)
     if not sizes and hasattr(config, "__dataclass_fields__"):
@@ -91,6 +89,42 @@ def architecture_of(model: object) -> Architecture:
         f"model={type(model).__name__} has no config from which its layers, hidden size and heads follow. Give them: "
         "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}; or measure it here: mk.profile(model, data)"
     )
+
+
+def _of_name(model: str) -> Architecture:
+    """Return the architecture of a known name, or of an id on the Hub whose config.json this machine has cached.
+
+    >>> [_of_name(name).name for name in ("llama-3_8B", "meta-llama/Meta-Llama-3-8B", "openai-community/gpt2-xl")]
+    ['llama3-8b', 'llama3-8b', 'gpt2-xl']
+    """
+    known = known_models()
+    cached = _cached_config(model) if "/" in model else None
+    if cached is not None:
+        return replace(_of_mapping(cached), name=model)
+    name = model.lower().split("/")[-1].replace("_", "-").replace("llama-", "llama").removeprefix("meta-")
+    while name not in known and (shorter := re.sub(ENDING, "", name)) != name:
+        name = shorter
+    if name in known:
+        return known[name]
+    near = get_close_matches(name, known, 3, 0.5) or ["llama3-8b", "gpt2"]
+    cache = f" (`hf download {model} config.json` puts it where mpkit looks)" if "/" in model else ""
+    raise ValueError(
+        f"model={model!r} is no known model. The nearest: {', '.join(map(repr, near))}. Or give the path of a "
+        f"config.json{cache}, or numbers: {{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}}"
+    )
+
+
+def _cached_config(name: str) -> dict[str, Any] | None:
+    """Return the config.json of a model on the Hub, if it is in the Hub's cache on this machine."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    folder = (
+        Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+        / f"models--{name.replace('/', '--')}"
+        / "snapshots"
+    )
+    found = max(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
+    sizes = None if found is None else read_json(read_text(found))
+    return sizes if isinstance(sizes, dict) else None
 
 
 def _of_mapping(sizes: Mapping[str, Any]) -> Architecture:

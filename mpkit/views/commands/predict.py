@@ -57,23 +57,30 @@ def add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "the cheapest (cost), or the fewest devices"
     )  # fmt: skip
     command.add_argument("--price", type=float, help="of an hour of a GPU, for --by cost")
+    command.add_argument(
+        "--to", metavar="FRAMEWORK", help="print the best plan as this framework's file, and no more"
+    )
     command.set_defaults(run=_advise)
 
 
 def _advise(options: argparse.Namespace) -> None:
     from mpkit.prediction.advice.advice import advise
 
-    print(
-        advise(
-            options.model,
-            options.hardware,
-            global_batch=options.global_batch,
-            sequence=options.sequence,
-            stack=options.stack,
-            by=options.by,
-            price=options.price,
-        )
+    found = advise(
+        options.model,
+        options.hardware,
+        global_batch=options.global_batch,
+        sequence=options.sequence,
+        stack=options.stack,
+        by=options.by,
+        price=options.price,
     )
+    if options.to is None:
+        print(found)
+    elif found.best is None:
+        raise SystemExit(f"mpkit: {found}")
+    else:
+        print(found.best.to(options.to, global_batch=options.global_batch))
 
 
 def _predict(options: argparse.Namespace) -> None:
@@ -82,7 +89,7 @@ def _predict(options: argparse.Namespace) -> None:
     from mpkit.prediction.cost_model.fits import fits
 
     machine = hardware(options.hardware)
-    plan = plan_of(options.plan, machine.devices)
+    plan = plan_of(options.plan, machine.devices, machine.per_node)
     batch = options.global_batch or plan.dp * plan.microbatches
     if options.what == "fits":
         found = fits(
@@ -97,14 +104,21 @@ def _predict(options: argparse.Namespace) -> None:
     )
 
 
-def plan_of(words: str, devices: int) -> Any:
+def plan_of(words: str, devices: int, per_node: int = 8) -> Any:
     """Return the plan that words describe; replicas take the devices that other axes leave.
+
+    Args:
+        words: such as zero1+tp4; those of other frameworks too: fsdp is zero3, and hsdp shards within a node.
+        devices: of the machine.
+        per_node: of each of its nodes.
 
     Raises:
         ValueError: a word means nothing, or the devices do not divide.
 
     >>> plan_of("zero1+tp4+pp2+m8", 16), plan_of("pp4+zb_h1", 4).schedule
     (Plan(pp=2, dp=2, tp=4, schedule='1f1b', microbatches=8, zero=1), 'zb_h1')
+    >>> plan_of("tp2+hsdp", 16)
+    Plan(dp=8, tp=2, zero=3, dp_shard=4, dp_replicate=2)
     """
     from mpkit.plan.plan import Plan
     from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
@@ -126,6 +140,10 @@ def plan_of(words: str, devices: int) -> Any:
             fields["precision"] = word
         elif word in SCHEDULES:
             fields["schedule"] = word
+        elif word == "fsdp":
+            fields["zero"] = 3
+        elif word == "hsdp":
+            fields |= {"zero": 3, "dp_shard": per_node // (fields.get("tp", 1) * fields.get("cp", 1)) or 1}
         elif word not in {"ddp", ""}:
             raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {WORDS}")
     others = fields.get("tp", 1) * fields.get("pp", 1) * fields.get("cp", 1)
