@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from math import isfinite
 
 from mpkit.common.units import percent, seconds
-from mpkit.prediction.advice.search import PLAYED, FoundLayout, LayoutPrices, Searched, best_played, search
+from mpkit.prediction.advice.search import (
+    FEW,
+    PLAYED,
+    FoundLayout,
+    LayoutPrices,
+    Searched,
+    best_played,
+    search,
+)
 from mpkit.prediction.advice.space import divisors
 
 __all__ = ["TIME", "Objective", "objective_of"]
@@ -59,7 +67,7 @@ class Objective:
             return self.value_of(each.seconds * priced.handicap(each.layout), each.layout.ranks)
 
         best = best_played(priced, found, least)
-        return Searched(best, best_played(priced, tight, least, 1 if best else PLAYED), considered)
+        return Searched(best, best_played(priced, tight, least, FEW if best else PLAYED), considered)
 
     def words(self, best: FoundLayout, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""

@@ -34,7 +34,7 @@ from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.prediction.cost_model.step import StepTime, screened_time, step_time
 
-__all__ = ["PLAYED", "SHOWN", "FoundLayout", "LayoutPrices", "Searched", "best_played", "search"]
+__all__ = ["FEW", "PLAYED", "SHOWN", "FoundLayout", "LayoutPrices", "Searched", "best_played", "search"]
 
 HEADROOM = 0.92
 """The share of a device's memory that a plan may take: predictions of memory are within 5 %, and batches differ."""
@@ -42,6 +42,8 @@ SHOWN = 20
 """The plans of an advice."""
 PLAYED = 25
 """The layouts that are played, for the order of those that are shown."""
+FEW = 5
+"""The layouts that are played of those that fill the memory."""
 LONGEST = 4096
 """The most actions of a schedule that are played for them; `mk.estimate` plays more."""
 

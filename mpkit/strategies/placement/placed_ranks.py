@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import Drawn
+from mpkit.devices.unwise import across_nodes
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.strategies.placement.zero_shares import Share
@@ -162,9 +163,9 @@ def place(
     if machine is not None:
         check_enough(machine, mesh.size, "placement")
     held = tuple(i % mesh.pp for i in range(len(stages))) if holders is None else tuple(holders)
-    return Placement(
-        mesh, tuple(map(tuple, stages)), held, shards or {}, machine, tuple(notes), zero, tuple(shares)
-    )
+    unwise = across_nodes(mesh.groups("tp"), machine) if machine is not None and mesh.tp > 1 else ""
+    told = (*notes, *filter(None, (unwise,)))
+    return Placement(mesh, tuple(map(tuple, stages)), held, shards or {}, machine, told, zero, tuple(shares))
 
 
 def brief(names: Sequence[str]) -> str:
