@@ -31,11 +31,13 @@ class CommandOutput:
         source: the command or the path.
         text: its output; "" if there is none.
         missing: why there is none, such as "nvidia-smi is not installed"; "" if there is.
+        failed: whether the command is there, and failed or did not answer.
     """
 
     source: str
     text: str = ""
     missing: str = ""
+    failed: bool = False
 
 
 def ask(command: Sequence[str], limit: float = 10.0) -> CommandOutput:
@@ -62,7 +64,7 @@ def ask(command: Sequence[str], limit: float = 10.0) -> CommandOutput:
     try:
         process.wait(limit)
     except subprocess.TimeoutExpired:
-        return CommandOutput(source, missing=f"`{source}` did not answer within {limit:g} s")
+        return CommandOutput(source, missing=f"`{source}` did not answer within {limit:g} s", failed=True)
     finally:
         _kill(process)
         for each in printed:
@@ -73,7 +75,9 @@ def ask(command: Sequence[str], limit: float = 10.0) -> CommandOutput:
     if process.returncode != 0:
         said = (text + errors).strip().splitlines()
         return CommandOutput(
-            source, missing=f"`{source}` failed: {said[0] if said else f'exit {process.returncode}'}"
+            source,
+            missing=f"`{source}` failed: {said[0] if said else f'exit {process.returncode}'}",
+            failed=True,
         )
     return CommandOutput(source, text)
 

@@ -231,9 +231,14 @@ def test_the_cheapest_and_the_fewest_devices() -> None:
 
 
 ASKED = [
-    ("gpt2", "4x-a10g", 64), ("gpt2-xl", "8x-v100", 32), ("llama3-8b", "8x-rtx-4090", 64),
-    ("llama3-8b", "8x-a100-nvlink", 512), ("llama3-70b", "4x8-h100-ib", 512), ("mistral-7b", "4x-a10g", 64), ("qwen3-32b", "2x8-h100-ib", 64),
-]  # fmt: skip
+    ("gpt2", "4x-a10g", 64),
+    ("gpt2-xl", "8x-v100", 32),
+    ("llama3-8b", "8x-rtx-4090", 64),
+    ("llama3-8b", "8x-a100-nvlink", 512),
+    ("llama3-70b", "4x8-h100-ib", 512),
+    ("mistral-7b", "4x-a10g", 64),
+    ("qwen3-32b", "2x8-h100-ib", 64),
+]
 MORE = [
     (model, hardware, batch)
     for model in ("gpt2", "gpt2-xl", "llama3-8b", "llama3-70b", "mistral-7b", "qwen3-32b", "qwen2.5-7b")

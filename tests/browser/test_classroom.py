@@ -72,7 +72,7 @@ def test_a_hang(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None
     run(page, answer)
     output = run(page, check)
     expect(output).to_contain_text("solved")
-    expect(output).not_to_contain_text(" try")  # the program to mend was no answer
+    expect(output).not_to_contain_text(" try")  # the program to fix was no answer
 
 
 @pytest.mark.soak
@@ -91,4 +91,4 @@ def test_a_silent_bug(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -
     output = run(page, check)
     expect(output).to_contain_text("solved")
     look_at(output)
-    screenshot(page, "exercise-silent-bug-mended")
+    screenshot(page, "exercise-silent-bug-fixed")

@@ -1,14 +1,21 @@
-"""What the doctor says of stored machines: what costs, the evidence, and what mends it."""
+"""What the doctor says of stored machines: what costs, the evidence, and what fixes it."""
 
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpkit.common.ask import ask
+from mpkit.launch.doctor.doctor import judge
+from mpkit.launch.doctor.parsers.facts import Unknown
+from mpkit.launch.doctor.probes.evidence import COMMANDS
 from mpkit.launch.doctor.probes.torch_build import TorchBuild
-from tests.doctor.stored import CASES, costs, report
+from tests.doctor.stored import CASES, costs, evidence, report
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -18,7 +25,7 @@ def test_every_finding_has_evidence_and_those_that_cost_say_what_mends_them(case
     for finding in found.findings:
         assert finding.what and finding.evidence, finding
         if finding.level == "costs":
-            assert finding.costs and finding.mend, finding
+            assert finding.costs and finding.fix, finding
     assert f"Not this machine: stored outputs of {case}" in str(found)
     assert len(found.to_dataframe()) == len(found.findings)
     assert len(json.loads(found.to_json())["findings"]) == len(found.findings)
@@ -47,7 +54,7 @@ def test_a_dgx_1_has_nvlink_between_some_and_a_group_of_four_is_named() -> None:
     link = next(finding for finding in found.findings if finding.subject == "links")
     assert link.level == "note"
     assert "GPU 0 and 5 talk over SYS" in link.what
-    assert "devices=[0, 1, 2, 3]" in link.mend
+    assert "devices=[0, 1, 2, 3]" in link.fix
 
 
 def test_two_3090_one_in_a_narrow_slot() -> None:
@@ -62,7 +69,7 @@ def test_half_of_the_lanes_of_generation_3_cost() -> None:
     assert "8 of 16 lanes are in use, 7.88 GB/s of the 15.8 GB/s" in lanes.what
     assert "LnkCap PCIe 3 x16, LnkSta PCIe 1 x8, slot PCIe 3 x16" in lanes.evidence
     assert "2 times as long" in lanes.costs
-    assert "reseat" in lanes.mend
+    assert "reseat" in lanes.fix
 
 
 def test_unlike_gpus() -> None:
@@ -70,13 +77,13 @@ def test_unlike_gpus() -> None:
     assert any("not alike: Tesla T4, NVIDIA A100-PCIE-40GB" in each for each in costs(found))
     unlike = next(finding for finding in found.of("costs") if "not alike" in finding.what)
     assert (
-        "mk.Cluster(devices=[0, 1])" in unlike.mend
+        "mk.Cluster(devices=[0, 1])" in unlike.fix
     )  # CUDA counts the A100s first, though nvidia-smi's 0 is the T4
     assert "50 GiB stay unused" in unlike.costs
     assert any("CUDA_DEVICE_ORDER is not set" in finding.evidence for finding in found.of("note"))
     ordered = report("mixed-a100-t4", environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert not any("CUDA_DEVICE_ORDER" in finding.evidence for finding in ordered.findings)
-    assert any("mk.Cluster(devices=[1, 2])" in finding.mend for finding in ordered.findings)
+    assert any("mk.Cluster(devices=[1, 2])" in finding.fix for finding in ordered.findings)
 
 
 def test_no_gpu_is_no_fault() -> None:
@@ -220,3 +227,47 @@ def test_the_guides_issues_lead_somewhere(asked: str, name: str, words: str) -> 
     assert found.findings
     assert words in str(found)
     assert words.replace("'", "&#x27;") in found._repr_mimebundle_()["text/html"]
+
+
+@pytest.mark.parametrize(
+    ("script", "what", "fix"),
+    [
+        (
+            "echo NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver; exit 9",
+            "The NVIDIA driver does not answer",
+            "modprobe",
+        ),
+        ("echo No devices were found; exit 6", "finds no GPU", "lspci"),
+        ("sleep 600", "nvidia-smi hangs", "xid"),
+    ],
+    ids=["fails", "none", "hangs"],
+)
+def test_a_driver_that_fails_is_an_error(
+    script: str, what: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a command of that name which fails as the driver's does."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    asked = evidence(None)
+    answers = {**asked.answers, "gpus": ask(COMMANDS["gpus"], 0.5)}
+    found = judge(replace(asked, answers=answers), Unknown("nothing was measured"))
+    assert not found.ok
+    (said,) = [finding for finding in found.findings if finding.subject == "GPUs"]
+    assert said.level == "costs" and what in said.what and fix in said.fix
+
+
+def test_a_gpu_that_does_not_answer_is_named() -> None:
+    asked = evidence("8x-a100-nvswitch")
+    lines = asked.answers["gpus"].text.splitlines()
+    values = lines[3].split(", ")
+    values[1] = values[4] = values[5] = "[Unknown Error]"
+    lines[3] = ", ".join(values)
+    answer = replace(asked.answers["gpus"], text="\n".join(lines))
+    answers = {**asked.answers, "gpus": answer}
+    found = judge(replace(asked, answers=answers), Unknown("nothing was measured"))
+    said = costs(found)
+    assert any("GPU 3 does not answer the driver" in each for each in said)
+    assert not any("not alike" in each for each in said)
+    assert any("mk.Cluster(devices=[0, 1, 2, 4, 5, 6, 7])" in finding.fix for finding in found.findings)

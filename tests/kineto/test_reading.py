@@ -83,7 +83,7 @@ def test_a_file_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path, zipped: b
     assert (1 if zipped else 497) <= found < 500
     assert stream.repairs["end that was cut off"] == 1
     trace = mk.open(path)
-    assert any("was mended: end that was cut off (1)" in note for note in trace.notes)
+    assert any("was fixed: end that was cut off (1)" in note for note in trace.notes)
 
 
 def test_an_event_that_cannot_be_mended_is_left_out(tmp_path: Path) -> None:

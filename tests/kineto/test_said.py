@@ -85,7 +85,7 @@ def test_a_file_with_an_event_per_line(tmp_path: Path) -> None:
     path = tmp_path / "spans.json"
     path.write_text("\n".join(map(json.dumps, spans)))
     trace = mk.open(path)
-    assert len(trace) == 3 and not any("mended" in note for note in trace.notes)
+    assert len(trace) == 3 and not any("fixed" in note for note in trace.notes)
 
 
 def test_a_file_without_spans_says_what_it_has(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ class TwoHosts:
         """Take the link down, as when a host dies without a word."""
         _do(f"ip -n {self.names[1]} link set {self.ends[1]} down")
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         _do(f"ip -n {self.names[1]} link set {self.ends[1]} up")
 
     def start(self, launcher: str, script: Path, *args: str, ahead: float = 0.0) -> Job:

@@ -193,7 +193,7 @@ def test_a_network_that_goes_down_ends_both(hosts: TwoHosts, launcher: str, tmp_
     try:
         codes = running.wait()
     finally:
-        hosts.mend()
+        hosts.fix()
     assert all(codes)
     assert re.search(r"rank [23] of 4 on node-b \(node 1\) has not been heard of", running.outputs[0])
     assert re.search(

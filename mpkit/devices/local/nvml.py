@@ -20,7 +20,7 @@ NOT_SAMPLED = "GPUs were not sampled (utilisation, memory in use, link traffic)"
 
 
 class NvmlMissing(Exception):
-    """NVML cannot be used here; the message says why, and which command mends it or looks for the cause."""
+    """NVML cannot be used here; the message says why, and which command fixes it or looks for the cause."""
 
 
 class GpuReading(NamedTuple):

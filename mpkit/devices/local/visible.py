@@ -29,14 +29,14 @@ class Visible:
         decided_by: the variable that decided, with its value, or that none is set.
         wrong: what in the variables has another effect than its writer may think.
         notes: what may surprise and is not wrong.
-        mend: a value that would have the effect that was meant.
+        fix: a value that would have the effect that was meant.
     """
 
     gpus: tuple[Gpu, ...]
     decided_by: str
     wrong: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    mend: str = ""
+    fix: str = ""
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Visible:
@@ -57,7 +57,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Visible:
     if given.strip() in ("", "-1"):
         return Visible((), decided, wrong, (*notes, f"{decided or 'CUDA_VISIBLE_DEVICES='} hides every GPU"))
     seen: list[Gpu] = []
-    mend = ""
+    fix = ""
     entries = [entry.strip() for entry in given.split(",")]
     for entry in entries:
         gpu = _gpu(ordered, entry)
@@ -71,8 +71,8 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Visible:
         seen = []
     if wrong:
         valid = list(dict.fromkeys(entry for entry in entries if _gpu(ordered, entry) is not None))
-        mend = f"export CUDA_VISIBLE_DEVICES={','.join(valid) or '0'}"
-    return Visible(tuple(seen), decided, wrong, notes, mend)
+        fix = f"export CUDA_VISIBLE_DEVICES={','.join(valid) or '0'}"
+    return Visible(tuple(seen), decided, wrong, notes, fix)
 
 
 def _why_not(entry: str, gpus: int) -> str:

@@ -60,7 +60,7 @@ class CheckupReport:
         Raises:
             ImportError: pandas is not installed.
         """
-        columns = ["subject", "level", "what", "evidence", "costs", "mend"]
+        columns = ["subject", "level", "what", "evidence", "costs", "fix"]
         return data_frame(
             ([str(getattr(each, column)) for column in columns] for each in self.findings), columns
         )

@@ -1,4 +1,4 @@
-"""What a reader of an imported trace should know, in sentences: what is absent, unknown, mended or assumed."""
+"""What a reader of an imported trace should know, in sentences: what is absent, unknown, fixed or assumed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def open(path: Paths) -> OpenedTrace:
     """Open traces: torch.profiler's of one rank or many, JSON of other tools in Chrome's format, or mpkit's own.
 
     The result is a `Trace`, and shows itself as its timeline. What is known of it besides (which ranks of how many,
-    what was mended, how clocks were aligned) is in `notes`.
+    what was fixed, how clocks were aligned) is in `notes`.
 
     Args:
         path: a file, a folder of files with one per rank, a folder of such folders with one file each, or several

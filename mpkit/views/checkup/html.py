@@ -31,7 +31,7 @@ def report_html(report: CheckupReport) -> str:
             f"<p><b>{escape(report.topic.name)}</b><br>{escape(report.topic.means)}</p><ol>{steps}</ol>"
         )
     rows = "".join(_row(finding) for level in ORDER for finding in report.of(level))
-    head = _head("", "about", "what", "evidence", "costs", "mend")
+    head = _head("", "about", "what", "evidence", "costs", "fix")
     if rows:
         parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
     if report.variables:
@@ -47,9 +47,9 @@ def report_html(report: CheckupReport) -> str:
 
 def _row(finding: CheckupFinding) -> str:
     level = f"<b style='color:{COLOURS[finding.level]}'>{finding.level}</b>"
-    mend = f"<code>{escape(finding.mend)}</code>" if finding.mend else ""
+    fix = f"<code>{escape(finding.fix)}</code>" if finding.fix else ""
     words = (finding.subject, finding.what, finding.evidence, finding.costs)
-    return f"<tr>{''.join(map(_cell, (level, *map(escape, words), mend)))}</tr>"
+    return f"<tr>{''.join(map(_cell, (level, *map(escape, words), fix)))}</tr>"
 
 
 def _head(*words: str) -> str:

@@ -70,14 +70,14 @@ def verdict(report: CheckupReport) -> str:
 def _words(finding: CheckupFinding) -> Text:
     """Return a finding in lines; one that is fine in a single one."""
     if finding.level is Level.FINE:
-        more = f"  {visible(finding.mend)}" if finding.mend else ""
+        more = f"  {visible(finding.fix)}" if finding.fix else ""
         return Text.assemble(visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim"), more)
     if finding.level is Level.UNCHECKED:
         return Text.assemble(
             "not checked: ", visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim")
         )
     text = Text(visible(finding.what))
-    for word, line in (("evidence", finding.evidence), ("costs", finding.costs), ("mend", finding.mend)):
+    for word, line in (("evidence", finding.evidence), ("costs", finding.costs), ("fix", finding.fix)):
         if line:
             text.append(f"\n{word:>8}  ", "dim").append(visible(line))
     return text

@@ -11,10 +11,10 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     doctor = commands.add_parser(
         "doctor",
-        help="examine this machine: devices, links, host, variables; what that costs, and what mends it",
+        help="examine this machine: devices, links, host, variables; what that costs, and what fixes it",
         description="Examines this machine: GPUs and whether they are alike, NVLink, PCI Express, P2P, RAM per GPU, "
         "CPUs, shared memory, limits, ports, variables of nccl, the driver against torch, and what two ranks measure. "
-        "Each finding has its evidence, what it costs and what mends it. Exits with 1 if something costs.",
+        "Each finding has its evidence, what it costs and what fixes it. Exits with 1 if something costs.",
     )
     doctor.add_argument(
         "topic", nargs="*",

@@ -1,4 +1,4 @@
-"""Finding: what was found, the evidence, what it costs, and the command that mends it."""
+"""Finding: what was found, the evidence, what it costs, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CheckupFinding:
         what: the finding, a sentence.
         evidence: where it was seen: the command, and what it said.
         costs: what it costs; "" where nothing.
-        mend: the command that mends it, or what else would; "" where there is nothing to mend.
+        fix: the command that fixes it, or what else would; "" where there is nothing to fix.
         topics: the guide's common issues that it belongs to, by their names in `topics`.
     """
 
@@ -36,7 +36,7 @@ class CheckupFinding:
     what: str
     evidence: str
     costs: str = ""
-    mend: str = ""
+    fix: str = ""
     topics: tuple[str, ...] = ()
 
 

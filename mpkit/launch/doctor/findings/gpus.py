@@ -16,15 +16,38 @@ USED = 0.1
 """The share of a GPU's memory in use by others from which on it is worth a finding."""
 
 
+FAILURES = {
+    "No devices were found": (
+        "The NVIDIA driver is loaded and finds no GPU.",
+        "lspci | grep -i nvidia  # nothing: the card is not in this machine, or not given to this container "
+        "(docker run --gpus all)",
+    ),
+    "did not answer": (
+        "nvidia-smi hangs, as it does where a GPU has fallen off the bus.",
+        "sudo dmesg | grep -i -E 'xid|nvrm'  # which GPU, and why; then reboot",
+    ),
+    "": (
+        "The NVIDIA driver does not answer, so no program can use a GPU.",
+        "sudo modprobe nvidia && nvidia-smi  # if that fails, install the driver again, for this kernel (uname -r)",
+    ),
+}
+"""What a failing nvidia-smi says, with the finding and the fix; "" for anything else."""
+
+
 def gpus(facts: Facts) -> Iterator[CheckupFinding]:
     """Yield what there is to say about the GPUs."""
+    if isinstance(facts.gpus, Unknown) and facts.gpus.failed:
+        what, fix = next(found for said, found in FAILURES.items() if said in facts.gpus.why)
+        slow = "programs run on CPUs, some 100 times slower than a GPU"
+        yield CheckupFinding("GPUs", Level.COSTS, what, facts.gpus.why, slow, fix, HIDDEN)
+        return
     if isinstance(facts.gpus, Unknown) and facts.torch.gpus == 0:
         yield CheckupFinding(
             "GPUs",
             Level.NOTE,
             "There is no GPU that the driver or torch knows of: ranks are CPU processes here, over gloo.",
             f"{facts.gpus.why}; torch.cuda.device_count() is 0",
-            mend="nothing needs mending: every strategy runs on CPU processes, mk.Cluster(ranks=4). If there should be "
+            fix="nothing needs fixing: every strategy runs on CPU processes, mk.Cluster(ranks=4). If there should be "
             "a GPU: mpkit doctor 'gpus not found'",
             topics=HIDDEN,
         )
@@ -49,7 +72,7 @@ def gpus(facts: Facts) -> Iterator[CheckupFinding]:
             Level.NOTE,
             f"{seen.decided_by} lets programs see {len(seen.gpus)} of {plural(len(facts.gpus), 'GPU')}.",
             f"nvidia-smi lists {listed}",
-            mend="unset CUDA_VISIBLE_DEVICES  # to see all",
+            fix="unset CUDA_VISIBLE_DEVICES  # to see all",
             topics=HIDDEN,
         )
     else:
@@ -57,10 +80,10 @@ def gpus(facts: Facts) -> Iterator[CheckupFinding]:
             "GPUs", Level.FINE, f"{listed}.", "nvidia-smi; torch sees as many", topics=HIDDEN
         )
     yield from (
-        CheckupFinding("GPUs", Level.COSTS, note, seen.decided_by, _COST_HIDDEN, seen.mend)
+        CheckupFinding("GPUs", Level.COSTS, note, seen.decided_by, _COST_HIDDEN, seen.fix)
         for note in seen.wrong
     )
-    yield from _check_alike(facts, len(names))
+    yield from _check_alike(facts)
     yield from _check_used_memory(facts)
 
 
@@ -69,10 +92,10 @@ _COST_HIDDEN = "other GPUs than those meant, or fewer, compute"
 
 def _explain_unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
     build = facts.torch
-    why, mend = "", "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"
+    why, fix = "", "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"
     if not build.cuda and not build.hip:
         why = f": torch {build.version} is a build without CUDA"
-        mend = "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)"
+        fix = "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)"
     elif build.error:
         why = f": {build.error}"
     return CheckupFinding(
@@ -81,14 +104,26 @@ def _explain_unseen(facts: Facts, listed: str, there: int) -> CheckupFinding:
         f"torch sees {build.gpus} of the {plural(there, 'GPU')} that nvidia-smi lists{why}.",
         f"nvidia-smi: {listed}; torch.cuda.device_count(): {build.gpus}",
         "programs run on CPUs, some 100 times slower than a GPU",
-        mend,
+        fix,
         HIDDEN,
     )
 
 
-def _check_alike(facts: Facts, kinds: int) -> Iterator[CheckupFinding]:
-    gpus = facts.gpu_list
-    if kinds > 1:
+def _check_alike(facts: Facts) -> Iterator[CheckupFinding]:
+    for gpu in facts.gpu_list:
+        if not gpu.memory:
+            yield CheckupFinding(
+                "GPUs",
+                Level.COSTS,
+                f"GPU {gpu.index} does not answer the driver.",
+                f"nvidia-smi knows its bus, {gpu.bus_id}, and not its memory; its name is {gpu.name!r}",
+                "programs that use it fail or hang",
+                f"sudo dmesg | grep -i -E 'xid|nvrm'; leave it out until it is repaired: "
+                f"mk.Cluster(devices={[each.index for each in facts.gpu_list if each.memory]})",
+                HIDDEN,
+            )
+    gpus = [gpu for gpu in facts.gpu_list if gpu.memory]
+    if len({gpu.name for gpu in gpus}) > 1:
         smallest = min(gpus, key=lambda gpu: gpu.memory)
         lost = sum(gpu.memory - smallest.memory for gpu in gpus)
         yield CheckupFinding(

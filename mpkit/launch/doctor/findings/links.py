@@ -193,13 +193,13 @@ def _narrow(card: PciGpu) -> CheckupFinding | None:
     )
     if slot is not None and slot.lanes < card.card.lanes and lanes >= slot.lanes:
         why = f"its slot has {slot.lanes} lanes"
-        mend = "a slot with all lanes: the board's manual says which share theirs (x16/x8/x8 is common)"
+        fix = "a slot with all lanes: the board's manual says which share theirs (x16/x8/x8 is common)"
     elif lanes < card.card.lanes:
         why = f"{lanes} of {card.card.lanes} lanes are in use"
-        mend = "shut down, reseat card and riser, and see in the BIOS whether the slot shares its lanes with a drive"
+        fix = "shut down, reseat card and riser, and see in the BIOS whether the slot shares its lanes with a drive"
     else:
         why = f"its slot is of generation {generation}"
-        mend = "set the slot's generation in the BIOS to Auto, or use a newer board"
+        fix = "set the slot's generation in the BIOS to Auto, or use a newer board"
     enough = does >= ENOUGH
     return CheckupFinding(
         "PCI Express",
@@ -208,6 +208,6 @@ def _narrow(card: PciGpu) -> CheckupFinding | None:
         seen,
         f"what goes to and from this GPU takes {could / does:.2g} times as long"
         + (": enough by the guide's rule (PCIe 4 x8 is PCIe 3 x16, some 16 GB/s)" if enough else ""),
-        mend,
+        fix,
         SLOW,
     )

@@ -102,7 +102,7 @@ def _check_loading(found: LoaderSpeed) -> CheckupFinding:
         what = "Loading data: workers make it no faster here."
         more = "" if found.own else "mk.doctor(data=my_dataset) measures yours, whose samples may take longer"
         return CheckupFinding(
-            "measured", Level.FINE, what, seen, mend=more, topics=("gpu 0 busier", "slow scaling")
+            "measured", Level.FINE, what, seen, fix=more, topics=("gpu 0 busier", "slow scaling")
         )
     gain = found.rates[best] / found.rates[0]
     return CheckupFinding(

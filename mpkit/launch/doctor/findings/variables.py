@@ -107,7 +107,7 @@ def variables(facts: Facts) -> Iterator[CheckupFinding]:
             Level.FINE,
             "No variable of nccl or gloo is set: their defaults suit most machines.",
             "the environment",
-            mend="mpkit doctor variables  # all of them, with when to set which",
+            fix="mpkit doctor variables  # all of them, with when to set which",
             topics=TOPICS,
         )
 

@@ -32,9 +32,15 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something that was not found out, and why."""
+    """Something that was not found out, and why.
+
+    Attributes:
+        why: the reason.
+        failed: whether the command that tells it is there, and failed or did not answer.
+    """
 
     why: str
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def facts_of(evidence: ProbeAnswers, measured: RankMeasurements | Unknown | None
     def value_of(name: str, parse: Callable[[str], Value]) -> Value | Unknown:
         answer = evidence.answer(name)
         if answer.missing:
-            return Unknown(answer.missing)
+            return Unknown(answer.missing, answer.failed)
         try:
             return parse(answer.text)
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""Files in Chrome's trace format, read as a stream, checked, mended, and put in columns."""
+"""Files in Chrome's trace format, read as a stream, checked, fixed, and put in columns."""

@@ -57,7 +57,7 @@ class Events:
         memory: (m, 5) of int64: ns, bytes (negative: freed), device type, total allocated, total reserved.
         header: what the file says beside its events.
         origin: ns of the machine's clock at which the times begin; Kineto's clock where there is no other.
-        repairs: what was mended in the file's JSON, with how often.
+        repairs: what was fixed in the file's JSON, with how often.
         assumed: what was left out or assumed of its events, with how often.
         phases: how many events there are of each phase ("ph") that is not drawn.
         processes: the names of processes, where the file has them.
@@ -91,9 +91,9 @@ class Events:
         return any(len(self[word]) for word in DEVICE)
 
     def notes(self, source: str) -> list[str]:
-        """Return sentences on what was mended, left out or assumed in the file of this name."""
+        """Return sentences on what was fixed, left out or assumed in the file of this name."""
         kinds = {
-            " was not valid JSON and was mended": self.repairs,
+            " was not valid JSON and was fixed": self.repairs,
             ": left out or assumed": self.assumed,
         }
         return [

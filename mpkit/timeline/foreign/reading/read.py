@@ -2,7 +2,7 @@
 
     text       the file unzipped and decoded, in pieces
     values     one JSON value at a time, from wherever the text has got to
-    repairs    what public tools mend as well: an empty value, a backslash that escapes nothing, an end that was cut off
+    repairs    what public tools fix as well: an empty value, a backslash that escapes nothing, an end that was cut off
 
 Source: "Trace Event Format" (Google, 2016): an object with the list "traceEvents", or that list alone.
 """
@@ -99,7 +99,7 @@ class EventStream:
 
     Attributes:
         header: everything beside the events, complete once all events have been read.
-        repairs: how often each thing was mended.
+        repairs: how often each thing was fixed.
     """
 
     def __init__(self, path: Path, progress: Callable[[int], None] = lambda done: None) -> None:
@@ -188,7 +188,7 @@ class EventStream:
                 self.repairs["event that is no object, left out"] += 1
 
     def _value(self) -> Any:
-        """Return the next value, after reading on and mending as far as that takes."""
+        """Return the next value, after reading on and fixing as far as that takes."""
         while True:
             try:
                 value, end = self._scan_value()
@@ -235,7 +235,7 @@ class EventStream:
     # ---- repairs
 
     def _mend(self) -> bool:
-        """Mend what is wrong in the text at hand; return whether there was anything."""
+        """Fix what is wrong in the text at hand; return whether there was anything."""
         rest = self._text[self._at :]
         rest, empty = _EMPTY.subn(r'\1""', rest)
         lone = 0

@@ -108,7 +108,7 @@ def count_of(
         least: the smallest one; None: -most.
     """
     value = args.get(name, "")
-    if value == "" or value is None:  # an empty value that was mended
+    if value == "" or value is None:  # an empty value that was fixed
         return default
     if isinstance(value, _SCALARS):
         try:
