@@ -292,6 +292,7 @@ def test_the_commands(script: CommandProgram) -> None:
     ("how", "says"),
     [
         ({"gpus": 32 * 4, "nodes": 16}, "Did you mean --gpus 8"),
+        ({"gpus": 256, "nodes": 2}, r"2 x 256 would be 512 ranks\.$"),
         ({"nodes": 0}, "--nodes 0: at least 1"),
         ({"nodes": 2, "address": "localhost"}, "would never meet"),
         ({"address": "no de"}, "the name or address of the first node"),

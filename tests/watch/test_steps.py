@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import mpkit as mk
+from mpkit.cli import main
 from mpkit.trace import Kind, Trace
 from tests.limits import PROGRAM
 
@@ -196,3 +197,10 @@ def test_a_forward_within_an_optimizers_step_is_an_action_of_its_own(clusters: C
     for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER):
         of_kind = ops[(ops["kind"] == kind) & (ops["depth"] == 0)]
         assert of_kind["step"].tolist() == [0, 1, 2]
+
+
+def test_no_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", "--ranks", "0", str(tmp_path / "train.py")])
+    assert "ranks=0" in capsys.readouterr().err

@@ -61,9 +61,8 @@ class LaunchPlan:
                 )
         if self.gpus > MOST_GPUS:
             each = self.gpus // self.nodes
-            meant = (
-                f" Did you mean --gpus {each}?" if each * self.nodes == self.gpus and self.nodes > 1 else ""
-            )
+            can_be = self.nodes > 1 and each * self.nodes == self.gpus and each <= MOST_GPUS
+            meant = f" Did you mean --gpus {each}?" if can_be else ""
             raise ValueError(
                 f"--gpus {self.gpus}: no machine has so many. --gpus counts the GPUs of one node, not of all: "
                 f"{self.nodes} x {self.gpus} would be {self.nodes * self.gpus:,} ranks.{meant}"

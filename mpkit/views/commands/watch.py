@@ -127,7 +127,7 @@ def watch(
 def _cluster(ranks: int | None, device: str) -> Cluster:
     """Return the ranks: those that torchrun, srun or mpirun have started, if one of these has started this process."""
     if not is_launched():
-        return Cluster(ranks or _gpus() or 2, device)
+        return Cluster((_gpus() or 2) if ranks is None else ranks, device)
     cluster = Cluster.from_env(device)
     if ranks not in (None, cluster.ranks):
         raise ValueError(f"--ranks {ranks}: the launcher has started {cluster.ranks}; leave --ranks out here")
