@@ -23,7 +23,7 @@ from mpkit.common.launch_folder import read_error, reserve
 from mpkit.course.judge import _shows
 from mpkit.launch.process.fork_server import import_installed
 from mpkit.launch.process.rank import report as report_of_rank
-from mpkit.strategies.prepare.layout.attentions import keys_and_values
+from mpkit.strategies.prepare.layout.attentions import attention_sizes
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.prepare.recompute import recomputes_nothing
 
@@ -238,7 +238,7 @@ def test_a_model_that_can_be_opened_draws_by_blocks() -> None:
 def test_looking_for_attention_draws_nothing_of_the_callers() -> None:
     model = net(Looks(), nn.Dropout(0.5))
     state = torch.get_rng_state()
-    assert keys_and_values(model, X, [["0.weight"]]) == [0]
+    assert attention_sizes(model, X, [["0.weight"]]) == ([0], [0])
     assert torch.equal(torch.get_rng_state(), state)
     plan = mk.Plan(recompute="selective")
     (said, *_) = reports(lambda: recomputes_nothing(net(OnReal()), X, plan))

@@ -125,6 +125,7 @@ PLANS: list[dict[str, Any]] = [
     {"tp": 2, "recompute": "full", "sequence_parallel": True},
     {"cp": 2, "recompute": "full"},
     {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
+    {"cp": 3, "cp_method": "ulysses", "microbatches": 3, "recompute": "full"},
     {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
     {"dp": 4, "tp": 2, "zero": 3, "dp_shard": 2, "microbatches": 2},
     {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},

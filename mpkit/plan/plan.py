@@ -64,6 +64,8 @@ class Plan:
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
         cp: the number of ranks that share each sequence.
         cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
+        cp_method: how attention sees the whole sequence: "ring" passes keys and values around, "ulysses" divides the
+            heads during attention.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
 
@@ -101,6 +103,7 @@ class Plan:
     tensor: TensorPlan | None = None
     dp_shard: int | None = None
     dp_replicate: int | None = None
+    cp_method: str = "ring"
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.

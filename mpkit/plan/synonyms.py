@@ -17,7 +17,10 @@ _PARTS = (
 _PP = "pp= is the number of pipeline-parallel ranks, each with a stage of the model."
 _DP = "dp= is the number of data-parallel replicas, each with a part of every batch."
 _TP = "tp= is the number of tensor-parallel ranks, which share each layer."
-_CP = "cp= is the number of context-parallel ranks, which share each sequence."
+_CP = (
+    "cp= is the number of context-parallel ranks, which share each sequence; cp_method='ulysses' divides heads, "
+    "cp_method='ring' passes keys around."
+)
 _ZERO = "zero= is the stage of ZeRO: 1 (ZeRO-1), 2 or 3 (what FSDP does)."
 _RECOMPUTE = (
     'recompute="full" keeps the inputs of layers only and computes the rest again (activation checkpointing).'
@@ -43,7 +46,9 @@ MEANT: dict[str, str] = {
     **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size", "num_stages", "stages"), _PP),
     **dict.fromkeys(("data_parallel_size", "dp_size", "num_replicas"), _DP),
     **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tp_size"), _TP),
-    **dict.fromkeys(("context_parallel_size", "cp_size", "sequence_parallel_size"), _CP),
+    **dict.fromkeys(
+        ("context_parallel_size", "cp_size", "sequence_parallel_size", "sp_size", "ulysses", "ulysses_size"), _CP
+    ),
     **dict.fromkeys(("zero_stage", "fsdp", "sharding_strategy"), _ZERO),
     **dict.fromkeys(
         ("activation_checkpointing", "gradient_checkpointing", "checkpoint", "checkpointing", "remat"), _RECOMPUTE

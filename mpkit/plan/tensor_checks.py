@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["check_shared_layers"]
 
 ORDERS = ("contiguous", "zigzag")
+METHODS = ("ring", "ulysses")
 
 
 def check_shared_layers(plan: Plan) -> None:
@@ -27,6 +28,22 @@ def check_shared_layers(plan: Plan) -> None:
         raise ValueError(
             f"Plan(cp_order={plan.cp_order!r}): a rank's part of a sequence is 'contiguous', or in two pieces, "
             f"'zigzag', so that causal attention is as much work for each: {call_of(plan, {'cp_order': 'zigzag'})}"
+        )
+    method: Any = plan.cp_method
+    if not isinstance(method, str) or method not in METHODS:
+        near = (
+            "ulysses"
+            if str(method).lower() in ("all_to_all", "alltoall", "a2a", "sp", "deepspeed")
+            else "ring"
+        )
+        raise ValueError(
+            f"Plan(cp_method={method!r}): attention over a divided sequence passes keys and values around, 'ring', or "
+            f"divides the heads meanwhile, 'ulysses': {call_of(plan, {'cp_method': near})}"
+        )
+    if method == "ulysses" and order == "zigzag":
+        raise ValueError(
+            f"{call_of(plan)}: under Ulysses each rank attends with some heads to whole sequences, which is as much "
+            f"work for each in contiguous parts: {call_of(plan, {'cp_order': 'contiguous'})}"
         )
     if not isinstance(plan.sequence_parallel, bool):
         raise ValueError(

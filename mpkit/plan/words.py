@@ -39,7 +39,13 @@ def describe(plan: Plan) -> str:
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
     if plan.cp > 1:
         order = ", in zigzag order" if plan.cp_order == "zigzag" else ""
-        parts.append(f"Each sequence is shared by {plan.cp} ranks{order}; keys and values go round them.")
+        ring = plan.cp_method == "ring"
+        how = (
+            "keys and values go round them"
+            if ring
+            else "all-to-alls divide heads in place of tokens for attention"
+        )
+        parts.append(f"Each sequence is shared by {plan.cp} ranks{order}; {how}.")
     if plan.pp == 1 and not (plan.dp > 1 or plan.zero or plan.ranks == 1) and plan.microbatches > 1:
         parts.append(f"Each batch in {plan.microbatches} micro-batches, whose gradients accumulate.")
     bits = {"full": "", "bf16": "Computes in bf16.", "fp16": "Computes in fp16, with loss scaling."}

@@ -30,6 +30,7 @@ class FormulaInputs:
         regions: by stage, its number of pairs of f and g: 2 per transformer layer.
         embeddings, heads: by stage, the number of embeddings and heads that are divided by vocabulary.
         keys_values: by stage, bytes of one micro-batch's keys and values in all its attentions, whole sequences.
+        queries_outputs: the same of queries and outputs.
         loss: bytes per micro-batch that the loss all-reduces, and bytes that it all-gathers.
         partial: by stage, bytes of gradients that are summed over the ranks of a sequence once per step.
         tied: by place along pp, bytes of tied weights and their gradients that it sends once per step.
@@ -47,6 +48,7 @@ class FormulaInputs:
     embeddings: Sequence[int] = ()
     heads: Sequence[int] = ()
     keys_values: Sequence[float] = field(default=())
+    queries_outputs: Sequence[float] = ()
     loss: Sequence[float] = (0.0, 0.0)
     partial: Sequence[float] = ()
     tied: Sequence[float] = ()
@@ -68,7 +70,8 @@ class FormulaInputs:
             mesh, plan, holders_of(meta), params or (), int(element or 0),
             stream=float(told.get("stream_bytes") or 0), regions=told.get("layers_tp") or (),
             embeddings=told.get("embeddings_tp") or (), heads=told.get("heads_tp") or (),
-            keys_values=told.get("kv_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
+            keys_values=told.get("kv_bytes") or (),
+            queries_outputs=told.get("qo_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip

@@ -9,7 +9,8 @@
           once more what is recomputed. Hybrid sharding: the same within groups of n = dp_shard; and the shards'
           gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r
     pp    b s h elements per boundary and micro-batch, forward and backward
-    cp    keys and values once round the ring in the forward, again in the backward, and their gradients
+    cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
+          4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c
 
 Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Rajbhandari et al. 2020, section 7;
 Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3.
@@ -55,6 +56,8 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _pipeline(known)
     if axis == "cp" and kind == Kind.SEND:
         return _context(known)
+    if axis == "cp" and kind == Kind.ALL_TO_ALL:
+        return _ulysses(known)
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
     return _replicas(known, kind) if axis == shard_group else None
@@ -232,6 +235,24 @@ def _context(known: FormulaInputs) -> Formula | None:
         "keys and values round the ring: forward, backward, and their gradients",
         lambda rank: (
             known.total(known.keys_values, rank) / known.mesh.tp * known.microbatches * times * (c - 1) / c
+        ),
+    )
+
+
+def _ulysses(known: FormulaInputs) -> Formula | None:
+    """Return the formula for queries, keys, values and outputs, whose heads are divided in place of their tokens.
+
+    Heads of keys that several ranks need are sent to each of them: then it is known that at least this much is sent.
+    """
+    if not (_by_stage(known, known.keys_values) and _by_stage(known, known.queries_outputs)):
+        return None
+    c, times = known.mesh.cp, 2 + known.recomputations
+    tensors = [sum(pair) for pair in zip(known.keys_values, known.queries_outputs, strict=True)]
+    return Formula(
+        f"{times:g} |Q, K, V, O| / c (c-1)/c an attention a micro-batch",
+        "heads in place of tokens and back: forward, and the gradients",
+        lambda rank: (
+            known.total(tensors, rank) / known.mesh.tp * known.microbatches * times / c * (c - 1) / c
         ),
     )
 

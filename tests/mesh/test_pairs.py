@@ -36,7 +36,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "schedule": ("-", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", *PEERS),
     "replicas": ("-", "ddp", "dp", "hybrid"),
     "tp": ("-", "features", "sequence"),
-    "cp": ("-", "contiguous", "zigzag"),
+    "cp": ("-", "contiguous", "zigzag", "ulysses"),
     "model": ("mlp", "gpt", "no chain", "resnet"),
     "zero": ("-", "1", "2", "3"),
     "recompute": ("none", "full", "selective", "every=2"),
@@ -144,7 +144,7 @@ ROWS, IMPOSSIBLE = covering()
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
-    """All pairs are counted anew: 28 are impossible, each by one of the rules."""
+    """All pairs are counted anew: 31 are impossible, each by one of the rules."""
     together = set().union(*map(pairs_of, ROWS))
     assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
     missing = [
@@ -153,9 +153,9 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
         if ((a, x), (b, y)) not in together and x not in PEERS
     ]  # fmt: skip
     assert set(missing) == IMPOSSIBLE
-    assert len(missing) == 28, missing
+    assert len(missing) == 31, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
-    assert len(ROWS) <= 46
+    assert len(ROWS) <= 51
 
 
 # ---- a row as a training -----------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def halved(step: int) -> float:
     return 0.5**step
 
 
-def gpt() -> nn.Module:
+def gpt(heads: int = 3) -> nn.Module:
     """Its head's weight is the embedding's; 2 ranks divide neither 33 tokens nor 3 heads."""
-    model = GPT(vocab=33, layers=2, width=12, heads=3, length=8)
+    model = GPT(vocab=33, layers=2, width=12, heads=heads, length=8)
     model.head.logits.weight = model.embedding.tokens.weight
     return model
 
@@ -218,9 +218,9 @@ def gpt() -> nn.Module:
 class NoChain(nn.Module):
     """A forward of its own, with its input's name, and a parameter that belongs to no block."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 3) -> None:
         super().__init__()
-        self.inner, self.gain = gpt(), nn.Parameter(torch.rand(33))
+        self.inner, self.gain = gpt(heads), nn.Parameter(torch.rand(33))
 
     def forward(self, ids: Tensor) -> Tensor:
         inner = self.inner
@@ -228,7 +228,7 @@ class NoChain(nn.Module):
         return logits
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": lambda: MLP(6, 5, width=9, layers=4),
     "gpt": gpt,
     "no chain": NoChain,
@@ -268,7 +268,8 @@ def plan_of(row: Row) -> mk.Plan:
         tp=1 if tp == "-" else 2,
         sequence_parallel=tp == "sequence",
         cp=1 if cp == "-" else 2,
-        cp_order="contiguous" if cp == "-" else cp,
+        cp_order="zigzag" if cp == "zigzag" else "contiguous",
+        cp_method="ulysses" if cp == "ulysses" else "ring",
         microbatches=int(row["microbatches"]),
         recompute=row["recompute"],
         precision="full" if row["precision"] in ("fp64", "fp32") else row["precision"],
@@ -292,7 +293,7 @@ def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) ->
     torch.manual_seed(1)
     plan, kind = plan_of(row), row["model"]
     dtype = torch.float64 if row["precision"] == "fp64" else torch.float32
-    model = MODELS[kind]().to(dtype)
+    model = MODELS[kind](*([4] if row["cp"] == "ulysses" else [])).to(dtype)  # which divides heads
     # Of 7 samples in 4 micro-batches one replica has none of the last; BatchNorm needs some everywhere.
     data, held_out = (
         batches(kind, row["loss"], dtype, *sizes)

@@ -18,6 +18,7 @@ from mpkit.strategies.reference.tensor.parallel_mlp import parallel_mlp
 from mpkit.strategies.reference.tensor.row_parallel_linear import row_parallel_linear
 from mpkit.strategies.reference.tensor.sequence_parallel import sequence_parallel_mlp
 from mpkit.strategies.reference.tensor.vocabulary_cross_entropy import vocabulary_cross_entropy
+from mpkit.strategies.reference.ulysses import ulysses
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]
@@ -141,6 +142,9 @@ def test_ring_attention(clusters: Clusters) -> None:
         close(rank, [tensor.chunk(c, dim=2)[i] for tensor in expected])
     block = (k.nbytes + v.nbytes) // c
     assert communicated(clusters(c)) == {("SEND", block): 2 * (c - 1), ("RECV", block): 2 * (c - 1)}
+    for i, rank in enumerate(on_ranks(clusters(c), ulysses, parts)):
+        close(rank, [tensor.chunk(c, dim=2)[i] for tensor in expected])
+    assert communicated(clusters(c)) == {("ALL_TO_ALL", q.nbytes // c): 8}
 
 
 def test_an_mlp_sends_what_the_plan_does(clusters: Clusters) -> None:

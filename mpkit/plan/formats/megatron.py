@@ -10,7 +10,17 @@ from typing import Any
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.command import command, options
-from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, context, flag, number, number_of
+from mpkit.plan.formats.keys import (
+    Fields,
+    Format,
+    FormatKey,
+    Values,
+    choice,
+    context,
+    flag,
+    number,
+    number_of,
+)
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.torchrun import FLAGS, LAUNCH, ranks_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
@@ -52,7 +62,9 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         )
     dp = ranks // inner
     fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
-    fields |= {"cp_order": "zigzag"} if fields.get("cp", 1) > 1 else {}
+    fields |= (
+        {"cp_order": "zigzag"} if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses" else {}
+    )
     if "--global-batch-size" in values and "--micro-batch-size" in values:
         total, micro = number_of(values["--global-batch-size"]), number_of(values["--micro-batch-size"])
         if total % (micro * dp):
@@ -96,6 +108,8 @@ KEYS: tuple[FormatKey, ...] = (
            lambda asked: asked.plan.schedule == INTERLEAVED_1F1B and asked.plan.virtual_stages > 1
            and asked.plan.pp > 1),
     number("--context-parallel-size", "cp", "ranks that share each sequence"),
+    choice("--cp-comm-type", "cp_method", {"ring": "p2p", "ulysses": "a2a"}, "p2p: a ring; a2a: Ulysses",
+           when=lambda asked: asked.plan.cp > 1),
     flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
     context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
     context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),

@@ -92,7 +92,7 @@ def _no_effect(plan: Plan) -> dict[str, str]:
         found |= dict.fromkeys(("bucket_mb", "batchnorm", "data_parallel"), alone)
         found |= {"zero": alone} if plan.offload == "none" else {}
     if plan.cp == 1:
-        found["cp_order"] = "no effect: sequences are whole"
+        found |= dict.fromkeys(("cp_order", "cp_method"), "no effect: sequences are whole")
     if plan.tp == 1:
         found["tensor"] = "no effect: layers are whole"
     if plan.zero != 3:

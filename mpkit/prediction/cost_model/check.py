@@ -77,6 +77,15 @@ def checked_layout(
     if sequence % plan.cp:
         near = sequence // plan.cp * plan.cp or plan.cp
         raise ValueError(f"cp={plan.cp} does not divide sequences of {sequence} tokens: sequence={near} does")
+    heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+    if (
+        plan.cp_method == "ulysses"
+        and plan.cp > 1
+        and (heads % plan.cp or (of_keys % plan.cp and plan.cp % of_keys))
+    ):
+        raise ValueError(
+            f"cp={plan.cp} ranks cannot divide {heads} heads of queries and {of_keys} of keys: cp_method='ring'"
+        )
     return layout_of(plan, global_batch, trainable)
 
 

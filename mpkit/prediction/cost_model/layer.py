@@ -144,9 +144,18 @@ def _tensor_parallel(nbytes: float, layout: Layout, network: Network, stack: Sta
 def _context_parallel(
     model: Architecture, tokens: float, layout: Layout, network: Network, element: int
 ) -> float:
-    """Return the exposed seconds of the keys and values that a ring passes on: half of them, beside the attention."""
+    """Return the exposed seconds of the keys and values that a ring passes on: half of them, beside the attention.
+
+    Ulysses exchanges queries, keys, values and outputs, and nothing is computed meanwhile.
+    """
+    inside = layout.per_node("cp", network.per_node)
+    if layout.cp_method == "ulysses":
+        heads = 2 * model.heads + 2 * max(model.kv_heads, layout.cp)
+        return network.time(
+            Kind.ALL_TO_ALL, element * tokens * heads * model.head_dim / layout.tp, layout.cp, inside
+        )
     keys = element * tokens * layout.cp * 2 * model.kv_heads * model.head_dim / layout.tp
-    return 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, layout.per_node("cp", network.per_node))
+    return 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, inside)
 
 
 def _recomputed_time(

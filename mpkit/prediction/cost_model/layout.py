@@ -36,6 +36,7 @@ class Layout:
         head: where stages are cut by weight, as how many layers the head counts; 0: stages have equal numbers.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
+        cp_method: as in a Plan.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -58,6 +59,7 @@ class Layout:
     head: float = 0.0
     trainable: float = 1.0
     sharded: int = 0
+    cp_method: str = "ring"
 
     @cached_property
     def ranks(self) -> int:
@@ -161,6 +163,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
+        cp_method=plan.cp_method,
     )  # fmt: skip
 
 
@@ -170,5 +173,5 @@ def plan_of(layout: Layout) -> Plan:
         pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
-        dp_shard=layout.sharded // layout.cp or None,
+        dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method,
     )  # fmt: skip

@@ -110,12 +110,12 @@ class _Layer:
 @lru_cache(4096)
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
-    sequence_parallel: bool, recompute: str, trainable: float,
+    sequence_parallel: bool, recompute: str, trainable: float, cp_method: str,
 ) -> _Layer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
         cp=cp, tp=tp, ep=ep, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
-        trainable=trainable,
+        trainable=trainable, cp_method=cp_method,
     )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
@@ -144,7 +144,7 @@ def stages_of(
     """Return the times of the stages."""
     layer = _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep,
-        layout.sequence_parallel, layout.recompute, layout.trainable,
+        layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method,
     )  # fmt: skip
     forward, backward, head = layer.forward, layer.backward, layer.head
     waited = _gathers(forward, backward, layout, shares, network) if layout.zero == 3 else (0.0, 0.0, 0.0)

@@ -62,6 +62,9 @@ class ProcessGroup(Protocol):
     def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | Pending:
         """Sum the ranks' (n k, ...) and return this rank's part (k, ...)."""
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Exchange parts: part j of rank i's (n k, ...) becomes part i of rank j's."""
+
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Pending:
         """Start sending to the rank at place `dst`."""
 
@@ -144,6 +147,10 @@ class FakeGroup(AtOnce):
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
         return tensor.chunk(self.size)[self.index].clone()
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
 
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
         """Send nothing."""

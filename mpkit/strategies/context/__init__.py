@@ -3,7 +3,8 @@
     sequence    which part of a sequence a rank has: contiguous, or in zigzag order
     block       attention of some queries to some keys, and how two such results are merged
     ring        attention to the whole sequence: keys and values are passed around a ring of ranks
-    inside      replaces a model's own calls of scaled_dot_product_attention by ring attention
+    ulysses     the same, where ranks divide the heads during attention, in place of the sequence
+    inside      replaces a model's own calls of scaled_dot_product_attention by one of these
     positions   gives a model the positions of its tokens in the sequence
     checks      reports what cannot be divided before any rank starts
 

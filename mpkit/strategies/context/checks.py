@@ -30,7 +30,7 @@ __all__ = ["check_context_parallel", "without_content"]
 
 
 def check_context_parallel(
-    model: nn.Module, inputs: Value, targets: Value, n: int, order: str = "contiguous"
+    model: nn.Module, inputs: Value, targets: Value, n: int, order: str = "contiguous", method: str = "ring"
 ) -> None:
     """Check that n ranks can share the sequences of such a batch.
 
@@ -45,6 +45,7 @@ def check_context_parallel(
         inputs, targets: a batch, [batch, s, ...].
         n: number of ranks along cp.
         order: which part each rank has.
+        method: "ring" or "ulysses".
 
     Raises:
         ValueError: they cannot, with the reason and what would work.
@@ -56,18 +57,18 @@ def check_context_parallel(
     def on_fakes() -> None:
         with FakeMode() as mode:
             fakes = map_tensors(mode.from_tensor, sample)
-            _check_forward(without_content(model, mode), fakes, n, order)
+            _check_forward(without_content(model, mode), fakes, n, order, method)
 
     # A model that is refused is refused again on real tensors, with numbers in the message.
     fakes_or_real(
         on_fakes,
-        lambda: _check_forward(copy.deepcopy(model), sample, n, order),
+        lambda: _check_forward(copy.deepcopy(model), sample, n, order, method),
         f"A part of a sequence in {type(model).__name__}",
     )
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
+def _check_forward(model: nn.Module, sample: Value, n: int, order: str, method: str) -> None:
     """Run the forward of the rank that has the end of the sequence."""
     group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
     mine = sequence_part(sample, group.index, n, order)
@@ -83,7 +84,7 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str) -> None:
         )
     # ---- attention
     value: Any = mine
-    with ContextParallel(group, order) as attention:
+    with ContextParallel(group, order, method=method) as attention:
         try:
             for i, (_, layer) in enumerate(layers_of(model)):
                 value = call(layer, value, first=i == 0)

@@ -1,11 +1,11 @@
 """A model's own attention over a divided sequence: a rank computes on its part, and attends to the whole.
 
-While the mode is on, each call of `torch.nn.functional.scaled_dot_product_attention` is ring attention over the axis.
-Everything else in a transformer (embeddings, linear layers, norms, MLPs) works on one token at a time, and so is
-correct on a part. Other functions that are known to look at several tokens are refused.
+While the mode is on, each call of `torch.nn.functional.scaled_dot_product_attention` is ring attention over the axis,
+or Ulysses attention. Everything else in a transformer (embeddings, linear layers, norms, MLPs) works on one token at a
+time, and so is correct on a part. Other functions that are known to look at several tokens are refused.
 
-Each attention keeps its inputs, its output and the log-sum-exp for the backward, and no scores. So selective
-recomputation (`mpkit.strategies.stage.selective_recompute`) has nothing left to save.
+A ring keeps its inputs, its output and the log-sum-exp for the backward, and no scores, so selective recomputation
+(`mpkit.strategies.stage.selective_recompute`) has nothing left to save; under Ulysses it computes a rank's heads again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.context.ring import ring_attention
+from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import drawn_by
 
@@ -60,6 +61,7 @@ class ContextParallel(TorchFunctionMode):
         group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.strategies.context.sequence`).
         draws: the rank's random numbers.
+        method: "ring" or "ulysses".
 
     Attributes:
         calls: number of attentions so far.
@@ -70,10 +72,16 @@ class ContextParallel(TorchFunctionMode):
             recomputes in the backward, where no mode is on.
     """
 
-    def __init__(self, group: ProcessGroup, order: str = "contiguous", draws: OwnDraws | None = None) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        order: str = "contiguous",
+        draws: OwnDraws | None = None,
+        method: str = "ring",
+    ) -> None:
         super().__init__()
         self.group, self.order, self.calls = group, order, 0
-        self._draws = draws or OwnDraws()
+        self._draws, self._method = draws or OwnDraws(), method
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,6 +128,8 @@ class ContextParallel(TorchFunctionMode):
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True."
             )
         _check_frames()
+        if self._method == "ulysses":
+            return ulysses_attention(query, key, value, self.group, is_causal=is_causal, scale=scale)
         return ring_attention(
             query, key, value, self.group, is_causal=is_causal, scale=scale, order=self.order
         )

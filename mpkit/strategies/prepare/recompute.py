@@ -8,7 +8,7 @@ from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.prepare.layout.attentions import keys_and_values
+from mpkit.strategies.prepare.layout.attentions import attention_sizes
 from mpkit.strategies.stage.block_recompute import chosen_blocks
 
 __all__ = ["check_recompute", "recomputes_nothing"]
@@ -43,7 +43,7 @@ def recomputes_nothing(model: nn.Module, inputs: Value, plan: Plan) -> str:
     if plan.recompute != "selective":
         return ""
     everything = [[name for name, _ in model.named_parameters()]]
-    if sum(keys_and_values(model, inputs, everything)):
+    if sum(attention_sizes(model, inputs, everything)[0]):
         return ""
     eager = ', or attn_implementation="sdpa" for a model of transformers' * hasattr(model, "config")
     return (

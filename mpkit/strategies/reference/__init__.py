@@ -6,7 +6,7 @@
     ZeRO                 zero1, zero2, zero3; hybrid_shards within groups of ranks
     tensor parallelism   tensor/: conjugates, column_parallel_linear, row_parallel_linear, parallel_mlp,
                          parallel_attention, vocabulary_cross_entropy, sequence_parallel
-    long sequences       ring_attention
+    long sequences       ring_attention, ulysses
     a mesh               two_dimensions
 
 Read one from its docstring down: the phases there come back as comments in the code, in the same order, and the

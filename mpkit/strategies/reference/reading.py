@@ -18,7 +18,8 @@ SOURCES = {
     "row-parallel": "tensor/row_parallel_linear",
     "parallel-mlp": "tensor/parallel_mlp", "parallel-attention": "tensor/parallel_attention",
     "vocabulary-cross-entropy": "tensor/vocabulary_cross_entropy",
-    "sequence-parallel": "tensor/sequence_parallel", "ring-attention": "ring_attention", "2d": "two_dimensions",
+    "sequence-parallel": "tensor/sequence_parallel", "ring-attention": "ring_attention", "ulysses": "ulysses",
+    "2d": "two_dimensions",
 }  # fmt: skip
 """The module of `mpkit.strategies.reference` by the name of the strategy."""
 

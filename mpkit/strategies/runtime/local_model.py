@@ -57,5 +57,5 @@ def attention_over(
     numbers that are drawn for no token are the same on all ranks.
     """
     if cp.size > 1:
-        return partial(ContextParallel, cp, plan.cp_order, draws)
+        return partial(ContextParallel, cp, plan.cp_order, draws, plan.cp_method)
     return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext

@@ -1,7 +1,8 @@
-"""Keys and values of a model's attentions, which circulate in the ring of context parallelism.
+"""The inputs and outputs of a model's attentions, which context parallelism sends.
 
 One sample goes through the whole model, on fake tensors if possible and otherwise for real. For each call of
-scaled_dot_product_attention the size of its keys and values and the calling module are recorded.
+scaled_dot_product_attention the sizes of its tensors and the calling module are recorded: a ring passes on the keys and
+values; Ulysses exchanges the queries and the output too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -23,17 +24,19 @@ from mpkit.strategies.prepare.dry_run.quiet import quiet
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["keys_and_values"]
+__all__ = ["attention_sizes"]
 
 
-def keys_and_values(model: nn.Module, inputs: Value, held: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of elements of one sample's keys and values, in all attentions of each stage.
+def attention_sizes(
+    model: nn.Module, inputs: Value, held: Sequence[Sequence[str]]
+) -> tuple[list[int], list[int]]:
+    """Return the elements of one sample's keys and values, and of its queries and outputs, in the attentions by stage.
 
     >>> from mpkit.strategies.models.gpt import GPT
     >>> model = GPT(layers=3, width=8, heads=2)
     >>> stages = [["block0.norm1.weight"], ["block1.norm1.weight", "block2.norm1.weight"]]
-    >>> keys_and_values(model, torch.zeros(2, 5, dtype=torch.long), stages)  # 2 b s h = 2 x 1 x 5 x 8 a layer
-    [80, 160]
+    >>> attention_sizes(model, torch.zeros(2, 5, dtype=torch.long), stages)  # 2 b s h = 2 x 1 x 5 x 8 a layer, each
+    ([80, 160], [80, 160])
 
     Args:
         model: the whole model, on the CPU; it is not changed.
@@ -42,22 +45,23 @@ def keys_and_values(model: nn.Module, inputs: Value, held: Sequence[Sequence[str
     """
     sample = part(inputs, slice(0, 1))
 
-    def on_fakes() -> list[tuple[str, int]]:
+    def on_fakes() -> list[tuple[str, int, int]]:
         with FakeMode() as mode:
             return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
 
-    sums = [0] * len(held)
+    keys, others = [0] * len(held), [0] * len(held)
     with quiet():  # on real tensors, dropout would advance the caller's random state
         attentions = fakes_or_real(
             on_fakes, lambda: _walk(copy.deepcopy(model), sample), f"A sample of {type(model).__name__}"
         )
-    for module, size in attentions:
-        sums[_stage_of(module, held)] += size
-    return sums
+    for module, size, other in attentions:
+        keys[_stage_of(module, held)] += size
+        others[_stage_of(module, held)] += other
+    return keys, others
 
 
-def _walk(model: nn.Module, sample: Value) -> list[tuple[str, int]]:
-    """Return the calling module of each attention and the size of its keys and values."""
+def _walk(model: nn.Module, sample: Value) -> list[tuple[str, int, int]]:
+    """Return the calling module of each attention, and the sizes of its keys and values, and of queries and output."""
     inside: list[str] = []
 
     def begin(name: str) -> Callable[..., None]:
@@ -81,13 +85,13 @@ class _Attentions(TorchFunctionMode):
     """A mode that records attentions.
 
     Attributes:
-        found: for each attention its module and the size of its keys and values.
+        found: for each attention its module, and the sizes of its keys and values, and of its queries and output.
     """
 
     def __init__(self, inside: list[str]) -> None:
         super().__init__()
         self._inside = inside
-        self.found: list[tuple[str, int]] = []
+        self.found: list[tuple[str, int, int]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,9 +99,14 @@ class _Attentions(TorchFunctionMode):
         """Handle one call of a torch function."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            names = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            sizes = [tensor.numel() for name in ("key", "value") if isinstance(tensor := names[name], Tensor)]
-            self.found.append((self._inside[-1] if self._inside else "", sum(sizes)))
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            output = func(*args, **kwargs)
+            keys, others = (
+                sum(each.numel() for each in pair)
+                for pair in ((given["key"], given["value"]), (given["query"], output))
+            )
+            self.found.append((self._inside[-1] if self._inside else "", keys, others))
+            return output
         return func(*args, **kwargs)
 
 

@@ -56,7 +56,7 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
         ValueError: layers or sequences cannot be divided among so many ranks.
     """
     if plan.cp > 1 and place == 0:
-        check_context_parallel(model, *batch, plan.cp, plan.cp_order)
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.cp_method)
     tp, cp = FakeGroup(plan.tp, place), FakeGroup(plan.cp)
     sharded = Sharded()
     if plan.tp > 1 or plan.cp > 1:

@@ -12,7 +12,7 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved import ResolvedPlan
-from mpkit.strategies.prepare.layout.attentions import keys_and_values
+from mpkit.strategies.prepare.layout.attentions import attention_sizes
 from mpkit.strategies.stage.stage import PRECISIONS
 
 __all__ = ["meta_of"]
@@ -43,7 +43,7 @@ def meta_of(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan
             "embeddings_tp": _count_by_stage(resolved.sharded[0].plan.embeddings, held),
             "heads_tp": _count_by_stage([head] if (head := resolved.sharded[0].plan.head) else [], held),
             "stream_bytes": _stream(batch, resolved) * dtype.itemsize,
-            "kv_bytes": _keys_and_values(model, plan, batch, held, dtype.itemsize),
+            **_attention_bytes(model, plan, batch, held, dtype.itemsize),
             "loss_bytes": [sent * _evenly(plan, batch) for sent in resolved.loss_sends],
             "partial_bytes": _partial(model, resolved, held, max(4, dtype.itemsize)),
             "tied_bytes": _tied_bytes(model, resolved, dtype.itemsize),
@@ -110,17 +110,21 @@ def _boundary(resolved: ResolvedPlan) -> int:
     return resolved.plan.cp * sum(prod(spec.shape) for route in routes[:1] for spec in route.specs)
 
 
-def _keys_and_values(
+def _attention_bytes(
     model: nn.Module, plan: Plan, batch: tuple[Value, Value], held: Sequence[Sequence[str]], size: int
-) -> list[float]:
-    """Return, by stage, the bytes of a micro-batch's keys and values, over all heads and the whole sequence.
+) -> dict[str, list[float]]:
+    """Return, by stage, the bytes of a micro-batch's keys and values, and of queries and outputs, of whole sequences.
 
-    The list is empty without cp.
+    The lists are empty without cp.
     """
     if plan.cp == 1:
-        return []
+        return {"kv_bytes": [], "qo_bytes": []}
     average = _samples(plan, batch)[1] * size
-    return [elements * average for elements in keys_and_values(model, batch[0], held)]
+    sizes = attention_sizes(model, batch[0], held)
+    return {
+        name: [elements * average for elements in each]
+        for name, each in zip(("kv_bytes", "qo_bytes"), sizes, strict=True)
+    }
 
 
 def _partial(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[str]], size: int) -> list[int]:

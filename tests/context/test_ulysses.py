@@ -1,0 +1,121 @@
+"""Ulysses attention: that of the whole sequence, forward and backward, for heads that the ranks can divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import mpkit as mk
+from mpkit.models import GPT, next_token_loss
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.ulysses import ulysses_attention
+from mpkit.trace import Kind
+from tests.recipes import adamw
+from tests.serial import EXACT
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def differentiate(attend: Callable[..., Tensor], given: list[Tensor], weights: Tensor) -> list[Tensor]:
+    """The output, and the gradients of its sum with these weights."""
+    leaves = [tensor.clone().requires_grad_() for tensor in given]
+    output = attend(*leaves)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
+
+
+def on_a_rank(ctx: Any, given: list[Tensor], weights: Tensor, how: dict[str, Any]) -> list[Tensor]:
+    mine = [tensor.chunk(ctx.world_size, 2)[ctx.rank] for tensor in (*given, weights)]
+    return differentiate(lambda *qkv: ulysses_attention(*qkv, ctx.comm, **how), mine[:-1], mine[-1])
+
+
+@st.composite
+def shapes(draw: st.DrawFn, n: int) -> tuple[int, int, int, int, int, int]:
+    """Batch, heads, heads of keys, tokens, d, e; n divides the heads, and of the heads of keys and n one the other."""
+    of_keys = draw(st.sampled_from([k for k in range(1, 9) if k % n == 0 or n % k == 0]))
+    heads = max(of_keys, n) * draw(st.integers(1, 2))
+    return (
+        draw(st.integers(1, 2)),
+        heads,
+        of_keys,
+        n * draw(st.integers(1, 3)),
+        *draw(st.tuples(st.integers(1, 4), st.integers(1, 4))),
+    )
+
+
+@settings(max_examples=5)
+@given(
+    st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(shapes(n), min_size=1, max_size=4)))
+)
+def test_forward_and_backward_of_any_shape(clusters: Clusters, drawn: Any) -> None:
+    n, several = drawn
+    torch.manual_seed(n)
+    for b, a, k, s, d, e in several:
+        qkv = [torch.randn(*shape).double() for shape in ((b, a, s, d), (b, k, s, d), (b, k, s, e))]
+        weights = torch.randn(b, a, s, e).double()
+        for how in ({"is_causal": True}, {"scale": 0.3}):
+            expected = differentiate(
+                lambda *qkv, how=how: scaled_dot_product_attention(*qkv, **how, enable_gqa=True), qkv, weights
+            )
+            for rank, found in enumerate(clusters(n).run(on_a_rank, qkv, weights, how)):
+                torch.testing.assert_close(found, [tensor.chunk(n, 2)[rank] for tensor in expected], **EXACT)
+
+
+def test_four_all_to_alls_of_a_part_each(clusters: Clusters) -> None:
+    """Forward, and the same backward: b s h / n elements each, of which (n-1)/n leave the rank."""
+    qkv = [torch.randn(2, 4, 8, 3).double() for _ in range(3)]
+    clusters(4).run(on_a_rank, qkv, qkv[0], {})
+    ops = clusters(4).trace.ranks[1].ops
+    ops = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.COPY_TO_DEVICE)]
+    assert ops["kind"].tolist() == [Kind.ALL_TO_ALL] * 8
+    assert ops["bytes"].tolist() == [2 * 4 * 8 * 3 * 8 // 4] * 8
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_keys", "n", "says"),
+    [
+        (4, 4, 3, "3 ranks cannot divide 4 heads: cp=2, or cp_method='ring'"),
+        (6, 2, 3, "3 ranks cannot divide 6 heads and 2 of keys: cp=2"),
+        (1, 1, 2, "2 ranks cannot divide 1 heads: cp_method='ring'"),
+    ],
+)
+def test_heads_that_ranks_cannot_divide(heads: int, of_keys: int, n: int, says: str) -> None:
+    q, k = torch.zeros(1, heads, 4, 2), torch.zeros(1, of_keys, 4, 2)
+    with pytest.raises(ValueError, match=says):
+        ulysses_attention(q, k, k, FakeGroup(n))
+
+
+def test_a_plan_that_cannot_be_is_refused_before_a_rank_starts(clusters: Clusters) -> None:
+    with pytest.raises(ValueError, match=r"'contiguous'|cp=2, cp_method='ulysses'"):
+        mk.Plan(cp=2, cp_method="ulysses", cp_order="zigzag")
+    with pytest.raises(ValueError, match=r"Plan\(cp=2, cp_method='ulysses'\)"):
+        mk.Plan(cp=2, cp_method="all_to_all")
+    tokens = torch.randint(9, (4, 13))
+    model = GPT(vocab=9, layers=1, width=8, heads=4, length=12)
+    with pytest.raises(ValueError, match="3 ranks cannot divide 4 heads"):
+        clusters(3).train(
+            model, [(tokens[:, :-1], tokens[:, 1:])], mk.Plan(cp=3, cp_method="ulysses"),
+            loss=next_token_loss, optimizer=adamw,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="cannot divide 32 heads"):
+        mk.estimate(
+            "llama3-8b", mk.Plan(cp=64, cp_method="ulysses"), "8x8-h100-ndr", global_batch=1, sequence=8192
+        )
+
+
+def test_on_fast_links_it_waits_less_than_a_ring() -> None:
+    """It sends 4/n of b s h elements, where a ring sends 2 and hides half of them."""
+    times = {
+        method: mk.estimate(
+            "llama2-7b", mk.Plan(cp=8, cp_method=method, precision="bf16"), "8x-h100-nvlink", global_batch=1,
+            sequence=65_536,
+        ).because["context parallel"]
+        for method in ("ring", "ulysses")
+    }  # fmt: skip
+    assert times["ulysses"] < times["ring"]
