@@ -194,6 +194,14 @@ def test_a_ring_sends_keys_and_values(train: Train) -> None:
     assert wire(timeline, "cp", "send") == 3 * 4 * (2 * B * S * H * FP32) * 3 / 4
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ulysses_sends_queries_keys_values_and_outputs(train: Train, recompute: str) -> None:
+    """(c-1)/c of a rank's part of each, forward and backward: 8 b s h / c (c-1)/c a layer."""
+    timeline = trained(train, mk.Plan(cp=4, cp_method="ulysses", recompute=recompute))
+    times = 3 if recompute == "full" else 2
+    assert wire(timeline, "cp", "all_to_all") == times * 4 * (4 * B * S * H * FP32) / 4 * 3 / 4
+
+
 # ---- other models ----------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +228,14 @@ def test_models_of_transformers_send_it_too(train: Train, make: Any, how: dict[s
     data = [({"input_ids": x}, y) for x, y in tokens(6, 8, 33)]
     run = train(make(), data, plan, loss=logits_loss, optimizer=sgd, steps=2)
     check_ratios(run.timeline(), {axis for axis in ("pp", "cp", "tp") if getattr(plan, axis) > 1})
+
+
+def test_ulysses_sends_a_head_of_keys_to_all_that_need_it(train: Train) -> None:
+    """Which the formula counts: two ranks share one head of keys."""
+    data = [({"input_ids": x}, y) for x, y in tokens(6, 8, 33)]
+    plan = mk.Plan(cp=2, cp_method="ulysses")
+    run = train(llama(key_heads=1), data, plan, loss=logits_loss, optimizer=sgd, steps=2)
+    check_ratios(run.timeline(), {"cp"})
 
 
 def test_the_loss_of_divided_logits_all_reduces_three_numbers_per_token(train: Train) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import call_of
@@ -15,6 +16,8 @@ __all__ = ["check_shared_layers"]
 
 ORDERS = ("contiguous", "zigzag")
 METHODS = ("ring", "ulysses")
+ALL_TO_ALL = ("all_to_all", "alltoall", "a2a", "sp", "deepspeed")
+"""Other names of Ulysses."""
 
 
 def check_shared_layers(plan: Plan) -> None:
@@ -31,11 +34,8 @@ def check_shared_layers(plan: Plan) -> None:
         )
     method: Any = plan.cp_method
     if not isinstance(method, str) or method not in METHODS:
-        near = (
-            "ulysses"
-            if str(method).lower() in ("all_to_all", "alltoall", "a2a", "sp", "deepspeed")
-            else "ring"
-        )
+        word = str(method).lower()
+        near = "ulysses" if word in ALL_TO_ALL or get_close_matches(word, ["ulysses"], 1, 0.5) else "ring"
         raise ValueError(
             f"Plan(cp_method={method!r}): attention over a divided sequence passes keys and values around, 'ring', or "
             f"divides the heads meanwhile, 'ulysses': {call_of(plan, {'cp_method': near})}"

@@ -242,7 +242,7 @@ def _context(known: FormulaInputs) -> Formula | None:
 def _ulysses(known: FormulaInputs) -> Formula | None:
     """Return the formula for queries, keys, values and outputs, whose heads are divided in place of their tokens.
 
-    Heads of keys that several ranks need are sent to each of them: then it is known that at least this much is sent.
+    Heads of keys that several ranks need are sent to each of them, and count as often.
     """
     if not (_by_stage(known, known.keys_values) and _by_stage(known, known.queries_outputs)):
         return None

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
+from mpkit.prediction.cost_model.communication import network_of
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.trace import Kind
@@ -82,7 +83,7 @@ def test_four_all_to_alls_of_a_part_each(clusters: Clusters) -> None:
     [
         (4, 4, 3, "3 ranks cannot divide 4 heads: cp=2, or cp_method='ring'"),
         (6, 2, 3, "3 ranks cannot divide 6 heads and 2 of keys: cp=2"),
-        (1, 1, 2, "2 ranks cannot divide 1 heads: cp_method='ring'"),
+        (1, 1, 2, "2 ranks cannot divide 1 head: cp_method='ring'"),
     ],
 )
 def test_heads_that_ranks_cannot_divide(heads: int, of_keys: int, n: int, says: str) -> None:
@@ -94,8 +95,9 @@ def test_heads_that_ranks_cannot_divide(heads: int, of_keys: int, n: int, says: 
 def test_a_plan_that_cannot_be_is_refused_before_a_rank_starts(clusters: Clusters) -> None:
     with pytest.raises(ValueError, match=r"'contiguous'|cp=2, cp_method='ulysses'"):
         mk.Plan(cp=2, cp_method="ulysses", cp_order="zigzag")
-    with pytest.raises(ValueError, match=r"Plan\(cp=2, cp_method='ulysses'\)"):
-        mk.Plan(cp=2, cp_method="all_to_all")
+    for name in ("all_to_all", "ulyses", "Ulysses"):
+        with pytest.raises(ValueError, match=r"Plan\(cp=2, cp_method='ulysses'\)"):
+            mk.Plan(cp=2, cp_method=name)
     tokens = torch.randint(9, (4, 13))
     model = GPT(vocab=9, layers=1, width=8, heads=4, length=12)
     with pytest.raises(ValueError, match="3 ranks cannot divide 4 heads"):
@@ -107,6 +109,18 @@ def test_a_plan_that_cannot_be_is_refused_before_a_rank_starts(clusters: Cluster
         mk.estimate(
             "llama3-8b", mk.Plan(cp=64, cp_method="ulysses"), "8x8-h100-ndr", global_batch=1, sequence=8192
         )
+
+
+def test_an_estimate_sends_as_much_backward_as_forward() -> None:
+    """Of 32 heads of queries and 8 of keys, each of these to two of 16 ranks; four calls each way, in 32 layers."""
+    machine, tokens = mk.hardware("8x8-h100-ndr"), 4096
+    guess = mk.estimate(
+        "llama3-8b", mk.Plan(cp=16, cp_method="ulysses", precision="bf16"), machine, global_batch=1,
+        sequence=16 * tokens,
+    )  # fmt: skip
+    sent = tokens * (2 * 32 + 2 * 16) * 128 * 2
+    once = network_of(machine).time(Kind.ALL_TO_ALL, sent, 16, 8, calls=4)
+    assert guess.because["context parallel"] == pytest.approx(32 * 2 * once)
 
 
 def test_on_fast_links_it_waits_less_than_a_ring() -> None:

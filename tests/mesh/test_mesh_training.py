@@ -64,12 +64,12 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
-    """With 3 key heads for 6 query heads, and a gated MLP whose width is odd."""
+def llama(key_heads: int = 3) -> nn.Module:
+    """With 3 key heads for 6 query heads, or fewer, and a gated MLP whose width is odd."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=33, hidden_size=24, intermediate_size=29, num_hidden_layers=3, num_attention_heads=6,
-            num_key_value_heads=3, max_position_embeddings=16,
+            num_key_value_heads=key_heads, max_position_embeddings=16,
         )
     )  # fmt: skip
 

@@ -129,19 +129,27 @@ def test_sequence_parallel(clusters: Clusters) -> None:
     assert communicated(clusters(2)) == {("ALL_GATHER", X.nbytes): 2, ("REDUCE_SCATTER", X.nbytes): 2}
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def test_ring_attention(clusters: Clusters) -> None:
     b, a, s, d, c = 2, 3, 8, 4, 4
     q, k, v = tensors(*[(b, a, s, d)] * 3)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    expected = differentiate(attention, q, k, v)
+    expected = differentiate(causal_attention, q, k, v)
     parts = [[tensor.chunk(c, dim=2)[i] for tensor in (q, k, v)] for i in range(c)]
     for i, rank in enumerate(on_ranks(clusters(c), ring_attention, parts)):
         close(rank, [tensor.chunk(c, dim=2)[i] for tensor in expected])
     block = (k.nbytes + v.nbytes) // c
     assert communicated(clusters(c)) == {("SEND", block): 2 * (c - 1), ("RECV", block): 2 * (c - 1)}
+
+
+def test_ulysses(clusters: Clusters) -> None:
+    """Four all-to-alls of a rank's tokens forward, of q, k, v and the output, and four backward."""
+    b, a, s, d, c = 2, 4, 8, 3, 4
+    q, k, v = tensors(*[(b, a, s, d)] * 3)
+    expected = differentiate(causal_attention, q, k, v)
+    parts = [[tensor.chunk(c, dim=2)[i] for tensor in (q, k, v)] for i in range(c)]
     for i, rank in enumerate(on_ranks(clusters(c), ulysses, parts)):
         close(rank, [tensor.chunk(c, dim=2)[i] for tensor in expected])
     assert communicated(clusters(c)) == {("ALL_TO_ALL", q.nbytes // c): 8}

@@ -90,7 +90,8 @@ def _check_heads(q: Tensor, k: Tensor, n: int) -> None:
         fits = [c for c in range(2, heads + 1) if heads % c == 0 and (of_keys % c == 0 or c % of_keys == 0)]
         grouped = f" and {of_keys} of keys" if of_keys != heads else ""
         raise ValueError(
-            f"cp_method='ulysses' on cp={n} ranks divides heads, and {n} ranks cannot divide {heads} heads{grouped}: "
+            f"cp_method='ulysses' on cp={n} ranks divides heads, and {n} ranks cannot divide {heads} "
+            f"head{'s' * (heads > 1)}{grouped}: "
             + (f"cp={max(c for c in fits if c <= max(n, fits[0]))}, or " if fits else "")
             + "cp_method='ring', which divides none."
         )

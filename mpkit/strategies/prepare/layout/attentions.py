@@ -28,7 +28,7 @@ __all__ = ["attention_sizes"]
 
 
 def attention_sizes(
-    model: nn.Module, inputs: Value, held: Sequence[Sequence[str]]
+    model: nn.Module, inputs: Value, held: Sequence[Sequence[str]], ranks: int = 1
 ) -> tuple[list[int], list[int]]:
     """Return the elements of one sample's keys and values, and of its queries and outputs, in the attentions by stage.
 
@@ -42,17 +42,21 @@ def attention_sizes(
         model: the whole model, on the CPU; it is not changed.
         inputs: a batch.
         held: the names of each stage's parameters.
+        ranks: those that divide the heads; if they are more than the heads of keys, each of these counts once per rank
+            that it is sent to.
     """
     sample = part(inputs, slice(0, 1))
 
     def on_fakes() -> list[tuple[str, int, int]]:
         with FakeMode() as mode:
-            return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
+            return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample), ranks)
 
     keys, others = [0] * len(held), [0] * len(held)
     with quiet():  # on real tensors, dropout would advance the caller's random state
         attentions = fakes_or_real(
-            on_fakes, lambda: _walk(copy.deepcopy(model), sample), f"A sample of {type(model).__name__}"
+            on_fakes,
+            lambda: _walk(copy.deepcopy(model), sample, ranks),
+            f"A sample of {type(model).__name__}",
         )
     for module, size, other in attentions:
         keys[_stage_of(module, held)] += size
@@ -60,7 +64,7 @@ def attention_sizes(
     return keys, others
 
 
-def _walk(model: nn.Module, sample: Value) -> list[tuple[str, int, int]]:
+def _walk(model: nn.Module, sample: Value, ranks: int) -> list[tuple[str, int, int]]:
     """Return the calling module of each attention, and the sizes of its keys and values, and of queries and output."""
     inside: list[str] = []
 
@@ -74,7 +78,7 @@ def _walk(model: nn.Module, sample: Value) -> list[tuple[str, int, int]]:
         module.register_forward_pre_hook(begin(name))
         module.register_forward_hook(end)
     value: Any = sample
-    attentions = _Attentions(inside)
+    attentions = _Attentions(inside, ranks)
     with torch.no_grad(), attentions:
         for i, (_, layer) in enumerate(layers_of(model)):
             value = call(layer, value, first=i == 0)
@@ -88,9 +92,9 @@ class _Attentions(TorchFunctionMode):
         found: for each attention its module, and the sizes of its keys and values, and of its queries and output.
     """
 
-    def __init__(self, inside: list[str]) -> None:
+    def __init__(self, inside: list[str], ranks: int) -> None:
         super().__init__()
-        self._inside = inside
+        self._inside, self._ranks = inside, ranks
         self.found: list[tuple[str, int, int]] = []
 
     def __torch_function__(
@@ -101,10 +105,11 @@ class _Attentions(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             output = func(*args, **kwargs)
-            keys, others = (
-                sum(each.numel() for each in pair)
-                for pair in ((given["key"], given["value"]), (given["query"], output))
-            )
+            keys = given["key"].numel() + given["value"].numel()
+            if given["key"].dim() == 4:
+                heads = given["key"].shape[1]
+                keys = keys // heads * max(heads, self._ranks)
+            others = given["query"].numel() + output.numel()
             self.found.append((self._inside[-1] if self._inside else "", keys, others))
             return output
         return func(*args, **kwargs)

@@ -55,6 +55,11 @@ class Seat(AtOnce):
         total = torch.stack(self._meeting.exchange(self.index, tensor)).sum(0)
         return total.chunk(self.size)[self.index].clone()
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Return the parts of all threads' tensors that are for this one."""
+        brought = self._meeting.exchange(self.index, tensor)
+        return torch.cat([each.chunk(self.size)[self.index] for each in brought])
+
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
         """Refuse: tensor parallelism sends nothing point to point."""
         raise NotImplementedError("tensor parallelism sends nothing to one rank")

@@ -120,7 +120,7 @@ def _attention_bytes(
     if plan.cp == 1:
         return {"kv_bytes": [], "qo_bytes": []}
     average = _samples(plan, batch)[1] * size
-    sizes = attention_sizes(model, batch[0], held)
+    sizes = attention_sizes(model, batch[0], held, plan.tp * plan.cp if plan.cp_method == "ulysses" else 1)
     return {
         name: [elements * average for elements in each]
         for name, each in zip(("kv_bytes", "qo_bytes"), sizes, strict=True)

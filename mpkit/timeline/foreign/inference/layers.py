@@ -41,14 +41,14 @@ def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
 
 
 def note_all_to_alls(seen: Observed) -> list[str]:
-    """Return a sentence on all-to-alls within forwards; a Plan has no word for what they mean."""
+    """Return a sentence on all-to-alls within forwards; what they are for does not show."""
     for number in range(len(seen.ranks)):
         found = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_TO_ALL,))
         size = max((seen.group(number, row)[0] for row in found), default=1)
         if size > 1:
             return [
                 f"{len(found)} all-to-alls among {size} ranks within the forwards of a step: tokens go to experts and "
-                "back, heads are exchanged for sequences (Ulysses), or rows of sharded embeddings are fetched. A Plan "
-                "has no word for these."
+                "back, heads are exchanged for sequences (Ulysses, Plan(cp_method='ulysses')), or rows of sharded "
+                "embeddings are fetched. The trace does not say which."
             ]
     return []
