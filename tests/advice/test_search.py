@@ -113,6 +113,23 @@ def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
     assert max(took[1:]) <= took[0] * (1 + 1e-12)
 
 
+def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> None:
+    """16 heads of queries and 4 of keys: 8 ranks divide them, 6 do not."""
+    methods = {
+        devices: {
+            each.layout.cp_method
+            for each in TIME.search(priced("dense", machine(80, 1, devices), batch=1, sequence=24_576))[0]
+            if each.layout.cp == devices
+        }
+        for devices in (6, 8)
+    }
+    assert methods == {6: {"ring"}, 8: {"ring", "ulysses"}}
+    advice = mk.advise("llama3-8b", "8x8-h100-ndr", global_batch=8, sequence=131_072)
+    assert advice.best is not None and advice.best.cp_method == "ulysses"
+    near = next(miss for miss in advice.near_misses if miss.change == "cp_method='ring'")
+    assert plan_of(near.layout) == replace(advice.best, cp_method="ring")
+
+
 def test_plans_that_are_found_can_be_made_and_cost_what_was_found() -> None:
     asked = priced("dense", machine(6))
     advice = find_advice(asked.asked, asked.hardware, asked.stack, asked.preset)

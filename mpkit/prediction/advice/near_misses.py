@@ -3,8 +3,8 @@
     faster    it would be faster and does not fit: by how many bytes
     slower    it fits, and takes longer: because of what
 
-One change is another stage of ZeRO, less or more recomputation or offload, or twice or half of a degree in exchange for
-replicas or stages. Micro-batches are then divided anew, as the search would.
+One change is another stage of ZeRO, less or more recomputation or offload, the other cp_method, or twice or half of a
+degree in exchange for replicas or stages. Micro-batches are then divided anew, as the search would.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.search import LayoutPrices
+from mpkit.prediction.advice.space import cp_methods
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.step import StepTime
 
@@ -106,6 +107,9 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
         if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
             sharded = best.sharded if zero in offers.hybrid else 0
             yield f"zero={zero}", replace(best, zero=zero, sharded=sharded)
+    for method in cp_methods(priced.asked.model, best.tp, best.cp):
+        if method != best.cp_method:
+            yield f"cp_method={method!r}", replace(best, cp_method=method)
     if best.sharded:
         yield "sharded among all replicas", replace(best, sharded=0)
     for recompute in offers.recompute:
@@ -158,8 +162,11 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
     if layout.pp > 1 and schedule == GPIPE:
         schedule, v = offers.schedules[0]
     for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
-        if each and samples % each == 0 and (not offers.filled or samples // each >= layout.pp - 1):
+        if not each or samples % each or (offers.filled and samples // each < layout.pp - 1):
+            continue
+        for method in cp_methods(model, layout.tp, layout.cp):
             yield replace(
                 layout, schedule=schedule, virtual_stages=v, microbatch=each, microbatches=samples // each,
                 sequence_parallel=layout.tp > 1 and offers.sequence, zero=layout.zero if layout.replicas > 1 else 0,
+                cp_method=method,
             )  # fmt: skip

@@ -1,6 +1,7 @@
 """Space: every layout by which a batch of a model can be trained on a number of devices.
 
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
+    cp_method    a ring, and Ulysses if the heads can be divided
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
@@ -14,14 +15,15 @@ much and holds less.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import EVERYTHING, Offers
 from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.check import can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 
-__all__ = ["TrainingQuestion", "divisors", "families"]
+__all__ = ["TrainingQuestion", "cp_methods", "divisors", "families"]
 
 
 GROUPS = (1, 2, 4)
@@ -70,7 +72,9 @@ def families(
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
-                yield from _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head)
+                for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head):
+                    for method in cp_methods(model, tp, cp):
+                        yield tuple(replace(layout, cp_method=method) for layout in family)
 
 
 def _of_mesh(
@@ -97,6 +101,11 @@ def _of_mesh(
             )  # fmt: skip
             if family:
                 yield family
+
+
+def cp_methods(model: Architecture, tp: int, cp: int) -> tuple[str, ...]:
+    """Return the ways in which the ranks of a sequence can attend to the whole of it."""
+    return ("ring", "ulysses") if cp > 1 and can_divide_heads(model, tp, cp) else ("ring",)
 
 
 def divisors(n: int) -> list[int]:

@@ -10,7 +10,7 @@ from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["check_plan", "check_products", "checked_layout"]
+__all__ = ["can_divide_heads", "check_plan", "check_products", "checked_layout"]
 
 
 def check_plan(plan: object) -> None:
@@ -77,16 +77,29 @@ def checked_layout(
     if sequence % plan.cp:
         near = sequence // plan.cp * plan.cp or plan.cp
         raise ValueError(f"cp={plan.cp} does not divide sequences of {sequence} tokens: sequence={near} does")
-    heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-    if (
-        plan.cp_method == "ulysses"
-        and plan.cp > 1
-        and (heads % plan.cp or (of_keys % plan.cp and plan.cp % of_keys))
-    ):
+    if plan.cp_method == "ulysses" and not can_divide_heads(model, plan.tp, plan.cp):
+        heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+        near = max(c for c in range(1, plan.cp) if sequence % c == 0 and can_divide_heads(model, plan.tp, c))
         raise ValueError(
-            f"cp={plan.cp} ranks cannot divide {heads} heads of queries and {of_keys} of keys: cp_method='ring'"
+            f"cp_method='ulysses': cp={plan.cp} ranks cannot divide {heads} heads of queries and {of_keys} of keys; "
+            + (
+                f"cp={near} ranks can, and cp_method='ring' divides none"
+                if near > 1
+                else "cp_method='ring' can"
+            )
         )
     return layout_of(plan, global_batch, trainable)
+
+
+def can_divide_heads(model: Architecture, tp: int, cp: int) -> bool:
+    """Return whether cp ranks can divide the heads that each of tp ranks has, as Ulysses does.
+
+    >>> llama3 = Architecture(32, 4096, 32, kv_heads=8)
+    >>> [cp for cp in range(1, 65) if can_divide_heads(llama3, 2, cp)]  # of 16 heads of queries and 4 of keys
+    [1, 2, 4, 8, 16]
+    """
+    heads, of_keys = model.heads // tp, max(1, model.kv_heads // tp)
+    return heads % cp == 0 and (of_keys % cp == 0 or cp % of_keys == 0)
 
 
 def _short(hardware: Hardware) -> str:

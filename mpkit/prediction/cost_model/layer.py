@@ -87,13 +87,13 @@ def layer_time(
 
     fixed = kernels.constants.fixed
     tensor = _tensor_parallel(tokens * h * stack.element, layout, network, stack)
-    context = _context_parallel(model, tokens, layout, network, stack.element)
+    context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
     routed = stack.element * tokens * model.top_k * h if visits > 1 else 0.0
     experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
     backward = (
-        products[1], attention[1], 2 * elementwise, 2 * fixed, tensor, 2 * context, experts,
+        products[1], attention[1], 2 * elementwise, 2 * fixed, tensor, back_context, experts,
     )  # fmt: skip
     computed = sum(forward) - (last if stack.early_stop else 0.0)
     return LayerTime(
@@ -143,19 +143,21 @@ def _tensor_parallel(nbytes: float, layout: Layout, network: Network, stack: Sta
 
 def _context_parallel(
     model: Architecture, tokens: float, layout: Layout, network: Network, element: int
-) -> float:
-    """Return the exposed seconds of the keys and values that a ring passes on: half of them, beside the attention.
+) -> tuple[float, float]:
+    """Return the exposed seconds that attention to other ranks' tokens takes, forward and backward.
 
-    Ulysses exchanges queries, keys, values and outputs, and nothing is computed meanwhile.
+    A ring passes keys and values on, and their gradients too in the backward: half of that runs beside the attention.
+    Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is computed.
     """
     inside = layout.per_node("cp", network.per_node)
     if layout.cp_method == "ulysses":
-        heads = 2 * model.heads + 2 * max(model.kv_heads, layout.cp)
-        return network.time(
-            Kind.ALL_TO_ALL, element * tokens * heads * model.head_dim / layout.tp, layout.cp, inside
-        )
+        heads = 2 * model.heads / layout.tp + 2 * max(model.kv_heads / layout.tp, layout.cp)
+        nbytes = element * tokens * heads * model.head_dim
+        exchanged = network.time(Kind.ALL_TO_ALL, nbytes, layout.cp, inside, calls=4)
+        return exchanged, exchanged
     keys = element * tokens * layout.cp * 2 * model.kv_heads * model.head_dim / layout.tp
-    return 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, inside)
+    passed = 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, inside)
+    return passed, 2 * passed
 
 
 def _recomputed_time(
