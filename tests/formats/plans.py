@@ -32,6 +32,9 @@ def plans(draw: st.DrawFn) -> Plan:
     said["batchnorm"] = draw(st.sampled_from(["sync", "local"]))
     said["prefetch"] = draw(st.integers(0, 2))
     said["cp_order"] = draw(st.sampled_from(["contiguous", "zigzag"]))
+    said["cp_method"] = draw(
+        st.sampled_from(["ring", "ulysses"] if said["cp_order"] == "contiguous" else ["ring"])
+    )
     said["sequence_parallel"] = said["tp"] > 1 and draw(st.booleans())
     if draw(st.integers(0, 9)) == 0:
         said |= {"pp": 2, "schedule": OWN, "microbatches": 2, "virtual_stages": 1}

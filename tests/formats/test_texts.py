@@ -24,6 +24,8 @@ SAID_IN_FULL = [
     ("megatron", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, sequence_parallel=True)),
     ("megatron", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=3, microbatches=4, recompute="selective")),
     ("megatron", Plan(dp=4, cp=2, cp_order="zigzag", zero=3, precision="bf16", schedule="1f1b")),
+    ("megatron", Plan(dp=2, cp=4, cp_method="ulysses", schedule="1f1b")),
+    ("deepspeed", Plan(dp=2, cp=4, cp_method="ulysses", zero=3)),
     ("megatron", Plan(dp=4, zero=1, offload="optimizer", recompute="full", schedule="1f1b")),
     ("torchtitan", Plan(pp=2, dp=2, tp=2, cp=2, schedule="gpipe", microbatches=4, zero=3, cp_order="zigzag")),
     ("torchtitan", Plan(pp=2, dp=2, schedule="zbv", microbatches=4, zero=2, precision="bf16", recompute="full")),
@@ -118,6 +120,14 @@ FILES: list[tuple[str, Plan]] = [
 @pytest.mark.parametrize(("text", "plan"), FILES, ids=str)
 def test_other_peoples_files(text: str, plan: Plan) -> None:
     assert mk.Plan.read(text) == plan
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "a2a+p2p"])
+def test_another_kind_of_context_parallelism_is_read_as_a_ring(kind: str) -> None:
+    text = f"torchrun --nproc-per-node=4 \\\n pretrain_gpt.py --context-parallel-size 4 --cp-comm-type {kind}"
+    with pytest.warns(UserWarning, match=r"is read as p2p, a ring: a Plan has that, or a2a \(Ulysses\)"):
+        plan = mk.Plan.read(text)
+    assert plan == Plan(cp=4, cp_order="zigzag", schedule="1f1b")
 
 
 def test_a_range_of_machines_is_read_as_the_most() -> None:

@@ -194,5 +194,6 @@ ACCELERATE = Format(
         "unused": "in code: DistributedDataParallelKwargs(find_unused_parameters=True)",
         "sequence_parallel": "with Megatron-LM only",
         "cp_order": "the order is its own choice",
+        "cp_method": "cp_size is a ring",
     },
 )

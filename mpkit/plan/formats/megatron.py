@@ -10,17 +10,7 @@ from typing import Any
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.command import command, options
-from mpkit.plan.formats.keys import (
-    Fields,
-    Format,
-    FormatKey,
-    Values,
-    choice,
-    context,
-    flag,
-    number,
-    number_of,
-)
+from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, context, flag, number, number_of
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.torchrun import FLAGS, LAUNCH, ranks_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
@@ -29,6 +19,8 @@ __all__ = ["MEGATRON"]
 
 GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+
+COMM_TYPES = {"ring": "p2p", "ulysses": "a2a"}
 
 
 def _fsdp(asked: ExportRequest) -> bool:
@@ -62,9 +54,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         )
     dp = ranks // inner
     fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
-    fields |= (
-        {"cp_order": "zigzag"} if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses" else {}
-    )
+    if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses":
+        fields["cp_order"] = "zigzag"
     if "--global-batch-size" in values and "--micro-batch-size" in values:
         total, micro = number_of(values["--global-batch-size"]), number_of(values["--micro-batch-size"])
         if total % (micro * dp):
@@ -75,6 +66,9 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         fields["microbatches"] = total // (micro * dp)
     if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
         notes.append("recomputation of some layers is read as of all")
+    comm_type = values.get("--cp-comm-type", "p2p")
+    if comm_type not in COMM_TYPES.values():
+        notes.append(f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses)")
     return fields
 
 
@@ -108,8 +102,9 @@ KEYS: tuple[FormatKey, ...] = (
            lambda asked: asked.plan.schedule == INTERLEAVED_1F1B and asked.plan.virtual_stages > 1
            and asked.plan.pp > 1),
     number("--context-parallel-size", "cp", "ranks that share each sequence"),
-    choice("--cp-comm-type", "cp_method", {"ring": "p2p", "ulysses": "a2a"}, "p2p: a ring; a2a: Ulysses",
-           when=lambda asked: asked.plan.cp > 1),
+    FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses",
+        lambda asked: COMM_TYPES[asked.plan.cp_method] if asked.plan.cp > 1 else None,
+        lambda value: {"cp_method": "ulysses"} if value == COMM_TYPES["ulysses"] else {}, ("cp_method",)),
     flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
     context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
     context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),

@@ -152,6 +152,7 @@ TORCHTITAN = Format(
         "precision": "it computes in bfloat16 or float32",
         "bucket_mb": "DDP's buckets are not in the configuration",
         "cp_order": "without context parallelism sequences have no order",
+        "cp_method": "torch's context parallelism passes keys and values around",
         "tensor": "which layers are divided is in the model's code",
     },
 
