@@ -54,10 +54,8 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
         return _pipeline(known)
-    if axis == "cp" and kind == Kind.SEND:
-        return _context(known)
-    if axis == "cp" and kind == Kind.ALL_TO_ALL:
-        return _ulysses(known)
+    if axis == "cp" and kind in (Kind.SEND, Kind.ALL_TO_ALL):
+        return _context(known, kind)
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
     return _replicas(known, kind) if axis == shard_group else None
@@ -225,35 +223,26 @@ def _over_groups(known: FormulaInputs) -> Formula | None:
     )
 
 
-def _context(known: FormulaInputs) -> Formula | None:
-    if not _by_stage(known, known.keys_values):
-        return None
-    c, wide = known.mesh.cp, max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
-    times = 2 + known.recomputations + wide
-    return Formula(
-        f"{times:g} |K, V| (c-1)/c an attention a micro-batch",
-        "keys and values round the ring: forward, backward, and their gradients",
-        lambda rank: (
-            known.total(known.keys_values, rank) / known.mesh.tp * known.microbatches * times * (c - 1) / c
-        ),
-    )
+def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
+    """Return the formula along cp: for a ring's messages, or for Ulysses' all-to-alls.
 
-
-def _ulysses(known: FormulaInputs) -> Formula | None:
-    """Return the formula for queries, keys, values and outputs, whose heads are divided in place of their tokens.
-
-    Heads of keys that several ranks need are sent to each of them, and count as often.
+    A head of keys that several ranks need counts once for each of them.
     """
-    if not (_by_stage(known, known.keys_values) and _by_stage(known, known.queries_outputs)):
+    c, tensors, times = known.mesh.cp, known.keys_values, 2.0 + known.recomputations
+    if kind == Kind.ALL_TO_ALL:
+        tensors = [sum(pair) for pair in zip(tensors, known.queries_outputs, strict=False)]
+        symbols, per_rank = f"{times:g} |Q, K, V, O| / c (c-1)/c", times / c
+        words = "heads in place of tokens and back: forward, and the gradients"
+    else:
+        per_rank = times + max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
+        symbols = f"{per_rank:g} |K, V| (c-1)/c"
+        words = "keys and values round the ring: forward, backward, and their gradients"
+    if not _by_stage(known, tensors):
         return None
-    c, times = known.mesh.cp, 2 + known.recomputations
-    tensors = [sum(pair) for pair in zip(known.keys_values, known.queries_outputs, strict=True)]
     return Formula(
-        f"{times:g} |Q, K, V, O| / c (c-1)/c an attention a micro-batch",
-        "heads in place of tokens and back: forward, and the gradients",
-        lambda rank: (
-            known.total(tensors, rank) / known.mesh.tp * known.microbatches * times / c * (c - 1) / c
-        ),
+        f"{symbols} an attention a micro-batch",
+        words,
+        lambda rank: known.total(tensors, rank) / known.mesh.tp * known.microbatches * per_rank * (c - 1) / c,
     )
 
 
