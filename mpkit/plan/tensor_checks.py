@@ -12,7 +12,7 @@ from mpkit.plan.tensor_plan import TensorPlan
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["check_shared_layers"]
+__all__ = ["METHODS", "ORDERS", "check_shared_layers"]
 
 ORDERS = ("contiguous", "zigzag")
 METHODS = ("ring", "ulysses")

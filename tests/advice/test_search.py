@@ -118,7 +118,7 @@ def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> Non
     methods = {
         devices: {
             each.layout.cp_method
-            for each in TIME.search(priced("dense", machine(80, 1, devices), batch=1, sequence=24_576))[0]
+            for each in TIME.search(priced("dense", machine(80, 1, devices), batch=1, sequence=24_576)).found
             if each.layout.cp == devices
         }
         for devices in (6, 8)

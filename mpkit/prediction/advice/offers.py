@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpkit.plan.schedule.catalogue import GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
+from mpkit.plan.tensor_checks import METHODS
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["EVERYTHING", "Offers", "missing_feature", "offers_of"]
@@ -28,7 +29,8 @@ class Offers:
         even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
             multiples of pp.
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
-        cp_order: how it divides sequences.
+        cp_order: how it divides sequences for a ring.
+        cp_methods: how ranks that share a sequence attend to the whole of it.
     """
 
     pipelines: tuple[tuple[str, int], ...] | None = None
@@ -42,6 +44,7 @@ class Offers:
     filled: bool = False
     hybrid: tuple[int, ...] = ()
     cp_order: str = "contiguous"
+    cp_methods: tuple[str, ...] = METHODS
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -55,7 +58,7 @@ EVERYTHING = Offers(hybrid=(1, 2, 3))
 
 TORCHTITAN = Offers(
     tuple((name, min(s.advised)) for name, s in SCHEDULES.items() if s.advised and "torchtitan" in s.elsewhere),
-    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3),
+    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1],
 )  # fmt: skip
 
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
@@ -65,7 +68,7 @@ OFFERS: Mapping[str, Offers] = {
     "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,), cp_order="zigzag"),
     "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
     "deepspeed": Offers(
-        (), recompute=("none", "full"), tensor=False, context=False, sequence=False, hybrid=(3,)
+        (), recompute=("none", "full"), tensor=False, sequence=False, hybrid=(3,), cp_methods=METHODS[1:]
     ),
     "llm-foundry": Offers(
         (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3)
@@ -110,6 +113,11 @@ def missing_feature(stack: str, layout: Layout) -> str:
         ),
         ("tensor parallelism", has.tensor or layout.tp == 1, ""),
         ("context parallelism", has.context or layout.cp == 1, ""),
+        (
+            f"cp_method={layout.cp_method!r}",
+            layout.cp_method in has.cp_methods or layout.cp == 1,
+            _list_values("", has.cp_methods),
+        ),
         ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
         ("pipelines", bool(has.schedules) or layout.pp == 1, ""),
         (

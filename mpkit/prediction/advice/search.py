@@ -23,6 +23,7 @@ from typing import Any
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
+from mpkit.plan.tensor_checks import METHODS, ORDERS
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.space import TrainingQuestion, families
 from mpkit.prediction.cost_model.architecture import Architecture
@@ -103,7 +104,8 @@ class LayoutPrices:
 
     def plan_of(self, layout: Layout) -> Plan:
         """Return the plan of a layout, in 16 bits that the device has and with the order of tokens of the software."""
-        order = offers_of(self.stack.name).cp_order if layout.cp > 1 else "contiguous"
+        ring = layout.cp > 1 and layout.cp_method == METHODS[0]
+        order = offers_of(self.stack.name).cp_order if ring else ORDERS[0]
         return replace(plan_of(layout), precision=self.hardware.device.half, cp_order=order)
 
     def handicap(self, layout: Layout) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpkit.plan.schedule.catalogue import GPIPE
+from mpkit.plan.tensor_checks import METHODS
 from mpkit.prediction.advice.offers import EVERYTHING, Offers
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_heads
@@ -73,7 +74,7 @@ def families(
                 if pp > model.layers or asked.global_batch % dp:
                     continue
                 for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head):
-                    for method in cp_methods(model, tp, cp):
+                    for method in cp_methods(model, offers, tp, cp):
                         yield tuple(replace(layout, cp_method=method) for layout in family)
 
 
@@ -103,9 +104,11 @@ def _of_mesh(
                 yield family
 
 
-def cp_methods(model: Architecture, tp: int, cp: int) -> tuple[str, ...]:
-    """Return the ways in which the ranks of a sequence can attend to the whole of it."""
-    return ("ring", "ulysses") if cp > 1 and can_divide_heads(model, tp, cp) else ("ring",)
+def cp_methods(model: Architecture, offers: Offers, tp: int, cp: int) -> tuple[str, ...]:
+    """Return the ways in which the ranks of a sequence can attend to the whole of it; the first where it is whole."""
+    if cp == 1:
+        return METHODS[:1]
+    return tuple(each for each in offers.cp_methods if each == METHODS[0] or can_divide_heads(model, tp, cp))
 
 
 def divisors(n: int) -> list[int]:
