@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.models import GPT, next_token_loss
 from tests.counted import FREE, counted
 from tests.recipes import sgd
 
@@ -60,6 +61,18 @@ def test_few_micro_batches(cluster: mk.Cluster) -> None:
 def test_buckets_of_one_weight_each(cluster: mk.Cluster) -> None:
     trace = trained(cluster, chain([32] * 33), samples(16, 32), mk.Plan(dp=2, bucket_mb=0.001))
     assert kinds(counted(trace, SLOW), hardware=replace(FREE, link=SLOW))[0] == "small messages"
+
+
+def test_small_collectives_between_layers_are_not_to_be_merged() -> None:
+    tokens = torch.zeros(4, 16, dtype=torch.long, device="meta")
+    for plan in (mk.Plan.tp(2), mk.Plan.cp(2, cp_method="ulysses")):
+        trace = mk.trace_fake(
+            lambda: GPT(layers=12, width=32, heads=4, length=16), plan, batch=(tokens, tokens), loss=next_token_loss,
+            optimizer=sgd, steps=2,
+        )  # fmt: skip
+        found = counted(trace, SLOW).diagnose(hardware=replace(FREE, link=SLOW))
+        small = next(finding for finding in found if finding.kind == "small messages")
+        assert "larger micro-batches" in small.remedy and "bucket" not in small.remedy
 
 
 def test_recomputation_of_little(cluster: mk.Cluster) -> None:

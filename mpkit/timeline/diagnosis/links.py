@@ -32,6 +32,15 @@ MANY, LATENCY, MERGED = 8, 0.5, 8
 """Small messages are at least so many collectives of a kind, whose time is latency for at least this share; and so many
 of them are merged into one in the replay."""
 
+LARGER = 2
+"""Collectives between layers cannot be merged; the replay takes micro-batches that are so many times as large."""
+
+OF_GRADIENTS = "Merge them: larger buckets (bucket_mb, bucket_cap_mb), parameters flattened into one tensor."
+OF_LAYERS = (
+    "Each layer waits for its own, so they cannot be merged: put more into each, by fewer and larger micro-batches, or "
+    "let fewer ranks share a layer or a sequence (tp, cp)."
+)
+
 MESSAGES = (int(Kind.SEND), int(Kind.RECV))
 
 
@@ -106,14 +115,15 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
     for met in _meetings(evidence):
         if met.kind not in (*MESSAGES, Kind.BARRIER):
             alike[met.kind, met.ranks].append(met)
-    for (kind, _), mets in alike.items():
+    for (kind, ranks), mets in alike.items():
         taking = [met.took for met in mets if met.took > 0]
         if len(taking) < MANY:
             continue
         share = _latency_share(evidence, mets)
         if share < LATENCY:
             continue
-        saved = share * float(np.mean(taking)) * (1 - 1 / MERGED)
+        merged, remedy = (LARGER, OF_LAYERS) if _are_of_layers(evidence, ranks) else (MERGED, OF_GRADIENTS)
+        saved = share * float(np.mean(taking)) * (1 - 1 / merged)
         rows = [row for met in mets for row in met.rows]
         factors = [max(1 - saved / met.took, 0.0) if met.took else 1.0 for met in mets for _ in met.rows]
         gain = evidence.gain(evidence.scale_durations(rows, factors))
@@ -125,10 +135,18 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
                 f"average take "
                 f"{seconds(float(np.mean(taking)))} each, of which {percent(share)} is latency.",
                 reason="Each collective takes at least the link's latency, however few bytes it has.",
-                remedy=f"Merge them: larger buckets (bucket_mb, bucket_cap_mb), parameters flattened into one tensor. "
-                f"The replay merges {MERGED} into one.",
+                remedy=f"{remedy} The replay merges {merged} into one.",
                 gain=gain, rows=rows, check="timeline.step({step}).comm_bytes",
             )  # fmt: skip
+
+
+def _are_of_layers(evidence: Evidence, ranks: tuple[int, ...]) -> bool:
+    """Return whether a group shares layers or sequences, so that each layer waits for its own collectives."""
+    plan = evidence.plan
+    if plan is None or plan.ranks <= max(ranks):
+        return False
+    within = [group for axis in ("tp", "cp") for group in plan.mesh.groups(axis) if len(group) > 1]
+    return ranks in {tuple(group) for group in within}
 
 
 def _latency_share(evidence: Evidence, mets: Sequence[_Met]) -> float:
