@@ -60,7 +60,7 @@ def estimates(draw: st.DrawFn) -> Estimate:
     }  # fmt: skip
     plan = mk.Plan(
         pp=pp, tp=tp, dp=dp, schedule=schedule, virtual_stages=2 if schedule in TWO_STAGES else 1,
-        microbatches=2 * pp * draw(st.integers(1, 4)), precision=draw(st.sampled_from(["full", "bf16"])),
+        microbatches=2 * pp * draw(st.integers(1, 4)), precision=draw(st.sampled_from(["full", machine.device.half])),
         zero=draw(st.sampled_from([0, 1])) if dp > 1 else 0,
         recompute=draw(st.sampled_from(["none", "full"])),
     )  # fmt: skip

@@ -319,10 +319,9 @@ class Cluster:
 
             job = self._agree_on_job(
                 prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", gpu=self._last_gpu,
-                loss=loss, optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm,
-                lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir,
-                checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate,
-                every=every, ema=ema, verify=verify,
+                loss=loss, optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, verify=verify,
+                lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, every=every,
+                checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate, ema=ema,
             )  # fmt: skip
         self._turns.training = Run(self, job, timeout=timeout, show=show)
         return self._run_own_rank(self._turns.training)

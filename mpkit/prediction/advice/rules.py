@@ -59,7 +59,7 @@ def rules_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Rule]:
         _links(priced, found),
         _nodes(priced, found),
         _one_node(priced, found),
-        _between(priced, found),
+        _links_between(priced, found),
         _zero(found),
         _single(priced, found),
     )
@@ -177,7 +177,7 @@ def _one_node(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None
     )
 
 
-def _between(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
+def _links_between(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether links between nodes decide as the guide says; None on one node, or where one way fits only."""
     machine = priced.hardware
     alone = _first(found, lambda of: of.zero > 0 and of.pp == of.tp == of.cp == 1)

@@ -83,8 +83,7 @@ def prepare(
     """Check a training and prepare it for the ranks.
 
     Args:
-        model: any module; it is not changed. If the plan cuts it, it is a chain of layers (`mpkit.models.chain`), or
-            any other module, which is then partitioned (`mpkit.strategies.prepare.partition`).
+        model: any module; it is not changed. `mpkit.strategies.prepare.partition` cuts what is no chain of layers.
         data: a sequence of (inputs, targets) or a DataLoader, of which `steps` batches are taken; or a stream such as a
             generator, of which only the first batches are taken (`mpkit.strategies.data.stream`); or `mpkit.Batches`
             of a dataset. Inputs and targets are a tensor, a tuple or a dict of tensors, batch first.

@@ -106,7 +106,7 @@ class Prover:
         try:
             batch = self._start(step, found)
             with on_device(self._device, self._serial):
-                inputs, targets = (map_tensors(self._here, value) for value in batch)
+                inputs, targets = (map_tensors(self._to_device, value) for value in batch)
                 self._compare(step, loss, found, (inputs, targets))
         except (SharedDraws, Difference) as difference:
             if found.other_memory:  # which may be why, and which serial training cannot begin with
@@ -118,13 +118,15 @@ class Prover:
             raise NotSerial(says, step=step + 1) from None
         self._last, self._known = step, found.after
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
     def _compare(self, step: int, loss: float, found: Assembled, batch: tuple[Value, Value]) -> None:
         serial = self._serial
         # ---- gradients
-        found.gradients = {name: g if g is None else self._here(g) for name, g in found.gradients.items()}
+        found.gradients = {
+            name: g if g is None else self._to_device(g) for name, g in found.gradients.items()
+        }
         draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
         attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
         eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps

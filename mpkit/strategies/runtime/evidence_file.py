@@ -41,10 +41,10 @@ def write_evidence(path: Path, evidence: Any) -> None:
     tensors = [buffer.raw() for buffer in buffers]
     index = pickle.dumps((written.getvalue(), [tensor.nbytes for tensor in tensors]))
     head = len(index).to_bytes(8, "little") + index
-    write_whole(path, head, *_aligned(len(head), tensors))
+    write_whole(path, head, *_align_tensors(len(head), tensors))
 
 
-def _aligned(written: int, tensors: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+def _align_tensors(written: int, tensors: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
     for tensor in tensors:
         yield bytes(-written % ALIGNED)
         yield tensor
