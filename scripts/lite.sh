@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs into .venv, once, what `make lite` and `make test-lite` need besides what the set-up holds: JupyterLite's
-# builder and its Pyodide kernel.
+# builder and its Pyodide kernel. The kernel's extension is moved to where JupyterLab does not load it, since it works in
+# JupyterLite alone.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -18,4 +19,9 @@ PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
     echo "mpkit: JupyterLite cannot be installed here, so the browser edition cannot be built" >&2
     exit 1
 }
+installed="$venv/share/jupyter/labextensions/@jupyterlite"
+if [ -d "$installed" ]; then
+    rm -rf "$venv/jupyterlite-extensions"
+    mv "$installed" "$venv/jupyterlite-extensions"
+fi
 echo "$wanted" >"$stamp"

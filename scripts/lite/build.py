@@ -29,6 +29,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "lite"
 KERNEL = "@jupyterlite/pyodide-kernel-extension:kernel"
+EXTENSIONS = Path(sys.prefix) / "jupyterlite-extensions"
+"""Where scripts/lite.sh has put the extensions of JupyterLite's kernel."""
 
 CORE = ("pyodide.js", "pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip")
 COMPILED = ("numpy", "pandas", "ipython", "micropip", "sqlite3", "ssl", "traitlets", "jedi")
@@ -73,6 +75,7 @@ def main() -> None:
             sys.executable, "-m", "jupyterlite_core", "build", "--lite-dir", work, "--contents", work / "files",
             "--output-dir", asked.out, "--apps", "lab", "--apps", "notebooks", "--apps", "tree",
             "--no-unused-shared-packages", "--no-sourcemaps",
+            *(f"--LiteBuildConfig.federated_extensions={each}" for each in EXTENSIONS.iterdir()),
         ],
         cwd=work, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
