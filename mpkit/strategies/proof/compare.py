@@ -13,7 +13,7 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.proof.assembled import Assembled
 from mpkit.strategies.proof.attempt import Attempt, Noise
 from mpkit.strategies.proof.causes import cause_of_update
-from mpkit.strategies.proof.rounding import FEW, distance, largest
+from mpkit.strategies.proof.rounding import distance, few_of, largest
 from mpkit.strategies.reference.serial import Serial
 
 __all__ = ["Difference", "compare_buffers", "compare_gradients", "compare_weights", "same"]
@@ -49,9 +49,9 @@ def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], 
 
 
 def compare_gradients(
-    found: Assembled, gradients: dict[str, Tensor | None], noise: Noise, eps: float
+    found: Assembled, gradients: dict[str, Tensor | None], noise: Noise, few: float
 ) -> None:
-    """Compare each rank's gradients with those of the whole batch."""
+    """Compare each rank's gradients with those of the whole batch; `few`: as by `few_of`."""
     for where, got, _ in found.held:
         wanted = gradients[where.name]
         count = found.before[where.name].numel() if got is None else got.numel()
@@ -62,8 +62,8 @@ def compare_gradients(
                 raise Difference(f"only {which} a gradient of {where.name}, of up to {largest(one):.3g}")
             continue
         what = f"the gradient of {where.name} on rank {where.rank}"
-        few = FEW * eps * largest(wanted)
-        same(what, got, where.take(wanted, count), few, partial(noise.bound_of, where.name))
+        allowed = few * largest(wanted)
+        same(what, got, where.take(wanted, count), allowed, partial(noise.bound_of, where.name))
 
 
 def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
@@ -76,7 +76,7 @@ def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
             continue
         scale = largest(weight)
         by = distance(after.to(wanted.device), wanted)
-        few = FEW * torch.finfo(weight.dtype).eps * scale
+        few = few_of(weight.dtype, 0) * scale
         try:
             same(f"{where.name} on rank {where.rank} after the update", after, wanted, few)
         except Difference as difference:
@@ -89,7 +89,7 @@ def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
 
 
 def compare_buffers(
-    job: TrainJob, serial: Serial, found: Assembled, attempt: Attempt, noise: Noise, eps: float
+    job: TrainJob, serial: Serial, found: Assembled, attempt: Attempt, noise: Noise, few: float
 ) -> str:
     """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
     wanted = dict(serial.model.named_buffers())
@@ -100,7 +100,7 @@ def compare_buffers(
             if name not in wanted or got.shape != wanted[name].shape:
                 continue
             what, more = f"the buffer {name} on rank {rank}", partial(noise.bound_of, f"buffer {name}")
-            allowed = FEW * eps * largest(wanted[name]) if got.is_floating_point() else 0.0
+            allowed = few * largest(wanted[name]) if got.is_floating_point() else 0.0
             try:
                 same(what, got, wanted[name], allowed, more)
             except Difference:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -39,7 +40,7 @@ from mpkit.strategies.proof.compare import (
     same,
 )
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
-from mpkit.strategies.proof.rounding import FEW, coarsest, largest
+from mpkit.strategies.proof.rounding import coarsest, few_of, largest
 from mpkit.strategies.reference.serial import Serial
 from mpkit.strategies.runtime.evidence import lost_of
 from mpkit.strategies.stage.stage import PRECISIONS
@@ -129,7 +130,8 @@ class Prover:
         }
         draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
         attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
-        eps = torch.finfo(coarsest(serial.model, [t for value in batch for t in leaves(value)])).eps
+        tensors = [t for value in batch for t in leaves(value)]
+        few = few_of(coarsest(serial.model, tensors), max(t.numel() for t in tensors))
         value, gradients = attempt.run(serial)
         loss_remembers = self._loss_state.find_changes()[0]
         while attempt.scale > 1 and not found.skipped and not _finite(gradients):
@@ -137,11 +139,12 @@ class Prover:
             value, gradients = attempt.run(attempt.begin_again())
         # ---- compare loss and gradients
         noise = Noise(attempt)
-        few = FEW * torch.finfo(value.dtype).eps * largest(value)
+        allowed = few_of(value.dtype, 0) * largest(value)
         try:
-            same("the loss", torch.tensor(loss, dtype=torch.float64), value, few, lambda: noise.bound_of(""))
+            reported = torch.tensor(loss, dtype=torch.float64)
+            same("the loss", reported, value, allowed, partial(noise.bound_of, ""))
             if not found.skipped:
-                compare_gradients(found, gradients, noise, eps)
+                compare_gradients(found, gradients, noise, few)
         except Difference as difference:
             difference.cause = cause_of(self._job, attempt, found.gradients)
             raise
@@ -151,7 +154,7 @@ class Prover:
                 serial.update(step, found.gradients)
         # ---- compare weights and buffers
         weights = compare_weights(self._job, serial, found)
-        parted = compare_buffers(self._job, serial, found, attempt, noise, eps)
+        parted = compare_buffers(self._job, serial, found, attempt, noise, few)
         self._loss_state.restore(loss_remembers)  # whatever was repeated since
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof

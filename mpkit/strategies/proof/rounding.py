@@ -1,6 +1,6 @@
 """How far two correct results may be apart, since they round differently.
 
-    first    a few roundings of the largest element
+    first    a few roundings of the largest element, and those of a long sum (`few_of`)
     if that is exceeded, the computation says itself how sensitive it is: the serial step is repeated with every
              operator's inputs and outputs changed at random by one rounding (Monte Carlo arithmetic; Parker, Pierce &
              Eggert, "Monte Carlo Arithmetic", Computing in Science & Engineering, 2000), and how far the repetitions
@@ -15,17 +15,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from functools import partial
-from math import inf, isfinite
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FEW", "SPREADS", "Rounded", "coarsest", "distance", "largest"]
+__all__ = ["SPREADS", "Rounded", "coarsest", "distance", "few_of", "largest"]
 
 FEW = 8.0
 """Roundings of the largest element by which two results may differ without further questions."""
+
+TERMS = 2**12
+"""The number of terms from which on kernels sum in blocks, so that errors grow no further."""
 
 SPREADS = 16.0
 """How many times as far as repetitions are from each other two results may be apart."""
@@ -153,6 +156,23 @@ def coarsest(*holders: nn.Module | Iterable[Tensor]) -> torch.dtype:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
+def few_of(dtype: torch.dtype, terms: int) -> float:
+    """Return how far two results may be apart without further questions, relative to their largest element.
+
+    A sum of n terms errs by about sqrt(n) roundings (Higham & Mary, "A New Approach to Probabilistic Rounding Error
+    Analysis", SIAM J. Sci. Comput. 2019); kernels accumulate in 32 bits or more.
+
+    Args:
+        dtype: the results'.
+        terms: the number of elements in the batch, over which a gradient is summed.
+
+    >>> few_of(torch.float32, 1024) / torch.finfo(torch.float32).eps
+    40.0
+    """
+    sums = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return FEW * torch.finfo(dtype).eps + sqrt(min(terms, TERMS)) * sums
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the largest difference of two tensors' elements; infinite where only one is nan, or infinities differ.
 
@@ -169,9 +189,10 @@ def _distance(a: Tensor, b: Tensor) -> float:
         return 0.0
     a, b = a.double(), b.double()
     found = (a - b).abs_()
-    if not bool(found.max().isfinite()):
+    most = float(found.max())
+    if not isfinite(most):
         found = found[~((a == b) | (a.isnan() & b.isnan()))]
-    most = float(found.max()) if found.numel() else 0.0
+        most = float(found.max()) if found.numel() else 0.0
     return most if isfinite(most) else inf
 
 
@@ -185,7 +206,11 @@ def largest(tensor: Tensor) -> float:
 
 
 def _largest(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
     values = tensor.abs()
-    if values.numel() and not bool(values.max().isfinite()):
+    most = float(values.max())
+    if not isfinite(most):
         values = values[values.isfinite()]
-    return float(values.max()) if values.numel() else 0.0
+        most = float(values.max()) if values.numel() else 0.0
+    return most
