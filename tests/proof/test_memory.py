@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.strategies.proof.rounding import Rounded
 from mpkit.trace.proof import Proof
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
@@ -135,3 +136,23 @@ def test_what_a_module_keeps(clusters: Clusters, kind: str) -> None:
             f"step 6 cannot be repeated: {kind} keeps something from step to step"
         )
     assert train(clusters, Keeps(kind), DDP, verify="all").steps == tuple(range(1, 9))
+
+
+def test_running_statistics_that_are_those_of_the_parts_are_said(clusters: Clusters) -> None:
+    body = nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.Tanh()
+    model = nn.Sequential(nn.Unflatten(1, (1, 4)), *body, nn.Conv1d(4, 4, 2), nn.Flatten(), nn.Linear(4, 2))
+    proof = train(clusters, model, mk.Plan.ddp(2))
+    assert proof.status == "equal"
+    assert "running_" in proof.why_not
+    assert proof.why_not.endswith("that of the parts of the batch, one after another")
+
+
+@pytest.mark.parametrize("name", ["BatchNorm1d", "InstanceNorm1d"])
+def test_roundings_leave_the_updates_of_running_statistics(name: str) -> None:
+    x = torch.randn(8, 4, 16)
+    rounded, exact = (getattr(nn, name)(4, track_running_stats=True) for _ in range(2))
+    exact(x)
+    with Rounded(0):
+        rounded(x)
+    for got, wanted in zip(rounded.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -98,10 +98,14 @@ class Rounded(TorchDispatchMode):
         ):
             return func(*args, **(kwargs or {}))
         perturb = partial(self._perturb, name)
-        if name.endswith("_"):
-            made = func(*args, **(kwargs or {}))
-            return made.copy_(perturb(made)) if _rounds(made) else made
-        made = func(*map(perturb, args), **(kwargs or {}))
+        writes = [_is_written(argument) for argument in func._schema.arguments]
+        given = [value if written else perturb(value) for value, written in zip(args, writes, strict=False)]
+        made = func(*given, **(kwargs or {}))
+        for value, written in zip(given, writes, strict=False):
+            if written and _rounds(value):
+                value.copy_(perturb(value))
+        if any(made is value for value in given):
+            return made
         return tuple(map(perturb, made)) if isinstance(made, tuple) else perturb(made)
 
     def _perturb(self, name: str, value: Any) -> Any:
@@ -122,6 +126,11 @@ class Rounded(TorchDispatchMode):
             pool = self._factors[kind] = 1 + off.to(like.dtype) * eps
         start = self._random.randrange(len(pool) - count)
         return pool[start : start + count].view(like.shape)
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    """Return whether an operator writes into an argument; BatchNorm's schemas do not say that they do."""
+    return bool(argument.alias_info and argument.alias_info.is_write) or argument.name.startswith("running_")
 
 
 def eps_of(operator: str, dtype: torch.dtype, device: str) -> float:
