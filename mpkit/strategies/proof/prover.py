@@ -195,7 +195,7 @@ class Prover:
                 weight.copy_(found.before[name])
             if self._last != step - 1:
                 for name, buffer in serial.model.named_buffers():
-                    for held in found.buffers_before:
+                    for held in reversed(found.buffers_before):  # the first replica's, at last
                         if name in held:
                             buffer.copy_(held[name])
                 serial.optimizer.state.clear()
