@@ -132,7 +132,7 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
             where = Elements(rank, name, piece["start"], _shard(piece["shard"], shape))
             gradient = file["gradients"].get(name)
             found.held.append((where, gradient, after))
-            if not values.numel() or _all_filled(where, filled[name], values.numel()):
+            if name in found.before and _all_filled(where, filled[name], values.numel()):
                 continue
             where.put(torch.ones(values.numel(), dtype=torch.bool), filled[name])
             _put(found.before, where, values, shape)
