@@ -17,7 +17,7 @@ from mpkit.launch.session.what_if_result import WhatIf
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
 from mpkit.prediction.what_if.changed_trace import faster, without_overlap
 from mpkit.prediction.what_if.plan_changes import settings
-from mpkit.prediction.what_if.what_if import what_if
+from mpkit.prediction.what_if.what_if import BAND, what_if
 from mpkit.trace import Kind
 from tests.recipes import adamw
 
@@ -293,3 +293,10 @@ def test_a_run_needs_a_second_step(run: Run, train: Callable[..., Run]) -> None:
     going: Any = replace(Recorded(PLAN, run.trace), done=False)
     with pytest.raises(ValueError, match=r"run\.wait\(\)"):
         what_if(going, run._job, None, {"link": 2})
+
+
+def test_a_change_that_no_run_has_shown_has_no_band(ask: Callable[..., WhatIf]) -> None:
+    assert ask(schedule="1f1b", microbatches=2).band == BAND
+    narrow = ask(precision="bf16")
+    assert narrow.band is None
+    assert "nobody has compared such a prediction with a run" in str(narrow)

@@ -52,7 +52,7 @@ def _sign(value: float) -> str:
 
 def _error(found: WhatIf) -> str:
     if found.band is None:
-        return "not compared with runs on such devices"
+        return "nobody has compared such a prediction with a run"
     if not found.band:
         return "a replay of the run's own operations"
     return f"predictions were within {found.band:.0%} of real runs on CPU ranks"
