@@ -382,6 +382,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train, zero: int) 
     nothing = train(model, [bad], plan, steps=1, **how)
     for name, value in nothing.state_dict().items():
         assert torch.equal(value.float(), model.state_dict()[name].half().float())
+    assert nothing.proof.why_not.startswith("step 1 left its update out")
     skipped = train(model, [bad, good, good], plan, steps=3, **how)
     without = train(model, [good], plan, steps=2, **how)
     for name, value in skipped.state_dict().items():

@@ -154,13 +154,15 @@ class Prover:
                 serial.update(step, found.gradients)
         # ---- compare weights and buffers
         weights = compare_weights(self._job, serial, found)
-        parted = compare_buffers(self._job, serial, found, attempt, noise, few)
+        words = compare_buffers(self._job, serial, found, attempt, noise, few)
+        if found.skipped:
+            words = f"step {step + 1} left its update out, since its gradients overflowed in fp16"
         self._loss_state.restore(loss_remembers)  # whatever was repeated since
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof
         self.proof = replace(
             proof, steps=(*proof.steps, step + 1), weights=max(proof.weights, weights),
-            loss=max(proof.loss, off if off == off else 0.0), why_not=parted or proof.why_not,
+            loss=max(proof.loss, off if off == off else 0.0), why_not=words or proof.why_not,
         )  # fmt: skip
 
     def _batch(self, step: int) -> tuple[Value, Value]:
