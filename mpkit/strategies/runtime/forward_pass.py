@@ -96,8 +96,12 @@ class ForwardPass(Pipeline):
             work.begin_step(number, microbatches, 1.0)
         # ---- execute
         for action in self._row:
-            if action.microbatch < len(microbatches):  # a small batch has fewer than the schedule
-                self._execute(action, last=False)
+            if action.microbatch >= len(microbatches):
+                continue  # a small batch has fewer than the schedule
+            if action.kind == "F":
+                self._forward(action)
+            else:
+                self._communicate(action)
         # ---- drain
         self._messages.drain()
         added = sum_of(self._loss) if self.computes_loss else None
