@@ -23,9 +23,9 @@ from mpkit.common.launch_folder import read_error, reserve
 from mpkit.course.judge import _shows
 from mpkit.launch.process.fork_server import import_installed
 from mpkit.launch.process.rank import report as report_of_rank
-from mpkit.strategies.prepare.layout.attentions import attention_sizes
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.prepare.recompute import recomputes_nothing
+from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 
 PACKAGE = Path(mk.__file__).parent
 

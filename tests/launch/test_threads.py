@@ -17,7 +17,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.strategies.prepare.dry_run.quiet import quiet
-from mpkit.strategies.prepare.model_hooks import check_no_global_hooks
+from mpkit.strategies.prepare.hooks import check_no_global_hooks
 from mpkit.trace.record.flops import count
 from tests.limits import EVENT
 

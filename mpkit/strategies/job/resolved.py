@@ -1,6 +1,6 @@
 """ResolvedPlan: a plan together with everything that follows from it for one model and its batches.
 
-`mpkit.strategies.prepare.layout.resolve` builds it once. Whatever comes after (the checks, the metadata, the ranks)
+`mpkit.strategies.prepare.resolve.resolve` builds it once. Whatever comes after (the checks, the metadata, the ranks)
 reads it, and nobody works out again where the model is cut, what crosses the boundaries, or what a stage computes.
 
     mesh, schedule        which rank is where, and the order of its actions

@@ -35,30 +35,35 @@ from mpkit.strategies.prepare.arguments.arguments import (
     check_loss,
     check_model,
     check_plan,
+    check_surroundings,
     check_update,
 )
 from mpkit.strategies.prepare.arguments.batches import check_shares, check_split, of_every_size, take_batches
-from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
-from mpkit.strategies.prepare.arguments.in_between import check_ema, check_on_step, take_evaluation
-from mpkit.strategies.prepare.arguments.surroundings import check_surroundings
+from mpkit.strategies.prepare.arguments.between_steps import check_ema, check_on_step, take_evaluation
 from mpkit.strategies.prepare.arguments.train_options import TrainOptions
 from mpkit.strategies.prepare.dry_run.dry_run import quiet
-from mpkit.strategies.prepare.dry_run.threads import on_threads
-from mpkit.strategies.prepare.kept import check_kept
-from mpkit.strategies.prepare.layout.divided import check_divided
-from mpkit.strategies.prepare.layout.meta import meta_of
-from mpkit.strategies.prepare.layout.resolve import resolve
-from mpkit.strategies.prepare.layout.stages import check_gathered
-from mpkit.strategies.prepare.model_hooks import (
+from mpkit.strategies.prepare.dry_run.quiet import on_threads
+from mpkit.strategies.prepare.hooks import (
     check_hooks,
     check_no_global_hooks,
     check_state_hooks,
     check_whole,
 )
-from mpkit.strategies.prepare.optimizer.sharded import examine_optimizer
+from mpkit.strategies.prepare.layers import (
+    check_compiled,
+    check_embeddings,
+    check_repeatable,
+    ready_to_travel,
+)
+from mpkit.strategies.prepare.optimizer.examine import examine_optimizer
 from mpkit.strategies.prepare.optimizer.trial import Examined
+from mpkit.strategies.prepare.outputs import check_unused
 from mpkit.strategies.prepare.probe import objective
-from mpkit.strategies.prepare.recompute import check_recompute, recomputes_nothing
+from mpkit.strategies.prepare.proof_steps import SpecialValues, check_verify, with_proof
+from mpkit.strategies.prepare.recompute import check_kept, check_recompute, recomputes_nothing
+from mpkit.strategies.prepare.resolve.metadata import meta_of
+from mpkit.strategies.prepare.resolve.resolve import resolve
+from mpkit.strategies.prepare.resolve.stages import check_gathered
 from mpkit.strategies.prepare.resume import (
     check_saved,
     check_saving,
@@ -67,10 +72,7 @@ from mpkit.strategies.prepare.resume import (
     name_training,
     take_up,
 )
-from mpkit.strategies.prepare.telling import SpecialValues
-from mpkit.strategies.prepare.travel import check_compiled, check_repeatable, ready_to_travel
-from mpkit.strategies.prepare.unused import check_unused
-from mpkit.strategies.prepare.verify import check_verify, with_proof
+from mpkit.strategies.prepare.tensor_plan.compare_shards import check_divided
 from mpkit.strategies.update.average import with_average
 
 __all__ = ["TrainJob", "prepare"]

@@ -16,7 +16,7 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.replicated import Replicated
-from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.prepare.layers import check_embeddings
 from mpkit.strategies.proof.assembled import Elements
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.averaged import Averaged

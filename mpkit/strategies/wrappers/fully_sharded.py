@@ -26,7 +26,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.data_parallel.ddp import DDP
 from mpkit.strategies.data_parallel.replicated import Replicated
-from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.prepare.layers import check_embeddings
 from mpkit.strategies.proof.assembled import Elements
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import Masters, narrow

@@ -18,7 +18,7 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
-from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.prepare.layers import check_embeddings
 from mpkit.strategies.proof.assembled import Elements
 from mpkit.strategies.stage.shard import Shard, put_together
 from mpkit.strategies.tensor import by_hand

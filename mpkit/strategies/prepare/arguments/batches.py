@@ -1,15 +1,16 @@
-"""The part of the data that the steps use."""
+"""The part of the data that the steps use, and what cannot be such data: one rank's share of a dataset, say."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value, batch_size, part
@@ -17,9 +18,8 @@ from mpkit.strategies.data.pairs import WANTED, checked_batch
 from mpkit.strategies.data.stream import Stream, is_stream
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.prepare.arguments.sampler import check_undivided
 
-__all__ = ["check_shares", "check_split", "of_every_size", "take_batches"]
+__all__ = ["check_shares", "check_split", "check_undivided", "of_every_size", "take_batches"]
 
 
 def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
@@ -136,3 +136,47 @@ def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Pla
             f"of a batch of {sizes[i]}{instead} some rank has no sample. Take "
             f"batches of {plan.dp} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
         )
+
+
+SHARES = ("num_replicas", "num_processes", "num_shards", "world_size")
+"""Names of samplers' attributes for the number of ranks: in torch, Accelerate, datasets and other libraries."""
+
+WITHIN = ("sampler", "batch_sampler", "base_sampler", "dataset", "loader", "dataloader", "base_dataloader")
+
+
+def check_undivided(data: Any) -> None:
+    """Check that neither the data nor a sampler within it yields only a share of the samples.
+
+    Raises:
+        ValueError: one does, such as a DataLoader with a DistributedSampler.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
+    >>> check_undivided(DataLoader(range(8), batch_size=2, sampler=sampler))
+    Traceback (most recent call last):
+    ValueError: data is a DataLoader with a DistributedSampler of num_replicas=2, ...
+    """
+    for each in _objects_within(data):
+        for name in SHARES:
+            shares = whole(getattr(each, name, None))
+            if shares is not None and shares > 1:
+                kind = type(data).__name__
+                sampler = "" if each is data else f" with a {type(each).__name__}"
+                raise ValueError(
+                    f"data is a {kind}{sampler} of {name}={shares}, which gives one rank's share of the samples, 1 of "
+                    f"{shares}: the other shares would never be trained on, since mpkit deals every batch out to its "
+                    "ranks itself. Give the whole: mk.Batches(dataset, batch_size), where batch_size is that of all "
+                    "ranks together, shuffles as the sampler does and loads on the ranks; or the loader without it."
+                )
+
+
+def _objects_within(data: Any) -> Iterator[Any]:
+    """Yield the data, its samplers, and the objects that those wrap."""
+    waiting, seen = [data], set()
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in seen or isinstance(part, (str, bytes, int, float)):
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += [vars(part)[name] for name in WITHIN if name in getattr(part, "__dict__", {})]

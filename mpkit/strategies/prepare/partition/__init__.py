@@ -26,8 +26,7 @@ from mpkit.strategies.prepare.dry_run.copying import copy_model
 from mpkit.strategies.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
 from mpkit.strategies.prepare.partition.calls import stages_of_blocks, starts
 from mpkit.strategies.prepare.partition.choice import PartitionChoice, choose
-from mpkit.strategies.prepare.partition.divide import divide
-from mpkit.strategies.prepare.partition.hold import hold
+from mpkit.strategies.prepare.partition.divide import assign_weights, divide
 from mpkit.strategies.prepare.partition.record import record
 from mpkit.strategies.prepare.partition.refusals import CannotCut, EnteredFromOutside, tell_if_entered
 from mpkit.strategies.stage.stage import PRECISIONS, cast
@@ -81,7 +80,7 @@ def partition_model(
         key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
         for key, graph in graphs.items()
     }
-    return hold(as_given, choice, divisions, first)
+    return assign_weights(as_given, choice, divisions, first)
 
 
 def _with_backward_hooks(model: nn.Module) -> dict[str, str]:

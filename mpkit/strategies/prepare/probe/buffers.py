@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.prepare.probe.compare import SINGLE, differ, far
+from mpkit.strategies.prepare.probe.messages import for_layer
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
-from mpkit.strategies.prepare.probe.words import for_layer
 
 __all__ = ["check_buffers"]
 

@@ -23,8 +23,8 @@ from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.prepare.probe.buffers import check_buffers
 from mpkit.strategies.prepare.probe.compare import differ
 from mpkit.strategies.prepare.probe.explain import explain
-from mpkit.strategies.prepare.probe.heard import MeanLossDetector
-from mpkit.strategies.prepare.probe.masked_data import try_masked
+from mpkit.strategies.prepare.probe.masked_targets import try_masked
+from mpkit.strategies.prepare.probe.mean_loss import MeanLossDetector
 from mpkit.strategies.prepare.probe.parts import Parts, division, scatter_samples
 from mpkit.strategies.prepare.probe.sequences import check_sequence_loss
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial

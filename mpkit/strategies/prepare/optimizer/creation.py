@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizers
 from mpkit.common.caught import one_line
 from mpkit.strategies.models.hooks import hook_name, hooks_on
 from mpkit.strategies.prepare.arguments.arguments import ADAM, a_kind_of
-from mpkit.strategies.prepare.optimizer.grouped import as_sent, check_grouped
+from mpkit.strategies.prepare.optimizer.groups import as_sent, check_grouped
 from mpkit.strategies.update.average import Average
 from mpkit.strategies.update.optimizer import describe_optimizer
 from mpkit.strategies.update.several import SeveralOptimizers, kind_of, parts_of

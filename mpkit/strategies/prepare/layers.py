@@ -13,7 +13,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.prepare.dry_run.copying import copy_model
 
-__all__ = ["check_compiled", "check_repeatable", "ready_to_travel", "without_graphs"]
+__all__ = ["check_compiled", "check_embeddings", "check_repeatable", "ready_to_travel", "without_graphs"]
 
 
 def ready_to_travel(model: nn.Module) -> nn.Module:
@@ -110,4 +110,38 @@ def check_compiled(model: nn.Module, plan: Plan) -> None:
                 f"{plan}: {name or 'the model'} is compiled (torch.compile), and ZeRO-3 gives a layer its parameters "
                 "for the time of its forward and backward only, which compiled code does not see. What works: "
                 f"Plan.zero(2, {plan.dp}); or without torch.compile: {in_code(name)}._orig_mod"
+            )
+
+
+def check_embeddings(model: nn.Module, *, shared: bool, local: bool = False) -> None:
+    """Refuse embeddings that several ranks would not train as one process does.
+
+    Args:
+        model: the model.
+        shared: whether ranks look up different rows of the same table, or hold parts of it.
+        local: whether each rank computes the mean loss of its own samples.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        who = f"The model's {name or type(module).__name__}"
+        where = f"model{'.get_submodule(' + repr(name) + ')' if name else ''}"
+        if module.sparse:
+            raise ValueError(
+                f"{who} makes sparse gradients (sparse=True), and ranks keep, sum and send dense ones. The same "
+                f"numbers without: {where}.sparse = False"
+            )
+        if shared and module.max_norm is not None:
+            raise ValueError(
+                f"{who} scales the rows that it looks up in its forward (max_norm={module.max_norm}), and each rank "
+                f"would scale its own rows only. Without: {where}.max_norm = None; in a loop of your own, scale all "
+                f"rows after a step: {where}.weight.data.renorm_(2, 0, {module.max_norm})"
+            )
+        if shared and local and module.scale_grad_by_freq:
+            raise ValueError(
+                f"{who} divides gradients by how often a row occurs in the batch (scale_grad_by_freq=True), and each "
+                f"rank would count in its own part. Without: {where}.scale_grad_by_freq = False"
             )

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trac
 
 from mpkit.common.caught import one_line, report
 from mpkit.strategies.packing.packing import Packer
-from mpkit.strategies.prepare.optimizer.plain import plain
+from mpkit.strategies.prepare.optimizer.trial import plain
 from mpkit.strategies.update.optimizer import describe_optimizer
 
 __all__ = ["as_sent", "check_grouped"]

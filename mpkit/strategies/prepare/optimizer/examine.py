@@ -27,7 +27,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.arguments.arguments import ADAM
 from mpkit.strategies.prepare.dry_run.dry_run import quiet
-from mpkit.strategies.prepare.optimizer.made import check_optimizer, is_elementwise
+from mpkit.strategies.prepare.optimizer.creation import check_optimizer, is_elementwise
 from mpkit.strategies.prepare.optimizer.trial import SCALES, Division, Examined, OptimizerTrial
 from mpkit.strategies.stage.shard import Shard
 from mpkit.strategies.update.optimizer import OptimizerFunction, describe_optimizer

@@ -12,7 +12,7 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved import ResolvedPlan
-from mpkit.strategies.prepare.layout.attentions import attention_sizes
+from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 from mpkit.strategies.stage.stage import PRECISIONS
 
 __all__ = ["meta_of"]

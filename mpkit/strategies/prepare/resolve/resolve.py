@@ -27,9 +27,9 @@ from mpkit.strategies.models.chain import is_chain, layers_of
 from mpkit.strategies.partition.boundary import LayerNumbers, Shared
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.prepare.dry_run.dry_run import dry_run
-from mpkit.strategies.prepare.layout.localized import Localized, local_copy
-from mpkit.strategies.prepare.layout.stages import cut_stages, shared_weights
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
+from mpkit.strategies.prepare.resolve.local_copy import Localized, local_copy
+from mpkit.strategies.prepare.resolve.stages import cut_stages, shared_weights
 from mpkit.strategies.stage.shard import Sharded
 
 __all__ = ["resolve"]

@@ -24,8 +24,14 @@ from torch import nn
 from mpkit.common.caught import one_line, report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value
-from mpkit.strategies.prepare.layout.meeting import Meeting, Seat
-from mpkit.strategies.prepare.layout.whole import Gradients, WholeModel, compute_whole, train, unknown
+from mpkit.strategies.prepare.tensor_plan.thread_group import Meeting, Seat
+from mpkit.strategies.prepare.tensor_plan.whole_model import (
+    Gradients,
+    WholeModel,
+    compute_whole,
+    train,
+    unknown,
+)
 from mpkit.strategies.stage.shard import Sharded, put_together
 from mpkit.strategies.tensor import shard_model
 
