@@ -79,6 +79,12 @@ class ResolvedPlan:
         return replace(self, place=place)
 
     @property
+    def computes_loss_at_once(self) -> bool:
+        """Whether one rank computes the loss of all samples of a batch at once."""
+        plan = self.plan
+        return plan.microbatches == 1 and plan.cp == 1 and (plan.dp == 1 or plan.data_parallel == "dp")
+
+    @property
     def numbers(self) -> dict[Hashable, list[LayerNumbers]]:
         """What each layer does to a micro-batch here, and last the loss, by the micro-batch's signature."""
         return self.local[self.place % len(self.local)].numbers

@@ -21,7 +21,6 @@ from torch.nn.modules import module as torch_modules
 
 from mpkit.common.process_wide import LOCK
 from mpkit.plan.plan import Plan
-from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, part
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.models.hooks import (
@@ -33,10 +32,11 @@ from mpkit.strategies.models.hooks import (
     register,
 )
 from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copying import copy_model
 from mpkit.strategies.stage.stage import call
 
-__all__ = ["check_hooks", "check_no_global_hooks", "check_state_hooks", "check_whole"]
+__all__ = ["check_global_hooks", "check_gradient_hooks", "check_state_hooks", "check_wrapped_layers"]
 
 SIZES = (1.0, 1e-6, 1e6)
 """Sizes of gradients: a hook with a threshold between the smallest and the largest is detected."""
@@ -44,7 +44,7 @@ SIZES = (1.0, 1e-6, 1e6)
 SAMPLES = 4
 
 
-def check_no_global_hooks() -> None:
+def check_global_hooks() -> None:
     """Check that no hook is registered on all modules.
 
     Raises:
@@ -67,64 +67,47 @@ def check_no_global_hooks() -> None:
         )
 
 
-def check_hooks(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> list[Hook]:
-    """Check that a plan can run a model's hooks on gradients; return the hooks on parameters, which are sent apart.
-
-    Args:
-        model: the whole model.
-        inputs: the inputs of a batch.
-        resolved: the plan of the training, and its schedule.
-
-    Raises:
-        ValueError: the plan cannot run a hook.
-    """
-    plan = resolved.plan
+def check_gradient_hooks(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject hooks that would see parts of a gradient and make something else of them than of the whole."""
+    plan, model = resolved.plan, task.given_model
     on_modules, on_parameters = backward_hooks(model), parameter_hooks(model)
     hooks = [*on_parameters, *on_modules]
-    if not hooks:
-        return []
     once = plan.ranks == 1 and plan.microbatches == 1 and not plan.zero and plan.precision == "full"
-    if once:
-        return on_parameters
+    if not hooks or once:
+        return None
     after = next((hook for hook in on_parameters if "accumulate" in hook.kind), None)
     if after is not None:
-        raise _rejection(
+        return _rejection(
             after, plan, "is called after each micro-batch's backward, on gradients that are not complete"
         )
     if plan.tp * plan.cp > 1:
-        raise _rejection(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
+        return _rejection(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
     if plan.precision == "fp16":
-        raise _rejection(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
+        return _rejection(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
     if on_modules and any(action.kind == "W" for row in resolved.schedule.rows for action in row):
-        raise _rejection(
+        return _rejection(
             on_modules[0],
             plan,
             "is called when a module's backward is done, which this schedule does in two halves",
         )
-    if not _adds_up(model, on_parameters, inputs):
+    if not _adds_up(model, on_parameters, task.batch[0]):
         why = (
             "(or another one) makes of the gradients of a batch's parts something that does not add up to what it "
             "makes of those of the whole batch"
         )
-        raise _rejection(hooks[0], plan, why)
-    return on_parameters
+        return _rejection(hooks[0], plan, why)
+    return None
 
 
-def check_whole(model: nn.Module, plan: Plan, tensor: TensorPlan) -> None:
-    """Check that hooks and wrappers around a layer's forward see all of its features and tokens.
-
-    Args:
-        tensor: the plan of the layers that are divided.
-
-    Raises:
-        ValueError: one may see only a part of them.
-    """
+def check_wrapped_layers(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject hooks and wrappers around a layer's forward that may see a part of its features or tokens."""
+    plan, tensor = resolved.plan, resolved.sharded[0].plan
     if plan.tp * plan.cp == 1:
-        return
+        return None
     regions = [
         [*region.column, *([region.row] if region.row is not None else [])] for region in tensor.regions
     ]
-    for name, module in model.named_modules():
+    for name, module in task.model.named_modules():
         what = describe_wrappers(module, name)
         within = [
             [f"{layer}.".startswith(f"{name}." if name else "") and layer != name for layer in r]
@@ -136,16 +119,17 @@ def check_whole(model: nn.Module, plan: Plan, tensor: TensorPlan) -> None:
         part = (
             "a part of each sequence" if plan.cp > 1 or plan.sequence_parallel else "a part of the features"
         )
-        raise ValueError(
+        return Rejection(
             f"{plan}: {what} may be given {part}, since ranks share layers and sequences. What works: it on a module "
             f"around whole transformer blocks or on the model, with cp=1; or a plan without tp and cp, such as "
             f"Plan.ddp({plan.ranks})"
         )
+    return None
 
 
-def _rejection(hook: Hook, plan: Plan, why: str) -> ValueError:
+def _rejection(hook: Hook, plan: Plan, why: str) -> Rejection:
     said = str(hook)
-    return ValueError(
+    return Rejection(
         f"{said[0].upper()}{said[1:]} {why}: {plan} would train something else than plain PyTorch. What works: "
         "Plan.serial(), with one backward a step; or no such hook. max_grad_norm=1.0 in train() clips by the norm of "
         "all gradients, and an optimizer whose step changes gradients has complete ones."
@@ -202,19 +186,16 @@ def _weights(row: Tensor, first: int) -> Tensor:
 # ---- state dicts ---------------------------------------------------------------------------------------------
 
 
-def check_state_hooks(model: nn.Module) -> None:
-    """Check that the hooks on a model's state dict do not change it.
-
-    Raises:
-        ValueError: one of them adds, renames, drops or replaces an entry.
-    """
+def check_state_hooks(_: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject hooks that add, rename, drop or replace entries of the model's state dict."""
+    model = task.model
     hooks = [
         (name, function)
         for name, module in model.named_modules()
         for function in (*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values())
     ]
     if not hooks:
-        return
+        return None
     state, plain = model.state_dict(keep_vars=True), dict[str, Tensor]()
     for prefix, module in model.named_modules(remove_duplicate=False):
         begin = f"{prefix}." if prefix else ""
@@ -226,8 +207,9 @@ def check_state_hooks(model: nn.Module) -> None:
     changed = [key for key in changed if not key.endswith("_extra_state")]
     if changed:
         where, function = hooks[0]
-        raise ValueError(
+        return Rejection(
             f"The state-dict hook {hook_name(function)} of {where or 'the model'} changes entries of the state dict "
             f"({', '.join(sorted(changed)[:3])}), which ranks give by the names and in the shapes of parameters and "
             "buffers. What works: take the hook away (handle.remove()), and change the result: run.state_dict()"
         )
+    return None

@@ -1,4 +1,4 @@
-"""Checks what a plan's recomputation means for a model."""
+"""Checks of recomputation: that it recomputes something, and that a block can be computed twice."""
 
 from __future__ import annotations
 
@@ -13,56 +13,52 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.common.caught import fakes_or_real
+from mpkit.common.caught import fakes_or_real, report
 from mpkit.plan.checks import call_of
-from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.containers import Containers
 from mpkit.strategies.models.nested import flatten, is_opaque
+from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 from mpkit.strategies.stage.block_recompute import blocks_to_recompute, chosen_blocks, without_caches
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["check_kept", "check_recompute", "recomputes_nothing"]
+__all__ = ["check_kept_tensors", "check_recomputed_blocks", "count_recomputed", "warn_if_nothing_recomputed"]
 
 
-def check_recompute(model: nn.Module, plan: Plan) -> tuple[int, int]:
-    """Return how many of a model's repeated blocks are recomputed, and how many blocks there are.
-
-    Raises:
-        ValueError: the plan recomputes every k-th block, and there are fewer than k.
-    """
+def count_recomputed(model: nn.Module, recompute: str) -> tuple[int, int]:
+    """Return how many of a model's repeated blocks are recomputed, and how many blocks there are."""
     blocks = repeated_blocks(model)
-    chosen = chosen_blocks(plan.recompute, blocks)
-    if plan.recompute.startswith("every=") and not chosen:
+    return len(chosen_blocks(recompute, blocks)), len(blocks)
+
+
+def check_recomputed_blocks(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject the recomputation of every k-th block of a model that has fewer than k."""
+    plan, blocks = resolved.plan, repeated_blocks(task.model)
+    if plan.recompute.startswith("every=") and not chosen_blocks(plan.recompute, blocks):
         have = f"has {len(blocks)}" if blocks else "has none that mpkit.models.repeated_blocks finds"
         instead = {"recompute": "every=2" if len(blocks) > 1 else "full"}
-        raise ValueError(
+        return Rejection(
             f"Plan(recompute={plan.recompute!r}) recomputes one of so many repeated blocks, and "
-            f"{type(model).__name__} {have}: nothing would be recomputed. Write {call_of(plan, instead)}"
+            f"{type(task.model).__name__} {have}: nothing would be recomputed. Write {call_of(plan, instead)}"
         )
-    return len(chosen), len(blocks)
+    return None
 
 
-def recomputes_nothing(model: nn.Module, inputs: Value, plan: Plan) -> str:
-    """Return a warning if a plan recomputes attentions and the model calls none; otherwise "".
-
-    Args:
-        model: the whole model, on the CPU; it is not changed.
-        inputs: the inputs of a batch.
-        plan: the plan of the training.
-    """
+def warn_if_nothing_recomputed(resolved: ResolvedPlan, task: Task) -> None:
+    """Warn at the user's line if a plan recomputes attentions and the model calls none."""
+    plan, model = resolved.plan, task.model
     if plan.recompute != "selective":
-        return ""
+        return
     everything = [[name for name, _ in model.named_parameters()]]
-    if sum(attention_sizes(model, inputs, everything)[0]):
-        return ""
+    if sum(attention_sizes(model, task.batch[0], everything)[0]):
+        return
     eager = ', or attn_implementation="sdpa" for a model of transformers' * hasattr(model, "config")
-    return (
+    report(
         f"{plan}: recompute='selective' computes calls of torch.nn.functional.scaled_dot_product_attention again, and "
         f"{type(model).__name__} makes none: nothing is recomputed, and all activations are kept. Write "
         f"{call_of(plan, {'recompute': 'full'})}{eager}"
@@ -73,21 +69,18 @@ class Keeps(Exception):
     """Raised in a forward by a block that keeps something; says what."""
 
 
-def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
-    """Refuse a block that is recomputed and hands on more than its output.
+def check_kept_tensors(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject recomputed blocks that hand on more than they return: a tensor in an attribute, a list or a closure.
 
-    Args:
-        model: the whole model, on the CPU; it is not changed.
-        inputs: the inputs of a batch.
-        resolved: the plan.
-
-    Raises:
-        ValueError: there is one; the message names it and what it keeps.
+    The first forward has no graph. So a tensor that the block keeps, in an attribute (a mixture of experts' auxiliary
+    loss), a list or a closure, is one through which no gradient flows, and what the block writes into a list that it
+    was given never arrives. Two samples without content show what is kept: what the block made, did not return, and
+    somebody holds when it is over.
     """
-    plan = resolved.plan
+    plan, model = resolved.plan, task.model
     if not blocks_to_recompute(model, plan.recompute, resolved.partition):
-        return
-    few = part(inputs, slice(0, 2))
+        return None
+    few = part(task.batch[0], slice(0, 2))
 
     def run(model: nn.Module, inputs: Value) -> None:
         for name, block in blocks_to_recompute(model, plan.recompute, resolved.partition).items():
@@ -102,11 +95,12 @@ def check_kept(model: nn.Module, inputs: Value, resolved: ResolvedPlan) -> None:
     try:
         fakes_or_real(on_fakes, lambda: run(copy_model(model), few), type(model).__name__, final=(Keeps,))
     except Keeps as what:
-        raise ValueError(
+        return Rejection(
             f"Plan(recompute={plan.recompute!r}) computes a block's forward twice, the first time without a graph, and "
             f"{what}. Let the block return it; of what is only looked at, .detach() can be kept; or "
             f"{call_of(plan, {'recompute': 'selective'})}, or recompute='none', which compute blocks once"
-        ) from None
+        )
+    return None
 
 
 def _watch_block(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +108,7 @@ def _watch_block(name: str, block: nn.Module, forward: Callable[..., Any], *args
     args, kwargs = without_caches(forward, args, kwargs)
     containers = Containers((args, kwargs))
     with (
-        Made() as made,
+        NewTensors() as made,
         saved_tensors_hooks(torch.detach, lambda saved: saved),
     ):  # so that autograd holds none of them
         output = forward(*args, **kwargs)
@@ -134,7 +128,7 @@ def _watch_block(name: str, block: nn.Module, forward: Callable[..., Any], *args
     return output
 
 
-class Made(TorchDispatchMode):
+class NewTensors(TorchDispatchMode):
     """Remembers what is made inside the block, and keeps none of it alive."""
 
     def __init__(self) -> None:

@@ -11,13 +11,14 @@ from torch.optim import optimizer as torch_optimizers
 from mpkit.common.caught import one_line
 from mpkit.strategies.models.hooks import hook_name, hooks_on
 from mpkit.strategies.prepare.arguments.arguments import ADAM, a_kind_of
+from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.optimizer.groups import as_sent, check_grouped
 from mpkit.strategies.update.average import Average
 from mpkit.strategies.update.optimizer import describe_optimizer
 from mpkit.strategies.update.several import SeveralOptimizers, kind_of, parts_of
 from mpkit.strategies.update.whole import stand_in, trained_parameters
 
-__all__ = ["check_optimizer", "is_elementwise"]
+__all__ = ["create_optimizer", "is_elementwise"]
 
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
@@ -52,7 +53,7 @@ def is_elementwise(made: torch.optim.Optimizer) -> bool:
     return type(made) in ELEMENTWISE and "step" not in vars(made)
 
 
-def check_optimizer(
+def create_optimizer(
     optimizer: Any, model: nn.Module, given: nn.Module, *, scheduled: bool, once: bool
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that a function creates for stand-ins of the parameters; None if none are trained.
@@ -65,17 +66,17 @@ def check_optimizer(
         once: whether a step is a single backward on one rank, so that a hook on a parameter sees its gradient.
 
     Raises:
-        ValueError: the function does not return a usable optimizer.
+        Rejection: the function does not return a usable optimizer.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        raise ValueError(
+        raise Rejection(
             f"optimizer is an optimizer already, {kind}, and holds the parameters of your copy of the model. Each rank "
             f"makes its own, for its part: optimizer=lambda params: torch.optim.{kind}(params, lr="
             f"{optimizer.param_groups[0].get('lr', 1e-3)})"
         )
     if not callable(optimizer):
-        raise ValueError(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
+        raise Rejection(f"optimizer is {a_kind_of(optimizer)}; it is a function of parameters: {ADAM}")
     _check_global_hooks()
     whole, _ = trained_parameters(model)
     if not whole:
@@ -94,18 +95,18 @@ def _make(optimizer: Any, params: dict[str, nn.Parameter]) -> torch.optim.Optimi
         made = function.make_optimizer(params)
     except Exception as error:
         hint = "" if function.by_name else "; mk.optimizer.by_name(function) gives it (name, parameter) pairs"
-        raise ValueError(
+        raise Rejection(
             f"optimizer({given}) failed for the model's {len(params)} parameters: {one_line(error)}. It is called on "
             f"every rank with a list of all parameters that are trained, in the model's order: {ADAM}{hint}"
         ) from None
     if not isinstance(made, torch.optim.Optimizer):
-        raise ValueError(
+        raise Rejection(
             f"optimizer({given}) gave {a_kind_of(made)}; it gives a torch.optim.Optimizer of the parameters, or a "
             f"list of several: {ADAM}"
         )
     lacking = [name for name in ("param_groups", "state") if not hasattr(made, name)]
     if lacking:
-        raise ValueError(
+        raise Rejection(
             f"optimizer({given}) gave {type(made).__name__} without {' and '.join(lacking)}, of which ranks make its "
             f"part and checkpoints: its __init__ calls super().__init__(params, defaults), as {ADAM[10:]} does."
         )
@@ -117,25 +118,25 @@ def _check_made(
 ) -> None:
     kind = kind_of(made)
     if any(isinstance(each, torch.optim.LBFGS) for each in parts_of(made)):
-        raise ValueError(
+        raise Rejection(
             "optimizer: LBFGS computes the loss anew within its step, which a step split over ranks cannot; "
             f"one that takes a step from the gradients works: {ADAM}"
         )
     given = {id(p) for p in params.values()}
     taken = {id(p) for group in made.param_groups for p in group["params"]}
     if not taken <= given:
-        raise ValueError(
+        raise Rejection(
             "optimizer(params) made an optimizer of other parameters than those it was called with (of your copy "
             f"of the model, perhaps); it has to use its argument: {ADAM}"
         )
     if scheduled and any("lr" not in group for group in made.param_groups):
-        raise ValueError(
+        raise Rejection(
             f"lr_schedule with {kind}: a group of it has no 'lr' for the schedule to multiply. Either without "
             f"lr_schedule, or an optimizer with a learning rate: {ADAM}"
         )
     hooks = [] if once else hooks_on(params)
     if hooks:
-        raise ValueError(
+        raise Rejection(
             f"optimizer(params) registers {hooks[0]}, which would see the "
             "gradients of a rank's micro-batches and not that of the whole batch. What works: Plan.serial(); or an "
             "optimizer whose step does it, to gradients that are complete; max_grad_norm=1.0 clips by norm."
@@ -150,7 +151,7 @@ def _check_global_hooks() -> None:
         for hook in hooks.values():
             if str(getattr(hook, "__module__", "")).startswith("mpkit."):
                 continue  # a wrapper's, in a rank
-            raise ValueError(
+            raise Rejection(
                 f"A hook on all optimizers ({hook_name(hook)}, by register_optimizer_step_pre_hook or _post_hook) is "
                 "set in this process, and ranks are processes of their own, without it. Register it on the optimizer, "
                 "within the optimizer function: made.register_step_pre_hook(hook); and take this one away: "

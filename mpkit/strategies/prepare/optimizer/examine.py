@@ -1,6 +1,6 @@
 """Check, before any rank starts, that an optimizer does the same on the ranks of a plan as on the whole model.
 
-    made     create it for stand-ins of the whole model (`made`)
+    created  create it for stand-ins of the whole model (`creation`)
     plain    take some steps with it, as in plain PyTorch (`trial`)
     repeats  several ranks: created and stepped again, it ends with the same numbers
     stages   several stages: so do optimizers that each hold some of the parameters
@@ -19,22 +19,23 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: tests/test_trace_fake.py guards it
 
 from mpkit.common.caught import one_line, report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.arguments.arguments import ADAM
-from mpkit.strategies.prepare.dry_run.dry_run import quiet
-from mpkit.strategies.prepare.optimizer.creation import check_optimizer, is_elementwise
-from mpkit.strategies.prepare.optimizer.trial import SCALES, Division, Examined, OptimizerTrial
+from mpkit.strategies.prepare.arguments.task import Examined, Rejection, Task
+from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.prepare.optimizer.creation import create_optimizer, is_elementwise
+from mpkit.strategies.prepare.optimizer.trial import SCALES, Division, OptimizerTrial
 from mpkit.strategies.stage.shard import Shard
 from mpkit.strategies.update.optimizer import OptimizerFunction, describe_optimizer
 from mpkit.strategies.update.several import kind_of
 from mpkit.strategies.update.whole import stand_in, trained_parameters
 
-__all__ = ["examine_optimizer"]
+__all__ = ["check_optimizer"]
 
 Steps = list[dict[str, Tensor]]
 
@@ -42,57 +43,48 @@ DECLARED = "optimizer=mk.optimizer.elementwise(the function)"
 """How an optimizer is declared to treat each element by itself."""
 
 
-def examine_optimizer(
-    optimizer: Callable[[Any], Any],
-    model: nn.Module,
-    resolved: ResolvedPlan,
-    given: nn.Module | None = None,
-    *,
-    scheduled: bool = False,
-) -> Examined:
-    """Check that an optimizer, divided as the plan says, is the same optimizer.
+def check_optimizer(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject optimizers whose steps on a rank's part of the model are not part of their step on the whole model.
 
-    Args:
-        optimizer: as in `Cluster.train`.
-        model: the whole model.
-        resolved: the plan, and which rank updates which parameters.
-        given: the model as the user has it, if that is another.
-        scheduled: whether there is an lr_schedule.
+    What else the trial shows, `task.examined` has from then on.
+    """
+    try:
+        # Numbers are needed here, even where a rank is simulated without them.
+        with quiet(), _disable_current_modes():
+            task.examined = _examine(resolved, task)
+    except Rejection as rejection:
+        return rejection
+    return None
+
+
+def _examine(resolved: ResolvedPlan, task: Task) -> Examined:
+    """Return what is known about the optimizer.
 
     Raises:
-        ValueError: the optimizer cannot be created, or a step depends on more than a rank has.
+        Rejection: it cannot be created, or a step depends on more than a rank has.
     """
-    plan, (whole, first_names) = resolved.plan, trained_parameters(model)
-    with (
-        quiet(),
-        _disable_current_modes(),
-    ):  # numbers are needed here, even where a rank is simulated without them
-        # ---- made
-        made = check_optimizer(
-            optimizer,
-            model,
-            given or model,
-            scheduled=scheduled,
-            once=plan.ranks == 1 and plan.microbatches == 1,
-        )
-        if made is None:
-            return Examined()
-        known = is_elementwise(made)
-        steps = 1 if known else len(SCALES)
-        checks = _Checks(
-            describe_optimizer(optimizer), plan, OptimizerTrial(describe_optimizer(optimizer), whole, steps)
-        )
-        # ---- tried, and divided as the plan says
-        expected = checks.run_plain()
-        if expected is None:
-            return Examined()
-        if plan.ranks > 1 and plan.data_parallel != "dp":
-            checks.repeats(expected)
-        if plan.pp > 1 and not known:
-            checks.check_separately(expected, _updated_by(resolved, first_names))
-        if (plan.zero or plan.tp > 1) and not known:
-            checks.parts(expected, resolved.sharded[0].shards)
-        return checks.trial.examined
+    plan, (whole, first_names) = resolved.plan, trained_parameters(task.model)
+    # ---- created
+    once = plan.ranks == 1 and plan.microbatches == 1
+    made = create_optimizer(task.optimizer, task.model, task.given_model, scheduled=task.scheduled, once=once)
+    if made is None:
+        return Examined()
+    known, function = is_elementwise(made), describe_optimizer(task.optimizer)
+    checks = _Checks(function, plan, OptimizerTrial(function, whole, 1 if known else len(SCALES)))
+    # ---- plain
+    expected = checks.run_plain()
+    if expected is None:
+        return Examined()
+    # ---- repeats
+    if plan.ranks > 1 and plan.data_parallel != "dp":
+        checks.repeats(expected)
+    # ---- stages
+    if plan.pp > 1 and not known:
+        checks.check_separately(expected, _updated_by(resolved, first_names))
+    # ---- parts
+    if (plan.zero or plan.tp > 1) and not known:
+        checks.parts(expected, resolved.sharded[0].shards)
+    return checks.trial.examined
 
 
 @dataclass
@@ -121,7 +113,7 @@ class _Checks:
         What is then unknown is reported.
 
         Raises:
-            ValueError: a step fails, or the optimizer would be divided and cannot be tried.
+            Rejection: a step fails, or the optimizer would be divided and cannot be tried.
         """
         given, self.trial = self.trial, self.trial.in_float64()
         try:
@@ -156,7 +148,7 @@ class _Checks:
         if self.function.elementwise:
             return
         if not self.trial.smaller:
-            raise ValueError(
+            raise Rejection(
                 f"optimizer: a step of {self.kind} fails on parameters and gradients like the model's: "
                 f"{one_line(error)}. Ranks call step() without arguments, when the gradients of the whole batch are "
                 f"there. One that takes a step from them works: {ADAM}. If it does on the ranks' GPUs only, and treats "
@@ -173,19 +165,19 @@ class _Checks:
         """Check that ranks which hold the same parameters end with the same values.
 
         Raises:
-            ValueError: the optimizer is not deterministic.
+            Rejection: the optimizer is not deterministic.
         """
         everything: Division = {w.name: None for w in self.trial.whole}
         try:
             again = self.trial.run(seed=1)
         except Exception as error:
-            raise ValueError(
+            raise Rejection(
                 f"optimizer: {self.kind} with {self.plan}: made and stepped a second time it fails, {one_line(error)}, "
                 f"and each rank makes its own. One that can be made again works: {ADAM}"
             ) from None
         off, _ = self.trial.off_by(expected, again, everything)
         if off > 1e-3 * self.tolerance:  # torch on several threads need not round alike twice
-            raise ValueError(
+            raise Rejection(
                 f"optimizer: {self.kind} with {self.plan}: made and stepped twice on the same gradients it ends with "
                 "other parameters (it draws random numbers, perhaps), and ranks that hold the same would come apart. "
                 f"What works: Plan.serial(); or an optimizer that repeats itself, {ADAM}"
@@ -195,7 +187,7 @@ class _Checks:
         """Check optimizers that each hold some of the parameters.
 
         Raises:
-            ValueError: they end with values that differ from those of one optimizer that holds all parameters.
+            Rejection: they end with values that differ from those of one optimizer that holds all parameters.
         """
         for names in places:
             self._check(expected, dict.fromkeys(names), self._coupled_error)
@@ -204,7 +196,7 @@ class _Checks:
         """Check optimizers that each hold some elements of the parameters.
 
         Raises:
-            ValueError: they end with values that differ from those of one optimizer that holds all elements.
+            Rejection: they end with values that differ from those of one optimizer that holds all elements.
         """
         whole = self.trial.whole
         for half in (0, 1) if len(whole) > 1 else ():
@@ -221,7 +213,7 @@ class _Checks:
                     expected, {w.name: partial(_elements, numel=prod(w.shape), half=half) for w in whole}, self._mixes
                 )  # fmt: skip
 
-    def _check(self, expected: Steps, division: Division, wrong: Callable[[str, float], ValueError]) -> None:
+    def _check(self, expected: Steps, division: Division, wrong: Callable[[str, float], Rejection]) -> None:
         try:
             steps = self.trial.run(division)
         except Exception as error:
@@ -234,8 +226,8 @@ class _Checks:
 
     # ---- messages -----------------------------------------------------------------------------------------
 
-    def _coupled_error(self, name: str, off: float) -> ValueError:
-        return ValueError(
+    def _coupled_error(self, name: str, off: float) -> Rejection:
+        return Rejection(
             self._refusal(
                 f"with {self.kind} what becomes of one parameter depends on others (a norm over all gradients, a "
                 f"shared state, its place among them): without them, {name} is off by {_share(off)} of its update",
@@ -245,8 +237,8 @@ class _Checks:
             )
         )
 
-    def _mixes(self, name: str, off: float) -> ValueError:
-        return ValueError(
+    def _mixes(self, name: str, off: float) -> Rejection:
+        return Rejection(
             self._refusal(
                 f"{self.kind} changes an element by what the others are (a matrix's rows, or its norm): of parts, "
                 f"{name} is off by {_share(off)} of its update",
@@ -255,14 +247,14 @@ class _Checks:
             )
         )
 
-    def _cannot_tell(self, error: Exception) -> ValueError:
+    def _cannot_tell(self, error: Exception) -> Rejection:
         refusal = self._refusal(
             f"whether {self.kind} treats each element by itself cannot be found out, since it fails on parts: "
             f"{one_line(error)}",
             f"does, {ADAM}",
             "whole parameters",
         )
-        return ValueError(f"{refusal}. If it does, say so: {DECLARED}")
+        return Rejection(f"{refusal}. If it does, say so: {DECLARED}")
 
     def _refusal(self, why: str, fitting: str, held: str) -> str:
         """Return the words of an error: what was asked, why it cannot be, and the two things that would work.

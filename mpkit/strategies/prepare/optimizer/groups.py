@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trac
 
 from mpkit.common.caught import one_line, report
 from mpkit.strategies.packing.packing import Packer
+from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.optimizer.trial import plain
 from mpkit.strategies.update.optimizer import describe_optimizer
 
@@ -80,7 +81,7 @@ def check_grouped(
         stand_ins: the stand-ins of the trained parameters.
 
     Raises:
-        ValueError: some of a parameter's options differ.
+        Rejection: some of a parameter's options differ.
     """
     every = dict(model.named_parameters())
     if any(p.is_meta or isinstance(p.data, FakeTensor) for p in every.values()):
@@ -91,7 +92,7 @@ def check_grouped(
     here = _options(_make_optimizer(optimizer, trained), trained)
     name = _differs(here, there, trained)
     if name is not None:
-        raise ValueError(
+        raise Rejection(
             f"optimizer: {name} has {_of_group(here, name)} in a loop with the model's own parameters, and "
             f"{_of_group(there, name)} on a rank. The function looks at what a rank's parameters do not have when it "
             "is called: values (p.norm()), or id(p), a number that is another in each process. What works: to group "
@@ -111,7 +112,7 @@ def check_grouped(
         return
     name = _differs(every_one, there, trained)
     if name is not None:
-        raise ValueError(
+        raise Rejection(
             f"optimizer: {name} has other options where the function is given the trained parameters only, as mpkit "
             f"does, than where it is given model.parameters(), with the frozen {frozen[0]} among them. Group by name, "
             "which is the same for both: optimizer=mk.optimizer.by_name(lambda named: ...)"

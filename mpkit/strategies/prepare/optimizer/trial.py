@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpkit.strategies.prepare.arguments.task import Examined
 from mpkit.strategies.update.optimizer import OptimizerFunction, Take, UpdatedPart, make_optimizer
 from mpkit.strategies.update.several import SeveralOptimizers, kind_of
 from mpkit.strategies.update.whole import WholeParameter, make_like
 
-__all__ = ["SCALES", "Division", "Examined", "OptimizerTrial", "plain"]
+__all__ = ["SCALES", "Division", "OptimizerTrial", "plain"]
 
 
 SCALES = (1.0, 0.01, 100.0, 1.0, 1e4, 1e-3, 1.0, 1.0, 30.0, 0.1, 1.0, 1e3)
@@ -35,21 +35,6 @@ treat large matrices differently (factored second moments from 128 on) do so at 
 
 Division = Mapping[str, Take | None]
 """What one optimizer receives, by name: a whole parameter (None), or a part of it."""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What is known about an optimizer that was tried.
-
-    Attributes:
-        kind: the name of its class.
-        states: the names of its states.
-        elsewhere: what changes besides its parameters' states, and so is not saved in checkpoints; "" if nothing.
-    """
-
-    kind: str = ""
-    states: tuple[str, ...] = ()
-    elsewhere: str = ""
 
 
 class OptimizerTrial:

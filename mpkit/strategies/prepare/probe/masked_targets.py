@@ -17,6 +17,7 @@ from mpkit.common.caught import report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.loss.guard import Guarded, Masked
+from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.probe.compare import ROUNDING, are_apart, differ
 from mpkit.strategies.prepare.probe.messages import for_masked, for_model_loss, for_untried
 from mpkit.strategies.prepare.probe.parts import Parts
@@ -46,7 +47,7 @@ def try_masked(
         at_once, apart: all samples in one part, and in the parts of the plan.
 
     Raises:
-        ValueError: the loss of such data is wrong in parts, and the batches have such data.
+        Rejection: the loss of such data is wrong in parts, and the batches have such data.
     """
     # ---- try
     minding: list[Masked] = []
@@ -71,7 +72,7 @@ def try_masked(
     for i, (inputs, targets) in enumerate(batches):
         for masked in minding:
             if masked.counts_unevenly(inputs, targets):
-                raise ValueError(say(plan, masked.number, f"data[{i}] has such"))
+                raise Rejection(say(plan, masked.number, f"data[{i}] has such"))
         for masked, caught in failed.items():
             if masked not in passed and masked.counts_unevenly(inputs, targets):
                 report(for_untried(plan, masked.number, i, caught))

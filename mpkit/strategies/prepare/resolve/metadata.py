@@ -15,10 +15,10 @@ from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 from mpkit.strategies.stage.stage import PRECISIONS
 
-__all__ = ["meta_of"]
+__all__ = ["describe_run"]
 
 
-def meta_of(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan) -> dict[str, Any]:
+def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan) -> dict[str, Any]:
     """Return the metadata of a run, in JSON types.
 
     Returns:

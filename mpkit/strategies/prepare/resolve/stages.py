@@ -7,11 +7,10 @@ from math import prod
 from torch import nn
 
 from mpkit.plan.plan import Plan
-from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.models.cut import cut
 from mpkit.strategies.partition.boundary import LayerNumbers, Shared
 
-__all__ = ["check_gathered", "cut_stages", "shared_weights"]
+__all__ = ["cut_stages", "shared_weights"]
 
 
 def cut_stages(names: list[str], numbers: list[LayerNumbers], plan: Plan) -> list[range]:
@@ -72,24 +71,3 @@ def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> 
                         "buffers that are not shared, or Plan.serial(). (Shared weights may be anywhere.)"
                     )
     return [Shared(held) for held in names.values() if len(held) > 1]
-
-
-def check_gathered(resolved: ResolvedPlan) -> None:
-    """Check that outputs which rank 0 gathers (DP) are tensors whose first dimension is the batch.
-
-    Raises:
-        ValueError: an output is something else.
-    """
-    plan = resolved.plan
-    if plan.dp == 1 or plan.data_parallel != "dp":
-        return
-    for key, layers in resolved.numbers.items():
-        assert isinstance(key, tuple)
-        samples, output = key[0][1][0], layers[-2].output
-        if output is None or any(spec.shape[:1] != (samples,) for spec in output.specs):
-            made = "neither a tensor nor a tuple of tensors" if output is None else f"{output}"
-            raise ValueError(
-                f"{plan}: DP gathers the outputs of all ranks in their first dimension, which has to be the batch, and "
-                f"of {samples} sample{'s' * (samples > 1)} the model makes {made}. Either let it return a tensor "
-                f"(batch, ...) or a tuple of such, or Plan.ddp({plan.dp}), which gathers none."
-            )

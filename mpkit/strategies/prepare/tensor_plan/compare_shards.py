@@ -23,7 +23,8 @@ from torch import nn
 
 from mpkit.common.caught import one_line, report
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.tensor_plan.thread_group import Meeting, Seat
 from mpkit.strategies.prepare.tensor_plan.whole_model import (
     Gradients,
@@ -35,7 +36,7 @@ from mpkit.strategies.prepare.tensor_plan.whole_model import (
 from mpkit.strategies.stage.shard import Sharded, put_together
 from mpkit.strategies.tensor import shard_model
 
-__all__ = ["check_divided"]
+__all__ = ["check_tensor_plan"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -43,41 +44,41 @@ LARGEST = 50_000_000
 """Elements of the largest model that is checked: its float64 copies fit into memory and compute in a moment."""
 
 
-def check_divided(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss: Loss) -> None:
-    """Refuse a TensorPlan with which the model would compute something else.
+def check_tensor_plan(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject a TensorPlan with which the model, divided over ranks, would compute something else.
 
-    The kit's own models, and models whose parameters have no content, are not checked.
-
-    Args:
-        model: the whole model.
-        batch: a batch, of which the first two samples are used.
-
-    Raises:
-        ValueError: the results differ; the message names the parameter whose gradient differs most. Or they cannot be
-            compared, since the whole model fails in evaluation mode.
+    The message names the parameter whose gradient differs most. The kit's own models, and models whose parameters have
+    no content, are not checked.
     """
+    plan, model, loss = resolved.plan, task.model, task.loss
     sizes = [parameter.numel() for parameter in model.parameters()]
     own = type(model).__module__.startswith("mpkit.strategies.models.") and plan.tensor is None
     if plan.tp == 1 or own or sum(sizes) > LARGEST or not _has_content(model):
-        return
-    whole = compute_whole(model, batch, plan, loss)
+        return None
+    try:
+        whole = compute_whole(model, task.batch, plan.tp, loss)
+    except Rejection as rejection:
+        return rejection
     if not all(bool(grad.isfinite().all()) for grad in whole.gradients.values() if grad is not None):
-        report(unknown(model, plan, "the loss or a gradient of the whole model is not finite"))
-        return
-    examined = _Examined(whole, plan, loss)
-    gradients = examined.gradients()
+        report(unknown(model, plan.tp, "the loss or a gradient of the whole model is not finite"))
+        return None
+    try:
+        examined = _Examined(whole, plan, loss)
+        gradients = examined.gradients()
+    except Rejection as rejection:
+        return rejection
     errors = {name: whole.error(name, grad) for name, grad in gradients.items()}
     if max(errors.values()) <= whole.close:
-        return
+        return None
     if not whole.repeats(loss):
-        report(unknown(model, plan, "the whole model computes another loss or gradient each time"))
-        return
+        report(unknown(model, plan.tp, "the whole model computes another loss or gradient each time"))
+        return None
     # A mistake within a region also shows in the layers before it: the message names the region.
     inside = {n: r.entry for r in examined.plan_regions for n in errors if n.startswith(f"{r.entry}.")}
     wrong = [name for name in inside if errors[name] > whole.close] or list(errors)
     name = max(wrong, key=errors.__getitem__)
     region, worst = inside.get(name), errors[name]
-    raise ValueError(
+    return Rejection(
         f"Plan(tp={plan.tp}): divided by its TensorPlan, {type(model).__name__} does not compute what it computes "
         f"whole: {'the loss' if not name else 'the gradient of ' + name} differs by {worst:.0%}"
         + (f", in Region(entry={region!r})" if region is not None else "")
@@ -107,12 +108,12 @@ class _Examined:
         for thread in threads:
             thread.join()
         if self._errors:
-            raise ValueError(
+            raise Rejection(
                 f"Plan(tp={self._plan.tp}): {type(self._whole).__name__}, divided by its TensorPlan, refuses the "
                 f"data: {one_line(self._errors[0])}"
             )
         if len(self._found) < self._plan.tp:
-            raise ValueError(
+            raise Rejection(
                 f"Plan(tp={self._plan.tp}): {type(self._whole).__name__}, divided by its TensorPlan, would go another "
                 "way on each rank, and they would wait for each other: what of its forward depends on values has to be "
                 "the same on all. Leave those layers out of the TensorPlan, or train with tp=1."

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.common.caught import one_line
-from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
+from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.stage.stage import call
 
 __all__ = ["Gradients", "WholeModel", "compute_whole", "train", "unknown"]
@@ -63,11 +63,11 @@ class WholeModel(NamedTuple):
         return max(self.error(name, grad) for name, grad in again.items()) <= self.close
 
 
-def compute_whole(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss: Loss) -> WholeModel:
+def compute_whole(model: nn.Module, batch: tuple[Value, Value], tp: int, loss: Loss) -> WholeModel:
     """Compute two samples with the whole model, in float64 or else in the model's own precision.
 
     Raises:
-        ValueError: both fail; the message quotes both errors.
+        Rejection: both fail; the message quotes both errors.
     """
     x, y = (part(value, slice(0, 2)) for value in batch)
     precisions = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -84,16 +84,16 @@ def compute_whole(model: nn.Module, batch: tuple[Value, Value], plan: Plan, loss
             return WholeModel(whole, *given, train(whole, *given, loss), close, max(1e-6, 10 * eps / close))
         except Exception as error:
             failed.append(f"{'in float64' if wide else 'in its own precision'} {one_line(error)}")
-    why = unknown(model, plan, f"it fails in evaluation mode ({'; '.join(failed)})")
-    raise ValueError(
+    why = unknown(model, tp, f"it fails in evaluation mode ({'; '.join(failed)})")
+    raise Rejection(
         f"{why} What works: tp=1; or a model and a loss that compute two samples of the first batch after model.eval()."
     )
 
 
-def unknown(model: nn.Module, plan: Plan, why: str) -> str:
+def unknown(model: nn.Module, tp: int, why: str) -> str:
     """Say that a divided model could not be compared with the whole one, and why."""
     return (
-        f"Plan(tp={plan.tp}): whether {type(model).__name__}, divided by its TensorPlan, computes what it computes "
+        f"Plan(tp={tp}): whether {type(model).__name__}, divided by its TensorPlan, computes what it computes "
         f"whole could not be checked on two samples of the first batch: {why}."
     )
 
