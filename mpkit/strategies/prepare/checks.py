@@ -54,17 +54,18 @@ from torch.nn.functional import mse_loss
 
 import mpkit as mk
 
+torch.manual_seed(0)
 x, y = torch.randn(8, 4), torch.randn(8, 4)
 
 
 def train(model, plan, data=(x, y), loss=mse_loss, optimizer=torch.optim.SGD, **options):
-    cluster = mk.Cluster(ranks=plan.ranks, device="cpu")
-    return cluster.train(model, [data], plan, loss=loss, optimizer=optimizer, **options)
+    mk.Cluster(ranks=plan.ranks).train(model, [data], plan, loss=loss, optimizer=optimizer, **options)
 """
 
 CHECKS = (
     Check("embeddings", check_embeddings, """
-train(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), mk.Plan.ddp(2), data=(torch.arange(8), y))
+model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
+train(model, mk.Plan.ddp(2), data=(torch.arange(8), y))
 """),
     Check("computed weights", check_computed_weights, """
 model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
@@ -99,6 +100,7 @@ class Named(nn.Linear):
     def forward(self, x):
         return {"logits": super().forward(x)}
 
+
 train(Named(4, 4), mk.Plan.dp(2), loss=lambda outputs, targets: mse_loss(outputs["logits"], targets))
 """),
     Check("unused parameters", check_unused_parameters, """
@@ -116,6 +118,7 @@ class Expert(nn.Module):
         self.balance = self.layer(x).square()
         return x + self.balance
 
+
 train(nn.Sequential(Expert(), Expert()), mk.Plan(recompute="full"))
 """),
     Check("tensor plan", check_tensor_plan, """
@@ -126,6 +129,7 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return x + self.down(self.up(x).relu())
+
 
 region = mk.tensor.Region("1", ("1.up",), "1.down")
 train(nn.Sequential(nn.Linear(4, 4), Residual()), mk.Plan.tp(2, tensor=mk.tensor.TensorPlan((region,))))
@@ -141,13 +145,20 @@ class Counts(torch.optim.SGD):
         self.count += 1
         return super().step(closure)
 
+
 train(nn.Linear(4, 4), mk.Plan.ddp(2), optimizer=Counts, checkpoint_every=10, checkpoint_dir="checkpoints")
 """),
     Check("loss of the whole batch", check_whole_batch_loss, """
-train(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mk.Plan.gpipe(2, 4), loss=mk.whole_batch_loss(mse_loss))
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+train(model, mk.Plan.gpipe(2, 4), loss=mk.whole_batch_loss(mse_loss))
 """),
     Check("parts of a batch", check_parts, """
-train(nn.Linear(4, 4), mk.Plan.ddp(2), loss=lambda outputs, targets: (outputs - targets).square().sum())
+class Centered(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+train(Centered(4, 4), mk.Plan.ddp(2))
 """),
 )  # fmt: skip
 

@@ -75,7 +75,7 @@ def check_plan(plan: Any, ranks: int) -> None:
     if not isinstance(plan, Plan):
         named = (
             f"mk.Plan(pp={ranks}, schedule={plan!r})"
-            if plan in _names(plan)
+            if isinstance(plan, str) and plan in SCHEDULES
             else f"mk.Plan.gpipe({ranks}, 8)"
         )
         raise ValueError(f"plan is {a_kind_of(plan)}; it is an mk.Plan, such as {named}")
@@ -226,10 +226,6 @@ def a_kind_of(value: Any) -> str:
     """Describe a value by its class and its repr, for a message."""
     shown = repr(value)
     return f"{type(value).__name__} {shown if len(shown) < 60 else ''}".strip()
-
-
-def _names(plan: Any) -> list[str]:
-    return list(SCHEDULES) if isinstance(plan, str) else []
 
 
 def check_surroundings() -> None:

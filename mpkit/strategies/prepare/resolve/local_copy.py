@@ -1,4 +1,4 @@
-"""The model as one rank will have it, for the dry runs: sharded, and with its positions in the sequence set."""
+"""The model as ranks will have it, for the dry runs: sharded, and with its positions in the sequence set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpkit.common.caught import one_line
 from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.checks import check_context_parallel
 from mpkit.strategies.context.sequence import sequence_part
@@ -21,11 +23,11 @@ from mpkit.strategies.prepare.dry_run.copying import copy_model
 from mpkit.strategies.runtime.local_model import attention_over, localize
 from mpkit.strategies.stage.shard import Sharded
 
-__all__ = ["Localized", "local_copy"]
+__all__ = ["LocalCopy", "local_copies"]
 
 
 @dataclass(frozen=True)
-class Localized:
+class LocalCopy:
     """A rank's model and its part of the data.
 
     Attributes:
@@ -42,13 +44,43 @@ class Localized:
     attention: Callable[[], AbstractContextManager[Any]]
     tp: FakeGroup
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the shards, by the parameters' names."""
+        return {name: shard.shape for name, shard in self.sharded.shards.items()}
 
-def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: int = 0) -> Localized:
+    def free(self) -> None:
+        """Free the shards, which would otherwise stay until Python collects reference cycles.
+
+        All other tensors are the caller's.
+        """
+        for name in self.sharded.shards:
+            self.model.get_parameter(name).data = torch.empty(0)
+
+
+def local_copies(
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value]
+) -> list[LocalCopy]:
+    """Return the model as the ranks along tp hold it; a single copy if all of them hold the same shapes."""
+    first = _copy_for(model, plan, schedule, batch, 0)
+    if plan.tp == 1:
+        return [first]
+    last = _copy_for(model, plan, schedule, batch, plan.tp - 1)
+    if first.shapes == last.shapes:
+        last.free()
+        return [first]
+    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, plan.tp - 1)]
+    return [first, *between, last]
+
+
+def _copy_for(
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], place: int
+) -> LocalCopy:
     """Copy the model as the tp rank at `place` would hold it.
 
     Args:
         model: the whole model; it is not changed.
-        plan: the plan, of which tp, cp and related options are used.
+        plan: the plan, of which tp, cp and related options are used; `schedule`: its schedule.
         batch: the largest batch, whose sequences are divided along cp.
         place: the rank's place along tp; along cp it is place 0.
 
@@ -69,6 +101,6 @@ def local_copy(model: nn.Module, plan: Plan, batch: tuple[Value, Value], place: 
                 f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
                 "generators are made in forward, or left out by the module's __getstate__."
             ) from None
-        sharded = localize(model, plan, plan.build(), tp, cp)
+        sharded = localize(model, plan, schedule, tp, cp)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    return Localized(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)
+    return LocalCopy(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)

@@ -1,7 +1,7 @@
 """Resolve a plan for a model and its batches, in one pass: `ResolvedPlan`, which everything after it reads.
 
     shapes        one micro-batch, or a replica's share of one, of every shape that the training will meet
-    local         the model as a rank holds it: its shards of the layers, its part of each sequence (`localized`)
+    local         the model as a rank holds it: its shards of the layers, its part of each sequence (`local_copy`)
     dry run       what each layer makes of each shape, on fake tensors, and the FLOPs
     stages        where the model is cut; a model that is no chain is partitioned
     parameters    which stage computes with which, and how many elements each rank holds
@@ -16,19 +16,19 @@ from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
+from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
 from mpkit.strategies.job.resolved import LocalNumbers, ResolvedPlan
 from mpkit.strategies.models.chain import is_chain, layers_of
-from mpkit.strategies.partition.boundary import LayerNumbers, Shared
+from mpkit.strategies.partition.boundary import Shared
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.prepare.dry_run.dry_run import dry_run
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
-from mpkit.strategies.prepare.resolve.local_copy import Localized, local_copy
+from mpkit.strategies.prepare.resolve.local_copy import LocalCopy, local_copies
 from mpkit.strategies.prepare.resolve.stages import cut_stages, shared_weights
 from mpkit.strategies.stage.shard import Sharded
 
@@ -59,54 +59,37 @@ def resolve(
     # ---- shapes
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
     # ---- local
-    copies = _local_copies(model, plan, sizes[0])
-    first = copies[0]
+    copies = local_copies(model, plan, schedule, sizes[0])
     # ---- dry run
-    sends = _LossSends(loss, first)
-    numbers = [_dry_run(each, shapes, plan, sends if each is first else loss) for each in copies]
+    sends = _LossSends(loss, copies[0])
+    numbers = [
+        dry_run(
+            each.model, shapes, sends if each is copies[0] else loss,
+            counts=plan.stages == 1 or is_chain(each.model), precision=plan.precision,
+            whole_statistics=plan.dp > 1 and plan.batchnorm == "sync", cut=each.cut, attention=each.attention,
+        )
+        for each in copies
+    ]  # fmt: skip
     # ---- stages
-    partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name)
-    local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
+    partitions: list[PartitionedModel | None] = [None] * len(copies)
+    if not is_chain(model):
+        partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name)
     if partitions[0] is not None:
-        stages, (placed, held, shared) = (range(1),) * plan.stages, _of_partition(partitions[0])
+        stages = [range(1)] * plan.stages
+        placed, held, shared = _layout_of_partition(partitions[0])
     else:
-        stages, (placed, held, shared) = _of_chain(model, numbers[0], plan)
+        layers, first = layers_of(model), next(iter(numbers[0].values()))
+        stages = cut_stages([name for name, _ in layers], first[:-1], plan.stages, plan.cut)
+        placed, held, shared = _layout_of_chain(layers, stages)
     # ---- parameters
     sharded = tuple(each.sharded for each in copies)
-    parameters = _trained_by_rank(model, plan, schedule, held, sharded)
+    parameters = _trained_by_rank(model, plan.mesh, schedule, held, sharded)
     for each in copies:
-        _let_go(each)
+        each.free()
+    local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
     return ResolvedPlan(
-        plan, schedule, stages, placed, held, shared, local, sharded, parameters, sends.most
+        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most
     )  # fmt: skip
-
-
-# ---- local ---------------------------------------------------------------------------------------------------
-
-
-def _local_copies(model: nn.Module, plan: Plan, batch: tuple[Value, Value]) -> list[Localized]:
-    """Return the model as the ranks along tp hold it; a single copy if all of them hold the same shapes."""
-    first = local_copy(model, plan, batch)
-    if plan.tp == 1:
-        return [first]
-    last = local_copy(model, plan, batch, plan.tp - 1)
-    if _shapes(first) == _shapes(last):
-        _let_go(last)
-        return [first]
-    return [first, *(local_copy(model, plan, batch, place) for place in range(1, plan.tp - 1)), last]
-
-
-def _shapes(local: Localized) -> dict[str, tuple[int, ...]]:
-    return {name: shard.shape for name, shard in local.sharded.shards.items()}
-
-
-def _let_go(local: Localized) -> None:
-    """Free the copy's shards, which would otherwise stay until Python collects reference cycles.
-
-    All other tensors are the caller's.
-    """
-    for name in local.sharded.shards:
-        local.model.get_parameter(name).data = torch.empty(0)
 
 
 # ---- dry run -------------------------------------------------------------------------------------------------
@@ -119,7 +102,7 @@ class _LossSends:
         most: bytes reduced and gathered by the call with the most.
     """
 
-    def __init__(self, loss: Loss, local: Localized) -> None:
+    def __init__(self, loss: Loss, local: LocalCopy) -> None:
         self._loss, self._tp = loss, local.tp
         self.most = (0, 0)
 
@@ -131,21 +114,14 @@ class _LossSends:
         return value
 
 
-def _dry_run(local: Localized, shapes: Shapes, plan: Plan, loss: Loss) -> dict[Hashable, list[LayerNumbers]]:
-    return dry_run(
-        local.model, shapes, loss, counts=plan.stages == 1 or is_chain(local.model), precision=plan.precision,
-        whole_statistics=plan.dp > 1 and plan.batchnorm == "sync", cut=local.cut, attention=local.attention,
-    )  # fmt: skip
-
-
 # ---- stages --------------------------------------------------------------------------------------------------
 
 
 def _partitions(
-    model: nn.Module, copies: list[Localized], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
+    model: nn.Module, copies: list[LocalCopy], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
 ) -> list[PartitionedModel | None]:
-    """Return, by place along tp, how a model that is no chain is divided; None for a chain."""
-    if is_chain(model) or (plan.stages == 1 and (plan.ranks > 1 or plan.zero)):
+    """Return, by place along tp, how a model that is no chain is divided; None if it stays one layer."""
+    if plan.stages == 1 and (plan.ranks > 1 or plan.zero):
         return [None] * len(copies)
     if plan.stages == 1:
         return [partition_for_draws(model, shapes, plan, loss)]
@@ -166,17 +142,15 @@ def _partitions(
     return partitions
 
 
-def _of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[Shared, ...]]:
+def _layout_of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[Shared, ...]]:
     """Return the blocks and the parameters of each stage, and the tied weights."""
     return tuple(partition.placed), tuple(partition.held), tuple(partition.shared_weights)
 
 
-def _of_chain(
-    model: nn.Module, numbers: dict[Hashable, list[LayerNumbers]], plan: Plan
-) -> tuple[tuple[range, ...], tuple[Names, Names, tuple[Shared, ...]]]:
-    """Cut a chain; return the layers of each stage by number, their names, the parameters, and the tied weights."""
-    layers = layers_of(model)
-    stages = cut_stages([name for name, _ in layers], next(iter(numbers.values()))[:-1], plan)
+def _layout_of_chain(
+    layers: list[tuple[str, nn.Module]], stages: list[range]
+) -> tuple[Names, Names, tuple[Shared, ...]]:
+    """Return the layers and the parameters of each stage, and the tied weights."""
     placed = tuple(tuple(layers[i][0] for i in stage) for stage in stages)
     held = tuple(
         tuple(
@@ -186,20 +160,20 @@ def _of_chain(
         )
         for stage in stages
     )
-    return tuple(stages), (placed, held, tuple(shared_weights(layers, stages)))
+    return placed, held, tuple(shared_weights(layers, stages))
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------
 
 
 def _trained_by_rank(
-    model: nn.Module, plan: Plan, schedule: Schedule, held: Names, sharded: Sequence[Sharded]
+    model: nn.Module, mesh: Mesh, schedule: Schedule, held: Names, sharded: Sequence[Sharded]
 ) -> tuple[int, ...]:
     """Return, by rank, the elements of the trained parameters that it would hold if ZeRO sharded nothing."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     counts = []
-    for rank in range(plan.ranks):
-        place = plan.mesh.place(rank)
+    for rank in range(mesh.size):
+        place = mesh.place(rank)
         shards = sharded[place.tp % len(sharded)].shards
         mine = {name: whole[name] for stage in schedule.stages_of(place.pp) for name in held[stage]}
         once = {id(p): (name, p) for name, p in mine.items() if p.requires_grad}

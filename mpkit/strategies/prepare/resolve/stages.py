@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from torch import nn
 
-from mpkit.plan.plan import Plan
 from mpkit.strategies.models.cut import cut
 from mpkit.strategies.partition.boundary import LayerNumbers, Shared
 
 __all__ = ["cut_stages", "shared_weights"]
 
 
-def cut_stages(names: list[str], numbers: list[LayerNumbers], plan: Plan) -> list[range]:
+def cut_stages(
+    names: list[str], numbers: list[LayerNumbers], stages: int, points: Sequence[int | str] | None
+) -> list[range]:
     """Return the layers of each stage: cut where the plan says, or balanced by forward FLOPs.
 
     A layer without a matrix product counts as one operation per output element.
@@ -21,28 +23,29 @@ def cut_stages(names: list[str], numbers: list[LayerNumbers], plan: Plan) -> lis
     Args:
         names: the names of the layers.
         numbers: the numbers of the layers, without the loss.
-        plan: the plan with the number of stages and, if given, the cut points.
+        stages: the number of stages.
+        points: `Plan.cut`; None: balance.
 
     Raises:
         ValueError: there are more stages than layers, or what crosses a cut cannot be sent.
     """
     costs = [layer.flops.forward + _numel(layer) for layer in numbers]
-    if plan.cut is None:
+    if points is None:
         # A layer whose output cannot be sent stays with the next one.
         ends = [i + 1 for i, layer in enumerate(numbers) if layer.output is not None or i == len(numbers) - 1]
         units = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         unit_names = [f"{names[u[0]]} to {names[u[-1]]}" if len(u) > 1 else names[u[0]] for u in units]
-        parts = cut(unit_names, [sum(costs[i] for i in unit) for unit in units], plan.stages, None)
+        parts = cut(unit_names, [sum(costs[i] for i in unit) for unit in units], stages, None)
         return [range(units[part[0]].start, units[part[-1]].stop) for part in parts]
-    stages = cut(names, costs, plan.stages, plan.cut)
-    for stage in stages[:-1]:
+    parts = cut(names, costs, stages, points)
+    for stage in parts[:-1]:
         if numbers[stage[-1]].output is None:
             raise ValueError(
-                f"cut={list(plan.cut)}: {names[stage[-1]]} passes on something that is neither a tensor nor a tuple of "
+                f"cut={list(points)}: {names[stage[-1]]} passes on something that is neither a tensor nor a tuple of "
                 f"tensors, which cannot be sent to the next stage. Cut elsewhere, or leave cut out: then the "
                 "stages are cut where they can be."
             )
-    return stages
+    return parts
 
 
 def _numel(layer: LayerNumbers) -> float:
