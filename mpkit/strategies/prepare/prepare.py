@@ -18,9 +18,8 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
 from mpkit.strategies.data.stream import Stream, is_stream
-from mpkit.strategies.job.evaluation import EvaluationData
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.job.job import Problem, Procedure, TrainJob
+from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.loss.quotient import Quotient
 from mpkit.strategies.models.hooks import parameter_hooks
@@ -34,14 +33,13 @@ from mpkit.strategies.prepare.arguments.arguments import (
 )
 from mpkit.strategies.prepare.arguments.batches import check_split, of_every_size, take_batches
 from mpkit.strategies.prepare.arguments.between_steps import check_ema, check_on_step, take_evaluation
-from mpkit.strategies.prepare.arguments.task import Task, raise_rejection
-from mpkit.strategies.prepare.arguments.train_options import TrainOptions
+from mpkit.strategies.prepare.arguments.task import Task, TrainOptions, raise_rejection
 from mpkit.strategies.prepare.checks import find_rejection
 from mpkit.strategies.prepare.dry_run.copying import ready_to_travel
 from mpkit.strategies.prepare.dry_run.quiet import on_threads, quiet
 from mpkit.strategies.prepare.hooks import check_global_hooks
 from mpkit.strategies.prepare.proof_steps import SpecialValues, check_verify, with_proof
-from mpkit.strategies.prepare.recompute import count_recomputed, warn_if_nothing_recomputed
+from mpkit.strategies.prepare.recompute import count_recomputed
 from mpkit.strategies.prepare.resolve.metadata import describe_run
 from mpkit.strategies.prepare.resolve.resolve import resolve
 from mpkit.strategies.prepare.resume import (
@@ -51,6 +49,7 @@ from mpkit.strategies.prepare.resume import (
     name_training,
     take_up,
 )
+from mpkit.strategies.prepare.unwise import warn_if_nothing_recomputed
 from mpkit.strategies.update.average import with_average
 
 __all__ = ["TrainJob", "prepare"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkit.common.caught import fakes_or_real, report
+from mpkit.common.caught import fakes_or_real
 from mpkit.plan.checks import call_of
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.job.resolved import ResolvedPlan
@@ -22,12 +22,11 @@ from mpkit.strategies.models.containers import Containers
 from mpkit.strategies.models.nested import flatten, is_opaque
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
-from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 from mpkit.strategies.stage.block_recompute import blocks_to_recompute, chosen_blocks, without_caches
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["check_kept_tensors", "check_recomputed_blocks", "count_recomputed", "warn_if_nothing_recomputed"]
+__all__ = ["check_kept_tensors", "check_recomputed_blocks", "count_recomputed"]
 
 
 def count_recomputed(model: nn.Module, recompute: str) -> tuple[int, int]:
@@ -47,22 +46,6 @@ def check_recomputed_blocks(resolved: ResolvedPlan, task: Task) -> Rejection | N
             f"{type(task.model).__name__} {have}: nothing would be recomputed. Write {call_of(plan, instead)}"
         )
     return None
-
-
-def warn_if_nothing_recomputed(resolved: ResolvedPlan, task: Task) -> None:
-    """Warn at the user's line if a plan recomputes attentions and the model calls none."""
-    plan, model = resolved.plan, task.model
-    if plan.recompute != "selective":
-        return
-    everything = [[name for name, _ in model.named_parameters()]]
-    if sum(attention_sizes(model, task.batch[0], everything)[0]):
-        return
-    eager = ', or attn_implementation="sdpa" for a model of transformers' * hasattr(model, "config")
-    report(
-        f"{plan}: recompute='selective' computes calls of torch.nn.functional.scaled_dot_product_attention again, and "
-        f"{type(model).__name__} makes none: nothing is recomputed, and all activations are kept. Write "
-        f"{call_of(plan, {'recompute': 'full'})}{eager}"
-    )
 
 
 class Keeps(Exception):

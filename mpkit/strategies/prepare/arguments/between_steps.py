@@ -14,7 +14,7 @@ from mpkit.strategies.compute.scores import measure_scores
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import batch_size, part
 from mpkit.strategies.data.stream import is_stream
-from mpkit.strategies.job.evaluation import EvaluationData
+from mpkit.strategies.job.job import EvaluationData
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.prepare.arguments.arguments import a_kind_of
 from mpkit.strategies.prepare.arguments.batches import take_batches

@@ -77,13 +77,13 @@ def _examine(resolved: ResolvedPlan, task: Task) -> Examined:
         return Examined()
     # ---- repeats
     if plan.ranks > 1 and plan.data_parallel != "dp":
-        checks.repeats(expected)
+        checks.check_repeats(expected)
     # ---- stages
     if plan.pp > 1 and not known:
-        checks.check_separately(expected, _updated_by(resolved, first_names))
+        checks.check_stages(expected, _updated_by(resolved, first_names))
     # ---- parts
     if (plan.zero or plan.tp > 1) and not known:
-        checks.parts(expected, resolved.sharded[0].shards)
+        checks.check_elements(expected, resolved.sharded[0].shards)
     return checks.trial.examined
 
 
@@ -161,7 +161,7 @@ class _Checks:
         """Return whether ranks have parts of what the optimizer of the whole model updates."""
         return self.plan.pp > 1 or self.plan.zero > 0 or self.plan.tp > 1
 
-    def repeats(self, expected: Steps) -> None:
+    def check_repeats(self, expected: Steps) -> None:
         """Check that ranks which hold the same parameters end with the same values.
 
         Raises:
@@ -183,7 +183,7 @@ class _Checks:
                 f"What works: Plan.serial(); or an optimizer that repeats itself, {ADAM}"
             )
 
-    def check_separately(self, expected: Steps, places: Sequence[Sequence[str]]) -> None:
+    def check_stages(self, expected: Steps, places: Sequence[Sequence[str]]) -> None:
         """Check optimizers that each hold some of the parameters.
 
         Raises:
@@ -192,7 +192,7 @@ class _Checks:
         for names in places:
             self._check(expected, dict.fromkeys(names), self._coupled_error)
 
-    def parts(self, expected: Steps, shards: Mapping[str, Shard]) -> None:
+    def check_elements(self, expected: Steps, shards: Mapping[str, Shard]) -> None:
         """Check optimizers that each hold some elements of the parameters.
 
         Raises:

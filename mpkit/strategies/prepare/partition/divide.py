@@ -16,8 +16,7 @@ from torch import nn
 
 from mpkit.strategies.partition.boundary import Route, Spec
 from mpkit.strategies.partition.graph import CallNode, Division, Graph, PartitionedModel
-from mpkit.strategies.prepare.partition.calls import Start
-from mpkit.strategies.prepare.partition.choice import PartitionChoice
+from mpkit.strategies.prepare.partition.blocks import PartitionChoice, Start
 
 __all__ = ["assign_weights", "divide"]
 

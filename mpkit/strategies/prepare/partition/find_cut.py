@@ -23,7 +23,7 @@ from mpkit.strategies.prepare.arguments.batches import check_split, take_batches
 from mpkit.strategies.prepare.dry_run.dry_run import dry_run, quiet
 from mpkit.strategies.prepare.dry_run.quiet import on_threads
 from mpkit.strategies.prepare.partition import partition_model
-from mpkit.strategies.prepare.partition.calls import calls_of, groups_of
+from mpkit.strategies.prepare.partition.blocks import calls_of, groups_of
 from mpkit.strategies.prepare.partition.timing import CallCost, Timing
 from mpkit.strategies.stage.stage import call
 
