@@ -165,8 +165,11 @@ train(Centered(4, 4), mk.Plan.ddp(2))
 
 def find_rejection(resolved: ResolvedPlan, task: Task) -> Rejection | None:
     """Return the first check's rejection; None if all pass."""
-    for check in CHECKS:
-        rejection = check.find(resolved, task)
-        if rejection is not None:
-            return rejection
+    try:
+        for check in CHECKS:
+            rejection = check.find(resolved, task)
+            if rejection is not None:
+                return rejection
+    except Rejection as raised:  # by what a check calls
+        return raised
     return None

@@ -26,7 +26,7 @@ from mpkit.common.caught import one_line, report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.arguments.arguments import ADAM
-from mpkit.strategies.prepare.arguments.task import Examined, Rejection, Task
+from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.quiet import quiet
 from mpkit.strategies.prepare.optimizer.creation import create_optimizer, is_elementwise
 from mpkit.strategies.prepare.optimizer.trial import SCALES, Division, OptimizerTrial
@@ -43,48 +43,40 @@ DECLARED = "optimizer=mk.optimizer.elementwise(the function)"
 """How an optimizer is declared to treat each element by itself."""
 
 
-def check_optimizer(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_optimizer(resolved: ResolvedPlan, task: Task) -> None:
     """Reject optimizers whose steps on a rank's part of the model are not part of their step on the whole model.
 
     What else the trial shows, `task.examined` has from then on.
-    """
-    try:
-        # Numbers are needed here, even where a rank is simulated without them.
-        with quiet(), _disable_current_modes():
-            task.examined = _examine(resolved, task)
-    except Rejection as rejection:
-        return rejection
-    return None
-
-
-def _examine(resolved: ResolvedPlan, task: Task) -> Examined:
-    """Return what is known about the optimizer.
 
     Raises:
-        Rejection: it cannot be created, or a step depends on more than a rank has.
+        Rejection: the optimizer cannot be created, or a step depends on more than a rank has.
     """
     plan, (whole, first_names) = resolved.plan, trained_parameters(task.model)
-    # ---- created
-    once = plan.ranks == 1 and plan.microbatches == 1
-    made = create_optimizer(task.optimizer, task.model, task.given_model, scheduled=task.scheduled, once=once)
-    if made is None:
-        return Examined()
-    known, function = is_elementwise(made), describe_optimizer(task.optimizer)
-    checks = _Checks(function, plan, OptimizerTrial(function, whole, 1 if known else len(SCALES)))
-    # ---- plain
-    expected = checks.run_plain()
-    if expected is None:
-        return Examined()
-    # ---- repeats
-    if plan.ranks > 1 and plan.data_parallel != "dp":
-        checks.check_repeats(expected)
-    # ---- stages
-    if plan.pp > 1 and not known:
-        checks.check_stages(expected, _updated_by(resolved, first_names))
-    # ---- parts
-    if (plan.zero or plan.tp > 1) and not known:
-        checks.check_elements(expected, resolved.sharded[0].shards)
-    return checks.trial.examined
+    # Numbers are needed here, even where a rank is simulated without them.
+    with quiet(), _disable_current_modes():
+        # ---- created
+        once = plan.ranks == 1 and plan.microbatches == 1
+        made = create_optimizer(
+            task.optimizer, task.model, task.given_model, scheduled=task.scheduled, once=once
+        )
+        if made is None:
+            return
+        known, function = is_elementwise(made), describe_optimizer(task.optimizer)
+        checks = _Checks(function, plan, OptimizerTrial(function, whole, 1 if known else len(SCALES)))
+        # ---- plain
+        expected = checks.run_plain()
+        if expected is None:
+            return
+        # ---- repeats
+        if plan.ranks > 1 and plan.data_parallel != "dp":
+            checks.check_repeats(expected)
+        # ---- stages
+        if plan.pp > 1 and not known:
+            checks.check_stages(expected, _updated_by(resolved, first_names))
+        # ---- parts
+        if (plan.zero or plan.tp > 1) and not known:
+            checks.check_elements(expected, resolved.sharded[0].shards)
+        task.examined = checks.trial.examined
 
 
 @dataclass

@@ -16,22 +16,12 @@ from mpkit.strategies.prepare.probe.probe import Probe
 __all__ = ["check_parts", "check_whole_batch_loss"]
 
 
-def check_parts(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+def check_parts(resolved: ResolvedPlan, task: Task) -> None:
     """Reject losses and layers with which the parts of a batch do not add up to the batch.
 
     Micro-batches and replicas each compute a part, and their results are combined. A loss that compares samples or
     sums over them, or a layer that mixes them, makes something else of the parts. What the ranks call as the loss,
     `task.probed` has from then on.
-    """
-    try:
-        task.probed = probe_loss(resolved, task)
-    except Rejection as rejection:
-        return rejection
-    return None
-
-
-def probe_loss(resolved: ResolvedPlan, task: Task) -> ProbedLoss:
-    """Try model and loss, and determine how the loss of a batch is combined from its parts.
 
     Raises:
         Rejection: the parts of a batch do not add up to it.
@@ -43,8 +33,9 @@ def probe_loss(resolved: ResolvedPlan, task: Task) -> ProbedLoss:
         loss = loss.mean if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss
     plain = ProbedLoss(loss, nominal_count(batch_size(task.batch[0])) if counts else None)
     if (at_once and resolved.plan.dp == 1) or _without_content(task.model, task.batch):
-        return plain
-    return Probe(resolved, task, plain).verdict()
+        task.probed = plain
+    else:
+        task.probed = Probe(resolved, task, plain).verdict()
 
 
 def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> Rejection | None:

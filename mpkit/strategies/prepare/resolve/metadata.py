@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
+from mpkit.strategies.stage.shard import Shard, Sharded
 from mpkit.strategies.stage.stage import PRECISIONS
 
 __all__ = ["describe_run"]
@@ -30,6 +31,20 @@ def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: Resolve
     plan, held, parameters = resolved.plan, resolved.held, list(model.parameters())
     dtype = PRECISIONS.get(plan.precision, parameters[0].dtype if parameters else torch.float32)
     alone = plan.data_parallel == "dp"
+    sharded, named = resolved.sharded[0], dict(model.named_parameters(remove_duplicate=False))
+    samples = _share_sizes(batch_size(batch[0]), plan.microbatches, plan.dp)
+    average = sum(samples) / len(samples)
+    evenly = average / max(samples)
+    # ---- activations between layers, and the inputs and outputs of attentions, of the average micro-batch
+    stream = _stream_of_sample(batch[0], sharded) * average
+    if not stream and plan.pp > 1:
+        routes = resolved.outgoing_routes(next(iter(resolved.numbers)), 0)  # of the largest micro-batch
+        stream = plan.cp * sum(prod(spec.shape) for r in routes[:1] for spec in r.specs) * evenly
+    attentions: tuple[list[int], list[int]] = ([], [])
+    if plan.cp > 1:
+        exchanging = plan.tp * plan.cp if plan.cp_method == "ulysses" else 1
+        attentions = attention_sizes(model, batch[0], held, exchanging)
+    kv_bytes, qo_bytes = ([n * average * dtype.itemsize for n in sizes] for sizes in attentions)
     return {
         "plan": plan.to_json(),
         "stages": [list(names) for names in resolved.placed],
@@ -39,26 +54,27 @@ def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: Resolve
         "mesh": {
             "local_params": list(resolved.parameters),
             "element_bytes": dtype.itemsize,
-            "layers_tp": _regions(model, resolved, held),
-            "embeddings_tp": _count_by_stage(resolved.sharded[0].plan.embeddings, held),
-            "heads_tp": _count_by_stage([head] if (head := resolved.sharded[0].plan.head) else [], held),
-            "stream_bytes": _stream(batch, resolved) * dtype.itemsize,
-            **_attention_bytes(model, plan, batch, held, dtype.itemsize),
-            "loss_bytes": [sent * _evenly(plan, batch) for sent in resolved.loss_sends],
-            "partial_bytes": _partial(model, resolved, held, max(4, dtype.itemsize)),
-            "tied_bytes": _tied_bytes(model, resolved, dtype.itemsize),
-            "split": _split(resolved),
+            "layers_tp": _regions(model, sharded, held),
+            "embeddings_tp": _count_by_stage(sharded.plan.embeddings, held),
+            "heads_tp": _count_by_stage([head] if (head := sharded.plan.head) else [], held),
+            "stream_bytes": stream * dtype.itemsize,
+            "kv_bytes": kv_bytes,
+            "qo_bytes": qo_bytes,
+            "loss_bytes": [sent * evenly for sent in resolved.loss_sends],
+            "partial_bytes": _partial(named, sharded.partial, held, max(4, dtype.itemsize)),
+            "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
+            "split": _split(resolved.schedule),
         },
-        "shards": _shards(resolved),
+        "shards": _describe_shards(sharded.shards),
     }
 
 
-def _regions(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[str]]) -> list[int]:
+def _regions(model: nn.Module, sharded: Sharded, held: Sequence[Sequence[str]]) -> list[int]:
     """Return, by stage, the number of a transformer's regions with f and g, all of which map b s h to b s h.
 
     For other models the list is empty: no paper gives a formula for what their regions send.
     """
-    plan, shards = resolved.sharded[0].plan, resolved.sharded[0].shards
+    plan, shards = sharded.plan, sharded.shards
     pairs = [
         (shards[f"{r.row}.weight"], shards[f"{r.column[0]}.weight"])
         for r in plan.regions
@@ -76,61 +92,26 @@ def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> li
     return [sum(any(n.startswith(f"{module}.") for n in names) for module in modules) for names in held]
 
 
-def _samples(plan: Plan, batch: tuple[Value, Value]) -> tuple[int, float]:
-    """Return the number of samples in one replica's share of a micro-batch: the largest, and on average."""
-    size = batch_size(batch[0])
-    taken = [which for replicas in shares(size, plan.microbatches, plan.dp) for which in replicas]
-    sizes = [len(range(size)[which]) for which in taken]
-    return max(sizes), sum(sizes) / len(sizes)
+def _share_sizes(size: int, microbatches: int, replicas: int) -> list[int]:
+    """Return the number of samples in each replica's share of each micro-batch."""
+    return [len(range(size)[which]) for each in shares(size, microbatches, replicas) for which in each]
 
 
-def _evenly(plan: Plan, batch: tuple[Value, Value]) -> float:
-    """Return the size of the average share of a micro-batch relative to the largest share."""
-    largest, average = _samples(plan, batch)
-    return average / largest
-
-
-def _stream(batch: tuple[Value, Value], resolved: ResolvedPlan) -> float:
-    """Return the elements of one replica's activations between layers (b s h) for the whole sequence; 0 if unused."""
-    plan, shards = resolved.plan, resolved.sharded[0].shards
-    rows = [f"{region.row}.weight" for region in resolved.sharded[0].plan.regions]
-    if row := next((name for name in rows if name in shards), None):
-        shard = shards[row]
-        first = leaves(batch[0])[0]
-        tokens = prod(first.shape[1:-1]) if first.is_floating_point() else prod(first.shape[1:])
-        return tokens * shard.whole[1 - shard.dim] * _samples(plan, batch)[1]
-    if plan.pp == 1:
+def _stream_of_sample(inputs: Value, sharded: Sharded) -> int:
+    """Return the elements of one sample's activations between divided layers (s h), of the whole sequence."""
+    rows = [f"{region.row}.weight" for region in sharded.plan.regions]
+    row = next((name for name in rows if name in sharded.shards), None)
+    if row is None:
         return 0
-    return _boundary(resolved) * _evenly(plan, batch)
+    shard, first = sharded.shards[row], leaves(inputs)[0]
+    tokens = prod(first.shape[1:-1]) if first.is_floating_point() else prod(first.shape[1:])
+    return tokens * shard.whole[1 - shard.dim]
 
 
-def _boundary(resolved: ResolvedPlan) -> int:
-    """Return the number of elements that stage 0 sends to the next stage for the largest micro-batch."""
-    routes = resolved.outgoing_routes(next(iter(resolved.numbers)), 0)
-    return resolved.plan.cp * sum(prod(spec.shape) for route in routes[:1] for spec in route.specs)
-
-
-def _attention_bytes(
-    model: nn.Module, plan: Plan, batch: tuple[Value, Value], held: Sequence[Sequence[str]], size: int
-) -> dict[str, list[float]]:
-    """Return, by stage, the bytes of a micro-batch's keys and values, and of queries and outputs, of whole sequences.
-
-    The lists are empty without cp.
-    """
-    if plan.cp == 1:
-        return {"kv_bytes": [], "qo_bytes": []}
-    average = _samples(plan, batch)[1] * size
-    sizes = attention_sizes(model, batch[0], held, plan.tp * plan.cp if plan.cp_method == "ulysses" else 1)
-    return {
-        name: [elements * average for elements in each]
-        for name, each in zip(("kv_bytes", "qo_bytes"), sizes, strict=True)
-    }
-
-
-def _partial(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[str]], size: int) -> list[int]:
+def _partial(
+    whole: Mapping[str, nn.Parameter], names: Collection[str], held: Sequence[Sequence[str]], size: int
+) -> list[int]:
     """Return, by stage, the bytes of gradients of which each tensor-parallel rank has a partial sum."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    names = resolved.sharded[0].partial
     return [
         size
         * sum(
@@ -142,12 +123,11 @@ def _partial(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[s
     ]
 
 
-def _tied_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
+def _tied_bytes(whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, size: int) -> list[float]:
     """Return, by place along pp, the bytes of tied weights sent per step.
 
     Gradients go to the owner, and weights to the borrowers.
     """
-    whole = dict(model.named_parameters(remove_duplicate=False))
     plan, schedule = resolved.plan, resolved.schedule
     sent = [0.0] * plan.pp
     holders = {stage: place for place in range(plan.pp) for stage in schedule.stages_of(place)}
@@ -163,16 +143,16 @@ def _tied_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[flo
     return sent
 
 
-def _split(resolved: ResolvedPlan) -> list[float]:
+def _split(schedule: Schedule) -> list[float]:
     """Return, by place along pp, the share of its backwards that are split in two."""
-    rows = [[action.kind for action in row] for row in resolved.schedule.rows]
+    rows = [[action.kind for action in row] for row in schedule.rows]
     return [row.count("W") / max(1, row.count("F")) for row in rows]
 
 
-def _shards(resolved: ResolvedPlan) -> dict[str, str]:
+def _describe_shards(shards: Mapping[str, Shard]) -> dict[str, str]:
     """Describe how each divided parameter is sharded: how many of its rows or columns one rank has."""
     return {
         name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
         f"{'columns' if shard.axis_name == 'columns' else 'rows'}"
-        for name, shard in resolved.sharded[0].shards.items()
+        for name, shard in shards.items()
     }

@@ -55,18 +55,12 @@ def check_tensor_plan(resolved: ResolvedPlan, task: Task) -> Rejection | None:
     own = type(model).__module__.startswith("mpkit.strategies.models.") and plan.tensor is None
     if plan.tp == 1 or own or sum(sizes) > LARGEST or not _has_content(model):
         return None
-    try:
-        whole = compute_whole(model, task.batch, plan.tp, loss)
-    except Rejection as rejection:
-        return rejection
+    whole = compute_whole(model, task.batch, plan.tp, loss)
     if not all(bool(grad.isfinite().all()) for grad in whole.gradients.values() if grad is not None):
         report(unknown(model, plan.tp, "the loss or a gradient of the whole model is not finite"))
         return None
-    try:
-        examined = _Examined(whole, plan, loss)
-        gradients = examined.gradients()
-    except Rejection as rejection:
-        return rejection
+    examined = _Examined(whole, plan, loss)
+    gradients = examined.gradients()
     errors = {name: whole.error(name, grad) for name, grad in gradients.items()}
     if max(errors.values()) <= whole.close:
         return None
@@ -85,8 +79,7 @@ def check_tensor_plan(resolved: ResolvedPlan, task: Task) -> Rejection | None:
         + ". Between column and row layers a forward may treat features or heads one by one only: fused projections "
         "take sections=(1, 1, 1), attributes that count heads local=('num_heads',), arguments that are added after the "
         "row layer apart=('residual',). mk.tensor.find_tensor_plan(model) is the plan to begin with; "
-        "leave this region out, "
-        "or train with tp=1."
+        "leave this region out, or train with tp=1."
     )
 
 
