@@ -25,7 +25,7 @@ from mpkit.common.caught import one_line, report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
-from mpkit.strategies.prepare.tensor_plan.thread_group import Meeting, Seat
+from mpkit.strategies.prepare.tensor_plan.thread_group import TensorExchange, ThreadGroup
 from mpkit.strategies.prepare.tensor_plan.whole_model import (
     Gradients,
     WholeModel,
@@ -59,8 +59,8 @@ def check_tensor_plan(resolved: ResolvedPlan, task: Task) -> Rejection | None:
     if not all(bool(grad.isfinite().all()) for grad in whole.gradients.values() if grad is not None):
         report(unknown(model, plan.tp, "the loss or a gradient of the whole model is not finite"))
         return None
-    examined = _Examined(whole, plan, loss)
-    gradients = examined.gradients()
+    shards = _ShardGradients(whole, plan, loss)
+    gradients = shards.combine()
     errors = {name: whole.error(name, grad) for name, grad in gradients.items()}
     if max(errors.values()) <= whole.close:
         return None
@@ -68,7 +68,7 @@ def check_tensor_plan(resolved: ResolvedPlan, task: Task) -> Rejection | None:
         report(unknown(model, plan.tp, "the whole model computes another loss or gradient each time"))
         return None
     # A mistake within a region also shows in the layers before it: the message names the region.
-    inside = {n: r.entry for r in examined.plan_regions for n in errors if n.startswith(f"{r.entry}.")}
+    inside = {n: r.entry for r in shards.plan_regions for n in errors if n.startswith(f"{r.entry}.")}
     wrong = [name for name in inside if errors[name] > whole.close] or list(errors)
     name = max(wrong, key=errors.__getitem__)
     region, worst = inside.get(name), errors[name]
@@ -83,17 +83,17 @@ def check_tensor_plan(resolved: ResolvedPlan, task: Task) -> Rejection | None:
     )
 
 
-class _Examined:
+class _ShardGradients:
     """Computes the gradients of the shards and combines them."""
 
     def __init__(self, whole: WholeModel, plan: Plan, loss: Loss) -> None:
         self._plan, self._whole = plan, whole.model
         self._batch = whole.x, whole.y, loss
-        self._meeting = Meeting(plan.tp)
+        self._exchange = TensorExchange(plan.tp)
         self._found: dict[int, tuple[Sharded, Gradients]] = {}
         self._errors: list[Exception] = []
 
-    def gradients(self) -> Gradients:
+    def combine(self) -> Gradients:
         """Return the gradients by name, with the loss under the name ""."""
         threads = [threading.Thread(target=self._rank, args=(i,)) for i in range(self._plan.tp)]
         for thread in threads:
@@ -133,7 +133,7 @@ class _Examined:
             model, plan = copy.deepcopy(self._whole), self._plan
             model.zero_grad()
             sharded = shard_model(
-                model, Seat(self._meeting, index), plan.tensor, sequence=plan.sequence_parallel
+                model, ThreadGroup(self._exchange, index), plan.tensor, sequence=plan.sequence_parallel
             )
             x, y, loss = self._batch
             self._found[index] = sharded, train(model, x, y, loss)
@@ -141,7 +141,7 @@ class _Examined:
             pass  # another rank has failed
         except Exception as error:
             self._errors.append(error)
-            self._meeting.barrier.abort()
+            self._exchange.barrier.abort()
 
 
 def _has_content(model: nn.Module) -> bool:

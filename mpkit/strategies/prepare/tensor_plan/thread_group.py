@@ -9,14 +9,14 @@ from torch import Tensor
 
 from mpkit.strategies.comm.process_group import AtOnce, Completed
 
-__all__ = ["PATIENCE", "Meeting", "Seat"]
+__all__ = ["PATIENCE", "TensorExchange", "ThreadGroup"]
 
 
 PATIENCE = 60.0
 """Seconds after which a thread stops waiting for the others, which have then taken another path."""
 
 
-class Meeting:
+class TensorExchange:
     """The place where the threads exchange tensors."""
 
     def __init__(self, size: int) -> None:
@@ -33,31 +33,31 @@ class Meeting:
         return tensors
 
 
-class Seat(AtOnce):
+class ThreadGroup(AtOnce):
     """A `ProcessGroup` of threads as seen by one of them."""
 
-    def __init__(self, meeting: Meeting, index: int) -> None:
-        self._meeting, self.size, self.index = meeting, meeting.size, index
+    def __init__(self, exchange: TensorExchange, index: int) -> None:
+        self._exchange, self.size, self.index = exchange, exchange.size, index
 
-    def __deepcopy__(self, _: object) -> Seat:
+    def __deepcopy__(self, _: object) -> ThreadGroup:
         return self
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        brought = torch.stack(self._meeting.exchange(self.index, tensor))
+        brought = torch.stack(self._exchange.exchange(self.index, tensor))
         if op in ("max", "min"):
             return tensor.copy_(brought.amax(0) if op == "max" else brought.amin(0))
         return tensor.copy_(brought.sum(0) / (self.size if op == "mean" else 1))
 
     def _all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._meeting.exchange(self.index, tensor))
+        return torch.cat(self._exchange.exchange(self.index, tensor))
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
-        total = torch.stack(self._meeting.exchange(self.index, tensor)).sum(0)
+        total = torch.stack(self._exchange.exchange(self.index, tensor)).sum(0)
         return total.chunk(self.size)[self.index].clone()
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Return the parts of all threads' tensors that are for this one."""
-        brought = self._meeting.exchange(self.index, tensor)
+        brought = self._exchange.exchange(self.index, tensor)
         return torch.cat([each.chunk(self.size)[self.index] for each in brought])
 
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
