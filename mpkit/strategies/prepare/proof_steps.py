@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +26,7 @@ from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.feed import BatchSource, WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
 from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.prepare.dry_run.copying import has_content
 
 __all__ = ["SpecialValues", "check_verify", "telling_steps", "with_proof"]
 
@@ -110,9 +110,7 @@ def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:
 
 
 def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, most: float) -> str:
-    tensors = [*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1])]
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    if fake is not None or any(tensor.is_meta for tensor in tensors):
+    if not has_content(model, batch):
         return "its tensors have no content"
     plan, samples = resolved.plan, len(leaves(batch[0])[0])
     if plan.batchnorm == "local" and (plan.dp > 1 or plan.microbatches > 1) and batch_norms(model):

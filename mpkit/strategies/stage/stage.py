@@ -1,4 +1,4 @@
-"""Stage: a contiguous part of the model, its forward and its backward for one micro-batch."""
+"""Stage: a contiguous part of the model on a device; how a layer is called, and what is copied to the device for it."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -18,10 +19,11 @@ from torch._subclasses.fake_tensor import (
 )  # private; tests/test_trace_fake.py guards it
 
 from mpkit.common.caught import one_line
+from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.partition.walk import HOOKS
 
-__all__ = ["copy_model", "ready_to_travel", "without_content", "without_graphs"]
+__all__ = ["copy_model", "has_content", "ready_to_travel", "without_content", "without_graphs"]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -119,6 +121,13 @@ def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
     return copy_model(model, memo)
+
+
+def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:
+    """Return whether the tensors of a model and a batch hold numbers: none is on the meta device, or fake."""
+    tensors = (*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1]))
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is None and not any(tensor.is_meta for tensor in tensors)
 
 
 def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from mpkit.strategies.data.microbatch import Value, batch_size, leaves
+from mpkit.strategies.data.microbatch import batch_size
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.quotient import Quotient, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.prepare.arguments.task import ProbedLoss, Rejection, Task
+from mpkit.strategies.prepare.dry_run.copying import has_content
 from mpkit.strategies.prepare.probe.probe import Probe
 
 __all__ = ["check_parts", "check_whole_batch_loss"]
@@ -32,7 +30,7 @@ def check_parts(resolved: ResolvedPlan, task: Task) -> None:
     if at_once:
         loss = loss.mean if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss
     plain = ProbedLoss(loss, nominal_count(batch_size(task.batch[0])) if counts else None)
-    if (at_once and resolved.plan.dp == 1) or _without_content(task.model, task.batch):
+    if (at_once and resolved.plan.dp == 1) or not has_content(task.model, task.batch):
         task.probed = plain
     else:
         task.probed = Probe(resolved, task, plain).verdict()
@@ -54,10 +52,3 @@ def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> Rejection | No
             f"sequence: cp=1, as in mk.Plan.ddp({plan.ranks})."
         )
     return None
-
-
-def _without_content(model: nn.Module, first: tuple[Value, Value]) -> bool:
-    tensors = [*model.parameters(), *model.buffers(), *leaves(first[0]), *leaves(first[1])]
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or any(
-        tensor.is_meta for tensor in tensors
-    )

@@ -7,7 +7,6 @@ values; Ulysses exchanges the queries and the output too.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from mpkit.common.caught import fakes_or_real
-from mpkit.strategies.context.checks import without_content
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
 from mpkit.strategies.prepare.dry_run.quiet import quiet
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
@@ -55,7 +54,7 @@ def attention_sizes(
     with quiet():  # on real tensors, dropout would advance the caller's random state
         attentions = fakes_or_real(
             on_fakes,
-            lambda: _walk(copy.deepcopy(model), sample, ranks),
+            lambda: _walk(copy_model(model), sample, ranks),
             f"A sample of {type(model).__name__}",
         )
     for module, size, other in attentions:

@@ -16,10 +16,10 @@ from mpkit.common.caught import one_line
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.checks import check_context_parallel
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.runtime.local_model import attention_over, localize
 from mpkit.strategies.stage.shard import Sharded
 

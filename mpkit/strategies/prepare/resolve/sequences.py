@@ -1,4 +1,4 @@
-"""Checks, before any rank starts, of what cannot be divided.
+"""Check that ranks can share the sequences of a batch (context parallelism).
 
 data        every tensor has the sequence in dimension 1, of one length that the ranks can divide (`sequence`)
 positions   the model can take the position at which its part begins
@@ -8,12 +8,10 @@ outputs     are about tokens, not about the sequence as a whole
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from mpkit.common.caught import fakes_or_real, one_line
@@ -23,10 +21,11 @@ from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import check_sequences, sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
 from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["check_context_parallel", "without_content"]
+__all__ = ["check_context_parallel"]
 
 
 def check_context_parallel(
@@ -62,7 +61,7 @@ def check_context_parallel(
     # A model that is refused is refused again on real tensors, with numbers in the message.
     fakes_or_real(
         on_fakes,
-        lambda: _check_forward(copy.deepcopy(model), sample, n, order, method),
+        lambda: _check_forward(copy_model(model), sample, n, order, method),
         f"A part of a sequence in {type(model).__name__}",
     )
 
@@ -106,12 +105,3 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str, method: 
             "so what it says is about the sequence as a whole, of which no rank has more than a part. Models that say "
             f"something of every token, [batch, {length}, ...], can share sequences out; for this one take cp=1."
         )
-
-
-def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of the model whose tensors have no content."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        fake = mode.from_tensor(tensor.detach())
-        memo[id(tensor)] = nn.Parameter(fake, False) if isinstance(tensor, nn.Parameter) else fake
-    return copy.deepcopy(model, memo)
