@@ -1,7 +1,9 @@
 """Count how far a reader follows a plan and a micro-batch through the code: python -m scripts.count_stops.
 
-    plan        the functions of mpkit that are called with the Plan or the ResolvedPlan, from the first check to the
-                last: stops, the modules and folders that they lie in, and how often the walk goes back to a folder
+    plan        the functions of mpkit that are handed the Plan or the ResolvedPlan, from `Cluster.train` to the last
+                check: stops, the modules and folders that they lie in, and how often the walk goes back to a folder.
+                What is asked of the plan itself (its own methods) is no stop. The rows of the table of checks are one:
+                any of them can be read without the others. A function to which a check hands the plan on is a stop.
     forward     the frames of mpkit from the training loop to the model's own forward
     wire        the frames of mpkit from a gradient's hook to torch.distributed
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.prepare.checks import CHECKS, find_rejection
 from mpkit.strategies.prepare.prepare import prepare
 
 ROOT = Path(mk.__file__).parent
@@ -51,24 +54,30 @@ def frames_of(frame: FrameType | None, until: str) -> Iterator[str]:
 
 
 def walk_of_plan(plan: mk.Plan) -> list[tuple[str, str]]:
-    """Return (module, function) for each function that is called with the plan, in the order of the first calls."""
-    found: dict[tuple[str, str], None] = {}
+    """Return (module, function) for each function that is handed the plan, in the order of the first calls."""
+    stops: dict[tuple[str, str], None] = {}
+    rows = {check.find.__code__ for check in CHECKS}
+    ended = False
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event != "call" or not path.is_relative_to(ROOT):
+        nonlocal ended
+        code, path = frame.f_code, Path(frame.f_code.co_filename)
+        ended = ended or (event == "return" and code is find_rejection.__code__)
+        if event != "call" or ended or not path.is_relative_to(ROOT) or code in rows:
             return
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
-        if any(isinstance(frame.f_locals.get(name), (mk.Plan, ResolvedPlan)) for name in names):
-            found.setdefault((path.relative_to(ROOT).as_posix(), frame.f_code.co_name))
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if any(isinstance(frame.f_locals.get(n), (mk.Plan, ResolvedPlan)) for n in names if n != "self"):
+            stops.setdefault((path.relative_to(ROOT).as_posix(), code.co_name))
 
     model, data = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [(torch.ones(4, 4), torch.ones(4, 4))]
-    sys.setprofile(note)
-    try:
-        prepare(model, data, plan, ranks=plan.ranks, verify="first", **HOW)
-    finally:
-        sys.setprofile(None)
-    return list(found)
+    with mk.Cluster(ranks=plan.ranks, device="cpu") as cluster:
+        sys.setprofile(note)
+        try:
+            run = cluster.train(model, data, plan, **HOW)
+        finally:
+            sys.setprofile(None)
+        run.wait()
+    return list(stops)
 
 
 def frames_on_a_rank(ctx: Any, plan: mk.Plan) -> tuple[list[str], list[str]]:
@@ -100,9 +109,9 @@ def main() -> None:
     stops = walk_of_plan(mk.Plan.pipeline("1f1b", 2, 2))
     folders = [str(Path(module).parent) for module, _ in stops]
     visits = [folder for i, folder in enumerate(folders) if i == 0 or folder != folders[i - 1]]
-    print(
-        f"plan: {len(stops)} stops in {len({m for m, _ in stops})} modules and {len(set(folders))} folders;"
-    )
+    modules = {module for module, _ in stops}
+    print(f"plan: {len(stops)} stops, the table of {len(CHECKS)} checks counted once,")
+    print(f"      in {len(modules)} modules and {len(set(folders))} folders;")
     print(f"      {len(visits) - len(set(visits))} times back to a folder")
     for module, function in stops:
         print(f"        {module}: {function}")

@@ -19,6 +19,7 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
+from scripts.count_stops import frames_on_a_rank
 
 # ---------------------------------------------------------------- from the hook to torch.distributed
 
@@ -136,3 +137,12 @@ def test_along_an_axis_of_one_rank_nothing_is_sent(clusters: Callable[[int], mk.
     assert cluster.run(alone) == [(True, [1.0, 1.0])] * 2
     kinds = {Kind(kind) for rank in cluster.trace.ranks for kind in rank.ops["kind"]}
     assert not kinds & {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.BROADCAST, Kind.GATHER}
+
+
+# ---------------------------------------------------------------- from the training loop to a layer
+
+
+def test_four_frames_from_the_training_loop_to_a_layer(clusters: Callable[[int], mk.Cluster]) -> None:
+    for frames, _ in clusters(2).run(frames_on_a_rank, mk.Plan.pipeline("1f1b", 2, 2)):
+        names = [name.rpartition(".")[2] for name in frames]  # Python 3.10 knows no classes
+        assert names == ["__call__", "forward", "_forward", "step", "step"], frames

@@ -30,7 +30,7 @@ from examples.flexflow.layer import Split
 from mpkit.launch.session.cluster import Cluster
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.gpt import Block, Embedding, Head
-from mpkit.strategies.prepare.optimizer.made import check_optimizer, is_elementwise
+from mpkit.strategies.prepare.optimizer.creation import create_optimizer, is_elementwise
 
 if TYPE_CHECKING:
     from examples.flexflow.result import LayerStrategies
@@ -76,7 +76,7 @@ def run_on(
     for (name, module), split in zip(layers, splits, strict=True):
         _check_layer(name, module, split, [module for _, module in layers])
     # ---- optimizer
-    made = check_optimizer(optimizer, model, model, scheduled=False, once=False)
+    made = create_optimizer(optimizer, model, model, scheduled=False, once=False)
     if made is None:
         raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
     if any(split.parameter > 1 for split in splits) and not is_elementwise(made):

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.checks import check_context_parallel
 from mpkit.strategies.context.inside import ContextParallel
 from mpkit.strategies.context.positions import positions_of
 from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, sequence_part
 from mpkit.strategies.models.gpt import GPT
 from mpkit.strategies.prepare.dry_run.dry_run import quiet
+from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.stage.selective_recompute import AttentionAgain
 
 SIZES: dict[str, Any] = {

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.context.checks import check_context_parallel
 from mpkit.strategies.context.inside import ContextParallel
 from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.gpt import GPT, next_token_loss
+from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.stage.selective_recompute import AttentionAgain
 from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.stage.stage import call

@@ -17,7 +17,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.strategies.prepare.dry_run.quiet import quiet
-from mpkit.strategies.prepare.model_hooks import check_no_global_hooks
+from mpkit.strategies.prepare.hooks import check_global_hooks
 from mpkit.trace.record.flops import count
 from tests.limits import EVENT
 
@@ -74,7 +74,7 @@ def test_hooks_of_another_threads_dry_run_reject_nothing() -> None:
     thread.start()
     assert counting.wait(EVENT)
     asked.set()
-    check_no_global_hooks()
+    check_global_hooks()
     thread.join()
 
 

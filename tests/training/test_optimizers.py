@@ -470,11 +470,12 @@ def test_a_function_that_refuses_frozen_parameters() -> None:
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    model = nn.Sequential(nn.Identity(), nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    data = [(torch.arange(4), torch.zeros(4, 4))]
     with pytest.raises(
         ValueError, match=r"The model's 1\.0 makes sparse.*get_submodule\('1\.0'\)\.sparse = False"
     ):
-        prepared(sgd, PLANS["serial"], model)
+        prepared(sgd, PLANS["serial"], model, data)
 
 
 def test_a_hook_on_all_optimizers() -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -317,17 +316,17 @@ class Cluster:
             from mpkit.launch.session.run import Run
             from mpkit.strategies.prepare.prepare import prepare
 
-            job = self._agree_on_job(
-                prepare, model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", gpu=self._last_gpu,
+            job = self._agree_on_job(lambda: prepare(
+                model, data, plan, ranks=self.ranks, by_name=self.backend != "nccl", gpu=self._last_gpu,
                 loss=loss, optimizer=optimizer, steps=steps, seed=seed, max_grad_norm=max_grad_norm, verify=verify,
                 lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, every=every,
                 checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate, ema=ema,
-            )  # fmt: skip
+            ))  # fmt: skip
         self._turns.training = Run(self, job, timeout=timeout, show=show)
         return self._run_own_rank(self._turns.training)
 
-    def _agree_on_job(self, prepare: Callable[..., TrainJob], *args: Any, **kwargs: Any) -> TrainJob:
-        """Return what `prepare` returns; under a launcher, once all processes have found that they ask for the same.
+    def _agree_on_job(self, make_job: Callable[[], TrainJob]) -> TrainJob:
+        """Return the job; under a launcher, once all processes have found that they ask for the same.
 
         Warn if the plan's features work against each other, if it is estimated to need more memory than GPUs have, or
         if tensor parallelism spans nodes.
@@ -335,14 +334,14 @@ class Cluster:
         from mpkit.strategies.prepare.unwise import warn_if_unwise
 
         if self._session is None:
-            job = prepare(*args, **kwargs)
+            job = make_job()
             warn_if_unwise(job.plan)
             if self.device != "cpu":
                 provide_method("Cluster.warn_of_memory")(job, self._chosen, self.ranks)
             return job
         from mpkit.launch.session.launched_cluster import facts_in_common, verified_alike, warn_of_nodes
 
-        job = self._session.same("this training", partial(prepare, *args, **kwargs), facts_in_common)
+        job = self._session.same("this training", make_job, facts_in_common)
         job = verified_alike(job, self._session)
         warn_if_unwise(job.plan)
         warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)

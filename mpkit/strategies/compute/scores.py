@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.compute.loss_share import loss_share
-from mpkit.strategies.compute.part_forward import PartForward
-from mpkit.strategies.compute.stage_forward import StageForward
+from mpkit.strategies.compute.stage_forward import PartForward, StageForward, loss_share
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.quotient import Quotient, as_pair
 from mpkit.strategies.models.randomness import Draws
-from mpkit.strategies.stage.stage import cast
-from mpkit.strategies.stage.to_device import onto_device
+from mpkit.strategies.stage.stage import cast, onto_device
 
 __all__ = ["ScoredForward", "ScoredPartForward", "measure_scores", "scores"]
 

@@ -1,5 +1,8 @@
 """What F computes: the outputs of a stage for one micro-batch; at the last stage, the micro-batch's share of the loss.
 
+A stage of a chain (`StageForward`) calls its layers one after the other; a stage of a partitioned model (`PartForward`)
+runs its part of the model's own forward.
+
 inputs      of the model: copied to the device, in the plan's precision
 layers      of the stage, with the micro-batch's own random numbers
 loss        at the last stage
@@ -12,22 +15,24 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from mpkit.strategies.compute.loss_share import loss_share
-from mpkit.strategies.data.microbatch import Value, leaves
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.quotient import shares
+from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.randomness import Draws, OtherDraws, Randomness
 from mpkit.strategies.partition.boundary import Boundary
-from mpkit.strategies.stage.stage import PRECISIONS, Stage, cast
-from mpkit.strategies.stage.to_device import onto_device
+from mpkit.strategies.stage.partitioned import PartitionedStage
+from mpkit.strategies.stage.stage import PRECISIONS, Stage, arguments_of, cast, onto_device
 from mpkit.trace.record.flops import Flops
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["StageForward"]
+__all__ = ["PartForward", "StageForward", "loss_share"]
 
 
 class StageForward:
@@ -53,7 +58,7 @@ class StageForward:
     ) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number
-        self._last = stage.number == len(job.where.stages) - 1
+        self._computes_loss = stage.number == len(job.where.stages) - 1
         self._dtype = PRECISIONS.get(job.plan.precision)
         self._own = stage.sharded.draws
         replica = job.plan.mesh.place(context.rank).dp
@@ -98,8 +103,13 @@ class StageForward:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""
         draws = self.draws(m, inputs)
         with draws.preserve_state(), self.attention():
-            output = self._stage(inputs, draws)
-            if self._last:
+            # The backward and a recomputation need the inputs as they are.
+            output: Any = map_tensors(torch.clone, inputs) if self._stage.in_place else inputs
+            args, kwargs = arguments_of(output, first=self._s == 0)
+            for layer in self._stage.seeded_layers(draws):
+                output = layer(*args, **kwargs)
+                args, kwargs = (output,), {}
+            if self._computes_loss:
                 return self.loss(m, output, draws)
         return self.check_output(m, output)
 
@@ -134,3 +144,39 @@ class StageForward:
             "shapes that go from stage to stage may depend on the shapes of the data, and not on its values. "
             "Plan.serial() has no stages to go between."
         )
+
+
+class PartForward(StageForward):
+    """The forward of a part. Its inputs are what other stages made; every stage takes the data itself."""
+
+    def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
+        """Return what other stages need from this one; at the last stage, the micro-batch's share of the loss."""
+        assert (
+            isinstance(self._stage, PartitionedStage)
+            and isinstance(inputs, tuple)
+            and self._job.where.partition is not None
+        )
+        division = self._job.where.partition.divisions[self._microbatches[m].key]
+        draws = self.draws(m, inputs)
+        with draws.preserve_state(), self.attention():
+            outputs, made = self._stage.run(division, self.data(m), inputs, draws)
+            return self.loss(m, outputs, draws) if self._computes_loss else made
+
+
+def loss_share(job: TrainJob, output: Any, targets: Value, weight: float) -> tuple[Tensor, ...]:
+    """Return a micro-batch's share of the loss, and its count where the loss has one
+    (`mpkit.strategies.loss.quotient.shares`).
+
+    Args:
+        job: read for the loss and the precision.
+        output: the model's output.
+        targets: the targets, on the output's device.
+        weight: the micro-batch's share of the samples; 0 for a stand-in, which does not count.
+    """
+    if job.plan.precision != "full":
+        output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
+    if isinstance(job.what.loss, WholeBatchLoss):
+        loss = job.what.loss(output, targets, counts=weight > 0)
+    else:
+        loss = job.what.loss(output, targets)
+    return shares(loss, weight, job.what.nominal)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from mpkit.plan.schedule import Action
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.stage.stage import Stage
-from mpkit.strategies.stage.to_device import track
+from mpkit.strategies.stage.stage import Stage, track
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
 from mpkit.trace.record.recorder import Recorder

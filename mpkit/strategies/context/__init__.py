@@ -6,7 +6,6 @@
     ulysses     the same, where ranks divide the heads during attention, in place of the sequence
     inside      replaces a model's own calls of scaled_dot_product_attention by one of these
     positions   gives a model the positions of its tokens in the sequence
-    checks      reports what cannot be divided before any rank starts
 
 The gradients of the weights on a rank come from its own tokens, and so are summed over the axis like those of replicas.
 """

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from mpkit.plan.plan import Plan
 from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
 from mpkit.strategies.data.batches import Batches
-from mpkit.strategies.job.evaluation import EvaluationData
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.models.hooks import Hook
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from mpkit.strategies.data.fed import FedBatches
     from mpkit.strategies.data.stream import Stream
 
-__all__ = ["Problem", "Procedure", "TrainJob"]
+__all__ = ["EvaluationData", "Problem", "Procedure", "TrainJob", "due"]
 
 
 @dataclass(frozen=True)
@@ -141,3 +140,25 @@ class TrainJob:
     def with_loss(self, loss: Callable[[Any, Any], Tensor]) -> TrainJob:
         """Return the same job with another loss."""
         return replace(self, what=replace(self.what, loss=loss))
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What is evaluated, and when.
+
+    Attributes:
+        batches: each of them is evaluated, once.
+        metric: metric(outputs, targets) -> a mean over samples, (total, count), or a dict of these; or None.
+        names: the names of what is measured, the loss first.
+        every: steps from one evaluation to the next; the last step is followed by one too.
+    """
+
+    batches: WholeBatches | Batches
+    metric: Callable[[Any, Any], Any] | None
+    names: tuple[str, ...]
+    every: int
+
+
+def due(evaluation: EvaluationData | None, step: int, steps: int) -> bool:
+    """Return whether a step is followed by an evaluation."""
+    return evaluation is not None and ((step + 1) % evaluation.every == 0 or step + 1 == steps)

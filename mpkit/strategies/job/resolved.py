@@ -1,6 +1,6 @@
 """ResolvedPlan: a plan together with everything that follows from it for one model and its batches.
 
-`mpkit.strategies.prepare.layout.resolve` builds it once. Whatever comes after (the checks, the metadata, the ranks)
+`mpkit.strategies.prepare.resolve.resolve` builds it once. Whatever comes after (the checks, the metadata, the ranks)
 reads it, and nobody works out again where the model is cut, what crosses the boundaries, or what a stage computes.
 
     mesh, schedule        which rank is where, and the order of its actions
@@ -77,6 +77,12 @@ class ResolvedPlan:
     def for_place(self, place: int) -> ResolvedPlan:
         """Return the same outcome as the ranks at this place along tp see it."""
         return replace(self, place=place)
+
+    @property
+    def computes_loss_at_once(self) -> bool:
+        """Whether one rank computes the loss of all samples of a batch at once."""
+        plan = self.plan
+        return plan.microbatches == 1 and plan.cp == 1 and (plan.dp == 1 or plan.data_parallel == "dp")
 
     @property
     def numbers(self) -> dict[Hashable, list[LayerNumbers]]:

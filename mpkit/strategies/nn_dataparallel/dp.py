@@ -38,11 +38,10 @@ from mpkit.strategies.data_parallel.unused import unused_error
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
-from mpkit.strategies.nn_dataparallel.gathered_loss import gathered_loss
+from mpkit.strategies.nn_dataparallel.gathered_loss import ShareForward, gathered_loss
 from mpkit.strategies.nn_dataparallel.replicate_parameters import ReplicateParameters
 from mpkit.strategies.nn_dataparallel.rows import RowSpec, pack_rows, pad_rows, row_bytes, unpack_rows
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
-from mpkit.strategies.nn_dataparallel.share_forward import ShareForward
 from mpkit.strategies.partition.boundary import Boundary
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.stage import Stage

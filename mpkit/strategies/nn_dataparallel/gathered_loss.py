@@ -1,24 +1,44 @@
-"""The loss that rank 0 computes of all shares together, and the gradient of every output."""
+"""What F computes under DP: each rank the outputs of its share, and rank 0 the loss of all shares and its gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpkit.strategies.compute.loss_share import loss_share
+from mpkit.strategies.compute.stage_forward import StageForward, loss_share
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
-from mpkit.strategies.stage.to_device import onto_device, track
+from mpkit.strategies.stage.stage import Stage, onto_device, track
 from mpkit.trace import Kind
+from mpkit.trace.record.flops import Flops
 from mpkit.trace.record.saved import count_saved
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["gathered_loss", "join_shares"]
+__all__ = ["ShareForward", "gathered_loss", "join_shares"]
+
+
+class ShareForward(StageForward):
+    """The forward of the whole model without its loss, for one rank's share of a micro-batch."""
+
+    def __init__(self, context: Context, job: TrainJob, stage: Stage) -> None:
+        super().__init__(context, job, stage)
+        self._computes_loss = False  # rank 0 gathers the outputs
+
+    def flops(self, key: Hashable) -> Flops:
+        """Return FLOPs and bytes of the layers' forward and backward, for shares of this signature."""
+        return self._job.where.flops(key, self._s, loss=False)
+
+    def _refusal(self, m: int, made: str, expected: str) -> str:
+        return (
+            f"the model made {made}, and {expected} of inputs of the same shape before: DP gathers outputs, whose "
+            "shapes may depend on the shapes of the data, and not on its values. Plan.ddp gathers none."
+        )
 
 
 def gathered_loss(

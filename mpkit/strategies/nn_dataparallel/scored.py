@@ -11,10 +11,9 @@ from mpkit.strategies.compute.scores import scores
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.nn_dataparallel.dp import DP
-from mpkit.strategies.nn_dataparallel.gathered_loss import join_shares
+from mpkit.strategies.nn_dataparallel.gathered_loss import ShareForward, join_shares
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
-from mpkit.strategies.nn_dataparallel.share_forward import ShareForward
-from mpkit.strategies.stage.to_device import onto_device
+from mpkit.strategies.stage.stage import onto_device
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:

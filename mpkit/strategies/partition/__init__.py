@@ -12,7 +12,7 @@ messages, and each is sent directly to the stage that needs it.
     forward     a stage's walk: its own nodes are run, the others' skipped
 
 `mpkit.strategies.models.nested` takes apart what is passed from block to block, `mpkit.strategies.stage.partitioned`
-is a stage, and `mpkit.strategies.compute.part_forward` computes it.
+is a stage, and `mpkit.strategies.compute.stage_forward` computes it.
 
 Why not a traced graph? torch.export and torch.fx (and torch.distributed.pipelining's tracer, which is built on the
 former) turn the whole forward into operators, cut that, and run the pieces instead of the model. So they fail on

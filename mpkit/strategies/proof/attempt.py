@@ -16,7 +16,7 @@ from mpkit.common.caught import one_line
 from mpkit.strategies.data.microbatch import Value, part
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.python_state import PythonState
-from mpkit.strategies.prepare.travel import without_graphs
+from mpkit.strategies.prepare.dry_run.copying import without_graphs
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.rounding import SPREADS, Rounded, coarsest, distance
 from mpkit.strategies.reference.serial import Serial

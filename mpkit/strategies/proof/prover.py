@@ -167,7 +167,9 @@ class Prover:
 
     def _batch(self, step: int) -> tuple[Value, Value]:
         source = self._job.what.batches
-        if isinstance(source, Stream):  # of which `mpkit.strategies.prepare.verify` asks for no other steps
+        if isinstance(
+            source, Stream
+        ):  # of which `mpkit.strategies.prepare.proof_steps` asks for no other steps
             return source.first[step]
         return cast(BatchSource, source).part(step, slice(0, source.size(step)))
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.job.evaluation import due
-from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.job.job import TrainJob, due
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.evaluation import Evaluation
 

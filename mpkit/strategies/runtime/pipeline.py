@@ -38,8 +38,7 @@ from torch import Tensor
 
 from mpkit.plan.schedule import Action, lower
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.compute.part_forward import PartForward
-from mpkit.strategies.compute.stage_forward import StageForward
+from mpkit.strategies.compute.stage_forward import PartForward, StageForward
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
@@ -133,7 +132,16 @@ class Pipeline:
             work.begin_step(number, microbatches, self.loss_scale)
         # ---- execute
         for i, action in enumerate(self._row):
-            self._execute(action, last=self._last_backwards.get(action.stage) == i)
+            last = self._last_backwards.get(action.stage) == i
+            match action.kind:
+                case "F":
+                    self._forward(action)
+                case "B" | "I":
+                    self._backward(action, last)
+                case "W":
+                    self._work[action.stage].weight_grads(action.microbatch, last)
+                case _:
+                    self._communicate(action)
         # ---- broadcast
         if self.computes_loss:
             loss = sum_of(self._loss)
@@ -148,16 +156,10 @@ class Pipeline:
 
     # ---- execute ------------------------------------------------------------------------------------------
 
-    def _execute(self, action: Action, last: bool) -> None:
-        """Execute an action; `last` says whether it is its stage's last backward of the step."""
-        m, work, routes = action.microbatch, self._work[action.stage], self._routes(action)
+    def _communicate(self, action: Action) -> None:
+        """Send what a stage made, or post the receive of what it needs."""
+        m, routes = action.microbatch, self._routes(action)
         match action.kind:
-            case "F":
-                self._forward(action, routes)
-            case "B" | "I":
-                self._backward(action, routes, last)
-            case "W":
-                work.weight_grads(m, last)
             case "SEND_F":
                 self._messages.send_outputs("F", routes.leaving, m)
             case "SEND_B":
@@ -177,9 +179,9 @@ class Pipeline:
             )
         return routes
 
-    def _forward(self, action: Action, routes: Routes) -> None:
+    def _forward(self, action: Action) -> None:
         """Run F: compute the stage's output from its input; at the last stage, the loss."""
-        s, m = action.stage, action.microbatch
+        s, m, routes = action.stage, action.microbatch, self._routes(action)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
             wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
@@ -205,9 +207,13 @@ class Pipeline:
         (route,) = routes
         return self._job.where.boundary(self._microbatches[m].key, route.source).pack(tensors)
 
-    def _backward(self, action: Action, routes: Routes, last: bool) -> None:
-        """Run B or I: compute the gradients of the stage's input, for the stage before."""
-        m, work = action.microbatch, self._work[action.stage]
+    def _backward(self, action: Action, last: bool) -> None:
+        """Run B or I: compute the gradients of the stage's input, for the stage before.
+
+        Args:
+            last: whether it is the stage's last backward of the step.
+        """
+        m, work, routes = action.microbatch, self._work[action.stage], self._routes(action)
         work.recompute(m)
         gradients = self._gradients(routes.leaving, m)
         made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)

@@ -1,24 +1,26 @@
-"""Stage: a contiguous part of the model, its forward and its backward for one micro-batch."""
+"""Stage: a contiguous part of the model on a device; how a layer is called, and what is copied to the device for it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.data.microbatch import Value, map_tensors
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import prefix_of
 from mpkit.strategies.models.nested import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws, may_draw
 from mpkit.strategies.stage.block_recompute import Around, RecomputedBlock
 from mpkit.strategies.stage.shard import Sharded
+from mpkit.trace import Kind
+from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["PRECISIONS", "Stage", "call", "cast"]
+__all__ = ["PRECISIONS", "Stage", "arguments_of", "call", "cast", "onto_device", "track"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of plans that do not compute in the model's own precision."""
@@ -34,6 +36,7 @@ class Stage:
         sharded: which of its parameters are shards of the model's.
         blocks: the model's repeated blocks, in this stage or not.
         recomputed: blocks of this stage that are recomputed in the backward.
+        in_place: whether a layer writes into its inputs.
     """
 
     def __init__(
@@ -55,27 +58,16 @@ class Stage:
         self.layers = nn.Sequential(named).to(device)
         self.blocks = set(repeated_blocks(self.layers).values() if blocks is None else blocks)
         self.recomputed: list[RecomputedBlock] = []
-        self._in_place = in_place
+        self.in_place = in_place
         self._draws = [may_draw(layer) for layer in self.layers]
         self._spans = [()] * len(layers) if spans is None else spans
 
-    def __call__(self, inputs: Value, draws: Draws) -> Any:
-        """Return the output for the stage's input: in stage 0 the model's arguments, else the previous output.
-
-        The input is not changed, even where a layer works in place: backward or recomputation need it.
-
-        Args:
-            inputs: the stage's input.
-            draws: the random numbers for its layers.
-        """
-        if self._in_place:
-            inputs = map_tensors(torch.clone, inputs)
-        value: Any = inputs
+    def seeded_layers(self, draws: Draws) -> Iterator[nn.Module]:
+        """Yield the layers in order, each as soon as its random numbers are seeded."""
         for i, layer in enumerate(self.layers):
             if self._draws[i]:
                 draws.begin(self.names[i], self._spans[i])
-            value = call(layer, value, first=i == 0 and self.number == 0)
-        return value
+            yield layer
 
     @contextmanager
     def recompute_blocks(self, around: Around) -> Iterator[None]:
@@ -112,14 +104,40 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast a tensor, or the tensors that a value holds, to the dtype where they are of floating point."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    leaves, shape = flatten(value)
-    return rebuild(shape, [cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    flat, shape = flatten(value)
+    return rebuild(shape, [cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat])
 
 
 def call(layer: nn.Module, value: Any, *, first: bool) -> Any:
     """Call a layer: the model's first with its inputs by position or name, any other with the previous output."""
+    args, kwargs = arguments_of(value, first=first)
+    return layer(*args, **kwargs)
+
+
+def arguments_of(value: Any, *, first: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments by which a layer is called, by position and by name.
+
+    >>> arguments_of({"tokens": 1}, first=True), arguments_of((1, 2), first=True), arguments_of((1, 2), first=False)
+    (((), {'tokens': 1}), ((1, 2), {}), (((1, 2),), {}))
+    """
     if first and isinstance(value, dict):
-        return layer(**value)
-    if first and isinstance(value, tuple):
-        return layer(*value)
-    return layer(value)
+        return (), value
+    return (value if first and isinstance(value, tuple) else (value,)), {}
+
+
+def onto_device(value: Value, device: torch.device, record: Recorder) -> Value:
+    """Return a copy on the device, which a layer may write into; the copy is recorded, and counted as activations."""
+    copies = device.type != "cpu"
+    nbytes = sum(tensor.nbytes for tensor in leaves(value))
+    op = record.begin(Kind.COPY_TO_DEVICE, nbytes=nbytes) if copies else -1
+    copied = map_tensors(lambda t: t.to(device, copy=True, non_blocking=copies and t.is_pinned()), value)
+    if copies:
+        record.end(op)
+    track(leaves(copied), record)
+    return copied
+
+
+def track(tensors: Iterable[Tensor], record: Recorder) -> None:
+    """Count the tensors as activations, for as long as they live."""
+    for tensor in tensors:
+        record.ledger.track(tensor, "activations")

@@ -16,7 +16,8 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.replicated import Replicated
-from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.prepare.arguments.task import raise_rejection
+from mpkit.strategies.prepare.layers import find_wrong_embedding
 from mpkit.strategies.proof.assembled import Elements
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.averaged import Averaged
@@ -99,7 +100,7 @@ class DataParallel(Wrapped):
     ) -> None:
         context = context_for(module)
         replicas = replicas_of(context, group)
-        check_embeddings(module, shared=replicas.size > 1, local=True)
+        raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
         proof = LoopProof("mk.ddp", prove, module, replicas)
         super().__init__(module)
         plan = Plan(

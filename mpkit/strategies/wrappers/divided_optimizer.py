@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpkit.common.caught import one_line
-from mpkit.strategies.prepare.optimizer.made import ELEMENTWISE
+from mpkit.strategies.prepare.optimizer.creation import ELEMENTWISE
 from mpkit.strategies.wrappers.gradient_part import mark_part, unmark_part
 
 __all__ = ["check_optimizers", "mark_divided"]

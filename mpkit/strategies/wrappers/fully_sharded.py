@@ -26,7 +26,8 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.data_parallel.ddp import DDP
 from mpkit.strategies.data_parallel.replicated import Replicated
-from mpkit.strategies.prepare.arguments.embeddings import check_embeddings
+from mpkit.strategies.prepare.arguments.task import raise_rejection
+from mpkit.strategies.prepare.layers import find_wrong_embedding
 from mpkit.strategies.proof.assembled import Elements
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import Masters, narrow
@@ -73,7 +74,7 @@ class FullySharded(Wrapped):
         replicas = replicas_of(context, group, hybrid=True)
         groups = shard_groups_of(context, group, plan)
         self._shard_group = groups.shard if groups else replicas
-        check_embeddings(module, shared=replicas.size > 1, local=True)
+        raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
         dtype = PRECISIONS.get(plan.precision)
         proof = LoopProof("mk.fully_shard", prove, module, replicas, dtype=dtype, divided=True)
         super().__init__(module)

@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -24,8 +25,10 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_plan",
+    "check_surroundings",
     "check_update",
 ]
+
 
 MOST_STEPS = 2**31 - 1
 MOST_SEED = 2**62
@@ -72,7 +75,7 @@ def check_plan(plan: Any, ranks: int) -> None:
     if not isinstance(plan, Plan):
         named = (
             f"mk.Plan(pp={ranks}, schedule={plan!r})"
-            if plan in _names(plan)
+            if isinstance(plan, str) and plan in SCHEDULES
             else f"mk.Plan.gpipe({ranks}, 8)"
         )
         raise ValueError(f"plan is {a_kind_of(plan)}; it is an mk.Plan, such as {named}")
@@ -225,5 +228,23 @@ def a_kind_of(value: Any) -> str:
     return f"{type(value).__name__} {shown if len(shown) < 60 else ''}".strip()
 
 
-def _names(plan: Any) -> list[str]:
-    return list(SCHEDULES) if isinstance(plan, str) else []
+def check_surroundings() -> None:
+    """Check that no mode is on in which plain PyTorch would train in another way, or not at all.
+
+    Raises:
+        ValueError: gradients are off, or autocast is on.
+    """
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise ValueError(
+            f"cluster.train inside {mode}: gradients are off there (or since torch.set_grad_enabled(False)), and "
+            "nothing can be trained. Call it outside, or in `with torch.inference_mode(False), torch.enable_grad():`"
+        )
+    for name in ("cpu", "cuda", "xpu"):
+        if torch.is_autocast_enabled(name):
+            dtype = torch.get_autocast_dtype(name)
+            raise ValueError(
+                f'cluster.train inside torch.autocast("{name}", {dtype}): ranks are processes of their own, which it '
+                'does not reach. Call it outside, with mk.Plan(..., precision="bf16"), or let the model do it: '
+                f'model.forward = torch.autocast("{name}", {dtype})(model.forward)'
+            )

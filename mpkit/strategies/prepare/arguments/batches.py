@@ -1,25 +1,29 @@
-"""The part of the data that the steps use."""
+"""The part of the data that the steps use, and what cannot be such data: one rank's share of a dataset, say."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value, batch_size, part
 from mpkit.strategies.data.pairs import WANTED, checked_batch
 from mpkit.strategies.data.stream import Stream, is_stream
-from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.prepare.arguments.sampler import check_undivided
 
-__all__ = ["check_shares", "check_split", "of_every_size", "take_batches"]
+__all__ = ["check_split", "check_undivided", "of_every_size", "take_batches"]
+
+SHARES = ("num_replicas", "num_processes", "num_shards", "world_size")
+"""Names of samplers' attributes for the number of ranks: in torch, Accelerate, datasets and other libraries."""
+
+WITHIN = ("sampler", "batch_sampler", "base_sampler", "dataset", "loader", "dataloader", "base_dataloader")
 
 
 def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
@@ -100,39 +104,39 @@ def check_split(batches: list[tuple[Value, Value]], plan: Plan) -> None:
             )
 
 
-def check_shares(model: nn.Module, batches: list[tuple[Value, Value]], plan: Plan) -> None:
-    """Check that BatchNorms can take their statistics over the whole batch, where the plan wants that.
+def check_undivided(data: Any) -> None:
+    """Check that neither the data nor a sampler within it yields only a share of the samples.
 
     Raises:
-        ValueError: they would be over a micro-batch, or a rank would have nothing to add to them.
+        ValueError: one does, such as a DataLoader with a DistributedSampler.
+
+    >>> from torch.utils.data import DataLoader, DistributedSampler
+    >>> sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
+    >>> check_undivided(DataLoader(range(8), batch_size=2, sampler=sampler))
+    Traceback (most recent call last):
+    ValueError: data is a DataLoader with a DistributedSampler of num_replicas=2, ...
     """
-    divided = plan.dp > 1 or plan.microbatches > 1
-    norms = batch_norms(model) if divided and plan.batchnorm == "sync" else {}
-    if norms and plan.microbatches > 1:
-        raise ValueError(
-            f"{plan}: {next(iter(norms)) or 'the model'} is a {type(next(iter(norms.values()))).__name__}, and would "
-            f"take its statistics over each of {plan.microbatches} micro-batches, not over the whole batch as serial "
-            "training does. What works: microbatches=1; a norm that looks at single samples, such as nn.GroupNorm; or, "
-            "if other statistics are meant, batchnorm='local' in the Plan."
-        )
-    for name, norm in norms.items():
-        if has_own_forward(norm):
-            raise ValueError(
-                f"{plan}: the statistics of BatchNorms are to be over the whole batch, and {name} is a "
-                f"{type(norm).__name__}, whose forward is its own and sees its rank's share only. Either "
-                "batchnorm='local' in the Plan, each rank's own statistics, or one of torch.nn's in its place."
-            )
-    sizes = [batch_size(inputs) for inputs, _ in batches]
-    i = min(range(len(sizes)), key=lambda i: sizes[i])
-    if norms and sizes[i] < plan.dp:
-        first = next(iter(norms))
-        instead = (
-            ""
-            if isinstance(batches, WholeBatches) or not i
-            else " (drop_last=True in mk.Batches leaves it out)"
-        )
-        raise ValueError(
-            f"{plan}: the {plan.dp} ranks take statistics over the whole batch for {first or 'the model'}, and "
-            f"of a batch of {sizes[i]}{instead} some rank has no sample. Take "
-            f"batches of {plan.dp} or more, batchnorm='local' in the Plan, or a norm that needs no batch: nn.GroupNorm."
-        )
+    for each in _objects_within(data):
+        for name in SHARES:
+            shares = whole(getattr(each, name, None))
+            if shares is not None and shares > 1:
+                kind = type(data).__name__
+                sampler = "" if each is data else f" with a {type(each).__name__}"
+                raise ValueError(
+                    f"data is a {kind}{sampler} of {name}={shares}, which gives one rank's share of the samples, 1 of "
+                    f"{shares}: the other shares would never be trained on, since mpkit deals every batch out to its "
+                    "ranks itself. Give the whole: mk.Batches(dataset, batch_size), where batch_size is that of all "
+                    "ranks together, shuffles as the sampler does and loads on the ranks; or the loader without it."
+                )
+
+
+def _objects_within(data: Any) -> Iterator[Any]:
+    """Yield the data, its samplers, and the objects that those wrap."""
+    waiting, seen = [data], set()
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in seen or isinstance(part, (str, bytes, int, float)):
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += [vars(part)[name] for name in WITHIN if name in getattr(part, "__dict__", {})]

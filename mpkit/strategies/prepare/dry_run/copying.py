@@ -11,16 +11,19 @@ from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )  # private; tests/test_trace_fake.py guards it
 
 from mpkit.common.caught import one_line
+from mpkit.strategies.data.microbatch import Value, leaves
+from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.partition.walk import HOOKS
 
-__all__ = ["copy_model", "without_content"]
+__all__ = ["copy_model", "has_content", "ready_to_travel", "without_content", "without_graphs"]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -76,6 +79,40 @@ def _refusal(module: nn.Module) -> Exception | None:
     return None
 
 
+def ready_to_travel(model: nn.Module) -> nn.Module:
+    """Return the model itself, or a copy if some of it is on a GPU or belongs to a graph.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    model = without_graphs(model)
+    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    return copy_model(model).cpu()
+
+
+def without_graphs(model: nn.Module) -> nn.Module:
+    """Return the model itself, or a copy if a tensor that it keeps belongs to a graph.
+
+    A tensor that a module keeps from a forward, as `torch.nn.utils.weight_norm` keeps the weight that it computes, can
+    be neither copied nor sent together with its graph.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    kept = [
+        leaf
+        for module in model.modules()
+        for value in vars(module).values()
+        for leaf in flatten(value)[0]
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    if kept:
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        return copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
+    return model
+
+
 def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of the model whose tensors have no content."""
     memo: dict[int, Any] = {}
@@ -84,6 +121,13 @@ def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
     return copy_model(model, memo)
+
+
+def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:
+    """Return whether the tensors of a model and a batch hold numbers: none is on the meta device, or fake."""
+    tensors = (*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1]))
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is None and not any(tensor.is_meta for tensor in tensors)
 
 
 def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:

@@ -1,4 +1,9 @@
-"""Running a user's model without side effects on random state, warnings or printed output."""
+"""Running a user's model without side effects on random state, warnings or printed output, and on few threads.
+
+A thread of torch that waits for the others spins: it keeps its core busy. If another process needs that core, as the
+fork server does while it imports torch, or a rank, the threads wait for each other for several times as long as one
+thread would compute.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from mpkit.common.caught import report
 from mpkit.common.process_wide import LOCK, silent
 from mpkit.errors import UnwisePlan
 
-__all__ = ["quiet"]
+__all__ = ["on_threads", "quiet"]
 
 
 @contextlib.contextmanager
@@ -43,3 +48,24 @@ def quiet() -> Iterator[None]:
                 np.random.set_state(states[1])
     for message in dict.fromkeys(str(each.message) for each in caught if each.category is UnwisePlan):
         report(message)
+
+
+@contextlib.contextmanager
+def on_threads(number: int) -> Iterator[None]:
+    """Let torch compute on this many threads inside the context, but on no more than it would anyway, and at least one.
+
+    >>> with on_threads(1):
+    ...     torch.get_num_threads()
+    1
+    """
+    with LOCK:
+        before = torch.get_num_threads()
+        number = max(1, min(number, before))
+        if number == before:
+            yield
+            return
+        torch.set_num_threads(number)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.strategies.prepare.optimizer.plain import plain
+from mpkit.strategies.prepare.arguments.task import Examined
 from mpkit.strategies.update.optimizer import OptimizerFunction, Take, UpdatedPart, make_optimizer
 from mpkit.strategies.update.several import SeveralOptimizers, kind_of
 from mpkit.strategies.update.whole import WholeParameter, make_like
 
-__all__ = ["SCALES", "Division", "Examined", "OptimizerTrial"]
+__all__ = ["SCALES", "Division", "OptimizerTrial", "plain"]
+
 
 SCALES = (1.0, 0.01, 100.0, 1.0, 1e4, 1e-3, 1.0, 1.0, 30.0, 0.1, 1.0, 1e3)
 """Sizes of the gradients, step by step."""
@@ -35,21 +35,6 @@ treat large matrices differently (factored second moments from 128 on) do so at 
 
 Division = Mapping[str, Take | None]
 """What one optimizer receives, by name: a whole parameter (None), or a part of it."""
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What is known about an optimizer that was tried.
-
-    Attributes:
-        kind: the name of its class.
-        states: the names of its states.
-        elsewhere: what changes besides its parameters' states, and so is not saved in checkpoints; "" if nothing.
-    """
-
-    kind: str = ""
-    states: tuple[str, ...] = ()
-    elsewhere: str = ""
 
 
 class OptimizerTrial:
@@ -200,3 +185,19 @@ def _smaller(whole: Sequence[WholeParameter]) -> list[WholeParameter]:
         seen.add(each.shape)
         shrunk.append(each._replace(shape=tuple(min(n, longest) for n in each.shape)))
     return shrunk
+
+
+def plain(value: Any) -> Any:
+    """Convert a value into comparable data: numbers, strings, and tensors as lists.
+
+    >>> import torch
+    >>> plain({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
+    {'lr': 0.5, 'betas': [0.9, 0.99]}
+    """
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 64 else (tuple(value.shape), float(value.double().sum()))
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

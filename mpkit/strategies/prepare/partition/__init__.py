@@ -1,7 +1,7 @@
 """Partition a model that is no chain among the stages of a pipeline, before a rank starts.
 
-choice    which modules are opened (their forward runs as it is written), and which are blocks that a rank calls
-          as a whole
+blocks    which modules are opened (their forward runs as it is written), which are blocks that a rank calls as a
+          whole, and where the sequence of their calls is cut
 record    the dry run: the blocks, the operations between them, and which values each of them uses
 divide    the stage that runs each of them, and what is sent from stage to stage
 """
@@ -24,12 +24,10 @@ from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.prepare.dry_run.copying import copy_model
 from mpkit.strategies.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
-from mpkit.strategies.prepare.partition.calls import stages_of_blocks, starts
-from mpkit.strategies.prepare.partition.choice import PartitionChoice, choose
-from mpkit.strategies.prepare.partition.divide import divide
-from mpkit.strategies.prepare.partition.hold import hold
+from mpkit.strategies.prepare.partition.blocks import PartitionChoice, choose, stages_of_blocks, starts
+from mpkit.strategies.prepare.partition.cannot_cut import CannotCut, EnteredFromOutside, tell_if_entered
+from mpkit.strategies.prepare.partition.divide import assign_weights, divide
 from mpkit.strategies.prepare.partition.record import record
-from mpkit.strategies.prepare.partition.refusals import CannotCut, EnteredFromOutside, tell_if_entered
 from mpkit.strategies.stage.stage import PRECISIONS, cast
 from mpkit.trace.record.fake_mode import FakeMode
 
@@ -81,7 +79,7 @@ def partition_model(
         key: divide(graph, stages_of_blocks(graph, first), plan.stages, relays=relays)
         for key, graph in graphs.items()
     }
-    return hold(as_given, choice, divisions, first)
+    return assign_weights(as_given, choice, divisions, first)
 
 
 def _with_backward_hooks(model: nn.Module) -> dict[str, str]:

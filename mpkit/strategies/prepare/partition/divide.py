@@ -1,4 +1,4 @@
-"""Divide a graph among stages: which stage runs each node, and therefore what stages send to each other.
+"""Divide a graph among stages: which stage runs each node and holds each weight, and what stages send to each other.
 
 blocks     as the model is cut
 between    an operation between blocks runs on the stage that makes the last of its inputs, or on the first stage that
@@ -9,12 +9,16 @@ routes     each value goes directly from the stage that makes it to each stage t
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import prod
 
-from mpkit.strategies.partition.boundary import Route, Spec
-from mpkit.strategies.partition.graph import CallNode, Division, Graph
+from torch import nn
 
-__all__ = ["divide"]
+from mpkit.strategies.partition.boundary import Route, Spec
+from mpkit.strategies.partition.graph import CallNode, Division, Graph, PartitionedModel
+from mpkit.strategies.prepare.partition.blocks import PartitionChoice, Start
+
+__all__ = ["assign_weights", "divide"]
 
 
 def divide(graph: Graph, block_stages: list[int], stages: int, *, relays: bool = False) -> Division:
@@ -95,3 +99,62 @@ def _sent_bytes(graph: Graph, node: CallNode) -> int:
 
 def _nbytes(spec: Spec) -> int:
     return prod(spec.shape) * spec.dtype.itemsize
+
+
+def assign_weights(
+    model: nn.Module, choice: PartitionChoice, divisions: dict[Hashable, Division], starts: list[Start]
+) -> PartitionedModel:
+    """Return what ranks need to know about a divided model.
+
+    Args:
+        model: the user's model.
+        choice: which of its modules were opened.
+        divisions: the divisions by signature of a micro-batch.
+        starts: the first call of each stage but stage 0.
+
+    Raises:
+        ValueError: stages share state that each would change on its own.
+    """
+    modules, stages = dict(model.named_modules()), len(starts) + 1
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held: list[dict[str, None]] = [{} for _ in range(stages)]
+    placed: list[dict[str, None]] = [{} for _ in range(stages)]
+    for division in divisions.values():
+        for node, s in zip(division.graph.nodes, division.stage_of, strict=True):
+            held[s].update(dict.fromkeys(node.parameters))
+            if node.block:
+                placed[s][node.name] = None
+                held[s].update(dict.fromkeys(names[id(p)] for p in modules[node.name].parameters()))
+    _check_buffers(modules, placed)
+    used = {name for stage in held for name in stage}
+    held[0].update(dict.fromkeys(name for name in names.values() if name not in used))
+    state = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if id(value) in names:
+            state[key] = next(s for s in range(stages) if names[id(value)] in held[s])
+        else:
+            inside = (s for s in range(stages) for block in placed[s] if key.startswith(f"{block}."))
+            state[key] = max(inside, default=0)
+    return PartitionedModel(
+        choice.modules,
+        choice.blocks,
+        divisions,
+        [tuple(stage) for stage in held],
+        [tuple(stage) for stage in placed],
+        state,
+        starts,
+    )
+
+
+def _check_buffers(modules: dict[str, nn.Module], placed: list[dict[str, None]]) -> None:
+    """Refuse a block with statistics that is called in two stages: each would keep its own statistics."""
+    for name in dict.fromkeys(name for stage in placed for name in stage):
+        stages = [s for s, blocks in enumerate(placed) if name in blocks]
+        keeps = [key for key, _ in modules[name].named_buffers() if modules[name].training]
+        if len(stages) > 1 and keeps:
+            raise ValueError(
+                f"{name} is called in the stages {', '.join(map(str, stages))}, and keeps {keeps[0]}, of which each "
+                "stage would change a copy of its own. What works: a cut that leaves its calls in one stage, a block "
+                "of its own for each call, model.eval() if it is not to change, or Plan.serial(). (Shared weights may "
+                "be anywhere.)"
+            )

@@ -20,7 +20,7 @@ from mpkit.strategies.models.nested import flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.strategies.partition.value import Looked, Value, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
-from mpkit.strategies.prepare.partition.refusals import CannotCut
+from mpkit.strategies.prepare.partition.cannot_cut import CannotCut
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.flops import Flops
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in

@@ -3,64 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from mpkit.common.caught import report
 from mpkit.plan.plan import Plan
+from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.probe.compare import SINGLE, differ, far
+from mpkit.strategies.prepare.probe.messages import for_layer
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
-from mpkit.strategies.prepare.probe.words import for_layer
+
+if TYPE_CHECKING:
+    from mpkit.strategies.prepare.probe.probe import Probe
 
 __all__ = ["check_buffers"]
 
 Parts = Sequence[Sequence[int]]
 
 
-def check_buffers(
-    trial: ProbeTrial,
-    everything: Parts,
-    parts: Parts,
-    plan: Plan,
-    after: tuple[dict[str, Tensor], dict[str, Tensor]],
-) -> list[str]:
-    """Return warnings about buffers that a forward changes, except for BatchNorm's statistics.
+def check_buffers(probe: Probe, whole: ProbeResult, split: ProbeResult) -> None:
+    """Warn of buffers that a forward changes, except for BatchNorm's statistics.
 
     Args:
-        trial: the trial of model and loss.
-        everything: all samples as one part.
-        parts: the samples in the parts of the plan.
-        plan: the plan of the training.
-        after: the buffers after a forward of all samples, and after one of the first part.
+        probe: the samples and their parts.
+        whole, split: the results for all samples at once and for the parts, with the buffers after the first part.
 
     Raises:
-        ValueError: a buffer depends on which samples are computed together, and the next forward depends on the buffer.
+        Rejection: a buffer depends on which samples are computed together, and the next forward depends on the buffer.
     """
+    trial, everything, parts, plan = probe.trial, probe.all, probe.parts, probe.plan
     before = {name: buffer.detach().clone() for name, buffer in trial.model.named_buffers()}
-    whole, split = after
-    changed = far(before, whole, SINGLE)
+    changed = far(before, whole.buffers, SINGLE)
     if not changed:
-        return []
-    by_samples = far(whole, split, SINGLE)
+        return
+    by_samples = far(whole.buffers, split.buffers, SINGLE)
 
     def twice(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
         return tried.run(everything, calls=2), tried.run(parts, calls=2)
 
     if by_samples and differ(trial, twice)[2]:
-        raise ValueError(for_layer(plan, trial.model, by_samples[0].rpartition(".")[0], []))
-    warnings = []
+        raise Rejection(for_layer(plan, trial.model, by_samples[0].rpartition(".")[0], []))
     if by_samples:
-        warnings.append(
+        report(
             f"The buffer {by_samples[0]!r} depends on which samples are computed together: {_which(plan)}, and not "
             "what it would be of whole batches. Nothing that is trained depends on it."
         )
     counted = [name for name in changed if name not in by_samples]
     if counted and plan.microbatches > 1 and _matters(trial, everything):
-        warnings.append(
+        report(
             f"The buffer {counted[0]!r} changes with every forward: {plan.microbatches} times per step, once for each "
             "micro-batch, and what the model makes depends on it: training is that of plain PyTorch with gradients "
             f"accumulated over {plan.microbatches} micro-batches."
         )
-    return warnings
 
 
 def _matters(trial: ProbeTrial, everything: Parts) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import share, split
 
 __all__ = ["Parts", "division", "scatter_samples"]
@@ -17,7 +16,7 @@ FEW, MANY_PARTS = 64, 16
 """The largest batch that is tried whole, and the largest number of its parts."""
 
 
-def division(size: int, plan: Plan, flops: float) -> tuple[int, int, int]:
+def division(size: int, microbatches: int, replicas: int, flops: float) -> tuple[int, int, int]:
     """Return how many samples are tried, in how many micro-batches, and on how many replicas.
 
     If it is cheap, the whole batch is tried, divided as in the plan: the result of a layer that mixes samples depends
@@ -26,16 +25,15 @@ def division(size: int, plan: Plan, flops: float) -> tuple[int, int, int]:
 
     Args:
         size: the number of samples in the batch.
-        plan: the plan of the training.
+        microbatches, replicas: those of the plan.
         flops: the FLOPs of the forward of one sample.
 
-    >>> division(8, Plan.ddp(2), 100.0), division(1000, Plan.gpipe(4, 8), 100.0), division(9, Plan.ddp(2), 1e9)
+    >>> division(8, 1, 2, 100.0), division(1000, 8, 1, 100.0), division(9, 1, 2, 1e9)
     ((8, 1, 2), (6, 2, 1), (2, 1, 2))
     """
-    micro, replicas = plan.microbatches, plan.dp
-    if size <= FEW and micro * replicas <= MANY_PARTS and 6 * flops * size <= CHEAP:
-        return size, micro, replicas
-    micro, replicas = min(micro, 2), min(replicas, 2)
+    if size <= FEW and microbatches * replicas <= MANY_PARTS and 6 * flops * size <= CHEAP:
+        return size, microbatches, replicas
+    micro, replicas = min(microbatches, 2), min(replicas, 2)
     wanted = min(size, 2 * micro * replicas + (1 if size % 2 else 2))
     if 6 * flops * wanted > CHEAP:
         wanted = min(size, max(2, micro * replicas))

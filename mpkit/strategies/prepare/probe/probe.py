@@ -7,29 +7,30 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkit.common.caught import one_line
-from mpkit.plan.plan import Plan
-from mpkit.strategies.data.microbatch import Value, batch_size, part
+from mpkit.strategies.data.microbatch import batch_size, part
+from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.quotient import nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.packing.packing import dumps
+from mpkit.strategies.prepare.arguments.task import ProbedLoss, Rejection, Task
 from mpkit.strategies.prepare.probe.buffers import check_buffers
 from mpkit.strategies.prepare.probe.compare import differ
 from mpkit.strategies.prepare.probe.explain import explain
-from mpkit.strategies.prepare.probe.heard import MeanLossDetector
-from mpkit.strategies.prepare.probe.masked_data import try_masked
+from mpkit.strategies.prepare.probe.masked_targets import try_masked
+from mpkit.strategies.prepare.probe.mean_loss import MeanLossDetector
 from mpkit.strategies.prepare.probe.parts import Parts, division, scatter_samples
 from mpkit.strategies.prepare.probe.sequences import check_sequence_loss
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
 
-__all__ = ["MOST", "Loss", "Probe", "ProbedLoss", "Untried", "copy_loss", "in_one_part", "of_samples"]
+__all__ = ["MOST", "Probe", "Untried", "copy_loss", "of_samples"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -41,60 +42,29 @@ class Untried(Exception):
     """The model or the loss fails on parts of a batch; `__cause__` is the error."""
 
 
-class ProbedLoss(NamedTuple):
-    """The loss that is trained.
-
-    Attributes:
-        loss: the loss as a rank calls it.
-        nominal: as in `Problem`.
-        warnings: messages about what works but the user should know.
-    """
-
-    loss: Loss
-    nominal: float | None
-    warnings: tuple[str, ...] = ()
-
-
-def in_one_part(plan: Plan) -> bool:
-    """Return whether one rank computes the loss of all samples at once."""
-    return plan.microbatches == 1 and plan.cp == 1 and (plan.dp == 1 or plan.data_parallel == "dp")
-
-
 class Probe:
     """The trial of one training.
 
     Args:
-        model, loss, batches, first: as in `objective`.
-        plan: the plan, which determines the parts.
-        flops: the FLOPs of the forward of one sample.
-        plain: the objective if the probe finds nothing.
+        resolved: the plan, which determines the parts, and its FLOPs, which determine how many samples are tried.
+        task: what is to be trained.
+        plain: the loss as ranks call it if the probe finds nothing.
         whole: try the whole batch, whatever it costs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        batches: Any,
-        first: tuple[Value, Value],
-        plan: Plan,
-        flops: float,
-        plain: ProbedLoss,
-        *,
-        whole: bool = False,
-    ) -> None:
-        self.model, self.loss, self.batches, self.plan, self.plain = model, loss, batches, plan, plain
-        self.size, self.of_a_sample = batch_size(first[0]), flops
-        wanted, micro, replicas = division(self.size, plan, flops)
+    def __init__(self, resolved: ResolvedPlan, task: Task, plain: ProbedLoss, *, whole: bool = False) -> None:
+        self.resolved, self.plan, self.task, self.plain = resolved, resolved.plan, task, plain
+        plan, first, self.loss = resolved.plan, task.batch, plain.loss
+        self.size, self.of_a_sample = batch_size(first[0]), resolved.flops_of_a_sample()
+        wanted, micro, replicas = division(self.size, plan.microbatches, plan.dp, self.of_a_sample)
         if whole:
             wanted, micro, replicas = self.size, plan.microbatches, plan.dp
-        self.first = first
         self.all = [list(range(wanted))]
         self.parts = scatter_samples(wanted, micro, replicas)
         self.data = part(first[0], slice(wanted)), part(first[1], slice(wanted))
-        self.trial = ProbeTrial(model, copy_loss(loss), self.data)
+        self.trial = ProbeTrial(task.model, copy_loss(self.loss), self.data)
         # Rank 0 of DP, and a loss of the whole batch, see the outputs of all replicas.
-        self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(loss, WholeBatchLoss)
+        self.gathers = (plan.dp > 1 and plan.data_parallel == "dp") or isinstance(self.loss, WholeBatchLoss)
         self.of_loss = scatter_samples(wanted, micro, 1) if self.gathers else self.parts
 
     def verdict(self) -> ProbedLoss:
@@ -129,10 +99,10 @@ class Probe:
             and judged[1] is not None
         ):
             at_once, apart = (self.all, judged[0].outputs), (self.of_loss, judged[1].outputs)
-            guarded = try_masked(self.plan, self.trial, self.loss, self.batches, at_once, apart)
+            guarded = try_masked(self.plan, self.trial, self.loss, self.task.batches, at_once, apart)
             objective = objective._replace(loss=guarded) if guarded is not None else objective
-        warned = check_buffers(self.trial, self.all, self.parts, self.plan, (first.buffers, split.buffers))
-        return objective._replace(warnings=tuple(warned))
+        check_buffers(self, first, split)
+        return objective
 
     def _hear(self, heard: MeanLossDetector) -> ProbeResult:
         """Return the result for all samples at once, with what this loss hears.
@@ -152,17 +122,7 @@ class Probe:
         """Try the whole batch, on which the dry run has succeeded, unless that is too expensive."""
         if len(self.all[0]) == self.size or 6 * self.of_a_sample * self.size > MOST:
             return None
-        again = Probe(
-            self.model,
-            self.loss,
-            self.batches,
-            self.first,
-            self.plan,
-            self.of_a_sample,
-            self.plain,
-            whole=True,
-        )
-        return again.verdict()
+        return Probe(self.resolved, self.task, self.plain, whole=True).verdict()
 
     def _form(self, heard: MeanLossDetector, whole: ProbeResult) -> ProbedLoss:
         """Return how a rank calls the loss.
@@ -172,7 +132,7 @@ class Probe:
         count = None if whole.count is None else whole.count * self.size / len(self.all[0])
         if self.plain.nominal is not None and count is not None:
             return self.plain._replace(nominal=nominal_count(count))
-        if heard.pair is None or in_one_part(self.plan) or heard.constant(self.batches):
+        if heard.pair is None or self.resolved.computes_loss_at_once or heard.constant(self.task.batches):
             return self.plain
         self.trial = self.trial.with_loss(MeanLoss(self.trial.loss))
         assert count is not None
@@ -192,7 +152,7 @@ class Probe:
             The result for all samples at once, and that of the parts.
 
         Raises:
-            ValueError: they differ.
+            Rejection: they differ.
             Untried: the model or the loss fails on the parts.
         """
 
@@ -212,7 +172,7 @@ class Probe:
             trial = trial.with_evaluation()
             whole, split, differs = differ(trial, run_both)
         if differs:
-            raise ValueError(explain(self.plan, trial, whole, split, parts, self.size))
+            raise Rejection(explain(self.plan, trial, whole, split, parts, self.size))
         return before, after
 
 
@@ -220,12 +180,12 @@ def copy_loss(loss: Loss) -> Loss:
     """Return a copy of the loss as a rank receives it, so that the state of the original does not change.
 
     Raises:
-        ValueError: it cannot be sent to a rank.
+        Rejection: it cannot be sent to a rank.
     """
     try:
         copy: Loss = pickle.loads(dumps(loss))
     except Exception as error:
-        raise ValueError(
+        raise Rejection(
             f"The loss cannot be sent to the ranks: {one_line(error)}. Locks, open files, generators and the like "
             "belong to this process: make them when the loss is first called, or leave them out (__getstate__)."
         ) from None

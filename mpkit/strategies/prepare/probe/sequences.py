@@ -12,6 +12,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.probe.compare import ROUNDING
 from mpkit.strategies.prepare.probe.draws import SameDraws
 from mpkit.strategies.prepare.probe.trial import ProbeResult
@@ -23,7 +24,7 @@ def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: An
     """Check that the loss of all tokens equals the combined losses of each rank's tokens.
 
     Raises:
-        ValueError: the losses differ.
+        Rejection: the losses differ.
     """
     s = leaves(targets)[0].shape[1]
     made, shape = flatten(outputs)
@@ -42,7 +43,7 @@ def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: An
         whole.add_up([loss(outputs, targets)], [1.0])
         parts.add_up([loss_of_rank(rank) for rank in range(plan.cp)], [1 / plan.cp] * plan.cp)
     if abs(whole.loss - parts.loss) > 10 * ROUNDING * abs(whole.loss):
-        raise ValueError(
+        raise Rejection(
             f"{plan}: with cp={plan.cp} each rank has a part of every sequence, and the loss of some samples is "
             f"{whole.loss:.6g}, but {parts.loss:.6g} when put together from the parts: it looks at a token's "
             "neighbours, or is no mean over tokens. What works: shift targets in the data and not in the loss; for "

@@ -1,77 +1,54 @@
-"""Decides which loss a training uses, after the given one was tried."""
+"""Decides whether the parts of a batch add up to it, and which loss the ranks call."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import nn
-
-from mpkit.plan.plan import Plan
-from mpkit.strategies.data.microbatch import Value, batch_size, leaves
+from mpkit.strategies.data.microbatch import batch_size
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.quotient import Quotient, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
-from mpkit.strategies.prepare.probe.probe import Loss, Probe, ProbedLoss, in_one_part
+from mpkit.strategies.prepare.arguments.task import ProbedLoss, Rejection, Task
+from mpkit.strategies.prepare.dry_run.copying import has_content
+from mpkit.strategies.prepare.probe.probe import Probe
 
-__all__ = ["ProbedLoss", "objective"]
+__all__ = ["check_parts", "check_whole_batch_loss"]
 
 
-def objective(
-    model: nn.Module,
-    loss: Loss,
-    batches: Any,
-    first: tuple[Value, Value],
-    resolved: ResolvedPlan,
-    *,
-    pairs: bool,
-) -> ProbedLoss:
-    """Try model and loss, and determine how the loss of a batch is combined from its parts.
+def check_parts(resolved: ResolvedPlan, task: Task) -> None:
+    """Reject losses and layers with which the parts of a batch do not add up to the batch.
 
-    Args:
-        model, loss: the model and loss of the training.
-        batches: its data; `first`: its first batch.
-        resolved: the plan, which determines the parts, and its FLOPs, which determine how many samples are tried.
-        pairs: whether the loss returned (total, count) in the dry run.
+    Micro-batches and replicas each compute a part, and their results are combined. A loss that compares samples or
+    sums over them, or a layer that mixes them, makes something else of the parts. What the ranks call as the loss,
+    `task.probed` has from then on.
 
     Raises:
-        ValueError: the parts of a batch do not add up to it.
+        Rejection: the parts of a batch do not add up to it.
     """
-    plan = resolved.plan
-    check_whole_batch(loss, plan)
-    counts = pairs or isinstance(loss, MeanLoss)
-    if in_one_part(plan):
+    loss, at_once = task.given_loss, resolved.computes_loss_at_once
+    pairs = task.loss.count is not None  # it returned (total, count) in the dry run
+    counts = not at_once and (pairs or isinstance(loss, MeanLoss))
+    if at_once:
         loss = loss.mean if isinstance(loss, MeanLoss) else Quotient(loss) if pairs else loss
-        counts = False
-    plain = ProbedLoss(loss, nominal_count(batch_size(first[0])) if counts else None)
-    if (in_one_part(plan) and plan.dp == 1) or _without_content(model, first):
-        return plain
-    return Probe(model, loss, batches, first, plan, resolved.flops_of_a_sample(), plain).verdict()
+    plain = ProbedLoss(loss, nominal_count(batch_size(task.batch[0])) if counts else None)
+    if (at_once and resolved.plan.dp == 1) or not has_content(task.model, task.batch):
+        task.probed = plain
+    else:
+        task.probed = Probe(resolved, task, plain).verdict()
 
 
-def check_whole_batch(loss: Any, plan: Plan) -> None:
-    """Check that a loss of the whole batch can see all of it.
-
-    Raises:
-        ValueError: the plan has several micro-batches, or divides sequences.
-    """
-    if not isinstance(loss, WholeBatchLoss):
-        return
+def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject losses of the whole batch where a rank does not see all of it at once."""
+    plan = resolved.plan
+    if not isinstance(task.given_loss, WholeBatchLoss):
+        return None
     if plan.microbatches > 1:
-        raise ValueError(
+        return Rejection(
             f"{plan}: mk.whole_batch_loss needs all samples at once, and of {plan.microbatches} micro-batches the "
             "first ones are over before the last one begins: microbatches=1 in the Plan (schedule='naive')."
         )
     if plan.cp > 1:
-        raise ValueError(
+        return Rejection(
             f"{plan}: mk.whole_batch_loss gathers samples, and with cp={plan.cp} each rank has a part of every "
             f"sequence: cp=1, as in mk.Plan.ddp({plan.ranks})."
         )
-
-
-def _without_content(model: nn.Module, first: tuple[Value, Value]) -> bool:
-    tensors = [*model.parameters(), *model.buffers(), *leaves(first[0]), *leaves(first[1])]
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or any(
-        tensor.is_meta for tensor in tensors
-    )
+    return None

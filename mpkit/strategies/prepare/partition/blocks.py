@@ -1,0 +1,215 @@
+"""The blocks of a model: which modules are opened, which are blocks, in which order these are called, where it is cut.
+
+opened    the model itself; modules that contain cut points, a list of layers, or too much for one stage; and modules
+          without state and hooks, such as Dropout: their forward runs as it is written, on every rank
+blocks    all other modules that opened ones call, above all the entries of lists of layers: each is called as a whole
+          by the rank that holds it
+calls     of the blocks, one after the other; consecutive calls of the same block are not cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import nn
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.models.chain import is_chain
+from mpkit.strategies.models.cut import cut
+from mpkit.strategies.models.hooks import is_bare
+from mpkit.strategies.partition.graph import Graph
+
+__all__ = ["PartitionChoice", "Start", "calls_of", "choose", "groups_of", "stages_of_blocks", "starts"]
+
+
+class PartitionChoice(NamedTuple):
+    """The names of the opened modules and of the blocks."""
+
+    modules: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+def choose(
+    model: nn.Module,
+    stages: int,
+    cut: Sequence[int | str] = (),
+    closed: Collection[str] = (),
+    entered: Collection[str] = (),
+) -> PartitionChoice:
+    """Choose what to open so that the model can be cut into this many stages.
+
+    Args:
+        cut: the user's cut points; a module that contains one of them is opened.
+        closed: modules that cannot be opened.
+        entered: modules that must be opened, since other code calls their submodules directly.
+
+    >>> model = nn.Module()
+    >>> model.embedding, model.dropout = nn.Embedding(5, 3), nn.Dropout()
+    >>> model.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    >>> choose(model, 2)
+    PartitionChoice(modules=('', 'dropout'), blocks=('embedding', 'layers.0', 'layers.1'))
+    """
+    points = [point for point in cut if isinstance(point, str)]
+    chooser = _Chooser(model, stages, points, closed, entered)
+    chooser.visit("", model)
+    return PartitionChoice(tuple(dict.fromkeys(chooser.opened)), tuple(dict.fromkeys(chooser.blocks)))
+
+
+class _Chooser:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: int,
+        cut: list[str],
+        closed: Collection[str],
+        entered: Collection[str],
+    ) -> None:
+        self._names = {
+            module: name for name, module in model.named_modules()
+        }  # a shared module by its first name
+        self._share = _weight(model) / stages
+        self._cut, self._closed, self._entered = cut, closed, entered
+        self.opened: list[str] = []
+        self.blocks: list[str] = []
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        self.opened.append(name)
+        for child in _called_modules(module):
+            inner = self._names[child]
+            if inner not in self._closed and self._opens(inner, child):
+                self.visit(inner, child)
+            else:
+                self.blocks.append(inner)
+
+    def _opens(self, name: str, module: nn.Module) -> bool:
+        if name in self._entered or any(point.startswith(f"{name}.") for point in self._cut):
+            return True
+        if not _has_state(module) and is_bare(module):
+            return True
+        if is_chain(module) and not self._is_entry(name):
+            return True
+        inner = [child for child in _called_modules(module) if _has_state(child)]
+        while len(inner) == 1:  # skip wrappers
+            inner = [child for child in _called_modules(inner[0]) if _has_state(child)]
+        weight = _weight(module)
+        return len(inner) > 1 and (weight > self._share or (2 * weight > self._share and _has_list(module)))
+
+    def _is_entry(self, name: str) -> bool:
+        """Return whether it is an entry of a list of layers, whose names are numbers."""
+        return name.rpartition(".")[2].isdigit()
+
+
+def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that a module may call: its children, and those of its lists."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_modules(child)
+        else:
+            yield child
+
+
+def _has_list(module: nn.Module) -> bool:
+    """Return whether the module contains a list of layers."""
+    return any(
+        (isinstance(inner, nn.ModuleList) or is_chain(inner)) and sum(map(_has_state, inner.children())) > 1
+        for inner in module.modules()
+        if inner is not module
+    )
+
+
+def _has_state(module: nn.Module) -> bool:
+    persistent = (
+        name not in inner._non_persistent_buffers_set for inner in module.modules() for name in inner._buffers
+    )
+    return any(True for _ in module.parameters()) or any(persistent)
+
+
+def _weight(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+Start = tuple[str, int]
+"""The first call of a stage: a block, and the number of the call of that block."""
+
+
+def starts(graph: Graph, plan: Plan, closed: dict[str, str]) -> list[Start]:
+    """Return the first call of each stage but stage 0.
+
+    Args:
+        graph: the graph of the first shape.
+        plan: the plan with the stages and, if given, the cut points.
+        closed: modules that could not be opened, and why.
+
+    Raises:
+        ValueError: there are too few blocks, or none at a cut point.
+    """
+    calls, groups = calls_of(graph), groups_of(graph)
+    names = [calls[group[0]][0] for group in groups]
+    nodes = [graph.nodes[k] for k in graph.blocks]
+    costs = [
+        sum(
+            nodes[i].flops.forward + sum(prod(graph.specs[n].shape) for n in nodes[i].made_values)
+            for i in group
+        )
+        for group in groups
+    ]
+    try:
+        stages = cut(names, costs, plan.stages, None if plan.cut is None else _points(plan.cut, names))
+    except ValueError as error:
+        whole = [f"{name} is cut nowhere within: {why}" for name, why in closed.items()]
+        raise ValueError(". ".join([str(error).rstrip("."), *whole]) + ".") from None
+    return [calls[groups[stage.start][0]] for stage in stages[1:]]
+
+
+def _points(given: Sequence[int | str], names: list[str]) -> list[int | str]:
+    """Return the user's cut points; one that is not a block is replaced by the first block within."""
+    return [
+        point if point in names else next((n for n in names if n.startswith(f"{point}.")), point)
+        for point in given
+    ]
+
+
+def groups_of(graph: Graph) -> list[list[int]]:
+    """Return the groups that are not cut: consecutive calls of the same block, by their numbers."""
+    calls = calls_of(graph)
+    groups: list[list[int]] = []
+    for i, (name, _) in enumerate(calls):
+        if groups and calls[groups[-1][-1]][0] == name:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def calls_of(graph: Graph) -> list[Start]:
+    """Return every call: the block, and the number of the call of that block."""
+    seen: dict[str, int] = {}
+    calls = []
+    for k in graph.blocks:
+        name = graph.nodes[k].name
+        calls.append((name, seen.get(name, 0)))
+        seen[name] = seen.get(name, 0) + 1
+    return calls
+
+
+def stages_of_blocks(graph: Graph, first: list[Start]) -> list[int]:
+    """Return the stage of each call.
+
+    Args:
+        graph: the graph of any shape.
+        first: the result of `starts`.
+
+    Raises:
+        ValueError: the calls are in a different order than in the graph that was cut.
+    """
+    calls = calls_of(graph)
+    at = [calls.index(start) if start in calls else -1 for start in first]
+    if at != sorted(at) or -1 in at:
+        raise ValueError(
+            "The model calls its blocks in another order for micro-batches of another shape, so that it cannot be cut "
+            f"before {', '.join(name for name, _ in first)} for all. Batches of one shape can be trained on, or "
+            "Plan.serial() with these."
+        )
+    return [sum(i >= start for start in at) for i in range(len(calls))]

@@ -1,0 +1,190 @@
+"""`mpkit.find_cut`: the cost of each block, the balanced cut, and what each stage would be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, one_of_each_shape, part, split
+from mpkit.strategies.job.feed import WholeBatches
+from mpkit.strategies.models.chain import is_chain, layers_of
+from mpkit.strategies.models.cut import balance, cut
+from mpkit.strategies.partition.graph import Graph
+from mpkit.strategies.partition.walk import prepare_modules
+from mpkit.strategies.prepare.arguments.arguments import check_loss, check_model
+from mpkit.strategies.prepare.arguments.batches import check_split, take_batches
+from mpkit.strategies.prepare.dry_run.dry_run import dry_run, quiet
+from mpkit.strategies.prepare.dry_run.quiet import on_threads
+from mpkit.strategies.prepare.partition import partition_model
+from mpkit.strategies.prepare.partition.blocks import calls_of, groups_of
+from mpkit.strategies.prepare.partition.timing import CallCost, Timing
+from mpkit.strategies.stage.stage import call
+
+__all__ = ["BY", "Cut", "StageFound", "find"]
+
+
+def find(
+    model: nn.Module, batch: tuple[Any, Any], plan: Plan, loss: Callable[[Any, Any], Any], by: str
+) -> Cut:
+    """Find a balanced cut for a plan without cut points, as `mpkit.find_cut` does."""
+    check_model(model)
+    check_loss(loss)
+    with quiet():
+        batches = take_batches([batch], 1)
+        assert isinstance(batches, WholeBatches)
+        check_split(batches, plan)
+        shapes = one_of_each_shape(batches, plan.microbatches, plan.dp)
+        dry_run(model, shapes, loss, counts=False)  # refuses what the model or the loss refuses
+        partition = partition_model(model, shapes, plan, loss)
+        graph = next(iter(partition.divisions.values())).graph
+        # ---- cost
+        start, end = split(batch_size(batches[0][0]), plan.microbatches)[0]
+        taken = _measure_calls(
+            model, partition.modules, partition.blocks, part(batches[0][0], slice(start, end))
+        )
+        calls, groups = calls_of(graph), groups_of(graph)
+        modules = dict(model.named_modules())
+        sizes = [sum(p.numel() for p in modules[calls[group[0]][0]].parameters()) for group in groups]
+        kept = [sum(taken[i].kept for i in group) for group in groups]
+        costs = _costs(by, graph, groups, taken, sizes, kept)
+        # ---- balance
+        names = [calls[group[0]][0] for group in groups]
+        cut(names, costs, plan.stages, None)  # raises if there are too few
+        stages = balance(costs, plan.stages)
+        points = _points(model, names, [stage.start for stage in stages[1:]])
+        # ---- crossing
+        partition = partition_model(
+            model, shapes, replace(plan, cut=[stage.start for stage in stages[1:]]), loss
+        )
+    division = next(iter(partition.divisions.values()))
+    whole = sum(costs) or 1.0
+    stages_found = [
+        StageFound(
+            [names[i] for i in stage],
+            sum(costs[i] for i in stage),
+            sum(costs[i] for i in stage) / whole,
+            sum(sizes[i] for i in stage),
+            sum(kept[i] for i in stage),
+        )
+        for stage in stages
+    ]
+    sends = {
+        (route.source, route.target): sum(prod(spec.shape) * spec.dtype.itemsize for spec in route.specs)
+        for route in division.routes
+    }
+    tied = {next(iter(shared.names.values())): list(shared.names) for shared in partition.shared_weights}
+    return Cut(points, by, stages_found, sends, tied)
+
+
+def _measure_calls(
+    model: nn.Module, modules: tuple[str, ...], blocks: tuple[str, ...], inputs: Value
+) -> list[CallCost]:
+    """Measure each call of a block on this machine, on one thread, since idle threads would spin."""
+    held = copy.deepcopy(model)
+    prepare_modules(held, modules, blocks)
+    with on_threads(1), torch.no_grad(), Timing() as timing:
+        call(held, map_tensors(torch.clone, inputs), first=True)
+    return [taken for _, taken in timing.calls]
+
+
+def _costs(
+    by: str,
+    graph: Graph,
+    groups: list[list[int]],
+    taken: list[CallCost],
+    sizes: list[int],
+    kept: list[int],
+) -> list[float]:
+    nodes = [graph.nodes[k] for k in graph.blocks]
+    if by == "time":
+        return [sum(taken[i].forward + taken[i].backward for i in group) for group in groups]
+    if by == "memory":
+        return [4.0 * 4 * size + held for size, held in zip(sizes, kept, strict=True)]
+    return [sum(nodes[i].flops.forward for i in group) for group in groups]
+
+
+def _points(model: nn.Module, names: list[str], at: list[int]) -> list[int | str]:
+    """Return cut points in the form of `Plan.cut`: names where they are unambiguous, otherwise numbers."""
+    if is_chain(model):
+        layers = [name for name, _ in layers_of(model)]
+        return [next(n for n in layers if n == names[i] or n.startswith(f"{names[i]}.")) for i in at]
+    return [names[i] if names.index(names[i]) == i else i for i in at]
+
+
+BY = {
+    "time": "measured seconds of forward and backward",
+    "flops": "FLOPs of the forward",
+    "memory": "bytes of weights, gradients, Adam's two states, and one micro-batch's activations",
+}
+
+
+@dataclass(frozen=True)
+class StageFound:
+    """A stage that a cut would create.
+
+    Attributes:
+        blocks: the names of its blocks, in order.
+        cost: its cost in the unit of `Cut.by`.
+        share: its share of the total cost.
+        parameters: its number of parameters.
+        kept: bytes that a micro-batch keeps for its backward.
+    """
+
+    blocks: list[str]
+    cost: float
+    share: float
+    parameters: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where to cut a model, and why. Use it as `Plan(cut=found.points, ...)`; `print` shows it.
+
+    Attributes:
+        points: the first block of each stage but stage 0, in the form of `Plan.cut`.
+        by: the quantity that was balanced, a key of `BY`.
+        stages: the resulting stages.
+        sends: bytes per micro-batch sent forward between stages, by (source, target).
+        tied: the weights that several stages would compute with, and those stages.
+    """
+
+    points: list[int | str]
+    by: str
+    stages: list[StageFound]
+    sends: dict[tuple[int, int], int]
+    tied: dict[str, list[int]]
+
+    def __str__(self) -> str:
+        rows = [("stage", "share", "parameters", "keeps", "sends to", "blocks")]
+        for number, stage in enumerate(self.stages):
+            sends = [f"{to}: {_bytes(n)}" for (source, to), n in self.sends.items() if source == number]
+            first, last = stage.blocks[0], stage.blocks[-1]
+            blocks = first if first == last else f"{first} to {last}"
+            kept, share = _bytes(stage.kept), f"{stage.share:.0%}"
+            rows.append((str(number), share, f"{stage.parameters:,}", kept, ", ".join(sends) or "-", blocks))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        tied = [f"tied: {name}, in stages {', '.join(map(str, at))}" for name, at in self.tied.items()]
+        return "\n".join([f"balanced by {self.by} ({BY[self.by]}); cut={self.points}", *lines, *tied])
+
+
+def _bytes(n: int) -> str:
+    """Format a number of bytes for a table.
+
+    >>> _bytes(1500), _bytes(40)
+    ('1.5 kB', '40 B')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

@@ -1,0 +1,217 @@
+"""Which steps of a run are compared with serial training, and why some are not: `verify=` of `Cluster.train`.
+
+    first       the first two
+    drawn       one of the later ones
+    telling     later ones in which something happens for the first time:
+                    a batch of other shapes than all before
+                    targets with a value that the loss treats by itself (ignored, padded, a limit), or none with it
+                    the first step after an evaluation, which leaves the model in another mode for a while
+
+Data in memory is inspected before the start. Of data that is loaded later, only the sizes of the batches are known.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.strategies.data.microbatch import Value, leaves
+from mpkit.strategies.data.stream import Stream
+from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
+from mpkit.strategies.job.feed import BatchSource, WholeBatches
+from mpkit.strategies.job.job import Problem, Procedure
+from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.prepare.dry_run.copying import has_content
+
+__all__ = ["SpecialValues", "check_verify", "telling_steps", "with_proof"]
+
+
+WORKS = (
+    'verify="first" (the default: the first two steps, telling ones and one drawn), "all", (1, 10) or False'
+)
+
+MOST = 2e12
+"""The most FLOPs of a step that is verified on CPUs: more would take minutes on a few cores."""
+
+MOST_ON_GPU = 2e14
+"""The same on a GPU, of which even a small one does so many in half a minute."""
+
+MOST_BYTES = 2**31
+"""The most bytes of parameters: a verified step takes about ten times as much memory."""
+
+
+def check_verify(verify: Any) -> Any:
+    """Return a valid `verify=`, with the numbers of steps as a tuple.
+
+    >>> check_verify([3, 1])
+    (1, 3)
+
+    Raises:
+        ValueError: it is neither "first", "all", False, nor numbers of steps, which are counted from 1.
+    """
+    if verify is False or (isinstance(verify, str) and verify in ("first", "all")):
+        return verify
+    numbers = list(verify) if isinstance(verify, (tuple, list, set, range)) else [verify]
+    if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+        raise ValueError(f"verify={verify!r}: steps are counted from 1. What works: {WORKS}")
+    return tuple(sorted(set(numbers)))
+
+
+def with_proof(
+    how: Procedure, verify: Any, what: Problem, batch: tuple[Value, Value], resolved: ResolvedPlan,
+    special: set[float], gpu: int | None,
+) -> Procedure:  # fmt: skip
+    """Return the procedure with the steps that are verified, and why none is, or not all that were asked for.
+
+    Args:
+        how, what, resolved: the training; `batch`: its first batch.
+        verify: what `check_verify` returned.
+        special: the numbers that the loss treats by themselves.
+        gpu: the GPU of the last rank; None: the ranks are on CPUs.
+    """
+    if verify is False:
+        return replace(how, unverified="verify=False")
+    how = replace(how, gpu=gpu)
+    why_not = _why_not(what.model, batch, resolved, MOST if gpu is None else MOST_ON_GPU)
+    if why_not:
+        return replace(how, unverified=why_not)
+    wanted = _wanted_steps(verify, how.first_step, how.steps)
+    if verify == "first":
+        every = None if how.evaluation is None else how.evaluation.every
+        steps = range(how.first_step, how.steps)
+        wanted = tuple(sorted({*wanted, *telling_steps(what.batches, steps, special, every)}))
+    if isinstance(what.batches, Stream):
+        known = tuple(step for step in wanted if step < len(what.batches.first))
+        late = (
+            "" if known == wanted or verify == "first" else "of a stream, only the first steps are compared"
+        )
+        return replace(how, verified=known, unverified=late)
+    return replace(how, verified=wanted)
+
+
+def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:
+    """Return the steps that are asked for.
+
+    >>> _wanted_steps((1, 10), 0, 5), _wanted_steps("all", 3, 5), len(_wanted_steps("first", 0, 50))
+    ((0,), (3, 4), 3)
+    """
+    if verify == "all":
+        return tuple(range(first, steps))
+    if verify != "first":
+        return tuple(n - 1 for n in verify if first <= n - 1 < steps)
+    later = range(first + 2, steps)
+    drawn = [random.SystemRandom().choice(later)] if later else []
+    return (*range(first, min(first + 2, steps)), *drawn)
+
+
+def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, most: float) -> str:
+    if not has_content(model, batch):
+        return "its tensors have no content"
+    plan, samples = resolved.plan, len(leaves(batch[0])[0])
+    if plan.batchnorm == "local" and (plan.dp > 1 or plan.microbatches > 1) and batch_norms(model):
+        return "batchnorm='local' takes statistics that serial training does not have"
+    flops = 3 * resolved.flops_of_a_sample() * samples
+    if flops > most:
+        return f"a step has {flops:.1e} FLOPs, too many to repeat them in this process"
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    if nbytes > MOST_BYTES:
+        return (
+            f"the model has {nbytes / 2**30:.0f} GiB of parameters, too many for another copy in this process"
+        )
+    return ""
+
+
+MOST_TELLING = 3
+"""The most telling steps that are verified by default."""
+
+COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
+INDEXED = ("nll_loss_forward", "nll_loss2d_forward")
+
+
+class SpecialValues:
+    """A loss that notes the numbers with which it compares targets, or which it ignores.
+
+    Args:
+        loss: the loss to call.
+
+    Attributes:
+        found: the numbers.
+
+    >>> import torch
+    >>> heard = SpecialValues(lambda out, y: torch.nn.functional.cross_entropy(out, y, ignore_index=3))
+    >>> _ = heard(torch.zeros(2, 5), torch.tensor([1, 3]))
+    >>> heard.found
+    {3}
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self.loss = loss
+        self.found: set[float] = set()
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """Return the loss."""
+        with _Hearing(self.found):
+            return self.loss(outputs, targets)
+
+
+class _Hearing(TorchDispatchMode):
+    def __init__(self, into: set[float]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._into = into
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in INDEXED:
+            self._into.add(args[4])
+        elif name in COMPARES and isinstance(args[1], (int, float)) and not isinstance(args[1], bool):
+            self._into.add(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def telling_steps(
+    batches: WholeBatches | BatchSource | Stream, steps: range, special: set[float], every: int | None
+) -> tuple[int, ...]:
+    """Return the telling steps, counted from 0.
+
+    Args:
+        batches: those of the training.
+        steps: the steps that are done.
+        special: the numbers that the loss treats by themselves.
+        every: steps from one evaluation to the next; None: there is none.
+
+    >>> import torch
+    >>> a, b = ((torch.zeros(4, 1), torch.tensor([0, 1, 1, y])) for y in (0, 3))
+    >>> telling_steps(WholeBatches([a, a, a, b]), range(8), {3}, every=5)
+    (3, 5)
+    """
+    found = []
+    seen: set[Hashable] = set()
+    for step in steps if not isinstance(batches, Stream) else ():
+        if step - steps.start >= len(cast(BatchSource, batches)):
+            break  # from here on the batches repeat
+        facts = set(_facts(batches, step, special))
+        if seen and not facts <= seen:
+            found.append(step)
+        seen |= facts
+    if every is not None and (first := (steps.start // every + 1) * every) in steps:
+        found.append(first)
+    return tuple(sorted(set(found))[:MOST_TELLING])
+
+
+def _facts(batches: Any, step: int, special: set[float]) -> Iterator[Hashable]:
+    if not isinstance(batches, WholeBatches):
+        yield batches.size(step)
+        return
+    yield batches.key(step, slice(None))
+    targets: Value = batches[step % len(batches)][1]
+    for place, leaf in enumerate(leaves(targets)):
+        for number in () if leaf.is_complex() else special:
+            for how in (leaf.lt, leaf.eq, leaf.gt):
+                yield place, number, how.__name__, bool(how(number).any())

@@ -1,0 +1,106 @@
+"""The model as ranks will have it, for the dry runs: sharded, and with its positions in the sequence set."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.common.caught import one_line
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule
+from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.sequence import sequence_part
+from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
+from mpkit.strategies.runtime.local_model import attention_over, localize
+from mpkit.strategies.stage.shard import Sharded
+
+__all__ = ["LocalCopy", "local_copies"]
+
+
+@dataclass(frozen=True)
+class LocalCopy:
+    """A rank's model and its part of the data.
+
+    Attributes:
+        model: the rank's model; the caller's own if nothing is divided.
+        sharded: the result of tensor parallelism.
+        cut: returns the rank's part of inputs or targets.
+        attention: returns the context in which its forward runs.
+        tp: the group with which it shares its layers.
+    """
+
+    model: nn.Module
+    sharded: Sharded
+    cut: Callable[[Value], Value]
+    attention: Callable[[], AbstractContextManager[Any]]
+    tp: FakeGroup
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the shards, by the parameters' names."""
+        return {name: shard.shape for name, shard in self.sharded.shards.items()}
+
+    def free(self) -> None:
+        """Free the shards, which would otherwise stay until Python collects reference cycles.
+
+        All other tensors are the caller's.
+        """
+        for name in self.sharded.shards:
+            self.model.get_parameter(name).data = torch.empty(0)
+
+
+def local_copies(
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value]
+) -> list[LocalCopy]:
+    """Return the model as the ranks along tp hold it; a single copy if all of them hold the same shapes."""
+    first = _copy_for(model, plan, schedule, batch, 0)
+    if plan.tp == 1:
+        return [first]
+    last = _copy_for(model, plan, schedule, batch, plan.tp - 1)
+    if first.shapes == last.shapes:
+        last.free()
+        return [first]
+    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, plan.tp - 1)]
+    return [first, *between, last]
+
+
+def _copy_for(
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], place: int
+) -> LocalCopy:
+    """Copy the model as the tp rank at `place` would hold it.
+
+    Args:
+        model: the whole model; it is not changed.
+        plan: the plan, of which tp, cp and related options are used; `schedule`: its schedule.
+        batch: the largest batch, whose sequences are divided along cp.
+        place: the rank's place along tp; along cp it is place 0.
+
+    Raises:
+        ValueError: layers or sequences cannot be divided among so many ranks.
+    """
+    if plan.cp > 1 and place == 0:
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.cp_method)
+    tp, cp = FakeGroup(plan.tp, place), FakeGroup(plan.cp)
+    sharded = Sharded()
+    if plan.tp > 1 or plan.cp > 1:
+        # The tensors remain the caller's: shards are copies, and nothing else is written into.
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        try:
+            model = copy_model(model, dict(tensors))
+        except (TypeError, RuntimeError, AttributeError, pickle.PicklingError) as error:
+            raise ValueError(
+                f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
+                "generators are made in forward, or left out by the module's __getstate__."
+            ) from None
+        sharded = localize(model, plan, schedule, tp, cp)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+    return LocalCopy(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)

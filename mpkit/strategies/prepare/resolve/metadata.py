@@ -1,0 +1,158 @@
+"""A trace's metadata about its run: the plan, which rank has what, and the sizes that formulas need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkit.plan.schedule import Schedule
+from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
+from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.prepare.resolve.attentions import attention_sizes
+from mpkit.strategies.stage.shard import Shard, Sharded
+from mpkit.strategies.stage.stage import PRECISIONS
+
+__all__ = ["describe_run"]
+
+
+def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan) -> dict[str, Any]:
+    """Return the metadata of a run, in JSON types.
+
+    Returns:
+        plan: the plan as JSON; stages: names of layers by stage; parameters: the model's number of parameters; dtype:
+        the dtype of computation; replicas: the ranks of each replica, which all know its share of the loss (under DP
+        rank 0 knows all of it); mesh: what `mpkit.timeline.formulas` needs, for the average micro-batch; shards: how
+        parameters are divided, in words.
+    """
+    plan, held, parameters = resolved.plan, resolved.held, list(model.parameters())
+    dtype = PRECISIONS.get(plan.precision, parameters[0].dtype if parameters else torch.float32)
+    alone = plan.data_parallel == "dp"
+    sharded, named = resolved.sharded[0], dict(model.named_parameters(remove_duplicate=False))
+    samples = _share_sizes(batch_size(batch[0]), plan.microbatches, plan.dp)
+    average = sum(samples) / len(samples)
+    evenly = average / max(samples)
+    # ---- activations between layers, and the inputs and outputs of attentions, of the average micro-batch
+    stream = _stream_of_sample(batch[0], sharded) * average
+    if not stream and plan.pp > 1:
+        routes = resolved.outgoing_routes(next(iter(resolved.numbers)), 0)  # of the largest micro-batch
+        stream = plan.cp * sum(prod(spec.shape) for r in routes[:1] for spec in r.specs) * evenly
+    attentions: tuple[list[int], list[int]] = ([], [])
+    if plan.cp > 1:
+        exchanging = plan.tp * plan.cp if plan.cp_method == "ulysses" else 1
+        attentions = attention_sizes(model, batch[0], held, exchanging)
+    kv_bytes, qo_bytes = ([n * average * dtype.itemsize for n in sizes] for sizes in attentions)
+    return {
+        "plan": plan.to_json(),
+        "stages": [list(names) for names in resolved.placed],
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(dtype).removeprefix("torch."),
+        "replicas": [tuple(range(plan.ranks))] if alone else plan.mesh.groups("pp", "tp"),
+        "mesh": {
+            "local_params": list(resolved.parameters),
+            "element_bytes": dtype.itemsize,
+            "layers_tp": _regions(model, sharded, held),
+            "embeddings_tp": _count_by_stage(sharded.plan.embeddings, held),
+            "heads_tp": _count_by_stage([head] if (head := sharded.plan.head) else [], held),
+            "stream_bytes": stream * dtype.itemsize,
+            "kv_bytes": kv_bytes,
+            "qo_bytes": qo_bytes,
+            "loss_bytes": [sent * evenly for sent in resolved.loss_sends],
+            "partial_bytes": _partial(named, sharded.partial, held, max(4, dtype.itemsize)),
+            "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
+            "split": _split(resolved.schedule),
+        },
+        "shards": _describe_shards(sharded.shards),
+    }
+
+
+def _regions(model: nn.Module, sharded: Sharded, held: Sequence[Sequence[str]]) -> list[int]:
+    """Return, by stage, the number of a transformer's regions with f and g, all of which map b s h to b s h.
+
+    For other models the list is empty: no paper gives a formula for what their regions send.
+    """
+    plan, shards = sharded.plan, sharded.shards
+    pairs = [
+        (shards[f"{r.row}.weight"], shards[f"{r.column[0]}.weight"])
+        for r in plan.regions
+        if f"{r.row}.weight" in shards and not r.inputs
+    ]
+    widths = {shard.whole[1 - shard.dim] for pair in pairs for shard in pair}
+    begins = next(iter(dict(model.named_parameters())), "").rpartition(".")[0]
+    if len(pairs) < len(plan.regions) or len(widths) != 1 or any(begins in r.column for r in plan.regions):
+        return []
+    return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in plan.regions) for names in held]
+
+
+def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
+    """Return, by stage, how many of these modules it has."""
+    return [sum(any(n.startswith(f"{module}.") for n in names) for module in modules) for names in held]
+
+
+def _share_sizes(size: int, microbatches: int, replicas: int) -> list[int]:
+    """Return the number of samples in each replica's share of each micro-batch."""
+    return [len(range(size)[which]) for each in shares(size, microbatches, replicas) for which in each]
+
+
+def _stream_of_sample(inputs: Value, sharded: Sharded) -> int:
+    """Return the elements of one sample's activations between divided layers (s h), of the whole sequence."""
+    rows = [f"{region.row}.weight" for region in sharded.plan.regions]
+    row = next((name for name in rows if name in sharded.shards), None)
+    if row is None:
+        return 0
+    shard, first = sharded.shards[row], leaves(inputs)[0]
+    tokens = prod(first.shape[1:-1]) if first.is_floating_point() else prod(first.shape[1:])
+    return tokens * shard.whole[1 - shard.dim]
+
+
+def _partial(
+    whole: Mapping[str, nn.Parameter], names: Collection[str], held: Sequence[Sequence[str]], size: int
+) -> list[int]:
+    """Return, by stage, the bytes of gradients of which each tensor-parallel rank has a partial sum."""
+    return [
+        size
+        * sum(
+            p.numel()
+            for p in {id(whole[n]): whole[n] for n in stage if n in names}.values()
+            if p.requires_grad
+        )
+        for stage in held
+    ]
+
+
+def _tied_bytes(whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, size: int) -> list[float]:
+    """Return, by place along pp, the bytes of tied weights sent per step.
+
+    Gradients go to the owner, and weights to the borrowers.
+    """
+    plan, schedule = resolved.plan, resolved.schedule
+    sent = [0.0] * plan.pp
+    holders = {stage: place for place in range(plan.pp) for stage in schedule.stages_of(place)}
+    for shared in resolved.shared:
+        name = next(iter(shared.names.values()))
+        if name not in whole or not whole[name].requires_grad:
+            continue
+        each = whole[name].numel() * size / (plan.tp if name in resolved.sharded[0].shards else 1)
+        owner, *borrowers = dict.fromkeys(holders[stage] for stage in shared.names)
+        sent[owner] += each * len(borrowers)
+        for place in borrowers:
+            sent[place] += each
+    return sent
+
+
+def _split(schedule: Schedule) -> list[float]:
+    """Return, by place along pp, the share of its backwards that are split in two."""
+    rows = [[action.kind for action in row] for row in schedule.rows]
+    return [row.count("W") / max(1, row.count("F")) for row in rows]
+
+
+def _describe_shards(shards: Mapping[str, Shard]) -> dict[str, str]:
+    """Describe how each divided parameter is sharded: how many of its rows or columns one rank has."""
+    return {
+        name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
+        f"{'columns' if shard.axis_name == 'columns' else 'rows'}"
+        for name, shard in shards.items()
+    }

@@ -1,0 +1,245 @@
+"""Resolve a plan for a model and its batches, in one pass: `ResolvedPlan`, which everything after it reads.
+
+    shapes        one micro-batch, or a replica's share of one, of every shape that the training will meet
+    local         the model as a rank holds it: its shards of the layers, its part of each sequence (`local_copy`)
+    dry run       what each layer makes of each shape, on fake tensors, and the FLOPs
+    stages        where the model is cut; a model that is no chain is partitioned
+    parameters    which stage computes with which, and how many elements each rank holds
+
+Tensor-parallel ranks have shards. If t divides everything, all shards have the same shapes and one dry run serves all
+ranks; otherwise each place along tp has its own dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule import Schedule
+from mpkit.strategies.data.microbatch import Value, one_of_each_shape
+from mpkit.strategies.job.resolved import LocalNumbers, ResolvedPlan
+from mpkit.strategies.models.chain import is_chain, layers_of
+from mpkit.strategies.models.cut import cut
+from mpkit.strategies.partition.boundary import LayerNumbers, Shared
+from mpkit.strategies.partition.graph import PartitionedModel
+from mpkit.strategies.prepare.dry_run.dry_run import dry_run
+from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
+from mpkit.strategies.prepare.resolve.local_copy import LocalCopy, local_copies
+from mpkit.strategies.stage.shard import Sharded
+
+__all__ = ["cut_stages", "resolve", "shared_weights"]
+
+
+Loss = Callable[[Any, Any], Any]
+Shapes = dict[Hashable, tuple[Value, Value]]
+"""A micro-batch of every shape, by its signature."""
+Names = tuple[tuple[str, ...], ...]
+"""By stage."""
+
+
+def resolve(
+    model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool
+) -> ResolvedPlan:
+    """Return what a plan comes to for a model and the batches of a training.
+
+    Args:
+        model: the whole model, on the CPU; it is not changed.
+        sizes: a batch of every size that occurs, the largest first.
+        plan, loss: the plan and loss of the training.
+        by_name: as in `prepare`.
+
+    Raises:
+        ValueError: model, data and plan do not fit together.
+    """
+    schedule = plan.build()
+    # ---- shapes
+    shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
+    # ---- local
+    copies = local_copies(model, plan, schedule, sizes[0])
+    # ---- dry run
+    sends = _LossSends(loss, copies[0])
+    numbers = [
+        dry_run(
+            each.model, shapes, sends if each is copies[0] else loss,
+            counts=plan.stages == 1 or is_chain(each.model), precision=plan.precision,
+            whole_statistics=plan.dp > 1 and plan.batchnorm == "sync", cut=each.cut, attention=each.attention,
+        )
+        for each in copies
+    ]  # fmt: skip
+    # ---- stages
+    partitions: list[PartitionedModel | None] = [None] * len(copies)
+    if not is_chain(model):
+        partitions = _partitions(model, copies, shapes, plan, loss, relays=not by_name)
+    if partitions[0] is not None:
+        stages = [range(1)] * plan.stages
+        placed, held, shared = _layout_of_partition(partitions[0])
+    else:
+        layers, first = layers_of(model), next(iter(numbers[0].values()))
+        stages = cut_stages([name for name, _ in layers], first[:-1], plan.stages, plan.cut)
+        placed, held, shared = _layout_of_chain(layers, stages)
+    # ---- parameters
+    sharded = tuple(each.sharded for each in copies)
+    parameters = _trained_by_rank(model, plan.mesh, schedule, held, sharded)
+    for each in copies:
+        each.free()
+    local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
+    return ResolvedPlan(
+        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most
+    )  # fmt: skip
+
+
+# ---- dry run -------------------------------------------------------------------------------------------------
+
+
+class _LossSends:
+    """A loss whose communication is counted: for vocab-parallel logits a few numbers per token, or an all-gather.
+
+    Attributes:
+        most: bytes reduced and gathered by the call with the most.
+    """
+
+    def __init__(self, loss: Loss, local: LocalCopy) -> None:
+        self._loss, self._tp = loss, local.tp
+        self.most = (0, 0)
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """Return the loss and count its communication."""
+        before = self._tp.reduced, self._tp.gathered
+        value = self._loss(outputs, targets)
+        self.most = max(self.most, (self._tp.reduced - before[0], self._tp.gathered - before[1]), key=sum)
+        return value
+
+
+# ---- stages --------------------------------------------------------------------------------------------------
+
+
+def _partitions(
+    model: nn.Module, copies: list[LocalCopy], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
+) -> list[PartitionedModel | None]:
+    """Return, by place along tp, how a model that is no chain is divided; None if it stays one layer."""
+    if plan.stages == 1 and (plan.ranks > 1 or plan.zero):
+        return [None] * len(copies)
+    if plan.stages == 1:
+        return [partition_for_draws(model, shapes, plan, loss)]
+    partitions: list[PartitionedModel | None] = []
+    for local in copies:
+        partitions.append(
+            partition_model(
+                local.model,
+                shapes,
+                plan,
+                loss,
+                relays=relays,
+                cut=local.cut,
+                attention=local.attention,
+                like=partitions[0] if partitions else None,
+            )
+        )
+    return partitions
+
+
+def _layout_of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[Shared, ...]]:
+    """Return the blocks and the parameters of each stage, and the tied weights."""
+    return tuple(partition.placed), tuple(partition.held), tuple(partition.shared_weights)
+
+
+def _layout_of_chain(
+    layers: list[tuple[str, nn.Module]], stages: list[range]
+) -> tuple[Names, Names, tuple[Shared, ...]]:
+    """Return the layers and the parameters of each stage, and the tied weights."""
+    placed = tuple(tuple(layers[i][0] for i in stage) for stage in stages)
+    held = tuple(
+        tuple(
+            name
+            for i in stage
+            for name, _ in layers[i][1].named_parameters(layers[i][0], remove_duplicate=False)
+        )
+        for stage in stages
+    )
+    return placed, held, tuple(shared_weights(layers, stages))
+
+
+# ---- parameters ----------------------------------------------------------------------------------------------
+
+
+def _trained_by_rank(
+    model: nn.Module, mesh: Mesh, schedule: Schedule, held: Names, sharded: Sequence[Sharded]
+) -> tuple[int, ...]:
+    """Return, by rank, the elements of the trained parameters that it would hold if ZeRO sharded nothing."""
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    counts = []
+    for rank in range(mesh.size):
+        place = mesh.place(rank)
+        shards = sharded[place.tp % len(sharded)].shards
+        mine = {name: whole[name] for stage in schedule.stages_of(place.pp) for name in held[stage]}
+        once = {id(p): (name, p) for name, p in mine.items() if p.requires_grad}
+        counts.append(sum(prod(shards[n].shape) if n in shards else p.numel() for n, p in once.values()))
+    return tuple(counts)
+
+
+def cut_stages(
+    names: list[str], numbers: list[LayerNumbers], stages: int, points: Sequence[int | str] | None
+) -> list[range]:
+    """Return the layers of each stage: cut where the plan says, or balanced by forward FLOPs.
+
+    A layer without a matrix product counts as one operation per output element.
+
+    Args:
+        names: the names of the layers.
+        numbers: the numbers of the layers, without the loss.
+        stages: the number of stages.
+        points: `Plan.cut`; None: balance.
+
+    Raises:
+        ValueError: there are more stages than layers, or what crosses a cut cannot be sent.
+    """
+    costs = [layer.flops.forward + _numel(layer) for layer in numbers]
+    if points is None:
+        # A layer whose output cannot be sent stays with the next one.
+        ends = [i + 1 for i, layer in enumerate(numbers) if layer.output is not None or i == len(numbers) - 1]
+        units = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        unit_names = [f"{names[u[0]]} to {names[u[-1]]}" if len(u) > 1 else names[u[0]] for u in units]
+        parts = cut(unit_names, [sum(costs[i] for i in unit) for unit in units], stages, None)
+        return [range(units[part[0]].start, units[part[-1]].stop) for part in parts]
+    parts = cut(names, costs, stages, points)
+    for stage in parts[:-1]:
+        if numbers[stage[-1]].output is None:
+            raise ValueError(
+                f"cut={list(points)}: {names[stage[-1]]} passes on something that is neither a tensor nor a tuple of "
+                f"tensors, which cannot be sent to the next stage. Cut elsewhere, or leave cut out: then the "
+                "stages are cut where they can be."
+            )
+    return parts
+
+
+def _numel(layer: LayerNumbers) -> float:
+    specs = layer.output.specs if layer.output is not None else ()
+    return float(sum(prod(spec.shape) for spec in specs))
+
+
+def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[Shared]:
+    """Return the tied weights of a chain that more than one stage computes with.
+
+    Raises:
+        ValueError: stages share a buffer; each would update its own copy.
+    """
+    names: dict[int, dict[int, str]] = {}  # by weight and stage
+    buffers: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for prefix, layer in (layers[i] for i in stage):
+            for name, parameter in layer.named_parameters(prefix):
+                names.setdefault(id(parameter), {}).setdefault(number, name)
+            for name, buffer in layer.named_buffers(prefix):
+                first, known = buffers.setdefault(id(buffer), (number, name))
+                if first != number:
+                    raise ValueError(
+                        f"{known!r} and {name!r} are one buffer, and would be in stages {first} and {number}: each "
+                        "stage would change a copy of its own. What works: a cut that leaves both in one stage, "
+                        "buffers that are not shared, or Plan.serial(). (Shared weights may be anywhere.)"
+                    )
+    return [Shared(held) for held in names.values() if len(held) > 1]
