@@ -116,6 +116,77 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+class Spectrum(nn.Module):
+    """Is complex inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the real part of the Fourier transform."""
+        return torch.fft.fft(x, dim=-1).real / WIDTH
+
+
+class Mapped(nn.Sequential):
+    """Maps its layer over samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute a sample at a time."""
+        made: Tensor = torch.vmap(self[0])(x)
+        return made
+
+
+class Replaced(nn.Sequential):
+    """Calls its layer with other parameters than the layer has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute with all parameters doubled."""
+        doubled = {name: 2 * p for name, p in self[0].named_parameters()}
+        made: Tensor = torch.func.functional_call(self[0], doubled, (x,))
+        return made
+
+
+class Slope(nn.Sequential):
+    """Computes gradients of its layer in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the gradient of the layer's squares at x."""
+        x = x.detach().requires_grad_() if not x.requires_grad else x
+        (slope,) = torch.autograd.grad(self[0](x).square().sum(), x, create_graph=True)
+        return slope
+
+
+class Clamped(nn.Linear):
+    """Writes into its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the weight small first."""
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class Codebook(nn.Module):
+    """Rounds samples to the nearest of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the nearest row."""
+        return x + self.rows[torch.cdist(x.detach(), self.rows.detach()).argmin(1)]
+
+
+class Empty(nn.Linear):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use it all the same."""
+        return super().forward(x) + self.nothing.sum()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
     "layer norm": lambda: nn.LayerNorm(WIDTH),
@@ -134,6 +205,13 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "flip": Flip,
     "by length": ByLength,
     "attention over samples": Attention,
+    "spectrum": Spectrum,
+    "mapped": lambda: Mapped(nn.Linear(WIDTH, WIDTH)),
+    "replaced": lambda: Replaced(nn.Linear(WIDTH, WIDTH)),
+    "slope": lambda: Slope(nn.Linear(WIDTH, WIDTH)),
+    "clamped": lambda: Clamped(WIDTH, WIDTH),
+    "codebook": Codebook,
+    "empty": Empty,
 }
 
 # ---- hooks: what they do to a model of `nn.Sequential` ------------------------------------------------------------

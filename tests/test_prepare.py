@@ -22,6 +22,7 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.prepare.dry_run.count import make
 from mpkit.strategies.prepare.prepare import TrainJob, prepare
+from tests.ingredients import LAYERS, WIDTH
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 DATA = [(torch.zeros(8, 4), torch.zeros(8, 2))]
@@ -408,3 +409,61 @@ def test_a_model_is_tried_with_one_core_left_and_threads_are_restored() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("layer", "plan", "words"),
+    [
+        ("mapped", mk.Plan.zero(3, 2), "calls 1.0 within a transform of torch.func"),
+        ("slope", mk.Plan.zero(3, 2), "1.0 returned (torch.autograd.grad), and zero=3 has dropped"),
+        ("slope", mk.Plan(recompute="full"), "the first forward has no graph"),
+        ("clamped", mk.Plan.zero(3, 2), "writes into the parameter 1.weight"),
+        ("clamped", mk.Plan.gpipe(2, 2), "writes into the parameter 1.weight"),
+    ],
+)
+def test_what_a_forward_does_besides_its_output(layer: str, plan: mk.Plan, words: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[layer](), nn.Linear(WIDTH, 2))
+    data = [(torch.randn(4, WIDTH), torch.randn(4, 2))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": torch.optim.SGD, "steps": 1, "by_name": True}
+    with pytest.raises(ValueError, match=re.escape(words)):
+        prepare(model, data, plan, ranks=plan.ranks, **how)
+    prepare(model, data, mk.Plan.ddp(2), ranks=2, **how)
+
+
+class Around(nn.Module):
+    """Transforms its layers, or computes with others' parameters, between the blocks of a pipeline."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "vmap":
+            return torch.vmap(lambda row: self.last(self.first(row)))(x)
+        weights = {name: 2 * p for name, p in self.last.named_parameters()}
+        made: Tensor = torch.func.functional_call(self.last, weights, (self.first(x),))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("vmap", "a transform of torch.func"), ("replaced", "in place of its parameters")]
+)
+def test_a_pipeline_does_not_cut_through_transforms(how: str, words: str) -> None:
+    data = [(torch.randn(4, 4), torch.randn(4, 2))]
+    with pytest.raises(ValueError, match=words):
+        prepare(
+            Around(how), data, mk.Plan.gpipe(2, 2), ranks=2, loss=F.mse_loss, optimizer=torch.optim.SGD, steps=1,
+            by_name=True,
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit
+def test_compiled_layers_are_not_divided_and_scripted_models_not_cut() -> None:
+    body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = [(torch.randn(4, 4), torch.randn(4, 2))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": torch.optim.SGD, "steps": 1, "by_name": True}
+    with pytest.raises(ValueError, match=r"compiled \(torch.compile\), and the ranks of a divided layer"):
+        prepare(torch.compile(body), data, mk.Plan.tp(2), ranks=2, **how)
+    with pytest.raises(ValueError, match="the model is one block"):
+        prepare(torch.jit.script(body), data, mk.Plan.gpipe(2, 2), ranks=2, **how)

@@ -371,7 +371,9 @@ def test_offload_copies_over_the_host_link(train: Train, zero: int, offload: str
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train, zero: int) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    train: Train, zero: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(12)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     good = (torch.randn(2, 4), torch.randn(2, 2))
@@ -383,6 +385,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train, zero: int) 
     for name, value in nothing.state_dict().items():
         assert torch.equal(value.float(), model.state_dict()[name].half().float())
     assert nothing.proof.why_not.startswith("step 1 left its update out")
+    assert capfd.readouterr().out.count("gradients overflowed under the loss scale 65536") == 1
     skipped = train(model, [bad, good, good], plan, steps=3, **how)
     without = train(model, [good], plan, steps=2, **how)
     for name, value in skipped.state_dict().items():

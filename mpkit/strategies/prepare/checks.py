@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
+from mpkit.strategies.prepare.forward_effects import check_forward_effects
 from mpkit.strategies.prepare.hooks import check_gradient_hooks, check_state_hooks, check_wrapped_layers
 from mpkit.strategies.prepare.layers import (
     check_batchnorms,
@@ -94,6 +95,16 @@ train(model, mk.Plan.tp(2))
 model = nn.Linear(4, 4)
 model.register_state_dict_post_hook(lambda module, state, *_: state.update(step=torch.ones(1)))
 train(model, mk.Plan.ddp(2))
+"""),
+    Check("effects of a forward", check_forward_effects, """
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+train(nn.Sequential(nn.Linear(4, 4), Clamped(4, 4)), mk.Plan.gpipe(2, 4))
 """),
     Check("gathered outputs", check_gathered_outputs, """
 class Named(nn.Linear):

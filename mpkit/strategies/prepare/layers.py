@@ -117,14 +117,23 @@ def _weight_changes(module: nn.Module) -> bool:
 
 
 def check_compiled(resolved: ResolvedPlan, task: Task) -> Rejection | None:
-    """Reject compiled modules where parameters are gathered and freed."""
+    """Reject compiled modules where layers communicate, or parameters are gathered and freed."""
     plan = resolved.plan
+    if plan.zero < 3 and plan.tp * plan.cp == 1:
+        return None
     for name, module in task.model.named_modules():
-        if plan.zero == 3 and type(module).__name__ == "OptimizedModule":
+        if type(module).__name__ == "OptimizedModule":
+            why = (
+                "ZeRO-3 gives a layer its parameters for the time of its forward and backward only"
+                if plan.zero == 3
+                else "the ranks of a divided layer communicate within it"
+            )
+            works = (
+                f"Plan.zero(2, {plan.dp})" if plan.zero == 3 and plan.dp > 1 else f"Plan.ddp({plan.ranks})"
+            )
             return Rejection(
-                f"{plan}: {name or 'the model'} is compiled (torch.compile), and ZeRO-3 gives a layer its parameters "
-                "for the time of its forward and backward only, which compiled code does not see. What works: "
-                f"Plan.zero(2, {plan.dp}); or without torch.compile: {in_code(name)}._orig_mod"
+                f"{plan}: {name or 'the model'} is compiled (torch.compile), and {why}, which compiled code does not "
+                f"see. What works: {works}; or without torch.compile: {in_code(name)}._orig_mod"
             )
     return None
 

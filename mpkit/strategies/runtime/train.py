@@ -116,7 +116,7 @@ class Training:
 
     def __init__(self, context: Context, job: TrainJob, checks: CallChecks | None = None) -> None:
         seed_all(job.how.seed + context.rank)
-        self._record, self._device = context.record, context.device
+        self._record, self._device, self._rank = context.record, context.device, context.rank
         # ---- place
         axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
         job = self._job = _as_seen_here(job, axes)
@@ -164,6 +164,11 @@ class Training:
                 )
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
+        if self.update.skipped == 1 > skipped and self._rank == 0:
+            print(
+                f"step {number}: gradients overflowed under the loss scale {scale:.0f}, so this update is left out and "
+                "the scale halved; the same may happen in later steps without this line."
+            )
         self.evidence.end(number, scale, skipped=self.update.skipped > skipped)
 
     def _loss_and_factor(self, returned: list[float]) -> tuple[float | None, float | None]:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from mpkit.plan.plan import Plan
@@ -86,6 +87,8 @@ class _Chooser:
     def _opens(self, name: str, module: nn.Module) -> bool:
         if name in self._entered or any(point.startswith(f"{name}.") for point in self._cut):
             return True
+        if isinstance(module, torch.jit.ScriptModule):
+            return False
         if not _has_state(module) and is_bare(module):
             return True
         if is_chain(module) and not self._is_entry(name):
@@ -121,7 +124,9 @@ def _has_list(module: nn.Module) -> bool:
 
 def _has_state(module: nn.Module) -> bool:
     persistent = (
-        name not in inner._non_persistent_buffers_set for inner in module.modules() for name in inner._buffers
+        name not in inner._non_persistent_buffers_set
+        for inner in module.modules()
+        for name, _ in inner.named_buffers(recurse=False)
     )
     return any(True for _ in module.parameters()) or any(persistent)
 

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack  # private; tests/test_prepare.py guards it
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.strategies.data.microbatch import Value as Data
@@ -70,6 +71,8 @@ class Recording(ForwardWalk):
         graph, scope = self.graph, self.scopes[-1]
         if name in HOOKS:
             raise CannotCut(scope, f"{name} is called on a tensor that a block made")
+        if peek_interpreter_stack() is not None:
+            raise CannotCut(scope, f"{name} is called within a transform of torch.func (vmap, grad or jvp)")
         leaves, shape = self.flatten((args, kwargs))
         values = [leaf for leaf in leaves if type(leaf) is Value]
         self._check_handed_over(name, leaves)
@@ -81,8 +84,14 @@ class Recording(ForwardWalk):
         watch = OperatorWatch(self, len(graph.nodes), real, "" if isinstance(func, OriginalForward) else name)
         real_args, real_kwargs = rebuild(shape, real)
         containers = Containers((real_args, real_kwargs), self.is_whole)
-        with watch:
-            result = func(*real_args, **real_kwargs)
+        try:
+            with watch:
+                result = func(*real_args, **real_kwargs)
+        except Looked:
+            raise CannotCut(
+                scope,
+                f"{name} computes with what other layers made in place of its parameters (functional_call)",
+            ) from None
         if lost := containers.lost_containers(result):
             raise CannotCut(
                 scope, f"{name} changes a {type(lost[0]).__name__} that it was given, and does not return it"

@@ -125,7 +125,7 @@ class _ShardGradients:
             elif name in sharded.partial:
                 summed[name] = torch.stack(known).sum(0)
             else:  # equal on each rank: take the one farthest from the first
-                summed[name] = max(known, key=lambda grad: float((grad - known[0]).abs().max()))
+                summed[name] = max(known, key=lambda grad: float((grad - known[0]).norm()))
         return summed
 
     def _rank(self, index: int) -> None:

@@ -1,0 +1,95 @@
+"""What a forward does besides computing its output, which ranks that hold a part of the model cannot do as it does.
+
+    transforms   it calls a layer within torch.vmap, torch.func.grad or another transform of torch.func
+    gradients    it computes gradients of its own layers, by torch.autograd.grad
+    writes       it writes into a parameter
+
+ZeRO-3 gives a layer its parameters around the layer's own forward and backward, recomputation runs forwards without a
+graph first, and a pipeline's rank has stand-ins for what other ranks hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack  # private; tests/test_prepare.py guards it
+
+from mpkit.common.caught import needs_content
+from mpkit.strategies.data.microbatch import map_tensors
+from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.prepare.arguments.task import Rejection, Task
+from mpkit.strategies.prepare.dry_run.copying import without_content
+from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.stage.stage import call
+from mpkit.trace.record.fake_mode import FakeMode
+
+__all__ = ["check_forward_effects"]
+
+
+def check_forward_effects(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject forwards that transform layers, compute gradients or write into parameters, where ranks hold parts."""
+    plan = resolved.plan
+    gathers, recomputes = plan.zero == 3, plan.recompute not in ("none", "selective")
+    if not (gathers or recomputes or plan.pp > 1):
+        return None
+    transformed, differentiated, written = _observe(task)
+    whole = f"Plan.zero(2, {plan.dp})" if plan.dp > 1 else "Plan.serial()"
+    if transformed and gathers:
+        return Rejection(
+            f"{plan}: the forward calls {transformed} within a transform of torch.func (vmap, grad or jvp), on whose "
+            f"tensors zero=3 cannot gather the layer's parameters. What works: {whole}, which keeps them whole; or to "
+            "call the layer on the whole batch"
+        )
+    if differentiated and (gathers or recomputes):
+        why = (
+            f"under recompute={plan.recompute!r} the first forward has no graph"
+            if recomputes
+            else "zero=3 has dropped that layer's parameters by then"
+        )
+        return Rejection(
+            f"{plan}: the forward computes gradients of what {differentiated} returned (torch.autograd.grad), and "
+            f"{why}. What works: {whole}, without recomputation"
+        )
+    if written and (gathers or plan.pp > 1):
+        return Rejection(
+            f"{plan}: the forward writes into the parameter {written}, and not every rank has all of it. What works: "
+            "to write between steps, cluster.train(..., on_step=...); to compute with a changed copy, such as "
+            f"parameter.clamp(0, 2); or {whole}"
+        )
+    return None
+
+
+def _observe(task: Task) -> tuple[str, str, str]:
+    """Return a layer that is transformed, one whose output is differentiated, and a parameter that is written into."""
+    transformed, differentiated = list[str](), list[str]()
+    mode = FakeMode()
+    with quiet(), mode:
+        model = without_content(task.model, mode)
+        for name, layer in model.named_modules():
+            if next(layer.parameters(recurse=False), None) is not None:
+                _watch_layer(name, layer, transformed, differentiated)
+        versions = {name: parameter._version for name, parameter in model.named_parameters()}
+        inputs = map_tensors(mode.from_tensor, task.batch[0])
+        try:
+            call(model, inputs, first=True)
+        except Exception as error:
+            if not needs_content(error):
+                raise
+    written = [name for name, parameter in model.named_parameters() if parameter._version != versions[name]]
+    return tuple(next(iter(found), "") for found in (transformed, differentiated, written))  # type: ignore[return-value]
+
+
+def _watch_layer(name: str, layer: nn.Module, transformed: list[str], differentiated: list[str]) -> None:
+    def note_transform(*_: Any) -> None:
+        if peek_interpreter_stack() is not None:
+            transformed.append(name)
+
+    def watch_output(_: nn.Module, __: Any, output: Any) -> None:
+        for leaf in flatten(output)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: differentiated.append(name))
+
+    layer.register_forward_pre_hook(note_transform)
+    layer.register_forward_hook(watch_output)
