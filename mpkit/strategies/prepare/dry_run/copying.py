@@ -20,10 +20,18 @@ from torch._subclasses.fake_tensor import (
 
 from mpkit.common.caught import one_line
 from mpkit.strategies.data.microbatch import Value, leaves
+from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.partition.walk import HOOKS
 
-__all__ = ["copy_model", "has_content", "ready_to_travel", "without_content", "without_graphs"]
+__all__ = [
+    "copy_model",
+    "freeze_unshared_norms",
+    "has_content",
+    "ready_to_travel",
+    "without_content",
+    "without_graphs",
+]
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -121,6 +129,28 @@ def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
     return copy_model(model, memo)
+
+
+def freeze_unshared_norms(model: nn.Module, microbatches: int, replicas: int) -> nn.Module:
+    """Return the model, or a copy in which BatchNorms that cannot share statistics as planned take none of a batch.
+
+    `check_batchnorms` rejects them by name. A single sample, of which there are no statistics, must not stop a dry run
+    before.
+    """
+    norms = {
+        name: norm
+        for name, norm in batch_norms(model).items()
+        if microbatches > 1 or (replicas > 1 and has_own_forward(norm))
+    }
+    model = copy_model(model) if norms else model
+    for name, norm in norms.items():
+        frozen = model.get_submodule(name).eval()
+        if norm.running_mean is None:
+            frozen.running_mean, frozen.running_var = (
+                torch.zeros(norm.num_features),
+                torch.ones(norm.num_features),
+            )
+    return model
 
 
 def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:

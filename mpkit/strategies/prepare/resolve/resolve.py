@@ -27,6 +27,7 @@ from mpkit.strategies.models.chain import is_chain, layers_of
 from mpkit.strategies.models.cut import cut
 from mpkit.strategies.partition.boundary import LayerNumbers, Shared
 from mpkit.strategies.partition.graph import PartitionedModel
+from mpkit.strategies.prepare.dry_run.copying import freeze_unshared_norms
 from mpkit.strategies.prepare.dry_run.dry_run import dry_run
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
 from mpkit.strategies.prepare.resolve.local_copy import LocalCopy, local_copies
@@ -57,6 +58,8 @@ def resolve(
         ValueError: model, data and plan do not fit together.
     """
     schedule = plan.build()
+    if plan.batchnorm == "sync":
+        model = freeze_unshared_norms(model, plan.microbatches, plan.dp)
     # ---- shapes
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
     # ---- local
