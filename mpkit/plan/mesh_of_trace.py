@@ -22,7 +22,7 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     """
     try:
         plan = json.loads(meta["plan"])
-        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate")}
+        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
         mesh = Mesh(**degrees)
     except (KeyError, ValueError, TypeError, AttributeError):
         return None

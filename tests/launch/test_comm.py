@@ -224,9 +224,7 @@ def exchange_rows(ctx, group, numbers, async_op):  # type: ignore[no-untyped-def
     i, n = comm.index, len(group)
     sends, receives = numbers[i], [numbers[j][i] for j in range(n)]
     rows = [[10.0 * i + j, 0.5] for j in range(n) for _ in range(sends[j])]
-    work = comm.all_to_all(
-        torch.tensor(rows).view(-1, 2), async_op=async_op, sends=sends, receives=receives
-    )
+    work = comm.all_to_all(torch.tensor(rows).view(-1, 2), async_op=async_op, sends=sends, receives=receives)
     return work.wait() if async_op else work
 
 
@@ -243,9 +241,15 @@ def test_uneven_parts_of_an_all_to_all(clusters: Callable[[int], mk.Cluster], as
 
 def test_uneven_parts_must_fit(cluster: mk.Cluster) -> None:
     rows = torch.ones(3, 2)
-    for given in ({"sends": [3, 0, 0, 0]}, {"sends": [2, 0, 0, 0], "receives": [1] * 4}, {"sends": [3], "receives": [3]}):
-        with pytest.raises(mk.RankFailed, match=r"(?s)of 3 rows among 4 ranks.*all_to_all\(torch.tensor\(sends"):
-            cluster.run(lambda ctx, given=given: ctx.comm.all_to_all(rows, **given))
+    for parts in (
+        {"sends": [3, 0, 0, 0]},
+        {"sends": [2, 0, 0, 0], "receives": [1] * 4},
+        {"sends": [3], "receives": [3]},
+    ):
+        with pytest.raises(
+            mk.RankFailed, match=r"(?s)of 3 rows among 4 ranks.*all_to_all\(torch.tensor\(sends"
+        ):
+            cluster.run(lambda ctx, parts=parts: ctx.comm.all_to_all(rows, **parts))
     with pytest.raises(mk.errors.CommMismatch, match=r"float32\[any, 2\]"):
         cluster.run(
             lambda ctx: ctx.comm.all_to_all(

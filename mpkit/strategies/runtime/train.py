@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated import Replicated, shard_groups
+from mpkit.strategies.data_parallel.replicated import Replicated, expert_replicas, shard_groups
 from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.strategies.data_parallel.sync_cost import SyncCost
 from mpkit.strategies.data_parallel.tied import TiedWeights, tied_parameters
@@ -188,13 +188,12 @@ class Training:
         Parameters that are replicated over tp are returned from tp rank 0 only.
         """
         state: dict[str, Tensor | PartOfWhole] = {}
-        shards = next(iter(self.sync.stages.values())).sharded.shards
+        sharded = next(iter(self.sync.stages.values())).sharded
         for name, value in (self.rest | self.sync.state_dict()).items():
-            shard = shards.get(name)
-            if shard is not None:
-                state[name] = PartOfWhole(shard, value)
-            elif self._axes.place.tp == 0:
-                state[name] = value
+            shard = sharded.shards.get(name)
+            if self._axes.place.tp and (shard is None or name in sharded.experts):
+                continue
+            state[name] = value if shard is None else PartOfWhole(shard, value)
         return state
 
 
@@ -217,7 +216,15 @@ def assemble(
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
-    held = Replicated(context, plan, stages, replicas, tied, groups=shard_groups(plan, axes))
+    held = Replicated(
+        context,
+        plan,
+        stages,
+        replicas,
+        tied,
+        groups=shard_groups(plan, axes),
+        experts=expert_replicas(plan, axes),
+    )
     if plan.zero:
         sync: GradientSync = zero_sync(held)
     elif replicas.size > 1:
@@ -235,8 +242,9 @@ def place_stages(
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
     sharded = localize(
-        model, job.plan, job.where.schedule, axes.communicator_of("tp"), axes.communicator_of("cp")
-    )
+        model, job.plan, job.where.schedule,
+        axes.communicator_of("tp"), axes.communicator_of("cp"), axes.communicator_of("ep"),
+    )  # fmt: skip
     if cost is not None:
         over_whole_batch(model, cost)
     numbers = job.where.schedule.stages_of(axes.place.pp)
