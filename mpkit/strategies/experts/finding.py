@@ -11,6 +11,7 @@ import inspect
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 __all__ = ["check_experts_of", "find_experts", "number_of_experts"]
 
@@ -72,4 +73,10 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
             raise ValueError(
                 f"Plan(ep={plan.ep}): {plan.ep} ranks cannot hold equally many of the {experts} experts of {name}: "
                 f"ep={max(n for n in fits if n <= plan.ep)} can"
+            )
+        if any(isinstance(inner, _DropoutNd) and inner.p > 0 for inner in module.modules()):
+            raise ValueError(
+                f"Plan(ep={plan.ep}): {name} has a dropout, which draws for the rows of its experts, and these are on "
+                "other ranks in another order. Dropout after the experts works, as "
+                "mk.models.MixtureOfExperts(dropout=0.1) has it; or ep=1"
             )

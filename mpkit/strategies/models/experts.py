@@ -32,12 +32,15 @@ class MixtureOfExperts(nn.Module):
         experts: E, the number of experts.
         top_k: k, how many of them each token visits.
         hidden: the width inside of an expert; None: 4 h.
+        dropout: the dropout rate of what is added to the residual stream.
 
     Raises:
         ValueError: there are fewer experts than a token visits.
     """
 
-    def __init__(self, width: int, experts: int, top_k: int = 2, hidden: int | None = None) -> None:
+    def __init__(
+        self, width: int, experts: int, top_k: int = 2, hidden: int | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         if not 1 <= top_k <= experts:
             raise ValueError(
@@ -47,6 +50,7 @@ class MixtureOfExperts(nn.Module):
         self.top_k = top_k
         self.router = nn.Linear(width, experts, bias=False)
         self.experts = Experts(experts, width, hidden or 4 * width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> the same."""
@@ -55,8 +59,8 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
         # ---- experts, combine
-        mixed: Tensor = self.experts(tokens, chosen, weights)
-        return mixed.view_as(x)
+        mixed: Tensor = self.dropout(self.experts(tokens, chosen, weights).view_as(x))
+        return mixed
 
 
 class Experts(nn.Module):

@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
         self.mlp: nn.Module = (
-            MixtureOfExperts(config.width, config.experts, config.top_k)
+            MixtureOfExperts(config.width, config.experts, config.top_k, dropout=config.dropout)
             if config.experts
             else FeedForward(config)
         )

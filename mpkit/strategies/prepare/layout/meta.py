@@ -13,6 +13,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.layout.attentions import attention_sizes
+from mpkit.strategies.prepare.layout.routed import routed_rows
 from mpkit.strategies.stage.stage import PRECISIONS
 
 __all__ = ["meta_of"]
@@ -48,6 +49,7 @@ def meta_of(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan
             "partial_bytes": _partial(model, resolved, held, max(4, dtype.itemsize)),
             "tied_bytes": _tied_bytes(model, resolved, dtype.itemsize),
             "split": _split(resolved),
+            **_expert_numbers(model, resolved, batch, dtype.itemsize),
         },
         "shards": _shards(resolved),
     }
@@ -127,19 +129,40 @@ def _attention_bytes(
     }
 
 
+def _expert_numbers(
+    model: nn.Module, resolved: ResolvedPlan, batch: tuple[Value, Value], size: int
+) -> dict[str, Any]:
+    """Return, by rank, the elements of its experts, and by stage the bytes of a micro-batch's all-to-alls.
+
+    Bytes are those of whole sequences, once for rows, and once for their counts. Nothing without ep.
+    """
+    plan, held = resolved.plan, resolved.held
+    if plan.ep == 1:
+        return {}
+    whole, names = dict(model.named_parameters()), resolved.sharded[0].experts
+    of_stages = [
+        sum(whole[n].numel() for n in stage if n in names and whole[n].requires_grad) for stage in held
+    ]
+    by_place = [
+        sum(of_stages[stage] for stage in resolved.schedule.stages_of(place)) for place in range(plan.pp)
+    ]
+    rows, experts = routed_rows(model, batch[0], held)
+    average = _samples(plan, batch)[1] * size
+    return {
+        "expert_params": [by_place[plan.mesh.place(rank).pp] // plan.ep for rank in range(plan.ranks)],
+        "rows_bytes": [elements * average for elements in rows],
+        "counts_bytes": [8 * number for number in experts],
+    }
+
+
 def _partial(model: nn.Module, resolved: ResolvedPlan, held: Sequence[Sequence[str]], size: int) -> list[int]:
     """Return, by stage, the bytes of gradients of which each tensor-parallel rank has a partial sum."""
     whole = dict(model.named_parameters(remove_duplicate=False))
-    names = resolved.sharded[0].partial
-    return [
-        size
-        * sum(
-            p.numel()
-            for p in {id(whole[n]): whole[n] for n in stage if n in names}.values()
-            if p.requires_grad
-        )
-        for stage in held
-    ]
+    plan, names, experts = resolved.plan, resolved.sharded[0].partial, resolved.sharded[0].experts
+    once = [{id(whole[n]): n for n in stage if n in names and whole[n].requires_grad} for stage in held]
+    # ZeRO divides all gradients among as many ranks before this sum, those of experts too.
+    parts = {n: plan.ep if n in experts and not plan.zero else 1 for n in names}
+    return [size * sum(whole[n].numel() // parts[n] for n in stage.values()) for stage in once]
 
 
 def _tied_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> list[float]:
@@ -170,9 +193,10 @@ def _split(resolved: ResolvedPlan) -> list[float]:
 
 
 def _shards(resolved: ResolvedPlan) -> dict[str, str]:
-    """Describe how each divided parameter is sharded: how many of its rows or columns one rank has."""
+    """Describe how each divided parameter is sharded: how many of its rows, columns or experts one rank has."""
+    sharded = resolved.sharded[0]
     return {
         name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
-        f"{'columns' if shard.axis_name == 'columns' else 'rows'}"
-        for name, shard in resolved.sharded[0].shards.items()
+        f"{'experts' if name in sharded.experts else 'columns' if shard.axis_name == 'columns' else 'rows'}"
+        for name, shard in sharded.shards.items()
     }
