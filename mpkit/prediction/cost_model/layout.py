@@ -163,7 +163,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
-        cp_method=plan.cp_method,
+        cp_method=plan.cp_method, ep=plan.ep,
     )  # fmt: skip
 
 
@@ -173,5 +173,5 @@ def plan_of(layout: Layout) -> Plan:
         pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
-        dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method,
+        dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
     )  # fmt: skip
