@@ -84,7 +84,7 @@ class FormulaInputs:
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 
-    def replicated(self, rank: int, *, of_experts: bool) -> int:
+    def replica_elements(self, rank: int, *, of_experts: bool) -> int:
         """Return the number of elements in the experts of which a rank holds a replica, or in all other parameters."""
         experts = self.experts[rank] if self.experts else 0
         return experts if of_experts else self.params[rank] - experts

@@ -214,7 +214,13 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
 
     def volume(rank: int) -> float:
         again = known.value_at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
-        return (times + again) * known.replicated(rank, of_experts=of_experts) * known.element * (n - 1) / n
+        return (
+            (times + again)
+            * known.replica_elements(rank, of_experts=of_experts)
+            * known.element
+            * (n - 1)
+            / n
+        )
 
     return Formula(symbols, words, volume)
 
@@ -226,8 +232,8 @@ def _over_groups(known: FormulaInputs) -> Formula | None:
         return None
 
     def shard(rank: int) -> float:
-        experts = known.replicated(rank, of_experts=True) / known.mesh.edp
-        return known.replicated(rank, of_experts=False) / n + experts
+        experts = known.replica_elements(rank, of_experts=True) / known.mesh.edp
+        return known.replica_elements(rank, of_experts=False) / n + experts
 
     return Formula(
         "2 psi/n (r-1)/r",

@@ -147,7 +147,7 @@ class Replicated:
         return self.plan.unused == "allow"
 
     @property
-    def apart(self) -> dict[nn.Parameter, str]:
+    def unit_kinds(self) -> dict[nn.Parameter, str]:
         """The parameters that share no flat tensor with others: those that tp leaves whole, and experts."""
         kinds: dict[nn.Parameter, str] = dict.fromkeys(self.unsharded_parameters, "unsharded")
         return kinds | dict.fromkeys(self.expert_parameters, "experts")
