@@ -195,3 +195,35 @@ def test_models_that_cannot_be() -> None:
         prepare(drawing, texts(4), mk.Plan(dp=4, ep=4), **how)
     with pytest.raises(ValueError, match=r"top_k=5\): a token visits top_k different experts.*top_k=4"):
         MixtureOfExperts(8, experts=4, top_k=5)
+
+
+# ---- the load of experts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(dp=2, ep=2, microbatches=2, recompute="full"),  # of 7 samples
+        mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2),
+        mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
+    ],
+    ids=repr,
+)
+def test_the_load_of_experts_is_that_of_serial_training(train: Train, plan: mk.Plan) -> None:
+    """Each choice is counted once, whoever sees the token, and however often its forward is computed."""
+    data = texts(7, 7)
+    one, load = (
+        train(gpt(heads=2), data, p, **HOW, evaluate=texts(3)).expert_load for p in (mk.Plan.serial(), plan)
+    )
+    assert sorted(load.rows) == ["block0.mlp.experts", "block1.mlp.experts"] and load.first == 0
+    for layer, rows in load.rows.items():
+        assert rows.tolist() == one.rows[layer].tolist() and rows.sum(axis=1).tolist() == [7 * 8 * 2] * 3
+    assert len(load.to_dataframe()) == 2 * 3 * 4
+    assert "block1.mlp.experts  " in str(load) and "x mean" in str(load)
+    assert load.to_svg().count("<title>step 2, expert 3") == 2
+
+
+def test_a_model_without_experts_has_no_load(train: Train) -> None:
+    run = train(gpt(experts=0), texts(4), mk.Plan.serial(), **HOW)
+    with pytest.raises(ValueError, match="the model has no experts that mpkit knows"):
+        _ = run.expert_load

@@ -67,7 +67,9 @@ def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)
-        module.forward = partial(_forward, compute, names, here, group)
+        exchanging: Any = partial(_forward, compute, names, here, group)
+        exchanging.__signature__ = names
+        module.forward = exchanging
     return shards
 
 

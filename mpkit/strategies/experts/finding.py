@@ -8,12 +8,13 @@ parameters   all of them [E, ...], of as many experts
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-__all__ = ["check_experts_of", "find_experts", "number_of_experts"]
+__all__ = ["check_experts_of", "chosen_experts", "find_experts", "number_of_experts"]
 
 CHOSEN = ("chosen", "top_k_index", "router_indices", "topk_indices", "selected_experts")
 """Names of a forward's argument with each token's experts, [T, k]."""
@@ -40,6 +41,11 @@ def _is_of_experts(module: nn.Module) -> bool:
     except (TypeError, ValueError):  # a forward without a signature
         return False
     return len(names) > 2 and names[1] in CHOSEN and names[2] in WEIGHTS
+
+
+def chosen_experts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return each token's experts, [T, k], out of the arguments of a call of experts."""
+    return next((kwargs[name] for name in CHOSEN if name in kwargs), None) if len(args) < 2 else args[1]
 
 
 def number_of_experts(module: nn.Module) -> int:

@@ -38,6 +38,7 @@ from mpkit.strategies.program_calls.compared import compare_calls
 from mpkit.strategies.runtime.after_step import AfterStep
 from mpkit.strategies.runtime.checkpoints import Checkpoints
 from mpkit.strategies.runtime.evidence import RankEvidence
+from mpkit.strategies.runtime.expert_rows import ExpertRows
 from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.stage.block_recompute import RecomputedBlock, recompute_blocks
@@ -126,6 +127,7 @@ class Training:
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
             self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
+        expert_rows = ExpertRows(context, job, axes)
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = (
@@ -141,6 +143,7 @@ class Training:
         self.after = AfterStep(context, job, axes, self, checks)
         self.checkpoints = Checkpoints(context, job, self)
         self.evidence = RankEvidence(context, job, self)
+        self._expert_rows = expert_rows
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
@@ -150,6 +153,7 @@ class Training:
             if isinstance(self._job.what.loss, Guarded) and self.pipeline.computes_loss:
                 for microbatch in batch:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)
+            self._expert_rows.begin(batch)
             self.pipeline.loss_scale = self.update.scaler.scale
             self.sync.begin_step()
             returned = self.pipeline.step(number, batch)
@@ -164,6 +168,7 @@ class Training:
                 )
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
+            self._expert_rows.end(number)
         self.evidence.end(number, scale, skipped=self.update.skipped > skipped)
 
     def _loss_and_factor(self, returned: list[float]) -> tuple[float | None, float | None]:

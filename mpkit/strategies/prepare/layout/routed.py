@@ -15,7 +15,7 @@ from torch import nn
 
 from mpkit.common.caught import fakes_or_real
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
-from mpkit.strategies.experts.finding import find_experts, number_of_experts
+from mpkit.strategies.experts.finding import chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.dry_run.copying import without_content
 from mpkit.strategies.prepare.dry_run.quiet import quiet
@@ -65,8 +65,8 @@ def _walk(model: nn.Module, sample: Value) -> dict[str, int]:
     sizes: dict[str, int] = {}
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, chosen = (*args, *kwargs.values())[:2]
-        sizes[name] = sizes.get(name, 0) + chosen.numel() * x.shape[-1]
+        x = args[0] if args else next(iter(kwargs.values()))
+        sizes[name] = sizes.get(name, 0) + chosen_experts(args, kwargs).numel() * x.shape[-1]
 
     for name, module in find_experts(model).items():
         module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
