@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.experts.finding import find_experts
-from tests.serial import Train, check_equal
+from mpkit.strategies.reference.experts.balance import auxiliary_loss
+from tests.serial import Train, check_equal, same, serial
 from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
@@ -83,3 +85,40 @@ def test_experts_of_ones_own(train: Train) -> None:
     data = [(torch.randn(5, 6).double(), torch.randint(3, (5,))) for _ in range(2)]
     plan = mk.Plan(dp=2, zero=2, ep=2)
     check_equal(train, model, data, plan, steps=3, loss=F.cross_entropy, optimizer=sgd, max_grad_norm=0.5)
+
+
+class WithRouters(nn.Module):
+    """A mixture that returns what its routers said, samples first, so that an auxiliary loss can see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build(
+            replace(ZOO["mixtral"], settings=ZOO["mixtral"].settings | {"output_router_logits": True})
+        )
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.inner(input_ids=input_ids, use_cache=False)
+        said = [each.unflatten(0, input_ids.shape) for each in out.router_logits]
+        return out.logits, torch.stack(said, 2)  # [batch, time, layers, experts]
+
+
+def with_auxiliary_loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    logits, said = outputs
+    p = said.flatten(0, 1).softmax(-1)
+    chosen = p.topk(2).indices
+    losses = [auxiliary_loss(p[:, layer], chosen[:, layer]) for layer in range(p.shape[1])]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * sum(losses)
+
+
+def test_an_auxiliary_loss_sees_the_whole_batch(train: Train) -> None:
+    """Computed in parts it would be another loss, and is rejected; `whole_batch_loss` gathers what the routers said."""
+    data = [(torch.randint(40, (6, 8)), torch.randint(40, (6, 8))) for _ in range(2)]
+    how: dict[str, Any] = {"steps": 3, "optimizer": sgd}
+    model, plan = WithRouters(), mk.Plan(dp=2, ep=2)
+    with pytest.raises(
+        ValueError, match=r"(?s)The loss needs the whole batch.*loss=mk.whole_batch_loss\(your_loss\)"
+    ):
+        train(model, data, plan, loss=with_auxiliary_loss, **how)
+    losses, weights = serial(model, data, loss=with_auxiliary_loss, **how)
+    run = train(model, data, plan, loss=mk.whole_batch_loss(with_auxiliary_loss), **how)
+    same(run, losses, weights, rtol=1e-7, atol=1e-9)  # transformers' routers compute in 32 bits
