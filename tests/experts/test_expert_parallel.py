@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import mpkit as mk
 from mpkit.models import GPT, MLP, MixtureOfExperts, next_token_loss
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.prepare.prepare import prepare
+from tests.experts.planted import EXPERT_FAULTS, PlantedInExperts
 from tests.serial import EXACT, Train, check_equal, same, serial
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
@@ -227,3 +229,13 @@ def test_a_model_without_experts_has_no_load(train: Train) -> None:
     run = train(gpt(experts=0), texts(4), mk.Plan.serial(), **HOW)
     with pytest.raises(ValueError, match="the model has no experts that mpkit knows"):
         _ = run.expert_load
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_the_proof_finds_what_is_wrong_with_experts(
+    clusters: Callable[[int], mk.Cluster], fault: str
+) -> None:
+    how = {**HOW, "loss": PlantedInExperts(next_token_loss, fault), "verify": "all"}
+    run = clusters(4).train(gpt(), texts(8, 8), mk.Plan(dp=4, ep=2), **how)
+    with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
+        run.wait()
