@@ -41,6 +41,7 @@ def checked_degree(plan: Plan, name: str) -> int:
     if number is None or number < 1:
         good = {name: 4} if name in ("dp", "tp", "cp") else {"pp": 4, "microbatches": 8}
         good = {"dp": 8, "zero": 3, name: 4} if name.startswith("dp_") else good
+        good = {"dp": 4, "ep": 4} if name == "ep" else good
         raise ValueError(
             f"Plan({name}={value!r}): {name} is a whole number, 1 or more, such as in {call_of(plan, good, bare=True)}"
         )

@@ -3,17 +3,21 @@
 `TABLE` has a row per axis, outermost first. dp consists of two axes where ZeRO shards within groups of replicas
 (hybrid sharding): `dp_replicate` is outside of `dp_shard`, so that the ranks that share shards are next to each other,
 on the fast links of a node.
+
+Expert parallelism folds another mesh over the same ranks (Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section
+3): where the attention sees pp x dp x cp x tp, the experts see pp x edp x ep x tp. So ep ranks, each with some of a
+layer's experts, are neighbours among the dp x cp replicas, and edp counts the replicas of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["AXES", "TABLE", "Axis", "Mesh", "Place", "join_axes"]
+__all__ = ["AXES", "EXPERT_AXES", "TABLE", "Axis", "Mesh", "Place", "join_axes"]
 
 
 class Axis(NamedTuple):
@@ -25,6 +29,7 @@ class Axis(NamedTuple):
         parameters: what its ranks hold of the parameters.
         ink: its colour in pictures: Okabe and Ito's, legible on light and dark backgrounds.
         within: the axis that it is a part of; "" if it is whole.
+        of_experts: whether it is an axis of the mesh that the experts see.
     """
 
     name: str
@@ -32,6 +37,7 @@ class Axis(NamedTuple):
     parameters: str
     ink: str
     within: str = ""
+    of_experts: bool = False
 
 
 TABLE = (
@@ -39,13 +45,24 @@ TABLE = (
     Axis("dp", "the samples of a batch", "all the same; under ZeRO each a shard", "#009e73"),
     Axis("dp_replicate", "the samples of a batch", "all the same", "#56b4e9", within="dp"),
     Axis("dp_shard", "the samples of a batch", "each a shard", "#009e73", within="dp"),
+    Axis(
+        "edp",
+        "the samples of a batch",
+        "the same experts; under ZeRO each a shard",
+        "#009e73",
+        of_experts=True,
+    ),
+    Axis("ep", "the experts of each layer", "each some of the experts", "#cc79a7", of_experts=True),
     Axis("cp", "each sequence", "all the same; under ZeRO each a shard", "#e69f00"),
     Axis("tp", "each layer", "each a part of every divided layer", "#d55e00"),
 )
 """The axes, outermost first; the last varies fastest."""
 
-AXES = tuple(axis.name for axis in TABLE if not axis.within)
+AXES = tuple(axis.name for axis in TABLE if not axis.within and not axis.of_experts)
 """The names of the whole axes."""
+
+EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
+"""The axes of the mesh that experts see, outermost first."""
 
 
 class Place(NamedTuple):
@@ -68,6 +85,7 @@ class Mesh:
     Attributes:
         pp, dp, cp, tp: the degrees.
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
+        ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
@@ -79,6 +97,9 @@ class Mesh:
     >>> hybrid = Mesh(dp=4, dp_replicate=2)
     >>> hybrid.groups("dp_shard"), hybrid.groups("dp_replicate"), hybrid.groups("dp")
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1, 2, 3)])
+    >>> folded = Mesh(dp=2, cp=2, ep=2)
+    >>> folded.groups("ep"), folded.groups("edp"), folded.groups("cp")
+    ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (2, 3)])
     """
 
     pp: int = 1
@@ -86,15 +107,21 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     dp_replicate: int = 1
+    ep: int = 1
 
     def __repr__(self) -> str:
-        names = [*AXES, "dp_replicate"] if self.dp_replicate > 1 else AXES
+        names = [*AXES, *(name for name in ("dp_replicate", "ep") if getattr(self, name) > 1)]
         return f"Mesh({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def dp_shard(self) -> int:
         """The number of replicas in each group within which ZeRO shards."""
         return self.dp // self.dp_replicate
+
+    @property
+    def edp(self) -> int:
+        """The number of replicas of an expert; in hybrid sharding, of each group."""
+        return self.dp_shard * self.cp // self.ep
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -107,7 +134,9 @@ class Mesh:
         return tuple(
             axis.name
             for axis in TABLE
-            if axis.name not in divided and (not axis.within or axis.within in divided)
+            if axis.name not in divided
+            and not axis.of_experts
+            and (not axis.within or axis.within in divided)
         )
 
     @property
@@ -125,16 +154,20 @@ class Mesh:
         assert 0 <= rank < self.size, f"rank {rank} is not in {self}"
         return Place(*_digits(rank, self.shape))
 
-    def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of a rank along `axes`."""
-        return _digits(rank, [getattr(self, axis) for axis in self.axes])
+    def coordinates(self, rank: int, axes: Sequence[str] = ()) -> tuple[int, ...]:
+        """Return the coordinates of a rank along `axes`, or along `EXPERT_AXES` if these are given."""
+        return _digits(rank, [getattr(self, axis) for axis in axes or self.axes])
 
-    def rank_at(self, coordinates: Iterable[int]) -> int:
-        """Return the rank with these coordinates along `axes`."""
+    def rank_at(self, coordinates: Iterable[int], axes: Sequence[str] = ()) -> int:
+        """Return the rank with these coordinates along `axes`, or along `EXPERT_AXES` if these are given."""
         number = 0
-        for axis, i in zip(self.axes, coordinates, strict=True):
+        for axis, i in zip(axes or self.axes, coordinates, strict=True):
             number = number * getattr(self, axis) + i
         return number
+
+    def axes_with(self, *axes: str) -> tuple[str, ...]:
+        """Return all axes of the mesh that these belong to: `EXPERT_AXES` if one of them is of experts, else `axes`."""
+        return EXPERT_AXES if any(axis.name in axes for axis in TABLE if axis.of_experts) else self.axes
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank at these coordinates along the whole axes."""
@@ -152,12 +185,12 @@ class Mesh:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, in ascending order, that differ from this one along these axes only, itself included."""
-        along = self.parts(*axes)
+        along, every = self.parts(*axes), self.axes_with(*axes)
         ways = [
             range(getattr(self, axis)) if axis in along else (i,)
-            for axis, i in zip(self.axes, self.coordinates(rank), strict=True)
+            for axis, i in zip(every, self.coordinates(rank, every), strict=True)
         ]
-        return tuple(self.rank_at(each) for each in product(*ways))
+        return tuple(self.rank_at(each, every) for each in product(*ways))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return every group along these axes, sorted by first rank. Each rank is in exactly one of them."""
@@ -172,6 +205,8 @@ class Mesh:
         >>> Mesh(dp=4, dp_replicate=2).parts("cp", "dp"), Mesh(dp=4).parts("dp_shard"), Mesh(dp=4).parts("dp_replicate")
         (('dp_replicate', 'dp_shard', 'cp'), ('dp',), ())
         """
+        if self.axes_with(*axes) is EXPERT_AXES:
+            return tuple(axis for axis in EXPERT_AXES if axis in axes)
         named = {*axes, "dp"} if "dp_shard" in axes and "dp" in self.axes else set(axes)
         return tuple(
             axis.name

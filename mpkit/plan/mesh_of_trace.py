@@ -22,7 +22,7 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     """
     try:
         plan = json.loads(meta["plan"])
-        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate")}
+        degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
         mesh = Mesh(**degrees)
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
@@ -48,8 +48,13 @@ def long_axes(mesh: Mesh) -> list[str]:
     return [axis for axis in mesh.axes if getattr(mesh, axis) > 1]
 
 
-def axis_of(mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | None = None) -> str:
+def axis_of(
+    mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | None = None, *, exchange: bool = False
+) -> str:
     """Return the axis along which these ranks lie: the axes in which their coordinates differ.
+
+    Ranks that divide experts lie along "ep" for an `exchange`, an all-to-all, and those that hold the same experts
+    along "edp"; both lie along axes of the replicas too.
 
     Without a plan's mesh it is the name that the program's own DeviceMesh gave to the group, which is in the meta.
 
@@ -59,12 +64,19 @@ def axis_of(mesh: Mesh | None, ranks: Iterable[int], meta: Mapping[str, Any] | N
     >>> hybrid = Mesh(dp=4, dp_replicate=2)
     >>> axis_of(hybrid, (0, 1)), axis_of(hybrid, (0, 2)), axis_of(hybrid, range(4))
     ('dp_shard', 'dp_replicate', 'dp')
+    >>> folded = Mesh(dp=4, ep=2)
+    >>> axis_of(folded, (0, 1), exchange=True), axis_of(folded, (0, 2)), axis_of(folded, range(4))
+    ('ep', 'edp', 'dp')
     >>> axis_of(None, (0, 1), {"axes": {"0,1": "tp"}})
     'tp'
     """
     if mesh is None:
         named = (meta or {}).get("axes", {})
         return str(named.get(",".join(map(str, ranks)), WORLD))
+    ranks = tuple(ranks)
+    for axis in ("ep",) if exchange else ("edp",):
+        if mesh.ep > 1 and len(ranks) > 1 and ranks == mesh.group(ranks[0], axis):
+            return axis
     places = [mesh.coordinates(rank) for rank in ranks]
     differ = [axis for i, axis in enumerate(mesh.axes) if len({place[i] for place in places}) > 1]
     return join_axes(differ) or WORLD

@@ -17,6 +17,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
+from mpkit.plan.expert_checks import check_experts
 from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
@@ -68,6 +69,8 @@ class Plan:
             heads during attention.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
+        ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
+            experts and back by all-to-alls.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -104,11 +107,12 @@ class Plan:
     dp_shard: int | None = None
     dp_replicate: int | None = None
     cp_method: str = "ring"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
         take_hybrid_degrees(self)
-        for name in ("pp", "dp", "tp", "cp", "microbatches", "virtual_stages"):
+        for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
         check_ranks(self)
         object.__setattr__(self, "schedule", checked_schedule(self))
@@ -117,6 +121,7 @@ class Plan:
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
         check_hybrid(self)
+        check_experts(self)
         check_shared_layers(self)
 
     # ------------------------------------------------------------ the classics by name
@@ -226,7 +231,7 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1)
+        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1, self.ep)
 
     @property
     def shards(self) -> int:

@@ -32,6 +32,7 @@ _GROUPS = (
     "dp_shard= is the number of replicas in each group within which ZeRO shards; dp_replicate= is the number of such "
     "groups."
 )
+_EP = "ep= is the number of ranks, out of the dp x cp replicas, that divide the experts of each layer."
 _STAGES = "virtual_stages= is the number of stages per rank."
 
 MEANT: dict[str, str] = {
@@ -63,6 +64,13 @@ MEANT: dict[str, str] = {
             "hybrid_shard", "hsdp", "mics_shard_size", "num_distributed_optimizer_instances",
         ),
         _GROUPS,
+    ),
+    **dict.fromkeys(
+        (
+            "expert_parallel", "expert_parallel_size", "expert_parallel_degree", "expert_model_parallel_size",
+            "ep_size", "moe_ep_size", "num_experts", "experts",
+        ),
+        _EP,
     ),
     "bucket_cap_mb": "bucket_mb= is the size of a bucket of gradients in MiB.",
     "sync_batchnorm": 'batchnorm="sync" takes statistics over the whole batch, batchnorm="local" over a rank\'s own.',

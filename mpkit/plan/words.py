@@ -24,6 +24,9 @@ def describe(plan: Plan) -> str:
     theory 1/5 = 0.200. ZeRO-1 on 2 ranks: each half of every batch. Each layer is shared by 2 ranks.
     >>> print(describe(Plan(zero=3, dp_shard=8, dp_replicate=4)))
     ZeRO-3 on 32 ranks, sharded within 4 groups of 8: each 1/32 of every batch.
+    >>> print(describe(Plan(dp=4, ep=2)))
+    DDP on 4 ranks: each a quarter of every batch. The experts of each layer are divided among 2 ranks, to which tokens
+    go by all-to-alls.
     """
     long = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1]
     parts = []
@@ -37,6 +40,10 @@ def describe(plan: Plan) -> str:
     if plan.tp > 1:
         between = ", and between layers each has its part of the sequence" if plan.sequence_parallel else ""
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
+    if plan.ep > 1:
+        parts.append(
+            f"The experts of each layer are divided among {plan.ep} ranks, to which tokens go by all-to-alls."
+        )
     if plan.cp > 1:
         order = ", in zigzag order" if plan.cp_order == "zigzag" else ""
         ring = plan.cp_method == "ring"

@@ -35,6 +35,9 @@ class FormulaInputs:
         partial: by stage, bytes of gradients that are summed over the ranks of a sequence once per step.
         tied: by place along pp, bytes of tied weights and their gradients that it sends once per step.
         split: by place along pp, the fraction of its backwards that are split in two.
+        experts: by rank, the number of elements in the experts that it holds, under expert parallelism.
+        rows: by stage, bytes of the rows of one micro-batch that go to experts, whole sequences.
+        counts: by stage, bytes of the numbers of rows by expert.
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -53,6 +56,9 @@ class FormulaInputs:
     partial: Sequence[float] = ()
     tied: Sequence[float] = ()
     split: Sequence[float] = ()
+    experts: Sequence[int] = ()
+    rows: Sequence[float] = ()
+    counts: Sequence[float] = ()
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -73,8 +79,15 @@ class FormulaInputs:
             keys_values=told.get("kv_bytes") or (),
             queries_outputs=told.get("qo_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
+            experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
+            counts=told.get("counts_bytes") or (),
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
+
+    def replica_elements(self, rank: int, *, of_experts: bool) -> int:
+        """Return the number of elements in the experts of which a rank holds a replica, or in all other parameters."""
+        experts = self.experts[rank] if self.experts else 0
+        return experts if of_experts else self.params[rank] - experts
 
     @property
     def microbatches(self) -> int:

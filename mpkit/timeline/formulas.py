@@ -9,11 +9,13 @@
           once more what is recomputed. Hybrid sharding: the same within groups of n = dp_shard; and the shards'
           gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r
     pp    b s h elements per boundary and micro-batch, forward and backward
+    ep    two all-to-alls of T k h elements per layer with experts, forward and backward: 4 T k h (ep-1)/ep, and one of
+          the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
           4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c
 
 Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Rajbhandari et al. 2020, section 7;
-Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3.
+Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3; Liu et al., arXiv 2504.14960, section 3.
 """
 
 from __future__ import annotations
@@ -58,7 +60,11 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _context(known, kind)
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
-    return _replicas(known, kind) if axis == shard_group else None
+    if axis == "ep" and kind == Kind.ALL_TO_ALL:
+        return _experts(known)
+    if axis in (shard_group, "edp"):
+        return _replicas(known, kind, of_experts=axis == "edp")
+    return None
 
 
 class _Passes(NamedTuple):
@@ -181,8 +187,10 @@ def _pipeline(known: FormulaInputs) -> Formula | None:
     return Formula(symbols, words, volume)
 
 
-def _replicas(known: FormulaInputs, kind: Kind) -> Formula | None:
-    n, m = known.mesh.dp_shard * known.mesh.cp, known.microbatches
+def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> Formula | None:
+    """Return the formula over the ranks among which ZeRO shards, for all parameters but experts or for these."""
+    mesh, m = known.mesh, known.microbatches
+    n = mesh.edp if of_experts else mesh.dp_shard * mesh.cp
     zero = int(known.plan.get("zero", 0))
     every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate full gradients
     gathers = 2 + known.ends_again  # recomputing a block needs no gather of its own
@@ -206,7 +214,13 @@ def _replicas(known: FormulaInputs, kind: Kind) -> Formula | None:
 
     def volume(rank: int) -> float:
         again = known.value_at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
-        return (times + again) * known.params[rank] * known.element * (n - 1) / n
+        return (
+            (times + again)
+            * known.replica_elements(rank, of_experts=of_experts)
+            * known.element
+            * (n - 1)
+            / n
+        )
 
     return Formula(symbols, words, volume)
 
@@ -216,11 +230,31 @@ def _over_groups(known: FormulaInputs) -> Formula | None:
     n, r = known.mesh.dp_shard * known.mesh.cp, known.mesh.dp_replicate
     if not known.params:
         return None
+
+    def shard(rank: int) -> float:
+        experts = known.replica_elements(rank, of_experts=True) / known.mesh.edp
+        return known.replica_elements(rank, of_experts=False) / n + experts
+
     return Formula(
         "2 psi/n (r-1)/r",
         "gradients of each shard, summed over the groups",
-        lambda rank: 2 * known.params[rank] * known.element / n * (r - 1) / r,
+        lambda rank: 2 * shard(rank) * known.element * (r - 1) / r,
     )
+
+
+def _experts(known: FormulaInputs) -> Formula | None:
+    """Return the formula along ep: rows to the ranks of their experts and back, if routing is uniform."""
+    n, times = known.mesh.ep, 4.0 + 2.0 * known.recomputations
+    if not _by_stage(known, known.rows):
+        return None
+    divided = known.mesh.cp * (known.mesh.tp if known.plan.get("sequence_parallel") else 1)
+
+    def volume(rank: int) -> float:
+        counts = known.total(known.counts, rank) * (1 + known.recomputations)
+        return (times * known.total(known.rows, rank) / divided + counts) * known.microbatches * (n - 1) / n
+
+    words = "tokens to their experts and back: forward, and the gradients; as if experts were equally busy"
+    return Formula(f"{times:g} T k h (ep-1)/ep a layer a micro-batch", words, volume)
 
 
 def _context(known: FormulaInputs, kind: Kind) -> Formula | None:

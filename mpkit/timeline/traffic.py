@@ -3,7 +3,8 @@
     message      the whole payload, from its sender to its receiver
     ring         all-reduce, all-gather, reduce-scatter, broadcast, reduce: each rank sends its share of the
                  ring's traffic (the wire factor times the payload) to the next rank of its group
-    all pairs    all-to-all, scatter, gather: 1/n of the payload to each rank
+    all pairs    all-to-all, scatter, gather: 1/n of the payload to each rank; of an all-to-all of uneven parts that is
+                 what ranks send on average, if experts are equally busy
 
 This is what the algorithms of the papers send. A backend may use another algorithm (NCCL uses a tree for few bytes).
 """
@@ -69,10 +70,11 @@ def flows(timeline: Timeline) -> list[Flow]:
         these = comm[which.reshape(-1) == number]
         members: tuple[int, ...] = (min(rank, peer), max(rank, peer))
         if kind != Kind.SEND:
-            members = _members(timeline.names[group], timeline.world_size, mesh, rank)
+            exchange = kind == Kind.ALL_TO_ALL
+            members = _members(timeline.names[group], timeline.world_size, mesh, rank, exchange=exchange)
         payload = int(these["bytes"].sum())
         to = {other: share * payload for other, share in sent_to(kind, members, rank, peer)}
-        axis = axis_of(mesh, members, timeline.meta)
+        axis = axis_of(mesh, members, timeline.meta, exchange=kind == Kind.ALL_TO_ALL)
         listed.append(Flow(rank, axis, Kind(kind), len(these), payload, to))
     return sorted(listed, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
 
@@ -114,11 +116,14 @@ def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> I
             yield after, wire_factor(kind, n)
 
 
-def _members(group: str, ranks: int, mesh: Mesh | None, rank: int) -> tuple[int, ...]:
+def _members(
+    group: str, ranks: int, mesh: Mesh | None, rank: int, *, exchange: bool = False
+) -> tuple[int, ...]:
     """Return the ranks in a group's name, "0,1,2,3"; if it cannot be read, this rank alone."""
     members = tuple(int(part) for part in group.split(",") if part.isdigit() and int(part) < ranks)
     if rank not in members:  # a fake trace: this rank has the records of a rank that does the same elsewhere
-        members = mesh.group(rank, *axis_of(mesh, members).split(" x ")) if mesh and members else (rank,)
+        axis = axis_of(mesh, members, exchange=exchange) if members else ""
+        members = mesh.group(rank, *axis.split(" x ")) if mesh and axis else (rank,)
     return members
 
 

@@ -139,7 +139,10 @@ VALUE = np.dtype(
         ("step", "<i4"),
         ("name", "<u4"),  # a line of rank*.names: the metric's name, or the reason for a stop
         ("value", "<f8"),  # nan for a stop
-        ("kind", "u1"),  # 0: a metric; 1: this rank asked to stop the training after this step
+        (
+            "kind",
+            "u1",
+        ),  # 0: a metric; 1: this rank asked to stop the training after this step; 2: the rows of an expert
         ("pad", "V7"),
     ]
 )

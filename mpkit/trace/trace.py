@@ -16,6 +16,7 @@ import numpy as np
 from mpkit.common.bounded import read_json
 from mpkit.common.disk import write_whole
 from mpkit.errors import TraceError
+from mpkit.trace.expert_load import ExpertLoad, expert_load_of
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
 from mpkit.trace.proof import PROOF
@@ -82,6 +83,15 @@ class Trace:
     def metrics(self) -> Metrics:
         """What `ctx.log` wrote: by name, by step, the value; see `Metrics`."""
         return metrics_of(self.ranks)
+
+    @property
+    def expert_load(self) -> ExpertLoad:
+        """How many rows each expert computed, by layer and step.
+
+        Raises:
+            ValueError: the model has no experts, or no step is done.
+        """
+        return expert_load_of(self.ranks)
 
     @property
     def stop(self) -> Stop | None:

@@ -44,6 +44,10 @@ RENDERERS = {
         "text": "mpkit.views.traffic.volume:volume_text",
         "html": "mpkit.views.traffic.volume:volume_html",
     },
+    "ExpertLoad": {
+        "text": "mpkit.views.experts.load:load_text",
+        "svg": "mpkit.views.experts.load:load_svg",
+    },
     "Placement": {
         "text": "mpkit.views.placement.text:placement_text",
         "svg": "mpkit.views.placement.svg:placement_svg",

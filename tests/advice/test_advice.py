@@ -327,3 +327,17 @@ def test_the_best_plan_as_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     best = _advised(("llama3-8b", "8x-a100-nvlink", 64)).best
     assert best is not None
     assert repr(mk.Plan.read(capsys.readouterr().out)) == repr(replace(best, microbatches=4))
+
+
+def test_experts_are_divided_where_there_are_any() -> None:
+    """Mixtral's eight, inside of a node, as Megatron's own recipes do (arXiv 2504.14960, table 3)."""
+    advice = mk.advise(
+        "mixtral-8x7b",
+        mk.hardware("h100", nodes=4, nic="ndr"),
+        global_batch=256,
+        sequence=4096,
+        stack="megatron",
+    )
+    assert advice.best is not None and advice.best.ep == 8
+    assert "with a pipeline and expert parallelism" in str(advice)
+    assert "--expert-model-parallel-size=8" in advice.best.to("megatron")

@@ -373,3 +373,32 @@ def test_runs_calibrate_a_machine(clusters: Callable[[int], mk.Cluster]) -> None
     assert misfit(steps, preset.constants) < misfit(steps, played)  # both at once, than by what plays take
     with pytest.raises(ValueError, match="a Run, or a pair"):
         mk.calibrate([3])
+
+
+def test_expert_parallelism_divides_the_experts_alone() -> None:
+    """Each rank holds 1/ep of the experts' weights and, whatever zero is, an equal part of all states under ZeRO-1."""
+    model, machine = known_models()["mixtral-8x7b"], mk.hardware("h100", nodes=8, nic="ndr")
+    experts = sum(model.expert_parameters(layer) for layer in range(model.layers))
+
+    def memory(**degrees: Any) -> dict[str, float]:
+        plan = mk.Plan(microbatches=4, zero=1, precision="bf16", **degrees)
+        stages = mk.estimate(model, plan, machine, global_batch=256, sequence=4096).memory
+        return dict(stages[0])
+
+    whole, eighth = memory(dp=64), memory(dp=64, ep=8)
+    assert whole["params"] - eighth["params"] == pytest.approx(2 * experts * 7 / 8)
+    assert whole["optimizer"] == pytest.approx(eighth["optimizer"])
+    shared = memory(dp=32, tp=2, ep=8, sequence_parallel=True)  # experts are whole beside tp
+    rest = model.parameters - experts
+    assert shared["params"] == pytest.approx(2 * (rest / 2 + experts / 8), rel=1e-3)
+    assert shared["activations"] == pytest.approx(eighth["activations"] * 64 / 32 / 2, rel=0.05)
+
+
+def test_experts_cannot_be_divided_unevenly() -> None:
+    asked = {"hardware": mk.hardware("h100", nodes=8, nic="ndr"), "global_batch": 48, "sequence": 4096}
+    with pytest.raises(
+        ValueError, match=r"ep=16 ranks cannot hold equally many of 8 experts per layer: ep=8"
+    ):
+        mk.estimate("mixtral-8x7b", mk.Plan(dp=16, ep=16, precision="bf16"), **asked)
+    with pytest.raises(ValueError, match=r"of 0 experts per layer: ep=1, since this model has none"):
+        mk.estimate("llama3-8b", mk.Plan(dp=16, ep=16, precision="bf16"), **asked)

@@ -41,4 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if draw(st.integers(0, 9)) == 0:
         said |= {"pp": 1, "tp": 1, "cp": 1, "zero": 0, "offload": "none", "data_parallel": "dp", "schedule": "gpipe",
                  "virtual_stages": 1, "sequence_parallel": False}  # fmt: skip
+    else:
+        replicas = said["dp"] * said["cp"]
+        said["ep"] = draw(st.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]))
     return Plan(**said)

@@ -26,6 +26,8 @@ SAID_IN_FULL = [
     ("megatron", Plan(dp=4, cp=2, cp_order="zigzag", zero=3, precision="bf16", schedule="1f1b")),
     ("megatron", Plan(dp=2, cp=4, cp_method="ulysses", schedule="1f1b")),
     ("deepspeed", Plan(dp=2, cp=4, cp_method="ulysses", zero=3)),
+    ("megatron", Plan(pp=2, dp=4, tp=2, zero=1, schedule="1f1b", microbatches=4, ep=4)),
+    ("torchtitan", Plan(dp=4, cp=2, zero=3, ep=8)),
     ("megatron", Plan(dp=4, zero=1, offload="optimizer", recompute="full", schedule="1f1b")),
     ("torchtitan", Plan(pp=2, dp=2, tp=2, cp=2, schedule="gpipe", microbatches=4, zero=3, cp_order="zigzag")),
     ("torchtitan", Plan(pp=2, dp=2, schedule="zbv", microbatches=4, zero=2, precision="bf16", recompute="full")),

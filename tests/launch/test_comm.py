@@ -214,3 +214,45 @@ def test_what_cannot_be_started_is_not_waited_for(tmp_path: Path) -> None:
         )
     assert not recorder.busy
     recorder.close()
+
+
+def exchange_rows(ctx, group, numbers, async_op):  # type: ignore[no-untyped-def]
+    """Rank i of the group sends `numbers[i][j]` rows to rank j, each with both their places in it."""
+    comm = ctx.comm.group(group)
+    if ctx.rank not in group:
+        return None
+    i, n = comm.index, len(group)
+    sends, receives = numbers[i], [numbers[j][i] for j in range(n)]
+    rows = [[10.0 * i + j, 0.5] for j in range(n) for _ in range(sends[j])]
+    work = comm.all_to_all(torch.tensor(rows).view(-1, 2), async_op=async_op, sends=sends, receives=receives)
+    return work.wait() if async_op else work
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_uneven_parts_of_an_all_to_all(clusters: Callable[[int], mk.Cluster], async_op: bool) -> None:
+    """Some send nothing to some, one receives all, and one nothing; bytes are those that a rank sends."""
+    numbers, group = [[1, 3, 0], [0, 2, 0], [4, 1, 0]], [0, 1, 3]
+    found = clusters(4).run(exchange_rows, group, numbers, async_op)
+    for j, rank in enumerate(group):
+        assert found[rank][:, 0].tolist() == [10.0 * i + j for i in range(3) for _ in range(numbers[i][j])]
+        ops = clusters(4).trace.ranks[rank].ops
+        assert ops["bytes"][ops["kind"] == Kind.ALL_TO_ALL].tolist() == [8 * sum(numbers[j])]
+
+
+def test_uneven_parts_must_fit(cluster: mk.Cluster) -> None:
+    rows = torch.ones(3, 2)
+    for parts in (
+        {"sends": [3, 0, 0, 0]},
+        {"sends": [2, 0, 0, 0], "receives": [1] * 4},
+        {"sends": [3], "receives": [3]},
+    ):
+        with pytest.raises(
+            mk.RankFailed, match=r"(?s)of 3 rows among 4 ranks.*all_to_all\(torch.tensor\(sends"
+        ):
+            cluster.run(lambda ctx, parts=parts: ctx.comm.all_to_all(rows, **parts))
+    with pytest.raises(mk.errors.CommMismatch, match=r"float32\[any, 2\]"):
+        cluster.run(
+            lambda ctx: ctx.comm.all_to_all(
+                rows if ctx.rank else rows.double(), sends=[3, 0, 0, 0], receives=[3 * (ctx.rank == 0)] * 4
+            )
+        )

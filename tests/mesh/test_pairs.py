@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "replicas": ("-", "ddp", "dp", "hybrid"),
     "tp": ("-", "features", "sequence"),
     "cp": ("-", "contiguous", "zigzag", "ulysses"),
-    "model": ("mlp", "gpt", "no chain", "resnet"),
+    "model": ("mlp", "gpt", "no chain", "resnet", "experts"),
     "zero": ("-", "1", "2", "3"),
     "recompute": ("none", "full", "selective", "every=2"),
     "microbatches": ("1", "4"),
@@ -55,7 +56,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 Level = tuple[str, str]
 Row = dict[str, str]
 
-LANGUAGE = ("gpt", "no chain")
+LANGUAGE = ("gpt", "no chain", "experts")
 RULES: tuple[Callable[..., bool], ...] = (
     # ---- at most 8 ranks
     lambda schedule, replicas, tp, cp: (
@@ -71,6 +72,8 @@ RULES: tuple[Callable[..., bool], ...] = (
     lambda replicas, zero: replicas != "hybrid" or zero != "-",
     # ---- what makes no difference
     lambda zero, replicas, cp: zero == "-" or replicas in ("ddp", "hybrid") or cp != "-",
+    # ---- who divides experts
+    lambda model, replicas, cp: model != "experts" or replicas in ("ddp", "hybrid") or cp != "-",
     # ---- what a model has to have
     lambda model, cp: cp == "-" or model in LANGUAGE,
     lambda model, tp: tp != "sequence" or model in LANGUAGE,
@@ -144,7 +147,7 @@ ROWS, IMPOSSIBLE = covering()
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
-    """All pairs are counted anew: 31 are impossible, each by one of the rules."""
+    """All pairs are counted anew: 32 are impossible, each by one of the rules."""
     together = set().union(*map(pairs_of, ROWS))
     assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
     missing = [
@@ -153,9 +156,9 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
         if ((a, x), (b, y)) not in together and x not in PEERS
     ]  # fmt: skip
     assert set(missing) == IMPOSSIBLE
-    assert len(missing) == 31, missing
+    assert len(missing) == 32, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
-    assert len(ROWS) <= 51
+    assert len(ROWS) <= 48
 
 
 # ---- a row as a training -----------------------------------------------------------------------------------------
@@ -208,9 +211,9 @@ def halved(step: int) -> float:
     return 0.5**step
 
 
-def gpt(heads: int = 3) -> nn.Module:
+def gpt(heads: int = 3, experts: int = 0) -> nn.Module:
     """Its head's weight is the embedding's; 2 ranks divide neither 33 tokens nor 3 heads."""
-    model = GPT(vocab=33, layers=2, width=12, heads=heads, length=8)
+    model = GPT(vocab=33, layers=2, width=12, heads=heads, length=8, experts=experts)
     model.head.logits.weight = model.embedding.tokens.weight
     return model
 
@@ -232,6 +235,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": lambda: MLP(6, 5, width=9, layers=4),
     "gpt": gpt,
     "no chain": NoChain,
+    "experts": partial(gpt, experts=4),
     "resnet": lambda: ResNet(1, 5, width=4, groups=(1, 1, 1)),
 }
 
@@ -276,6 +280,7 @@ def plan_of(row: Row) -> mk.Plan:
         offload=row["offload"],
         bucket_mb=25 if row["buckets"] == "one" else 0.001,
         prefetch=int(row["prefetch"]),
+        ep=2 if row["model"] == "experts" else 1,
         batchnorm="local" if row["model"] == "resnet" and row["microbatches"] != "1" else "sync",
     )
 

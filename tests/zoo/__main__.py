@@ -15,7 +15,7 @@ micro-batches. A cell of the table says:
     WRONG      another result
 
 The exit status is 0 if under pp, ddp and zero3 at least 95 % of the models are equal, under tp at least 70 % of the
-decoders, and everything else is refused. tests/zoo is not part of `make test`.
+decoders, under ep all mixtures of experts, and everything else is refused. tests/zoo is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 
 import mpkit as mk
+from mpkit.strategies.experts.finding import find_experts
 from tests.zoo.architectures import ARCHITECTURES, Architecture, batch_of, build, loss_of
 from tests.zoo.plain import Trained, difference, sgd, train
 
@@ -39,10 +40,11 @@ PLANS = {
     "ddp2": (mk.Plan.ddp(2), 1),
     "zero3": (mk.Plan.zero(3, 2), 1),
     "tp2": (mk.Plan(tp=2), 1),
+    "ep2": (mk.Plan(dp=2, ep=2), 1),
 }
 """By column the plan, and its micro-batches."""
-LEAST = {"pp2": 0.95, "ddp2": 0.95, "zero3": 0.95, "tp2": 0.70}
-"""The share of models that have to be equal; for tp2 of decoders."""
+LEAST = {"pp2": 0.95, "ddp2": 0.95, "zero3": 0.95, "tp2": 0.70, "ep2": 1.0}
+"""The share of models that have to be equal; for tp2 of decoders, for ep2 of mixtures of experts."""
 
 
 class Cell(NamedTuple):
@@ -88,7 +90,7 @@ def _row(cluster: mk.Cluster, one: Architecture, columns: list[str]) -> dict[str
     row: dict[str, Cell] = {}
     for column in columns:
         plan, parts = PLANS[column]
-        if column == "tp2" and not one.division:
+        if (column == "tp2" and not one.division) or (column == "ep2" and not find_experts(model)):
             row[column] = Cell("-")
             continue
         try:
@@ -127,6 +129,7 @@ def _judge(chosen: list[Architecture], table: dict[str, dict[str, Cell]], column
     for column in columns:
         least = LEAST[column]
         counted = [one.name for one in chosen if column != "tp2" or one.decoder]
+        counted = [name for name in counted if table[name][column].verdict != "-" or column == "tp2"]
         verdicts = [table[name][column].verdict for name in counted]
         equal = sum(verdict in ("ok", "ok*") for verdict in verdicts)
         bad = [n for n, row in table.items() if row[column].verdict in ("ERROR", "WRONG")]

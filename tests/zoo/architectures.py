@@ -143,6 +143,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     # ---- mixtures of experts
     _decoder("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2),
     _decoder("qwen3_moe", "Qwen3Moe", num_experts=4, **HEAD_DIM, **MOE),
+    _decoder("qwen2_moe", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=WIDTH, **MOE),
+    _decoder("granite_moe", "GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
     _decoder("olmoe", "Olmoe", num_experts=4, num_experts_per_tok=2),
     _decoder("gpt_oss", "GptOss", num_local_experts=4, num_experts_per_tok=2, **HEAD_DIM),
     _decoder(

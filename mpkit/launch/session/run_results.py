@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpkit.timeline.live_timeline import LiveFeed
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace import Trace
+    from mpkit.trace.expert_load import ExpertLoad
     from mpkit.trace.metrics import Metrics, Stop
 
 __all__ = ["RunResults"]
@@ -103,6 +104,15 @@ class RunResults:
         `run.metrics.to_dataframe()` has those of all ranks.
         """
         return self.trace.metrics
+
+    @property
+    def expert_load(self) -> ExpertLoad:
+        """How many rows each expert computed so far, by layer and step: a heatmap in a notebook.
+
+        Raises:
+            ValueError: the model has no experts, or no step is done.
+        """
+        return self.trace.expert_load
 
     @property
     def stopped_early(self) -> Stop | None:

@@ -195,5 +195,6 @@ ACCELERATE = Format(
         "sequence_parallel": "with Megatron-LM only",
         "cp_order": "the order is its own choice",
         "cp_method": "cp_size is a ring",
+        "ep": "ParallelismConfig has no axis for experts",
     },
 )

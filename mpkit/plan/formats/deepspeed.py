@@ -142,6 +142,7 @@ DEEPSPEED = Format(
         "dp_shard": "MiCS has ZeRO-3 only",
         "dp_replicate": "MiCS has ZeRO-3 only",
         "sequence_parallel": "automatic tensor parallelism does not divide what is between layers",
+        "ep": "experts are divided in code: deepspeed.moe.layer.MoE(..., ep_size=...)",
         "cp_method": "sequence_parallel_size is Ulysses, which has no ring",
         "cp_order": "Ulysses divides attention by heads, so sequences have no order to choose",
         "tensor": "which layers are divided: tensor_parallel.partition_config, by patterns of its own",

@@ -70,7 +70,7 @@ RANKS_ONLY = dict.fromkeys(
     (
         "pp", "dp", "tp", "cp", "schedule", "microbatches", "virtual_stages", "recompute", "cut", "data_parallel",
         "zero", "offload", "precision", "bucket_mb", "unused", "batchnorm", "prefetch", "cp_order",
-        "cp_method", "sequence_parallel", "tensor",
+        "cp_method", "ep", "sequence_parallel", "tensor",
     ),
     "it starts ranks; what they do is the script's",
 )  # fmt: skip

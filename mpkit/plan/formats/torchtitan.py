@@ -125,6 +125,8 @@ TORCHTITAN = Format(
         number(f"{P}.context_parallel_degree", "cp", "ranks that share each sequence"),
         choice(f"{P}.context_parallel_load_balancer", "cp_order", {"zigzag": "headtail"},
                "headtail: zigzag; without it contiguous", when=lambda asked: asked.plan.cp_order == "zigzag"),
+        number(f"{P}.expert_parallel_degree", "ep", "ranks, out of the replicas, that divide each layer's experts",
+               lambda asked: asked.plan.ep > 1),
         number(f"{P}.pipeline_parallel_degree", "pp", "pipeline ranks"),
         FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
         context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",

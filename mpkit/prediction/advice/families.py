@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[Layout], bool]] = {
     "tensor parallelism": lambda layout: layout.tp > 1,
     "a pipeline": lambda layout: layout.pp > 1,
     "context parallelism": lambda layout: layout.cp > 1,
+    "expert parallelism": lambda layout: layout.ep > 1,
     "groups of ZeRO": lambda layout: layout.sharded > 0,
     "offload": lambda layout: layout.offload != "none",
 }

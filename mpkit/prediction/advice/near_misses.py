@@ -3,8 +3,8 @@
     faster    it would be faster and does not fit: by how many bytes
     slower    it fits, and takes longer: because of what
 
-One change is another stage of ZeRO, less or more recomputation or offload, the other cp_method, or twice or half of a
-degree in exchange for replicas or stages. Micro-batches are then divided anew, as the search would.
+One change is another stage of ZeRO, less or more recomputation or offload, the other cp_method, twice or half of ep, or
+twice or half of a degree in exchange for replicas or stages. Micro-batches are then divided anew, as the search would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.search import LayoutPrices
-from mpkit.prediction.advice.space import cp_methods
+from mpkit.prediction.advice.space import cp_methods, expert_degrees
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.step import StepTime
 
@@ -110,6 +110,9 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
     for method in cp_methods(priced.asked.model, offers, best.tp, best.cp):
         if method != best.cp_method:
             yield f"cp_method={method!r}", replace(best, cp_method=method)
+    for ep in expert_degrees(priced.asked.model, offers, best.shards):
+        if ep in (2 * best.ep, best.ep / 2):
+            yield f"ep={ep}", replace(best, ep=ep, etp=1 if ep > 1 else 0)
     if best.sharded:
         yield "sharded among all replicas", replace(best, sharded=0)
     for recompute in offers.recompute:
@@ -153,6 +156,7 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
         or asked.sequence % layout.cp
         or asked.global_batch % layout.dp
         or layout.pp * layout.virtual_stages > model.layers
+        or layout.shards % layout.ep
         or (offers.even and model.layers % (layout.pp * layout.virtual_stages))
     )
     if impossible:

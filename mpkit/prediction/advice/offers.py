@@ -30,6 +30,7 @@ class Offers:
             multiples of pp.
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
         cp_order: how it divides sequences for a ring.
+        experts: whether it divides experts over ranks, and its files say so.
         cp_methods: how ranks that share a sequence attend to the whole of it.
     """
 
@@ -45,6 +46,7 @@ class Offers:
     hybrid: tuple[int, ...] = ()
     cp_order: str = "contiguous"
     cp_methods: tuple[str, ...] = METHODS
+    experts: bool = True
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -64,19 +66,47 @@ TORCHTITAN = Offers(
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
 
 OFFERS: Mapping[str, Offers] = {
-    "megatron-2021": Offers(MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True),
+    "megatron-2021": Offers(
+        MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True, experts=False
+    ),
     "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,), cp_order="zigzag"),
-    "deepspeed-2021": Offers((), recompute=("none", "full"), tensor=False, context=False, sequence=False),
+    "deepspeed-2021": Offers(
+        (), recompute=("none", "full"), tensor=False, context=False, sequence=False, experts=False
+    ),
     "deepspeed": Offers(
-        (), recompute=("none", "full"), tensor=False, sequence=False, hybrid=(3,), cp_methods=METHODS[1:]
+        (),
+        recompute=("none", "full"),
+        tensor=False,
+        sequence=False,
+        hybrid=(3,),
+        cp_methods=METHODS[1:],
+        experts=False,
     ),
     "llm-foundry": Offers(
-        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3)
+        (),
+        (2, 3),
+        ("none", "full"),
+        ("none",),
+        tensor=False,
+        context=False,
+        sequence=False,
+        hybrid=(2, 3),
+        experts=False,
     ),
     "llm-foundry-pure": Offers(
-        (), (2, 3), ("none", "full"), ("none",), tensor=False, context=False, sequence=False, hybrid=(2, 3)
+        (),
+        (2, 3),
+        ("none", "full"),
+        ("none",),
+        tensor=False,
+        context=False,
+        sequence=False,
+        hybrid=(2, 3),
+        experts=False,
     ),
-    "nanotron": Offers(((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True),
+    "nanotron": Offers(
+        ((ONE_F_ONE_B, 1),), (0, 1), ("none",), ("none",), context=False, filled=True, experts=False
+    ),
     "torchtitan": TORCHTITAN,
     "torchtitan-compile": TORCHTITAN,
 }
@@ -118,6 +148,7 @@ def missing_feature(stack: str, layout: Layout) -> str:
             layout.cp_method in has.cp_methods or layout.cp == 1,
             _list_values("", has.cp_methods),
         ),
+        ("expert parallelism", has.experts or layout.ep == 1, ""),
         ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
         ("pipelines", bool(has.schedules) or layout.pp == 1, ""),
         (

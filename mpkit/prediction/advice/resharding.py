@@ -1,13 +1,16 @@
 """Resharding: the bytes that ranks have to fetch when a training goes on under another plan.
 
-    pieces     the embedding, the layers and the head, divided among stages
-    interval   of a piece, tensor parallelism holds 1 / tp, and ZeRO a part of that: an interval of [0, 1)
+    pieces     the embedding, the layers, their experts and the head, divided among stages
+    interval   of a piece, tensor parallelism holds 1 / tp, of experts expert parallelism 1 / ep, and ZeRO a part of
+               that: an interval of [0, 1)
     fetch      what a rank needs and does not hold: for weights and for the optimizer's states
 
 A rank keeps its number. Ranks beyond those of the plan before hold nothing, and those that are lost are lost.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
@@ -16,6 +19,13 @@ from mpkit.prediction.cost_model.stack import Stack
 __all__ = ["resharding_bytes"]
 
 Interval = tuple[float, float]
+
+
+class _PieceSize(NamedTuple):
+    """The parameters of a piece, and whether they are experts'."""
+
+    parameters: int
+    experts: bool
 
 
 def resharding_bytes(model: Architecture, before: Layout, after: Layout, stack: Stack) -> list[float]:
@@ -29,49 +39,61 @@ def resharding_bytes(model: Architecture, before: Layout, after: Layout, stack: 
     >>> fetched = resharding_bytes(model, Layout(dp=2, zero=1), plain, Stack("pytorch"))
     >>> fetched == [states / 2, states / 2]  # the other half
     True
+    >>> mixture = Architecture(2, 64, 4, experts=4, top_k=2)
+    >>> fetched = resharding_bytes(mixture, Layout(dp=2, ep=2), plain, Stack("pytorch"))
+    >>> fetched[0] == (2 + 12) * 2 * mixture.expert_parameters() / 2  # weights and states of the other experts
+    True
     """
     sizes = _pieces(model)
     return [_fetched_bytes(sizes, before, after, stack, rank) for rank in range(after.ranks)]
 
 
-def _pieces(model: Architecture) -> list[int]:
-    """Return the parameters of the embedding, of each layer and of the head."""
-    layers = [model.layer_parameters(first) for first, count in model.kinds() for _ in range(count)]
-    return [model.embedding_parameters, *layers, model.head_parameters]
+def _pieces(model: Architecture) -> list[_PieceSize]:
+    """Return the sizes of the embedding, of each layer and its experts, and of the head."""
+    pieces = [_PieceSize(model.embedding_parameters, experts=False)]
+    for first, count in model.kinds():
+        experts = model.expert_parameters(first)
+        rest = model.layer_parameters(first) - experts
+        pieces += [_PieceSize(rest, experts=False), _PieceSize(experts, experts=True)] * count
+    return [*pieces, _PieceSize(model.head_parameters, experts=False)]
 
 
-def _fetched_bytes(sizes: list[int], before: Layout, after: Layout, stack: Stack, rank: int) -> float:
+def _fetched_bytes(sizes: list[_PieceSize], before: Layout, after: Layout, stack: Stack, rank: int) -> float:
     """Return the bytes that a rank fetches."""
     needed = 0.0
     for element, sharded_from in ((stack.element, 3), (stack.states, 1)):
-        new = _interval(after, rank, sharded_from)
-        old = _interval(before, rank, sharded_from) if rank < before.ranks else (0.0, 0.0)
-        both = max(0.0, min(new[1], old[1]) - max(new[0], old[0]))
         held = _stage_pieces(before, rank, len(sizes)) if rank < before.ranks else set()
         for piece in _stage_pieces(after, rank, len(sizes)):
-            share = new[1] - new[0] - (both if piece in held else 0.0)
-            needed += element * sizes[piece] * share
+            new = _interval(after, rank, sharded_from, experts=sizes[piece].experts)
+            share = new[1] - new[0]
+            if piece in held:
+                old = _interval(before, rank, sharded_from, experts=sizes[piece].experts)
+                share -= max(0.0, min(new[1], old[1]) - max(new[0], old[0]))
+            needed += element * sizes[piece].parameters * share
     return needed
 
 
-def _interval(layout: Layout, rank: int, sharded_from: int) -> Interval:
+def _interval(layout: Layout, rank: int, sharded_from: int, *, experts: bool) -> Interval:
     """Return what a rank holds of each piece: of weights from ZeRO-3 on a part, of states from ZeRO-1 on.
 
-    The ranks of a mesh are numbered with tp innermost, then cp, dp and pp.
+    The ranks of a mesh are numbered with tp innermost, then cp, dp and pp; neighbours along cp and dp divide experts.
     """
-    begin, width = (rank % layout.tp) / layout.tp, 1 / layout.tp
+    tp, ep = (layout.expert_tp, layout.ep) if experts else (layout.tp, 1)
+    replica = rank // layout.tp % layout.replicas
+    width = 1 / (tp * ep)
+    begin = (replica % ep * tp + rank % layout.tp % tp) * width
     if layout.zero < sharded_from:
         return begin, begin + width
-    part = rank // layout.tp % layout.replicas % layout.shards
-    return begin + width * part / layout.shards, begin + width * (part + 1) / layout.shards
+    n, part = layout.shards // ep, replica % layout.shards // ep
+    return begin + width * part / n, begin + width * (part + 1) / n
 
 
 def _stage_pieces(layout: Layout, rank: int, pieces: int) -> set[int]:
-    """Return the pieces of a rank's stage."""
+    """Return the pieces of a rank's stage; a layer is two."""
     stage = rank // (layout.tp * layout.replicas)
-    counts = layout.stage_layers(pieces - 2)
-    begin = 1 + sum(counts[:stage])
-    held = set(range(begin, begin + counts[stage]))
+    counts = layout.stage_layers((pieces - 2) // 2)
+    begin = 1 + 2 * sum(counts[:stage])
+    held = set(range(begin, begin + 2 * counts[stage]))
     if stage == 0:
         held.add(0)
     if stage == layout.pp - 1:

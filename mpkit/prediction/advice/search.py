@@ -128,15 +128,30 @@ class LayoutPrices:
 
         @cache
         def shares(
-            pp: int, tp: int, zero: int, replicas: int, sharded: int, schedule: str | Schedule
+            pp: int,
+            tp: int,
+            zero: int,
+            replicas: int,
+            sharded: int,
+            schedule: str | Schedule,
+            ep: int,
+            etp: int,
         ) -> ParameterShares:
             layout = Layout(
-                pp=pp, tp=tp, zero=zero, dp=replicas, sharded=sharded, head=self.head, schedule=schedule
-            )
+                pp=pp, tp=tp, zero=zero, dp=replicas, sharded=sharded, head=self.head, schedule=schedule, ep=ep,
+                etp=etp,
+            )  # fmt: skip
             return ParameterShares(self.asked.model, layout, self.stack)
 
         return lambda layout: shares(
-            layout.pp, layout.tp, layout.zero, layout.replicas, layout.sharded, layout.schedule
+            layout.pp,
+            layout.tp,
+            layout.zero,
+            layout.replicas,
+            layout.sharded,
+            layout.schedule,
+            layout.ep,
+            layout.etp,
         )
 
     def step(self, layout: Layout) -> StepTime:

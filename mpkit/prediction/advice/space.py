@@ -2,6 +2,7 @@
 
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
     cp_method    a ring, and Ulysses if the heads can be divided
+    ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.plan.tensor_checks import METHODS
@@ -24,7 +26,7 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 
-__all__ = ["TrainingQuestion", "cp_methods", "divisors", "families"]
+__all__ = ["TrainingQuestion", "cp_methods", "divisors", "expert_degrees", "families"]
 
 
 GROUPS = (1, 2, 4)
@@ -74,8 +76,12 @@ def families(
                 if pp > model.layers or asked.global_batch % dp:
                     continue
                 for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head):
-                    for method in cp_methods(model, offers, tp, cp):
-                        yield tuple(replace(layout, cp_method=method) for layout in family)
+                    ways = product(
+                        cp_methods(model, offers, tp, cp), expert_degrees(model, offers, family[0].shards)
+                    )
+                    for method, ep in ways:
+                        etp = 1 if ep > 1 else 0
+                        yield tuple(replace(each, cp_method=method, ep=ep, etp=etp) for each in family)
 
 
 def _of_mesh(
@@ -109,6 +115,13 @@ def cp_methods(model: Architecture, offers: Offers, tp: int, cp: int) -> tuple[s
     if cp == 1:
         return METHODS[:1]
     return tuple(each for each in offers.cp_methods if each == METHODS[0] or can_divide_heads(model, tp, cp))
+
+
+def expert_degrees(model: Architecture, offers: Offers, shards: int) -> list[int]:
+    """Return the numbers of ranks that can divide the experts of a layer, out of those that share shards."""
+    if not model.experts or not offers.experts:
+        return [1]
+    return [ep for ep in divisors(shards) if model.experts % ep == 0]
 
 
 def divisors(n: int) -> list[int]:

@@ -72,6 +72,14 @@ def checked_layout(
         raise ValueError(
             f"tp={plan.tp} does not divide {model.heads} attention heads and an MLP of {model.ffn}: tp={fits[-1]} does"
         )
+    if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
+        fits = [
+            n for n in range(1, plan.ep) if model.experts and not model.experts % n and not plan.shards % n
+        ]
+        raise ValueError(
+            f"ep={plan.ep} ranks cannot hold equally many of {model.experts} experts per layer: "
+            f"ep={max(fits, default=1)}" + ("" if model.experts else ", since this model has none")
+        )
     if plan.stages > model.layers:
         raise ValueError(f"{plan.stages} stages for {model.layers} layers: pp={model.layers} at most")
     if sequence % plan.cp:

@@ -60,15 +60,17 @@ def layer_time(
     tokens = layout.microbatch * sequence / cp
     h, heads = model.hidden, model.heads / t
 
+    spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
     products = [0.0, 0.0]
     last = 0.0
     for m in model.matmuls(layer):
-        k = max(1, m.k // t) if m.divided == "k" else m.k
-        n = max(1, m.n // t) if m.divided == "n" else m.n
+        degree = layout.expert_tp if m.experts else t
+        k = max(1, m.k // degree) if m.divided == "k" else m.k
+        n = max(1, m.n // degree) if m.divided == "n" else m.n
         if not m.experts:
             last, back = kernels.product(tokens, k, n, can_narrow=True)
         else:
-            last, back = _experts(m.experts // layout.ep, tokens * m.top_k, k, n, kernels)
+            last, back = _experts(m.experts // layout.ep, tokens * m.top_k / spread, k, n, kernels)
         products[0] += last
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
@@ -81,14 +83,14 @@ def layer_time(
 
     visits, wide = _mlp_width(model, layer)
     whole = 22 * h / (t if layout.sequence_parallel else 1)
-    inside = (8 if model.gated else 4) * wide / t
+    inside = (8 if model.gated else 4) * wide / (layout.expert_parts if visits > 1 else t)
     permuted = 8 * h * visits if visits > 1 else 0.0
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
     tensor = _tensor_parallel(tokens * h * stack.element, layout, network, stack)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    routed = stack.element * tokens * model.top_k * h if visits > 1 else 0.0
+    routed = stack.element * tokens * model.top_k * h / spread if visits > 1 else 0.0
     experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)

@@ -23,6 +23,7 @@ class Layout:
     Attributes:
         pp, dp, cp, tp: the degrees of the mesh; tp is innermost, pp outermost.
         ep: the ranks, out of dp x cp, among which the experts of a layer are divided.
+        etp: the ranks along tp that share each expert: 1 if each has whole ones; 0: all of them.
         zero: the stage of ZeRO.
         microbatch: samples per micro-batch and replica.
         microbatches: micro-batches per step and replica, m.
@@ -47,6 +48,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = 0
     zero: int = 0
     microbatch: int = 1
     microbatches: int = 1
@@ -70,6 +72,19 @@ class Layout:
     def replicas(self) -> int:
         """The number of ranks that would hold the same weights without ZeRO: those along dp and cp."""
         return self.dp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """The number of ranks that share each expert."""
+        return self.etp or self.tp
+
+    @property
+    def expert_parts(self) -> int:
+        """The number of parts into which the work of a token's experts is divided along tp.
+
+        Ranks that share no experts compute those of their own part of the sequence, or all the same.
+        """
+        return self.tp if self.sequence_parallel else self.expert_tp
 
     @cached_property
     def last(self) -> int:
@@ -163,7 +178,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
-        cp_method=plan.cp_method,
+        cp_method=plan.cp_method, ep=plan.ep, etp=1 if plan.ep > 1 else 0,
     )  # fmt: skip
 
 
@@ -173,5 +188,5 @@ def plan_of(layout: Layout) -> Plan:
         pp=layout.pp, dp=layout.dp, tp=layout.tp, cp=layout.cp, zero=layout.zero, schedule=layout.schedule,
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
-        dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method,
+        dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
     )  # fmt: skip

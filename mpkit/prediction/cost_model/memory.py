@@ -78,6 +78,7 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     e, h, a = stack.element, model.hidden, model.heads
     mask = 1 if stack.dropout else 0
 
+    routed = 0.0  # of experts
     outside = 2 * e * h + 2 * e * h + 2 * mask * h  # inputs of norms and of products; dropout masks
     if model.kv_rank:
         latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
@@ -97,11 +98,12 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     )  # an MLP without a gate keeps what its activation reads and returns
     if model.experts and layer >= model.dense:
         each = e * widths * (model.expert_ffn or model.ffn) + 2 * e * h  # and the tokens as they were sent
-        inside += model.top_k * each + e * widths * model.shared_ffn
+        inside += e * widths * model.shared_ffn
+        routed = model.top_k * each / layout.expert_parts
         outside += 4 * model.experts
     else:
         inside += e * widths * model.ffn
-    return tokens * (outside / whole + inside / t)
+    return tokens * (outside / whole + inside / t + routed)
 
 
 def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:

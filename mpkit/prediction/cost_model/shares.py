@@ -16,11 +16,11 @@ class ParameterShares:
 
     Attributes:
         stack: the software stack.
-        stages: parameters of each stage as one of its ranks computes with them, divided by tp and ep.
+        stages: parameters of each stage as one of its ranks computes with them, divided by tp, and by ep.
         experts: of these, those of experts, which fewer replicas hold.
         parameters: those of the rank that holds most.
         updated: those that this rank updates: under ZeRO a part.
-        layer: those of the largest layer, divided by tp and ep.
+        layer: those of the largest layer, divided by tp, and by ep.
         edge: those outside the layers, of the first or the last stage.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
@@ -30,12 +30,12 @@ class ParameterShares:
 
     def __init__(self, model: Architecture, layout: Layout, stack: Stack) -> None:
         self.stack = stack
-        t, ep = layout.tp, layout.ep
+        t, divided = layout.tp, layout.expert_tp * layout.ep
         kinds = [
             (first, first + count, model.layer_parameters(first), model.expert_parameters(first))
             for first, count in model.kinds()
         ]
-        self.layer = max((whole - own) / t + own / t / ep for _, _, whole, own in kinds)
+        self.layer = max((whole - own) / t + own / divided for _, _, whole, own in kinds)
         held = layout.stage_layers(model.layers)
         self._layers = max(held)
         begin = 0
@@ -47,7 +47,7 @@ class ParameterShares:
             for first, last, whole, own in kinds:
                 within = max(0, min(end, last) - max(begin, first))
                 rest += within * (whole - own) / t
-                own_here += within * own / t / ep
+                own_here += within * own / divided
             self.stages.append(rest + own_here)
             self.experts.append(own_here)
             begin = end

@@ -110,11 +110,11 @@ class _Layer:
 @lru_cache(4096)
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
-    sequence_parallel: bool, recompute: str, trainable: float, cp_method: str,
+    etp: int, sequence_parallel: bool, recompute: str, trainable: float, cp_method: str,
 ) -> _Layer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
-        cp=cp, tp=tp, ep=ep, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
+        cp=cp, tp=tp, ep=ep, etp=etp, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
         trainable=trainable, cp_method=cp_method,
     )  # fmt: skip
     kinds = [
@@ -143,7 +143,7 @@ def stages_of(
 ) -> StageTimes:
     """Return the times of the stages."""
     layer = _layer(
-        model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep,
+        model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
         layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method,
     )  # fmt: skip
     forward, backward, head = layer.forward, layer.backward, layer.head

@@ -3,7 +3,8 @@
 along pp    each rank has stages of its own, and another order of actions: all are played
 along cp    later parts of a causal sequence attend to more, and rings start at different ranks: all are played
 along tp    shards are equal, unless the divided size is not a multiple of tp
-along dp    ranks with the same number of samples in each micro-batch do the same
+along dp    ranks with the same number of samples in each micro-batch do the same; all are played where groups of them
+            divide experts
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
     places = [mesh.place(each) for each in range(plan.ranks)]
     if rank is not None:
         mine = mesh.place(rank)
-        return [mesh.rank(place.pp, mine.dp, place.cp, mine.tp) for place in places]
+        return [mesh.rank(each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, mine.tp) for each in places]
     first: dict[Hashable, int] = {}
     stands_for = []
     for each, place in enumerate(places):
@@ -44,7 +45,8 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
         gets = tuple(len(range(end)[share(start, end, place.dp, plan.dp)]) for start, end in parts)
         leads = plan.data_parallel == "dp" and each == 0
         shard = 0 if even else place.tp
-        stands_for.append(first.setdefault((place.pp, place.cp, shard, gets, leads), each))
+        experts = place.dp if plan.ep > 1 else 0
+        stands_for.append(first.setdefault((place.pp, place.cp, shard, gets, leads, experts), each))
     return stands_for
 
 

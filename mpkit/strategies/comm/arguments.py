@@ -4,11 +4,13 @@ member       only members of a group call its collectives
 root, peer   a rank that exists, numbered as in the communicator that is called
 reducible    a tensor that can be reduced in that way
 part_shape   a tensor that is cut into equal parts
+uneven_parts  a tensor that is cut into parts of given sizes
 out          a tensor that the backend can fill
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["member", "output_tensor", "part_shape", "peer", "reducible", "root"]
+__all__ = ["member", "output_tensor", "part_shape", "peer", "reducible", "root", "uneven_parts"]
 
 
 def member(group: Communicator, what: str) -> Communicator:
@@ -85,6 +87,26 @@ def part_shape(group: Communicator, tensor: Tensor, what: str) -> tuple[int, ...
             f"shape {tuple(tensor.shape)} does not allow: pad it to a multiple of {group.size}"
         )
     return (tensor.shape[0] // group.size, *tensor.shape[1:])
+
+
+def uneven_parts(
+    group: Communicator, tensor: Tensor, sends: Sequence[int] | None, receives: Sequence[int] | None
+) -> tuple[list[int], list[int]] | None:
+    """Return the rows for each member and the rows from each of an all-to-all; None where parts are equal.
+
+    Raises:
+        ValueError: the numbers do not fit the group or the tensor.
+    """
+    if sends is None and receives is None:
+        return None
+    n, rows = group.size, tensor.shape[0] if tensor.dim() else 0
+    if sends is None or receives is None or not len(sends) == len(receives) == n or sum(sends) != rows:
+        raise ValueError(
+            f"all_to_all(sends={sends and list(sends)}, receives={receives and list(receives)}) of {rows} rows among "
+            f"{n} ranks: sends has how many rows go to each of them, {rows} together, and receives how many come from "
+            f"each. Ranks know the latter from ctx.comm.all_to_all(torch.tensor(sends)).tolist()"
+        )
+    return list(sends), list(receives)
 
 
 def output_tensor(

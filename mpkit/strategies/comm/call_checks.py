@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from mpkit.errors import CommMismatch
@@ -153,12 +154,16 @@ class CallChecks:
 
     def collective(
         self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
-        group: str = "",
+        group: str = "", *, uneven: bool = False,
     ) -> CheckedCall:  # fmt: skip
-        """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart."""
+        """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart.
+
+        Members of an `uneven` one may pass different numbers of rows.
+        """
+        shape = torch.Size((-1, *tensor.shape[1:])) if uneven else tensor.shape
         return Collective(
             self, self._table(ranks), number,
-            self._fingerprints.look_up(kind, tensor.dtype, tensor.shape, root, reduction, group),
+            self._fingerprints.look_up(kind, tensor.dtype, shape, root, reduction, group),
         )  # fmt: skip
 
     def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:

@@ -4,7 +4,7 @@ Those with a root are in `mpkit.strategies.comm.rooted`. With `async_op=True` a 
 `Work` whose `wait()` returns the result.
 
 Payload is counted as in nccl-tests: the tensor for all-reduce, and the whole (gathered or not yet scattered) tensor
-for the others.
+for the others; of an all-to-all of uneven parts what this rank sends.
 
 These functions are methods of `Communicator`. Source of the names and their meaning: the MPI standard, chapter 6, and
 torch.distributed.
@@ -12,15 +12,15 @@ torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible
+from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible, uneven_parts
 from mpkit.strategies.comm.direct import start_all_gather, start_reduce_scatter
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
@@ -159,24 +159,57 @@ def reduce_scatter(
     return work if async_op else work.wait()
 
 
-def all_to_all(self: Communicator, tensor: Tensor, group: Communicator | None = None) -> Tensor:
+@overload
+def all_to_all(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ..., async_op: Literal[False] = ...,
+    *, sends: Sequence[int] | None = ..., receives: Sequence[int] | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def all_to_all(
+    self: Communicator, tensor: Tensor, group: Communicator | None = ...,
+    *, async_op: Literal[True], sends: Sequence[int] | None = ..., receives: Sequence[int] | None = ...,
+) -> Work: ...  # fmt: skip
+def all_to_all(
+    self: Communicator, tensor: Tensor, group: Communicator | None = None, async_op: bool = False,
+    *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None,
+) -> Tensor | Work:  # fmt: skip
     """Exchange parts, so that part j of rank i's tensor becomes part i of rank j's: a transposition.
 
+    Parts are equal, or rows of the numbers in `sends`; then `receives` has what the other ranks send to this one, which
+    they have to agree on before, by an all_to_all of the numbers.
+
     Args:
-        tensor: (n k, ...), n the size of the group. Returns (n k, ...).
+        tensor: (n k, ...), n the size of the group. Returns (n k, ...). With uneven parts (sum of `sends`, ...);
+            returns (sum of `receives`, ...).
         group: some of this communicator's ranks; None: all of them.
+        async_op: return a `Work` at once.
+        sends: by member, the rows for it; None: equally many for each.
+        receives: by member, the rows that it sends to this rank; None where `sends` is None.
+
+    Raises:
+        ValueError: the tensor cannot be cut in this way.
     """
     group, wire = member(group or self, "all_to_all"), self.wire
-    part_shape(group, tensor, "all_to_all")
+    parts = uneven_parts(group, tensor, sends, receives)
+    if parts is None:
+        part_shape(group, tensor, "all_to_all")
     sent = wire.prepare_send(tensor)
-    swapped = wire.make_buffer(sent.shape, sent)
-    return wire.issue(
-        group.next_collective(Kind.ALL_TO_ALL, tensor),
+    swapped = wire.make_buffer(sent.shape if parts is None else (sum(parts[1]), *sent.shape[1:]), sent)
+    work = wire.issue(
+        group.next_collective(Kind.ALL_TO_ALL, tensor, uneven=parts is not None),
         tensor.nbytes,
-        partial(dist.all_to_all_single, swapped, sent, group=group.handle, async_op=True),
+        partial(_start_all_to_all, group, swapped, sent, parts),
         partial(wire.finish_receive, swapped),
-        waits=True,
-    ).wait()
+        waits=not async_op,
+    )
+    return work if async_op else work.wait()
+
+
+def _start_all_to_all(
+    group: Communicator, swapped: Tensor, sent: Tensor, parts: tuple[list[int], list[int]] | None
+) -> Any:
+    sends, receives = parts or (None, None)
+    return dist.all_to_all_single(swapped, sent, receives, sends, group.handle, async_op=True)
 
 
 def barrier(self: Communicator, group: Communicator | None = None) -> None:

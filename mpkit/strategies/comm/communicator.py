@@ -105,7 +105,9 @@ class Communicator:
     adopt = groups.adopt
     device_mesh = groups.device_mesh
 
-    def next_collective(self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "") -> Numbered:
+    def next_collective(
+        self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "", *, uneven: bool = False
+    ) -> Numbered:
         """Return this group's next collective, which takes its number.
 
         Args:
@@ -113,13 +115,14 @@ class Communicator:
             tensor: has the dtype and shape that all members must pass.
             root: the root that all members must name, a global rank; -1: there is none.
             reduction: the reduction that all members must name.
+            uneven: whether members may pass different numbers of rows.
         """
         number = self.issued
         self.issued = number + 1
         checks = self.wire.checks
         call = None
         if checks is not None and self.size > 1:
-            call = checks.collective(self.ranks, number, kind, tensor, root, reduction)
+            call = checks.collective(self.ranks, number, kind, tensor, root, reduction, uneven=uneven)
         return Numbered(kind, self.name, number, root, call)
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:

@@ -2,6 +2,7 @@
 
     all_reduce               kind, dtype, shape, reduction
     broadcast, reduce, ...   kind, dtype, shape, root
+    all_to_all, uneven       kind, dtype, shape but for the number of rows
     of plain torch           the group too, as there may be several of the same ranks
     a message                dtype, shape
 
@@ -58,7 +59,7 @@ class Fingerprints:
         key = kind, dtype, shape, root, reduction, group
         found = self._known.get(key)
         if found is None:
-            text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+            text = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace("[-1", "[any")
             if reduction:
                 text += f', op="{reduction}"'
             if group:

@@ -6,6 +6,7 @@ only. Communication along one axis never reaches another, so a strategy is given
     replicas     dp x cp: ranks that hold the same weights and compute on different samples or parts of a sequence
     shards       dp_shard x cp: those among which ZeRO shards the weights; all replicas, unless the plan is hybrid
     model        pp x tp: ranks that together hold one model
+    experts      ep: ranks, out of the replicas, that divide each layer's experts; dp_replicate x edp hold the same ones
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import long_axes
+from mpkit.plan.mesh import EXPERT_AXES, Mesh
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.one_rank import OneRank
 
@@ -46,19 +46,22 @@ class MeshAxes:
         assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
         self._comm, self.mesh = comm, mesh
         self.place = mesh.place(comm.rank)
-        self._long = long_axes(mesh)
         self._known: dict[tuple[str, ...], Communicator] = {}
-        self._mesh: DeviceMesh | None = None
-        if len(self._long) > 1:  # otherwise the only axis spans all ranks
-            shape = {axis: getattr(mesh, axis) for axis in self._long}
-            self._mesh = comm.device_mesh(device, shape)
+        self._meshes = {mesh.axes: self._device_mesh(device, mesh.axes)}
+        if mesh.ep > 1:
+            self._meshes[EXPERT_AXES] = self._device_mesh(device, EXPERT_AXES)
+
+    def _device_mesh(self, device: torch.device, axes: Sequence[str]) -> DeviceMesh | None:
+        """Create torch's mesh of the axes with more than one place; None if there is one, which spans all ranks."""
+        shape = {axis: degree for axis in axes if (degree := getattr(self.mesh, axis)) > 1}
+        return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
 
     def communicator_of(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.
 
         All ranks request the same groups in the same order.
         """
-        wanted = tuple(axis for axis in self.mesh.parts(*axes) if axis in self._long)
+        wanted = tuple(axis for axis in self.mesh.parts(*axes) if getattr(self.mesh, axis) > 1)
         if wanted not in self._known:
             self._known[wanted] = self._communicator(wanted)
         return self._known[wanted]
@@ -66,11 +69,12 @@ class MeshAxes:
     def _communicator(self, axes: Sequence[str]) -> Communicator:
         if not axes:
             return OneRank(self._comm.wire)
-        if len(axes) == len(self._long):
-            return self._comm
         ranks = self.mesh.group(self._comm.rank, *axes)
-        if self._mesh is None:  # the ranks' peers are not there, and so torch has no groups of them
+        if len(ranks) == self.mesh.size:
+            return self._comm
+        mesh = self._meshes[self.mesh.axes_with(*axes)]
+        if mesh is None:  # the ranks' peers are not there, and so torch has no groups of them
             return self._comm.adopt(ranks, None)
-        torch_mesh = self._mesh[tuple(axes)]
+        torch_mesh = mesh[tuple(axes)]
         flat = torch_mesh if len(axes) == 1 else torch_mesh._flatten("_".join(axes))
         return self._comm.adopt(ranks, flat.get_group())

@@ -69,6 +69,6 @@ class OneRank(Communicator):
 def _copy_into(out: Tensor | None, tensor: Tensor) -> Tensor:
     if out is None:
         return tensor
-    if out.data_ptr() != tensor.data_ptr():
+    if out.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         out.copy_(tensor)
     return out

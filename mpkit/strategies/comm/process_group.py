@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, overload
 
 import torch
@@ -62,8 +63,10 @@ class ProcessGroup(Protocol):
     def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | Pending:
         """Sum the ranks' (n k, ...) and return this rank's part (k, ...)."""
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Exchange parts: part j of rank i's (n k, ...) becomes part i of rank j's."""
+    def all_to_all(
+        self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> Tensor:
+        """Exchange parts: part j of rank i's (n k, ...) becomes part i of rank j's; parts of `sends` rows, if given."""
 
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Pending:
         """Start sending to the rank at place `dst`."""
@@ -148,7 +151,9 @@ class FakeGroup(AtOnce):
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
         return tensor.chunk(self.size)[self.index].clone()
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
+    def all_to_all(
+        self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> Tensor:
         """Return the tensor."""
         return tensor
 

@@ -62,7 +62,10 @@ def zeros_for(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def fill_buckets(
-    parameters: Iterable[nn.Parameter], nbytes: int, unsharded: Collection[nn.Parameter] = ()
+    parameters: Iterable[nn.Parameter],
+    nbytes: int,
+    unsharded: Collection[nn.Parameter] = (),
+    experts: Collection[nn.Parameter] = (),
 ) -> list[list[nn.Parameter]]:
     """Divide parameters into buckets of `nbytes` each, the first of each dtype of 1 MiB, as in PyTorch's DDP.
 
@@ -71,6 +74,7 @@ def fill_buckets(
         nbytes: size at which a bucket is full.
         unsharded: parameters that other ranks hold too, beside shards of other sizes than here. They get buckets of
             their own, so that their sums are made in the same order everywhere, and agree to the last bit.
+        experts: parameters that fewer ranks hold than the others, and so are sent among those only.
 
     >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 500_000, 1)]
     >>> [len(bucket) for bucket in fill_buckets(layers, nbytes=3_000_000)]
@@ -78,10 +82,10 @@ def fill_buckets(
     """
     buckets: list[list[nn.Parameter]] = []
     filling: dict[
-        tuple[torch.dtype, bool], tuple[list[nn.Parameter], int]
+        tuple[torch.dtype, bool, bool], tuple[list[nn.Parameter], int]
     ] = {}  # each with the size at which it is full
     for parameter in parameters:
-        kind = parameter.dtype, parameter in unsharded
+        kind = parameter.dtype, parameter in unsharded, parameter in experts
         bucket, limit = filling.get(kind, ([], min(FIRST_BYTES, nbytes)))
         if not bucket:
             buckets.append(bucket)

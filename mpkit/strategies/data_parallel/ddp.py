@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.data_parallel.broadcast import broadcast_all
+from mpkit.strategies.data_parallel.broadcast import broadcast_tensors
 from mpkit.strategies.data_parallel.bucket import Bucket, fill_buckets, zeros_for
 from mpkit.strategies.data_parallel.buffers import StatefulBuffers
 from mpkit.strategies.data_parallel.replicated import Replicated
@@ -51,6 +51,8 @@ class DDP(GradientSync):
     def __init__(self, held: Replicated) -> None:
         super().__init__(held.stages)
         self._replicas, self._ledger = held.replicas, held.context.record.ledger
+        self._replicas_of, self._experts = held.replicas_of, held.expert_parameters
+        self._first_of_replicas = held.first_of_replicas
         self._tied, self._unsharded = set(held.tied), held.unsharded_parameters
         self._bucket_bytes, self._allows_unused = held.bucket_bytes, held.allows_unused
         self._allow_unused = held.allow_unused
@@ -62,7 +64,8 @@ class DDP(GradientSync):
         self._late: dict[nn.Parameter, Tensor] = {}
         # ---- broadcast
         module = held.module
-        broadcast_all(held.replicas, module)
+        for replicas, tensors in held.by_replicas():
+            broadcast_tensors(replicas, tensors)
         self._stateful = StatefulBuffers(held.replicas, held.plan, module)
         # ---- buckets
         self._order = [piece.parameter for piece in reversed(self.pieces)]
@@ -85,7 +88,7 @@ class DDP(GradientSync):
         used = dict.fromkeys(self._memory, 0)  # elements
         self._buckets: list[Bucket] = []
         for parameters in (untied, tied):
-            for bucket in fill_buckets(parameters, self._bucket_bytes, self._unsharded):
+            for bucket in fill_buckets(parameters, self._bucket_bytes, self._unsharded, self._experts):
                 dtype, count = bucket[0].dtype, sum(parameter.numel() for parameter in bucket)
                 self._buckets.append(Bucket(bucket, self._memory[dtype].narrow(0, used[dtype], count)))
                 used[dtype] += count
@@ -170,7 +173,8 @@ class DDP(GradientSync):
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.work = self._replicas.all_reduce(bucket.flat, async_op=True, op=self.reduction)
+        replicas = self._replicas_of(next(iter(bucket.views)))
+        bucket.work = replicas.all_reduce(bucket.flat, async_op=True, op=self.reduction)
         self._next += 1
 
     def finish(self) -> None:
@@ -190,7 +194,7 @@ class DDP(GradientSync):
             bucket.wait()
         # ---- late
         for parameter in [parameter for parameter in self._order if parameter in self._late]:
-            late = self._replicas.all_reduce(self._late.pop(parameter), op=self.reduction)
+            late = self._replicas_of(parameter).all_reduce(self._late.pop(parameter), op=self.reduction)
             self._of[parameter].views[parameter].add_(late)
         if self._allows_unused:
             self._drop_unused()
@@ -225,6 +229,6 @@ class DDP(GradientSync):
     # ---- the end ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first replica, and nothing on the others, which hold the same."""
+        """Return the state on the first replica of each part, and nothing on the others, which hold the same."""
         self._stateful.synchronize()
-        return super().state_dict() if self._replicas.index == 0 else {}
+        return self._first_of_replicas(super().state_dict())

@@ -4,6 +4,7 @@ from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import chain
 from mpkit.strategies.models.convnet import ConvNet
 from mpkit.strategies.models.cut import balance, cut
+from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
 from mpkit.strategies.models.mlp import MLP
 from mpkit.strategies.models.resnet import ResNet
@@ -14,6 +15,7 @@ __all__ = [
     "MLP",
     "ConvNet",
     "GPTConfig",
+    "MixtureOfExperts",
     "ResNet",
     "UNet",
     "balance",

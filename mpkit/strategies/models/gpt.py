@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.sized_chain import SizedChain
 
 __all__ = ["GPT", "GPTConfig", "next_token_loss"]
@@ -26,6 +27,8 @@ class GPTConfig:
         width: the width of the residual stream, h.
         heads: the number of attention heads, a, which must divide the width.
         dropout: the dropout rate; with 0, a pipeline repeats results exactly.
+        experts: the number of experts in place of each block's MLP, E; 0: an MLP.
+        top_k: how many of them each token visits, k.
     """
 
     vocab: int = 256
@@ -34,6 +37,8 @@ class GPTConfig:
     width: int = 64
     heads: int = 4
     dropout: float = 0.0
+    experts: int = 0
+    top_k: int = 2
 
     def __post_init__(self) -> None:
         for name in ("vocab", "length", "layers", "width", "heads"):
@@ -57,6 +62,8 @@ class GPT(SizedChain):
     >>> model = GPT(layers=2, width=32)
     >>> model(torch.zeros(3, 10, dtype=torch.long)).shape
     torch.Size([3, 10, 256])
+    >>> GPT(layers=2, width=32, experts=8, top_k=2).block0.mlp.experts.up.shape
+    torch.Size([8, 128, 32])
 
     Args:
         config: the sizes; individual sizes may be given by name instead.
@@ -70,9 +77,9 @@ class GPT(SizedChain):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
+            elif parameter.dim() > 1:
                 # The more blocks add to the residual stream, the smaller each contribution.
-                into_stream = name.endswith(("attention.out.weight", "mlp.out.weight"))
+                into_stream = name.endswith(("attention.out.weight", "mlp.out.weight", "mlp.experts.down"))
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if into_stream else 0.02)
 
 
@@ -103,14 +110,18 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each added to the residual stream x [batch, time, width]."""
+    """Attention, then an MLP or experts, each added to the residual stream x [batch, time, width]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
-        self.mlp = FeedForward(config)
+        self.mlp: nn.Module = (
+            MixtureOfExperts(config.width, config.experts, config.top_k, dropout=config.dropout)
+            if config.experts
+            else FeedForward(config)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> the same."""

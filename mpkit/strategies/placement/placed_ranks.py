@@ -110,7 +110,8 @@ class Placement(Drawn):
     def talks(self) -> list[Talk]:
         """The groups that communicate, with their links, by axis, innermost axis first."""
         talks = []
-        for axis in reversed(long_axes(self.mesh)):
+        of_experts = ["ep"] if self.mesh.ep > 1 else []
+        for axis in (*reversed(long_axes(self.mesh)), *of_experts):
             groups = self.mesh.groups(axis)
             if axis == "pp":  # a stage communicates with its neighbours only
                 groups = [pair for group in groups for pair in pairwise(group)]

@@ -33,7 +33,7 @@ def placement(
     stages, notes = _stages(plan, model)
     if shards is None and plan.tp > 1:
         shards = shards_by(plan, model)
-    shares = shares_of(plan, model) if plan.zero and plan.pp == plan.tp == 1 else ()
+    shares = shares_of(plan, model) if plan.zero and plan.pp == plan.tp == plan.ep == 1 else ()
     return place(
         plan.mesh, stages, shards, hardware, holders=holders, notes=notes, zero=plan.zero, shares=shares
     )

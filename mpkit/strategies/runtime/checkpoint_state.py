@@ -50,7 +50,7 @@ def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State
     state: State = {}
     update = training.update
     for piece in training.sync.pieces:
-        if piece.start == piece.end or (piece.shard is None and not first_of_tp):
+        if piece.start == piece.end or (piece.axis != "tp" and not first_of_tp):
             continue
         master = update.masters.master_of(piece)
         state[f"weight/{piece.name}"] = _slice(piece, master)
@@ -58,7 +58,7 @@ def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State
         for key, value in states.items():
             state |= _state(piece, master, key, value)
     for piece in training.sync.frozen:
-        if piece.start < piece.end and (piece.shard is not None or first_of_tp):
+        if piece.start < piece.end and (piece.axis == "tp" or first_of_tp):
             state[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
         for name, tensor in buffers(training):

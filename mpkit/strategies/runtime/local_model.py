@@ -1,6 +1,7 @@
-"""This rank's part of the model: its shard of each layer, and its part of each sequence.
+"""This rank's part of the model: its shard of each layer, its experts, and its part of each sequence.
 
     shard       tensor parallelism: parameters replaced by this rank's parts (`mpkit.strategies.tensor`)
+    experts     expert parallelism: likewise, by expert (`mpkit.strategies.experts`)
     positions   context parallelism: the model is given the positions of its tokens (`mpkit.strategies.context`)
 
 A rank does this with its process groups, and the parent's dry run does the same with fake ones.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,8 @@ from mpkit.plan.schedule.core import Schedule
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.context.inside import ContextParallel
 from mpkit.strategies.context.positions import shift_positions
+from mpkit.strategies.experts.divided import divide_experts
+from mpkit.strategies.experts.finding import find_experts
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import TokenDraws
 from mpkit.strategies.tensor import Sharded, shard_model
@@ -27,22 +31,33 @@ from mpkit.strategies.tensor import Sharded, shard_model
 __all__ = ["attention_over", "localize"]
 
 
-def localize(model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup) -> Sharded:
+def localize(
+    model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup, ep: ProcessGroup
+) -> Sharded:
     """Shard a model in place, and give it the positions of its tokens.
 
     Args:
         model: the whole model; its tensors are left as they are.
         plan: read for tensor, sequence_parallel and cp_order.
         schedule: whether it splits backwards; then tensor parallelism does not overlap.
-        tp, cp: this rank's process groups.
+        tp, cp, ep: this rank's process groups.
 
     Raises:
         ValueError: the model cannot be divided in this way.
     """
     # ---- shard
+    whole = find_experts(model) if ep.size > 1 else ()
     sharded = shard_model(
-        model, tp, plan.tensor, sequence=plan.sequence_parallel, overlap=not schedule.splits_backward
+        model,
+        tp,
+        plan.tensor,
+        sequence=plan.sequence_parallel,
+        overlap=not schedule.splits_backward,
+        whole=whole,
     )
+    # ---- experts
+    experts = divide_experts(model, ep)
+    sharded = replace(sharded, shards=sharded.shards | experts, experts=frozenset(experts))
     # ---- positions
     if cp.size > 1:
         shift_positions(model, cp, plan.cp_order)

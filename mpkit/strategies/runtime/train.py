@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated import Replicated, shard_groups
+from mpkit.strategies.data_parallel.replicated import Replicated, expert_replicas, shard_groups
 from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.strategies.data_parallel.sync_cost import SyncCost
 from mpkit.strategies.data_parallel.tied import TiedWeights, tied_parameters
@@ -38,6 +38,7 @@ from mpkit.strategies.program_calls.compared import compare_calls
 from mpkit.strategies.runtime.after_step import AfterStep
 from mpkit.strategies.runtime.checkpoints import Checkpoints
 from mpkit.strategies.runtime.evidence import RankEvidence
+from mpkit.strategies.runtime.expert_rows import ExpertRows
 from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.stage.block_recompute import RecomputedBlock, recompute_blocks
@@ -126,6 +127,7 @@ class Training:
         if job.plan.dp > 1 and job.plan.batchnorm == "sync":
             self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
+        expert_rows = ExpertRows(context, job, axes)
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = (
@@ -141,6 +143,7 @@ class Training:
         self.after = AfterStep(context, job, axes, self, checks)
         self.checkpoints = Checkpoints(context, job, self)
         self.evidence = RankEvidence(context, job, self)
+        self._expert_rows = expert_rows
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
@@ -150,6 +153,7 @@ class Training:
             if isinstance(self._job.what.loss, Guarded) and self.pipeline.computes_loss:
                 for microbatch in batch:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)
+            self._expert_rows.begin(batch)
             self.pipeline.loss_scale = self.update.scaler.scale
             self.sync.begin_step()
             returned = self.pipeline.step(number, batch)
@@ -164,6 +168,7 @@ class Training:
                 )
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
+            self._expert_rows.end(number)
         if self.update.skipped == 1 > skipped and self._rank == 0:
             print(
                 f"step {number}: gradients overflowed under the loss scale {scale:.0f}, so this update is left out and "
@@ -193,13 +198,12 @@ class Training:
         Parameters that are replicated over tp are returned from tp rank 0 only.
         """
         state: dict[str, Tensor | PartOfWhole] = {}
-        shards = next(iter(self.sync.stages.values())).sharded.shards
+        sharded = next(iter(self.sync.stages.values())).sharded
         for name, value in (self.rest | self.sync.state_dict()).items():
-            shard = shards.get(name)
-            if shard is not None:
-                state[name] = PartOfWhole(shard, value)
-            elif self._axes.place.tp == 0:
-                state[name] = value
+            shard = sharded.shards.get(name)
+            if self._axes.place.tp and (shard is None or name in sharded.experts):
+                continue
+            state[name] = value if shard is None else PartOfWhole(shard, value)
         return state
 
 
@@ -222,7 +226,15 @@ def assemble(
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
-    held = Replicated(context, plan, stages, replicas, tied, groups=shard_groups(plan, axes))
+    held = Replicated(
+        context,
+        plan,
+        stages,
+        replicas,
+        tied,
+        groups=shard_groups(plan, axes),
+        experts=expert_replicas(plan, axes),
+    )
     if plan.zero:
         sync: GradientSync = zero_sync(held)
     elif replicas.size > 1:
@@ -240,8 +252,9 @@ def place_stages(
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
     sharded = localize(
-        model, job.plan, job.where.schedule, axes.communicator_of("tp"), axes.communicator_of("cp")
-    )
+        model, job.plan, job.where.schedule,
+        axes.communicator_of("tp"), axes.communicator_of("cp"), axes.communicator_of("ep"),
+    )  # fmt: skip
     if cost is not None:
         over_whole_batch(model, cost)
     numbers = job.where.schedule.stages_of(axes.place.pp)

@@ -49,6 +49,7 @@ class Piece:
         held: those elements, as the optimizer receives them: (end - start,), or the parameter itself. After `finish`
             its `grad` is the gradient of the loss over the whole batch; None if it has none.
         shard: the part of the model's parameter that is local; None if all of it is.
+        axis: along which it is divided: "tp", "ep", or "" if all of it is local.
         partial: whether, under tensor parallelism, the gradient on each rank is a partial sum.
     """
 
@@ -60,6 +61,7 @@ class Piece:
     held: nn.Parameter
     shard: Shard | None = None
     partial: bool = False
+    axis: str = ""
 
 
 class GradientSync:
@@ -94,7 +96,8 @@ class GradientSync:
         """Return a piece, with its parameter's shard under tensor parallelism."""
         sharded = next(iter(self.stages.values())).sharded
         shard, partial = sharded.shards.get(name), name in sharded.partial
-        return Piece(name, parameter, parameter.shape, start, end, held, shard, partial)
+        axis = "" if shard is None else "ep" if name in sharded.experts else "tp"
+        return Piece(name, parameter, parameter.shape, start, end, held, shard, partial, axis)
 
     @property
     def layout(self) -> list[str]:

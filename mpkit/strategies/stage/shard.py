@@ -1,8 +1,9 @@
-"""Shard: the part of a whole parameter that a rank of a tensor-parallel group holds.
+"""Shard: the part of a whole parameter that a rank of a tensor-parallel or expert-parallel group holds.
 
 A column-parallel linear layer divides its output features, a row-parallel one its input features, an embedding its
-vocabulary: always one dimension of the parameter. A rank holds one range of it, or several where layers were fused
-(the q, k and v of a fused projection). Widths that are no multiple of the number of ranks make uneven shards.
+vocabulary, expert parallelism the experts: always one dimension of the parameter. A rank holds one range of it, or
+several where layers were fused (the q, k and v of a fused projection). Widths that are no multiple of the number of
+ranks make uneven shards.
 
     W, whole (6 x 3)              dim 0, t = 2: rank 0 has rows 0 to 2, rank 1 rows 3 to 5
     q k v in one, (3h x h)        dim 0: rank 0 has the first half of the rows of q, of k and of v
@@ -84,15 +85,17 @@ class Sharded:
 
     Attributes:
         shards: the parts of divided parameters, by every name that a parameter has; other parameters are absent.
-        partial: names of whole parameters whose gradients are partial sums on each rank, to be summed over the group.
+        partial: names of parameters that tp leaves whole, whose gradients are partial sums on each of its ranks.
         plan: the plan that was applied, with the model's own names.
         draws: where this rank draws random numbers of its own.
+        experts: names of parameters that are divided by expert, along ep; the others are divided along tp.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
     draws: OwnDraws = field(default_factory=OwnDraws, compare=False)
+    experts: frozenset[str] = frozenset()
 
 
 class PartOfWhole(NamedTuple):

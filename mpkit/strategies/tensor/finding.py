@@ -59,7 +59,10 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
         kinds = _kinds(module)
         # ---- known
         for kind in kinds:
-            regions += [_region_below(name, region) for region in BLOCKS.get(kind, ())]
+            here = [_region_below(name, region) for region in BLOCKS.get(kind, ())]
+            regions += [
+                region for region in here if region.column[0] in modules
+            ]  # or there are experts instead
             if kind in EMBEDDINGS:
                 embeddings.append(_join(name, EMBEDDINGS[kind]))
             if kind in HEADS:

@@ -10,6 +10,8 @@ Nothing is sent: each rank starts from the whole model, and takes its part.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,7 @@ def shard_model(
     *,
     sequence: bool = False,
     overlap: bool = True,
+    whole: Collection[str] = (),
 ) -> Sharded:
     """Shard a model in place for the rank at `group.index`, and let its forward work together with the other ranks'.
 
@@ -56,6 +59,7 @@ def shard_model(
         overlap: sum the gradients of a region's input while those of its weights are computed. False where a backward
             is split, which needs plain layers; with `sequence`, these keep their whole input for the backward, and not
             only this rank's part of it.
+        whole: modules that the plan is not to divide.
 
     Raises:
         ValueError: as for `check`.
@@ -64,6 +68,7 @@ def shard_model(
         return Sharded()
     # ---- resolve
     plan = check(model, group.size, find_tensor_plan(model) if plan is None else plan, sequence=sequence)
+    plan = replace(plan, regions=tuple(region for region in plan.regions if region.entry not in whole))
     # ---- shards
     shards = shards_of(model, group, plan)
     sums = partial_sums(model, plan, shards, sequence=sequence)

@@ -80,6 +80,7 @@ class Flat:
         layout: where each parameter lies.
         record: this rank's recorder, whose ledger counts the memory.
         category: ledger category of the memory that stays.
+        shard_group: the ranks that hold the other shards.
 
     Attributes:
         there: whether the whole tensor has memory.
@@ -90,9 +91,11 @@ class Flat:
         parts: the parameters' parts of the shard, in one dimension.
     """
 
-    def __init__(self, layout: FlatLayout, record: Recorder, category: str) -> None:
+    def __init__(
+        self, layout: FlatLayout, record: Recorder, category: str, shard_group: Communicator
+    ) -> None:
         first = layout.parameters[0]
-        self.layout = layout
+        self.layout, self.shard_group = layout, shard_group
         self._record = record
         self.there = True
         self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
@@ -112,9 +115,9 @@ class Flat:
         """This rank's part of the whole tensor, (k,)."""
         return self.whole[self.layout.begin : self.layout.end]
 
-    def start_all_gather(self, shard_group: Communicator) -> Pending:
+    def start_all_gather(self) -> Pending:
         """Start gathering all ranks' shards into the whole tensor, which has memory."""
-        return shard_group.all_gather(self.shard, async_op=True, out=self.whole)
+        return self.shard_group.all_gather(self.shard, async_op=True, out=self.whole)
 
     def allocate(self) -> None:
         """Allocate the whole tensor if it has no memory; its contents are undefined at first."""

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # private; tests/zero/test_zero_units.py guards it
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.nested import flatten, is_opaque
 from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.zero.flat import Flat
@@ -41,15 +40,12 @@ class Gathering:
     """The hooks that gather parameters and free them.
 
     Args:
-        shard_group: the ranks that hold the other shards.
         sites: the model's sites, in order of use as far as that is known.
         flats: flat tensors of all their parameters, with the shards filled.
         prefetch: number of sites to gather ahead.
     """
 
-    def __init__(
-        self, shard_group: Communicator, sites: list[Site], flats: list[Flat], *, prefetch: int
-    ) -> None:
+    def __init__(self, sites: list[Site], flats: list[Flat], *, prefetch: int) -> None:
         self._flats, self._sites = flats, sites
         self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
         # Indexed by site; each flat tensor once.
@@ -60,7 +56,7 @@ class Gathering:
         self._until_the_end: set[Flat] = set()  # not to be freed before this backward ends
         self._all = False  # inside `gather_all`
         self._order = CallOrder(sites, prefetch)
-        self._whole = WholeParameters(shard_group, flats, self._demand)
+        self._whole = WholeParameters(flats, self._demand)
         for i, site in enumerate(sites):
             around_forward(site.module, partial(self._before_forward, i), partial(self._after_forward, i))
 

@@ -137,7 +137,7 @@ class AccumulatedGradients(Gradients):
     """Whole gradients that accumulate in the flat tensor, and are reduced once per step."""
 
     def _new_flat(self, record: Recorder) -> Flat:
-        return Flat(self.layout, record, "grads")
+        return Flat(self.layout, record, "grads", self._shard_group)
 
     def begin_step(self) -> None:
         """Drop all gradients and their memory, those of the parameters too."""
@@ -188,7 +188,7 @@ class ShardedGradients(Gradients):
         self._more: Tensor | None = None  # (k,), where the next sum is written if it does
 
     def _new_flat(self, record: Recorder) -> ShardedFlat:
-        return ShardedFlat(self.layout, record, "grads")
+        return ShardedFlat(self.layout, record, "grads", self._shard_group)
 
     def begin_step(self) -> None:
         """Drop all gradients and their memory, the shard too."""

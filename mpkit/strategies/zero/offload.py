@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import Pending
 from mpkit.strategies.data_parallel.replicated import Replicated
 from mpkit.strategies.zero.flat import ShardedFlat
@@ -29,12 +28,12 @@ class OffloadedFlat(ShardedFlat):
         # Pinned, so that the device can read it without the CPU.
         return torch.zeros(self.layout.k, dtype=self.whole.dtype, device="cpu", pin_memory=self.whole.is_cuda)
 
-    def start_all_gather(self, shard_group: Communicator) -> Pending:
+    def start_all_gather(self) -> Pending:
         """Copy the shard to its place on the device, and start gathering the others."""
         op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=self.shard.nbytes)
         self.mine.copy_(self.shard, non_blocking=True)
         self._record.end(op)
-        return shard_group.all_gather(self.mine, async_op=True, out=self.whole)
+        return self.shard_group.all_gather(self.mine, async_op=True, out=self.whole)
 
 
 class OffloadedZero3(Zero3):

@@ -32,7 +32,7 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
         options: other fields of a Plan, such as prefetch.
 
     Raises:
-        ValueError: a precision is asked for, or the options are no Plan.
+        ValueError: a precision or ep is asked for, or the options are no Plan.
 
     >>> import torch, mpkit as mk
     >>> def train(ctx):
@@ -58,6 +58,11 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
             "of an ordinary model."
         )
     plan = Plan(dp=context.world_size, zero=stage, **{"batchnorm": "local", **options})
+    if plan.ep > 1:
+        raise ValueError(
+            f"shard(ep={plan.ep}): experts are divided in a training, cluster.train(model, data, {plan!r}, ...); in a "
+            "loop of your own they are sharded like all other parameters: leave out ep"
+        )
     stages = {0: Stage(0, layers_of(model), context.device)}
     axes = MeshAxes(context.comm, context.device, plan.mesh)
     return zero_sync(

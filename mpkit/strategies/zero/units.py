@@ -11,9 +11,10 @@ A parameter that several layers share belongs to the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from mpkit.strategies.stage.partitioned import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
 __all__ = ["Site", "Unit", "by_bucket", "by_site", "sites_of"]
+
+NO_KINDS: Mapping[nn.Parameter, str] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -117,7 +120,7 @@ def by_bucket(
     sites: list[Site],
     bucket_bytes: int,
     tied: Collection[nn.Parameter] = (),
-    unsharded: Collection[nn.Parameter] = (),
+    apart: Mapping[nn.Parameter, str] = NO_KINDS,
 ) -> list[Unit]:
     """Group the trained parameters as stages 1 and 2 of ZeRO do, the last used first.
 
@@ -127,7 +130,7 @@ def by_bucket(
         sites: the model's sites.
         bucket_bytes: the most bytes in a unit.
         tied: parameters that several stages of the model use.
-        unsharded: parameters that tensor parallelism leaves whole.
+        apart: the kinds of parameters that share no unit with those of another kind.
 
     >>> from mpkit.models import chain
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -136,11 +139,11 @@ def by_bucket(
     [4]
     """
     trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
-    return _group(trained, FIRST_BYTES, bucket_bytes, tied, unsharded)
+    return _group(trained, FIRST_BYTES, bucket_bytes, tied, apart)
 
 
 def by_site(
-    sites: list[Site], tied: Collection[nn.Parameter] = (), unsharded: Collection[nn.Parameter] = ()
+    sites: list[Site], tied: Collection[nn.Parameter] = (), apart: Mapping[nn.Parameter, str] = NO_KINDS
 ) -> list[Unit]:
     """Group all parameters as stage 3 of ZeRO does, the last used first; frozen ones apart from the others.
 
@@ -150,7 +153,7 @@ def by_site(
     >>> [len(unit.parameters) for unit in by_site(sites)]
     [2, 2]
     """
-    return _group(sites, 0, inf, tied, unsharded)
+    return _group(sites, 0, inf, tied, apart)
 
 
 def _group(
@@ -158,25 +161,25 @@ def _group(
     least: int,
     most: float,
     tied: Collection[nn.Parameter],
-    unsharded: Collection[nn.Parameter],
+    apart: Mapping[nn.Parameter, str],
 ) -> list[Unit]:
     """Group the sites' own parameters into units of at most `most` bytes; merge sites with fewer than `least`.
 
     A parameter that several stages of the model use has a unit of its own: its gradient is complete only when they are
     all done, and ranks that hold other layers beside it still divide it in the same way.
     Parameters that tensor parallelism leaves unsharded are separate too: beside shards of different sizes each rank
-    would divide them in its own way, and add up their gradients in another order.
+    would divide them in its own way, and add up their gradients in another order. Experts are on fewer ranks.
     """
-    tied, unsharded = set(tied), set(unsharded)  # compares identity, where a list would compare values
+    tied = set(tied)  # compares identity, where a list would compare values
     found: list[Unit] = []
     alone: list[Unit] = []
-    filling: dict[tuple[bool, torch.dtype, bool, int], list[nn.Parameter]] = {}
+    filling: dict[tuple[str, torch.dtype, bool, int], list[nn.Parameter]] = {}
     for site in reversed(sites):
         for parameter in site.own:
             if parameter in tied:
                 alone.append(Unit([parameter], None))
                 continue
-            key = parameter in unsharded, parameter.dtype, parameter.requires_grad, site.stage
+            key = apart.get(parameter, ""), parameter.dtype, parameter.requires_grad, site.stage
             now = filling.setdefault(key, [])
             if now and _nbytes(now) + parameter.nbytes > most:
                 found.append(Unit(now, site.stage))

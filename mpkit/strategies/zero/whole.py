@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import Pending
 from mpkit.strategies.zero.flat import Flat
 from mpkit.strategies.zero.sharded import on_demand, veil
@@ -20,15 +19,11 @@ class WholeParameters:
     """The parameters that are whole, or are being gathered. At first none are.
 
     Args:
-        shard_group: the ranks that hold the other shards.
         flats: flat tensors of parameters, with the shards filled.
         demand: gathers a parameter that is used while it is not whole; returns False where that is not possible.
     """
 
-    def __init__(
-        self, shard_group: Communicator, flats: list[Flat], demand: Callable[[nn.Parameter], bool]
-    ) -> None:
-        self._shard_group = shard_group
+    def __init__(self, flats: list[Flat], demand: Callable[[nn.Parameter], bool]) -> None:
         self._versions: dict[Flat, list[int]] = {}
         self._whole: dict[Flat, Pending | None] = {}  # whole (None), or with the pending all-gather
         for flat in flats:
@@ -49,7 +44,7 @@ class WholeParameters:
     def _start(self, flat: Flat) -> None:
         if flat not in self._whole:
             flat.allocate()
-            self._whole[flat] = flat.start_all_gather(self._shard_group)
+            self._whole[flat] = flat.start_all_gather()
 
     def _wait(self, flat: Flat) -> None:
         work = self._whole[flat]

@@ -69,15 +69,15 @@ class Zero(GradientSync):
     def __init__(self, held: Replicated, units: list[Unit]) -> None:
         super().__init__(held.stages)
         self._replicas, self._record = held.replicas, held.context.record
-        self._shard_group = held.shard_group
+        self._first_of_replicas = held.first_of_replicas
         module = held.module
         # ---- flatten: parameters, as the first replica has them
-        self._params = [self._flatten(unit) for unit in units]
-        self._broadcast_rest(module)
+        self._params = [self._flatten(unit, held) for unit in units]
+        self._broadcast_rest(held)
         self._stateful = StatefulBuffers(held.replicas, held.plan, module)
         # ---- flatten: their gradients
         self._grads = [
-            self._gradients_of(unit, flat.layout, held.replicate_group)
+            self._gradients_of(unit, flat.layout, *held.groups_of(unit.parameters[0]))
             for unit, flat in zip(units, self._params, strict=True)
             if unit.parameters[0].requires_grad
         ]
@@ -90,32 +90,34 @@ class Zero(GradientSync):
             allows_unused=held.allows_unused, allow_unused=held.allow_unused,
         )  # fmt: skip
 
-    def _flatten(self, unit: Unit) -> Flat:
+    def _flatten(self, unit: Unit, held: Replicated) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
-        layout = FlatLayout(unit.parameters, self._shard_group.index, self._shard_group.size)
-        flat = self.flat_params(layout, self._record, "params")
+        shard_group, _ = held.groups_of(unit.parameters[0])
+        layout = FlatLayout(unit.parameters, shard_group.index, shard_group.size)
+        flat = self.flat_params(layout, self._record, "params", shard_group)
         for parameter, view in zip(unit.parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
         flat.whole[layout.numel :] = 0
-        self._replicas.broadcast(flat.whole)
+        held.replicas_of(unit.parameters[0]).broadcast(flat.whole)
         flat.shard.copy_(flat.mine)
         flat.free()
         return flat
 
-    def _broadcast_rest(self, module: nn.Module) -> None:
+    def _broadcast_rest(self, held: Replicated) -> None:
         """Broadcast the first replica's buffers, and parameters that are not sharded."""
         sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor not in sharded:
-                self._replicas.broadcast(tensor.detach())
+        for replicas, tensors in held.by_replicas():
+            for tensor in tensors:
+                if tensor not in sharded:
+                    replicas.broadcast(tensor.detach())
 
     def _gradients_of(
-        self, unit: Unit, layout: FlatLayout, replicate_group: Communicator | None
+        self, unit: Unit, layout: FlatLayout, shard_group: Communicator, replicate_group: Communicator | None
     ) -> Gradients:
         """Return a place for a unit's gradients; those of a tied weight accumulate in every stage of ZeRO."""
         keep = AccumulatedGradients if unit.stage is None else self.flat_grads
-        return keep(layout, self._record, self._shard_group, unit.stage, replicate_group)
+        return keep(layout, self._record, shard_group, unit.stage, replicate_group)
 
     def _divide(self) -> dict[FlatLayout, list[Piece]]:
         """Replace whole parameters by this rank's parts of them; return these by flat tensor."""
@@ -165,17 +167,16 @@ class Zero(GradientSync):
 
     def _all_gather(self) -> None:
         """Gather the updated shards into every rank's parameters."""
-        works = [flat.start_all_gather(self._shard_group) for flat in self._params]
+        works = [flat.start_all_gather() for flat in self._params]
         for work in works:
             work.wait()
 
     # ---- the end
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first replica, and nothing on the others; every rank calls it."""
+        """Return the state on the first replica of each part, and nothing on the others; every rank calls it."""
         self._stateful.synchronize()
         with self._record.span("gather the weights"), self.gathered():
-            if self._replicas.index != 0:
-                return {}
             # Copies, since gathered parameters are freed at the end of this block.
-            return {name: value.clone() for name, value in super().state_dict().items()}
+            state = self._first_of_replicas(super().state_dict())
+            return {name: value.clone() for name, value in state.items()}

@@ -40,7 +40,7 @@ class Zero1(Zero):
 
     def __init__(self, held: Replicated) -> None:
         sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unsharded_parameters))
+        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds))
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and expect those of the whole step."""

@@ -39,7 +39,7 @@ class Zero2(Zero):
 
     def __init__(self, held: Replicated) -> None:
         sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unsharded_parameters))
+        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds))
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:

@@ -41,9 +41,9 @@ class Zero3(Zero):
 
     def __init__(self, held: Replicated) -> None:
         sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_site(sites, held.tied, held.unsharded_parameters))
+        super().__init__(held, by_site(sites, held.tied, held.unit_kinds))
         # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
-        self._gathering = Gathering(held.shard_group, sites, self._params, prefetch=held.plan.prefetch)
+        self._gathering = Gathering(sites, self._params, prefetch=held.plan.prefetch)
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:

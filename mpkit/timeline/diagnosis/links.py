@@ -38,7 +38,7 @@ LARGER = 2
 OF_GRADIENTS = "Merge them: larger buckets (bucket_mb, bucket_cap_mb), parameters flattened into one tensor."
 OF_LAYERS = (
     "Each layer waits for its own, so they cannot be merged: put more into each, by fewer and larger micro-batches, or "
-    "let fewer ranks share a layer or a sequence (tp, cp)."
+    "let fewer ranks share a layer, a sequence or experts (tp, cp, ep)."
 )
 
 MESSAGES = (int(Kind.SEND), int(Kind.RECV))
@@ -122,7 +122,8 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
         share = _latency_share(evidence, mets)
         if share < LATENCY:
             continue
-        merged, remedy = (LARGER, OF_LAYERS) if _are_of_layers(evidence, ranks) else (MERGED, OF_GRADIENTS)
+        within = _are_of_layers(evidence, ranks, exchange=kind == Kind.ALL_TO_ALL)
+        merged, remedy = (LARGER, OF_LAYERS) if within else (MERGED, OF_GRADIENTS)
         saved = share * float(np.mean(taking)) * (1 - 1 / merged)
         rows = [row for met in mets for row in met.rows]
         factors = [max(1 - saved / met.took, 0.0) if met.took else 1.0 for met in mets for _ in met.rows]
@@ -140,12 +141,21 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
             )  # fmt: skip
 
 
-def _are_of_layers(evidence: Evidence, ranks: tuple[int, ...]) -> bool:
-    """Return whether a group shares layers or sequences, so that each layer waits for its own collectives."""
+def _are_of_layers(evidence: Evidence, ranks: tuple[int, ...], *, exchange: bool) -> bool:
+    """Return whether a group shares layers, sequences or experts, so that each layer waits for its own collectives.
+
+    Args:
+        exchange: whether the collectives are all-to-alls.
+    """
     plan = evidence.plan
     if plan is None or plan.ranks <= max(ranks):
         return False
-    within = [group for axis in ("tp", "cp") for group in plan.mesh.groups(axis) if len(group) > 1]
+    within = [
+        group
+        for axis in ("tp", "cp", *(("ep",) if exchange else ()))
+        for group in plan.mesh.groups(axis)
+        if len(group) > 1
+    ]
     return ranks in {tuple(group) for group in within}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.trace import HEADER, VALUE
+from mpkit.trace.expert_load import ROWS
 from mpkit.trace.record.files import NameFile, RecordFile
 
 __all__ = ["Values"]
@@ -52,6 +53,10 @@ class Values:
     def stop(self, reason: str, step: int) -> None:
         """Note that this rank asked to end the training after a step."""
         self._write(reason, float("nan"), step, _STOP)
+
+    def count_rows(self, expert: str, rows: int, step: int) -> None:
+        """Note how many rows of this rank's tokens an expert got in a step; see `mpkit.trace.expert_load`."""
+        self._write(expert, rows, step, ROWS)
 
     def _write(self, name: str, value: float, step: int, kind: int) -> None:
         if self._closed:

@@ -19,7 +19,7 @@ from mpkit.strategies.placement.placed_ranks import Talk, brief
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet
-from mpkit.views.placement.text import divided_layers, groups_words, link_words, shape_words
+from mpkit.views.placement.text import divided_heading, divided_layers, groups_words, link_words, shape_words
 from mpkit.views.placement.zero import zero_svg
 
 if TYPE_CHECKING:
@@ -233,14 +233,14 @@ def _legend(placement: Placement, y: float) -> tuple[list[str], float]:
 
 
 def _table(placement: Placement, y: float) -> tuple[list[str], float]:
-    """List what tp divides, one line per layer; returns the elements and the y below them."""
+    """List what tp and ep divide, one line per layer; returns the elements and the y below them."""
     rows = divided_layers(placement)
     if not rows:
         return [], y
     left, name = MARGIN + 10, max(len(name) for name, _ in rows) * 6.8 + 24
     column = max(len(part) for _, parts in rows for part in parts) * 6.6 + 20
     shown = min(placement.mesh.tp, max(1, int((920 - name) / column)))
-    parts = [_words(left, y + 8, "what tp divides", "words", ' font-weight="600"')]
+    parts = [_words(left, y + 8, divided_heading(placement), "words", ' font-weight="600"')]
     if any(len(held) > 1 for _, held in rows):
         parts += [_words(left + name + column * i, y + 8, f"tp{i}", "faint") for i in range(shown)]
     for row, held in rows[:ROWS]:

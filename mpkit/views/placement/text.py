@@ -1,4 +1,4 @@
-"""A placement in the terminal: the ranks by node, who communicates over which link, and what tp divides."""
+"""A placement in the terminal: the ranks by node, who communicates over which link, and what tp and ep divide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpkit.views.placement.zero import zero_text
 if TYPE_CHECKING:
     from mpkit.strategies.placement.placed_ranks import Placement
 
-__all__ = ["divided_layers", "link_words", "placement_text", "shape_words"]
+__all__ = ["divided_heading", "divided_layers", "link_words", "placement_text", "shape_words"]
 
 MOST = 64
 """The most ranks, and the most layers, that are listed."""
@@ -39,7 +39,7 @@ def placement_text(placement: Placement) -> str:
         lines += [f"  {talk.axis}  {groups_words(talk)}{link_words(talk)}" for talk in placement.talks]
     lines += zero_text(placement)
     if rows := divided_layers(placement):
-        lines += ["", "what tp divides"]
+        lines += ["", divided_heading(placement)]
         wide = max(len(name) for name, _ in rows)
         lines += [f"  {name:<{wide}}  {' | '.join(parts)}" for name, parts in rows[:MOST]]
     return "\n".join([*lines, *([""] if placement.notes else []), *placement.notes])
@@ -78,8 +78,14 @@ def link_words(talk: Talk) -> str:
     return f", {talk.link.name} {where}, {talk.link.bandwidth / 1e9:.3g} GB/s"
 
 
+def divided_heading(placement: Placement) -> str:
+    """Return the heading of the layers that are divided, with the axes that do: tp, ep or both."""
+    axes = [axis for axis in ("tp", "ep") if getattr(placement.mesh, axis) > 1] or ["tp"]
+    return f"what {' and '.join(axes)} divide{'s' * (len(axes) == 1)}"
+
+
 def divided_layers(placement: Placement) -> list[tuple[str, list[str]]]:
-    """Return what tp divides: the names of layers, and for each the part of every tp rank.
+    """Return what tp and ep divide: the names of layers, and for each the part of every tp rank.
 
     Layers that differ only in numbers and are divided in the same way are put together, with a * for the number. Biases
     are included in their weights.

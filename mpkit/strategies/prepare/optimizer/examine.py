@@ -74,7 +74,7 @@ def check_optimizer(resolved: ResolvedPlan, task: Task) -> None:
         if plan.pp > 1 and not known:
             checks.check_stages(expected, _updated_by(resolved, first_names))
         # ---- parts
-        if (plan.zero or plan.tp > 1) and not known:
+        if (plan.zero or plan.tp > 1 or plan.ep > 1) and not known:
             checks.check_elements(expected, resolved.sharded[0].shards)
         task.examined = checks.trial.examined
 
@@ -151,7 +151,7 @@ class _Checks:
 
     def _divides(self) -> bool:
         """Return whether ranks have parts of what the optimizer of the whole model updates."""
-        return self.plan.pp > 1 or self.plan.zero > 0 or self.plan.tp > 1
+        return self.plan.pp > 1 or self.plan.zero > 0 or self.plan.tp > 1 or self.plan.ep > 1
 
     def check_repeats(self, expected: Steps) -> None:
         """Check that ranks which hold the same parameters end with the same values.
@@ -194,7 +194,7 @@ class _Checks:
         for half in (0, 1) if len(whole) > 1 else ():
             self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled_error)
         for half in (0, 1):
-            if self.plan.tp > 1:
+            if self.plan.tp > 1 or self.plan.ep > 1:
                 division: dict[str, Any] = {
                     w.name: partial(_rows, dim=shards[w.name].dim, half=half) if w.name in shards else None
                     for w in whole
@@ -265,6 +265,8 @@ class _Checks:
 def _who(plan: Plan) -> str:
     if plan.zero:
         return "ZeRO gives each rank a part of a parameter's elements, in one dimension"
+    if plan.ep > 1:
+        return "expert parallelism gives each rank some of a parameter's experts"
     if plan.tp > 1:
         return "tensor parallelism gives each rank a part of a parameter's rows or columns"
     return "the rank of a stage has an optimizer of its own, for the stage's parameters"

@@ -18,6 +18,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.experts.finding import check_experts_of
 from mpkit.strategies.prepare.dry_run.copying import copy_model
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.runtime.local_model import attention_over, localize
@@ -80,18 +81,19 @@ def _copy_for(
 
     Args:
         model: the whole model; it is not changed.
-        plan: the plan, of which tp, cp and related options are used; `schedule`: its schedule.
+        plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
         batch: the largest batch, whose sequences are divided along cp.
-        place: the rank's place along tp; along cp it is place 0.
+        place: the rank's place along tp; along cp and ep it is place 0.
 
     Raises:
         ValueError: layers or sequences cannot be divided among so many ranks.
     """
     if plan.cp > 1 and place == 0:
         check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.cp_method)
-    tp, cp = FakeGroup(plan.tp, place), FakeGroup(plan.cp)
+    check_experts_of(model, plan)
+    tp, cp, ep = FakeGroup(plan.tp, place), FakeGroup(plan.cp), FakeGroup(plan.ep)
     sharded = Sharded()
-    if plan.tp > 1 or plan.cp > 1:
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
         # The tensors remain the caller's: shards are copies, and nothing else is written into.
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         try:
@@ -101,6 +103,6 @@ def _copy_for(
                 f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
                 "generators are made in forward, or left out by the module's __getstate__."
             ) from None
-        sharded = localize(model, plan, schedule, tp, cp)
+        sharded = localize(model, plan, schedule, tp, cp, ep)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
     return LocalCopy(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)

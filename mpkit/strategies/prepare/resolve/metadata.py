@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,7 +13,8 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.stage.shard import Shard, Sharded
+from mpkit.strategies.prepare.resolve.routed import routed_rows
+from mpkit.strategies.stage.shard import Sharded
 from mpkit.strategies.stage.stage import PRECISIONS
 
 __all__ = ["describe_run"]
@@ -61,11 +62,12 @@ def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: Resolve
             "kv_bytes": kv_bytes,
             "qo_bytes": qo_bytes,
             "loss_bytes": [sent * evenly for sent in resolved.loss_sends],
-            "partial_bytes": _partial(named, sharded.partial, held, max(4, dtype.itemsize)),
+            "partial_bytes": _partial(named, resolved, held, max(4, dtype.itemsize)),
             "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
             "split": _split(resolved.schedule),
+            **_expert_numbers(model, named, resolved, batch[0], average * dtype.itemsize),
         },
-        "shards": _describe_shards(sharded.shards),
+        "shards": _describe_shards(sharded),
     }
 
 
@@ -108,19 +110,39 @@ def _stream_of_sample(inputs: Value, sharded: Sharded) -> int:
     return tokens * shard.whole[1 - shard.dim]
 
 
+def _expert_numbers(
+    model: nn.Module, whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, inputs: Value, size: float
+) -> dict[str, Any]:
+    """Return, by rank, the elements of its experts, and by stage the bytes of a micro-batch's all-to-alls.
+
+    Bytes are those of whole sequences, once for rows, and once for their counts. Nothing without ep.
+    """
+    plan, held, names = resolved.plan, resolved.held, resolved.sharded[0].experts
+    if plan.ep == 1:
+        return {}
+    of_stages = [
+        sum(whole[n].numel() for n in stage if n in names and whole[n].requires_grad) for stage in held
+    ]
+    by_place = [
+        sum(of_stages[stage] for stage in resolved.schedule.stages_of(place)) for place in range(plan.pp)
+    ]
+    rows, experts = routed_rows(model, inputs, held)
+    return {
+        "expert_params": [by_place[plan.mesh.place(rank).pp] // plan.ep for rank in range(plan.ranks)],
+        "rows_bytes": [elements * size for elements in rows],
+        "counts_bytes": [8 * number for number in experts],
+    }
+
+
 def _partial(
-    whole: Mapping[str, nn.Parameter], names: Collection[str], held: Sequence[Sequence[str]], size: int
+    whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, held: Sequence[Sequence[str]], size: int
 ) -> list[int]:
     """Return, by stage, the bytes of gradients of which each tensor-parallel rank has a partial sum."""
-    return [
-        size
-        * sum(
-            p.numel()
-            for p in {id(whole[n]): whole[n] for n in stage if n in names}.values()
-            if p.requires_grad
-        )
-        for stage in held
-    ]
+    plan, names, experts = resolved.plan, resolved.sharded[0].partial, resolved.sharded[0].experts
+    once = [{id(whole[n]): n for n in stage if n in names and whole[n].requires_grad} for stage in held]
+    # ZeRO divides all gradients among as many ranks before this sum, those of experts too.
+    parts = {n: plan.ep if n in experts and not plan.zero else 1 for n in names}
+    return [size * sum(whole[n].numel() // parts[n] for n in stage.values()) for stage in once]
 
 
 def _tied_bytes(whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, size: int) -> list[float]:
@@ -149,10 +171,10 @@ def _split(schedule: Schedule) -> list[float]:
     return [row.count("W") / max(1, row.count("F")) for row in rows]
 
 
-def _describe_shards(shards: Mapping[str, Shard]) -> dict[str, str]:
-    """Describe how each divided parameter is sharded: how many of its rows or columns one rank has."""
+def _describe_shards(sharded: Sharded) -> dict[str, str]:
+    """Describe how each divided parameter is sharded: how many of its rows, columns or experts one rank has."""
     return {
         name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "
-        f"{'columns' if shard.axis_name == 'columns' else 'rows'}"
-        for name, shard in shards.items()
+        f"{'experts' if name in sharded.experts else 'columns' if shard.axis_name == 'columns' else 'rows'}"
+        for name, shard in sharded.shards.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,8 +56,12 @@ class ThreadGroup(AtOnce):
         total = torch.stack(self._exchange.exchange(self.index, tensor)).sum(0)
         return total.chunk(self.size)[self.index].clone()
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
+    def all_to_all(
+        self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
+    ) -> Tensor:
         """Return the parts of all threads' tensors that are for this one."""
+        if sends is not None or receives is not None:
+            raise NotImplementedError("tensor and context parallelism exchange equal parts")
         brought = self._exchange.exchange(self.index, tensor)
         return torch.cat([each.chunk(self.size)[self.index] for each in brought])
 

@@ -1,0 +1,101 @@
+"""How many rows each expert of a model computed, by layer and step: what the routers of all ranks chose together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.display import Drawn, data_frame
+from mpkit.trace.files import RankTrace
+from mpkit.trace.sound import check_steps
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ExpertLoad", "expert_load_of"]
+
+Rows = npt.NDArray[np.float64]
+ROWS = 2
+"""The kind of a logged value that is an expert's rows in a step, named by the layer, "[" and the expert's number."""
+
+
+class ExpertLoad(Drawn):
+    """The load of experts; it prints as a table of the last step, and shows itself as a picture of all steps.
+
+    >>> load = ExpertLoad({"block0": np.array([[6.0, 2.0], [4.0, 4.0]])}, first=0)
+    >>> load.imbalance("block0").tolist()
+    [1.5, 1.0]
+
+    Args:
+        rows: by layer [steps, experts], the rows that each expert computed.
+        first: the number of the first step.
+
+    Attributes:
+        rows, first: as given.
+    """
+
+    def __init__(self, rows: dict[str, Rows], first: int) -> None:
+        self.rows, self.first = rows, first
+
+    def imbalance(self, layer: str) -> Rows:
+        """Return, by step, the rows of a layer's busiest expert divided by their mean: 1 if all are equally busy."""
+        rows = self.rows[layer]
+        busiest: Rows = rows.max(axis=1) / np.maximum(rows.mean(axis=1), 1e-300)
+        return busiest
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return one row per layer, step and expert.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        columns = ["layer", "step", "expert", "rows"]
+        listed: list[tuple[Any, ...]] = [
+            (layer, self.first + step, expert, rows[step, expert])
+            for layer, rows in self.rows.items()
+            for step, expert in np.ndindex(rows.shape)
+        ]
+        return data_frame(listed, columns)
+
+    __repr__ = Drawn.__str__
+
+
+def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
+    """Return the rows of all ranks together, of the steps that every rank has counted.
+
+    Raises:
+        ValueError: no rank has counted any.
+        TraceError: what is recorded is far too little for as many steps as it tells of.
+    """
+    counts: dict[str, dict[tuple[int, int], float]] = {}
+    latest: list[int] = []
+    for rank in ranks:
+        mine = rank.values[rank.values["kind"] == ROWS]
+        if len(mine):
+            latest.append(int(mine["step"].max()))
+        for record in mine:
+            layer, _, expert = rank.name(int(record["name"])).rpartition("[")
+            if not expert.isdecimal() or len(expert) > 6:
+                continue
+            place = int(record["step"]), int(expert)
+            of_layer = counts.setdefault(layer, {})
+            of_layer[place] = of_layer.get(place, 0.0) + float(record["value"])
+    if not counts:
+        raise ValueError(
+            "No rows of experts were counted: the model has no experts that mpkit knows (mk.models.MixtureOfExperts, "
+            "those of transformers, or modules with their interface), or no step is done"
+        )
+    first = min(step for of_layer in counts.values() for step, _ in of_layer)
+    steps = min(latest) + 1 - first
+    rows: dict[str, Rows] = {}
+    for layer, of_layer in counts.items():
+        experts = 1 + max(expert for _, expert in of_layer)
+        check_steps(first + steps * experts, first, len(of_layer))
+        rows[layer] = np.zeros((steps, experts))
+        for (step, number), count in of_layer.items():
+            if step - first < steps:
+                rows[layer][step - first, number] = count
+    return ExpertLoad(rows, first)

@@ -1,0 +1,1 @@
+"""The load of experts as a table and as a picture."""

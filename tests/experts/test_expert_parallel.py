@@ -1,0 +1,241 @@
+"""Experts divided over ranks: training equals serial training, whatever the routing, the mesh, and the ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
+from mpkit.models import GPT, MLP, MixtureOfExperts, next_token_loss
+from mpkit.plan.mesh import Mesh
+from mpkit.strategies.prepare.prepare import prepare
+from tests.experts.planted import EXPERT_FAULTS, PlantedInExperts
+from tests.serial import EXACT, Train, check_equal, same, serial
+
+pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-6)
+
+
+def gpt(**sizes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    given = {
+        "vocab": 33,
+        "layers": 2,
+        "width": 12,
+        "heads": 3,
+        "length": 8,
+        "experts": 4,
+        "top_k": 2,
+        **sizes,
+    }
+    return GPT(**given).double()
+
+
+def texts(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randint(33, (size, 8)), torch.randint(33, (size, 8))) for size in sizes]
+
+
+HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 3, "max_grad_norm": 0.3}
+
+PLANS = [
+    mk.Plan(dp=4, ep=2),
+    mk.Plan(dp=2, zero=2, microbatches=3, ep=2),  # one replica has no sample of the last micro-batch
+    mk.Plan(dp=4, zero=3, dp_shard=2, ep=2),
+    mk.Plan(dp=2, cp=2, zero=3, ep=4, recompute="full"),
+    mk.Plan(dp=2, tp=2, sequence_parallel=True, zero=1, ep=2),
+    mk.Plan(pp=2, dp=2, schedule="zbv", virtual_stages=2, microbatches=4, ep=2),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_training_equals_serial_training(train: Train, plan: mk.Plan) -> None:
+    run = check_equal(train, gpt(), texts(7, 7), plan, **HOW)
+    assert run.proof is not None and str(run.proof).startswith("equal to serial training")
+
+
+class Biased(nn.Sequential):
+    """Each token's first expert is the same, since the router's row for it is large and tokens are positive."""
+
+    def __init__(self, favourite: int, top_k: int) -> None:
+        torch.manual_seed(2)
+        layer = MixtureOfExperts(6, experts=4, top_k=top_k, hidden=5)
+        with torch.no_grad():
+            layer.router.weight[favourite] = 5.0
+        super().__init__(nn.Linear(6, 6), nn.Softplus(), layer, nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("favourite", "top_k"), [(0, 1), (3, 1), (2, 2)])
+def test_all_tokens_to_one_expert(train: Train, favourite: int, top_k: int, zero: int) -> None:
+    """With one choice a rank receives all rows, and the other none: its experts' gradients are 0, as in serial.
+
+    The last batch has one token, and so one replica has none of its own.
+    """
+    torch.manual_seed(3)
+    data = [(torch.rand(size, 6).double(), torch.randint(3, (size,))) for size in (5, 1)]
+    how = {**HOW, "loss": F.cross_entropy, "steps": 4}
+    check_equal(train, Biased(favourite, top_k).double(), data, mk.Plan(dp=2, zero=zero, ep=2), **how)
+
+
+def test_a_checkpoint_is_taken_up_with_another_ep(train: Train, tmp_path: Path) -> None:
+    """ep=4 under DDP, then ep=2 under ZeRO-1, then without."""
+    model, data = gpt(), texts(6, 6)
+    losses: list[float] = []
+    plans = (mk.Plan(dp=4, ep=4), mk.Plan(dp=4, zero=1, ep=2), mk.Plan.serial())
+    for i, plan in enumerate(plans):
+        resume = {"resume_from": tmp_path} if i else {}
+        run = train(
+            model, data, plan, **{**HOW, "steps": 2 * i + 2},
+            checkpoint_every=2, checkpoint_dir=tmp_path, **resume,
+        )  # fmt: skip
+        losses += run.losses
+    expected, weights = serial(model, data, **{**HOW, "steps": 6})
+    assert losses == pytest.approx(expected, **{"rel": EXACT["rtol"]})
+    same(run, expected[4:], weights, **EXACT)
+
+
+def test_evaluation_and_the_average_of_weights(train: Train) -> None:
+    data = texts(6, 5)
+    runs = [
+        train(gpt(), data, plan, **HOW, evaluate=texts(3, 1), every=1, ema=0.8)
+        for plan in (mk.Plan.serial(), mk.Plan(dp=2, ep=2))
+    ]
+    one, two = ([run.metrics["eval loss"][step] for step in (0, 1, 2)] for run in runs)
+    assert one == pytest.approx(two, rel=1e-8)
+    torch.testing.assert_close(runs[0].ema_state_dict(), runs[1].ema_state_dict(), **EXACT)
+
+
+# ---- which ranks -------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_those_of_the_paper() -> None:
+    """arXiv 2504.14960, listing 1: 64 ranks, tp 2, cp 2, ep 2, with pp outermost here. Its etp is our tp."""
+    mesh = Mesh(pp=2, dp=8, cp=2, tp=2, ep=2)
+    assert mesh.group(0, "ep") == mesh.group(0, "cp") == (0, 2)
+    assert mesh.group(0, "edp") == mesh.group(0, "dp") == tuple(range(0, 32, 4))
+    assert Mesh(dp=6, ep=3).groups("ep", "edp") == [(0, 1, 2, 3, 4, 5)]
+    assert Mesh(dp=4, dp_replicate=2, ep=2).groups("dp_replicate", "edp") == [(0, 2), (1, 3)]
+
+
+# ---- what is sent ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(dp=4, zero=1, microbatches=2, ep=2),
+        mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, recompute="full", ep=2),
+        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2),
+    ],
+    ids=repr,
+)
+def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
+    """Whatever the routing: each rank sends T k rows, and as many come back; on average 1/ep of them stay."""
+    how = {**HOW, "max_grad_norm": None, "steps": 2}
+    run = train(gpt(heads=2, vocab=32), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
+    rows = {row.axis: row for row in run.timeline().comm_volume().rows if row.ratio is not None}
+    assert "ep" in rows and all(row.ratio == pytest.approx(1.0, rel=2e-3) for row in rows.values()), rows
+    layers, tokens = 2 / plan.pp, 8 * 8 / plan.dp / (plan.tp if plan.sequence_parallel else 1)
+    per_layer = 4 + 2 * (plan.recompute == "full")
+    counts = 4 * 8 * plan.microbatches * (per_layer / 2 - 1)
+    sent = layers * (per_layer * tokens * 2 * 12 * 8 + counts) / 2
+    assert rows["ep"].wire == pytest.approx(sent, rel=1e-12)
+
+
+def test_the_experts_of_a_rank_are_a_part_of_all(train: Train) -> None:
+    run = train(gpt(), texts(4), mk.Plan(dp=2, ep=2), **{**HOW, "steps": 1})
+    placement = run.placement()
+    assert placement.part("block0.mlp.experts.up", 0) == "2 of 4 experts"
+    assert [(talk.axis, talk.groups) for talk in placement.talks] == [("dp", ((0, 1),)), ("ep", ((0, 1),))]
+
+
+# ---- what is rejected --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"ep": 2}, r"ep=2 does not divide dp x cp = 1, such as Plan\(dp=2, ep=2\)"),
+        ({"dp": 6, "ep": 4}, r"ep=4 does not divide dp x cp = 6, such as Plan\(dp=6, ep=3\)"),
+        (
+            {"dp": 8, "dp_shard": 2, "zero": 3, "ep": 4},
+            r"does not divide dp_shard x cp = 2, such as .*ep=2\)",
+        ),
+        ({"dp": 2, "data_parallel": "dp", "ep": 2}, r"divides no experts. DDP does: Plan\(dp=2, ep=2\)"),
+        ({"dp": 2, "ep": 0}, r"ep is a whole number, 1 or more, such as in Plan\(dp=4, ep=4\)"),
+    ],
+)
+def test_plans_that_cannot_be(plan: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        mk.Plan(**plan)
+
+
+def test_models_that_cannot_be() -> None:
+    how = {**HOW, "ranks": 4}
+    with pytest.raises(ValueError, match=r"(?s)MLP has none that mpkit knows.*Without experts: ep=1"):
+        prepare(
+            MLP(6, 3),
+            [(torch.rand(4, 6), torch.zeros(4).long())],
+            mk.Plan(dp=4, ep=2),
+            **{**how, "loss": F.cross_entropy},
+        )
+    with pytest.raises(ValueError, match=r"equally many of the 6 experts of block0.mlp.experts: ep=2 can"):
+        prepare(gpt(experts=6), texts(4), mk.Plan(dp=4, ep=4), **how)
+    drawing = gpt()
+    drawing.block0.mlp.experts.register_module("dropout", nn.Dropout(0.1))
+    with pytest.raises(ValueError, match=r"has a dropout, which draws for the rows of its experts"):
+        prepare(drawing, texts(4), mk.Plan(dp=4, ep=4), **how)
+    with pytest.raises(ValueError, match=r"top_k=5\): a token visits top_k different experts.*top_k=4"):
+        MixtureOfExperts(8, experts=4, top_k=5)
+
+
+# ---- the load of experts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(dp=2, ep=2, microbatches=2, recompute="full"),  # of 7 samples
+        mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2),
+        mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
+    ],
+    ids=repr,
+)
+def test_the_load_of_experts_is_that_of_serial_training(train: Train, plan: mk.Plan) -> None:
+    """Each choice is counted once, whoever sees the token, and however often its forward is computed."""
+    data = texts(7, 7)
+    one, load = (
+        train(gpt(heads=2), data, p, **HOW, evaluate=texts(3)).expert_load for p in (mk.Plan.serial(), plan)
+    )
+    assert sorted(load.rows) == ["block0.mlp.experts", "block1.mlp.experts"] and load.first == 0
+    for layer, rows in load.rows.items():
+        assert rows.tolist() == one.rows[layer].tolist() and rows.sum(axis=1).tolist() == [7 * 8 * 2] * 3
+    assert len(load.to_dataframe()) == 2 * 3 * 4
+    assert "block1.mlp.experts  " in str(load) and "x mean" in str(load)
+    assert load.to_svg().count("<title>step 2, expert 3") == 2
+
+
+def test_a_model_without_experts_has_no_load(train: Train) -> None:
+    run = train(gpt(experts=0), texts(4), mk.Plan.serial(), **HOW)
+    with pytest.raises(ValueError, match="the model has no experts that mpkit knows"):
+        _ = run.expert_load
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_the_proof_finds_what_is_wrong_with_experts(
+    clusters: Callable[[int], mk.Cluster], fault: str
+) -> None:
+    how = {**HOW, "loss": PlantedInExperts(next_token_loss, fault), "verify": "all"}
+    run = clusters(4).train(gpt(), texts(8, 8), mk.Plan(dp=4, ep=2), **how)
+    with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
+        run.wait()
