@@ -152,6 +152,15 @@ def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
     assert rows["ep"].wire == pytest.approx(sent, rel=1e-12)
 
 
+def test_ranks_that_share_sequences_and_experts(train: Train) -> None:
+    """Ulysses' all-to-alls are among the same ranks, and counted with those of experts."""
+    plan, how = mk.Plan(cp=2, cp_method="ulysses", ep=2), {**HOW, "max_grad_norm": None, "steps": 2}
+    run = train(gpt(heads=2), texts(4, 4), plan, **how)
+    (row,) = (row for row in run.timeline().comm_volume().rows if row.kind == "all_to_all")
+    assert row.axis == "ep" and "|Q, K, V, O| / c (c-1)/c" in row.symbols
+    assert row.ratio == pytest.approx(1.0, rel=1e-12)
+
+
 def test_the_experts_of_a_rank_are_a_part_of_all(train: Train) -> None:
     run = train(gpt(), texts(4), mk.Plan(dp=2, ep=2), **{**HOW, "steps": 1})
     placement = run.placement()
