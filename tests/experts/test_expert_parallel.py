@@ -87,6 +87,16 @@ def test_all_tokens_to_one_expert(train: Train, favourite: int, top_k: int, zero
     check_equal(train, Biased(favourite, top_k).double(), data, mk.Plan(dp=2, zero=zero, ep=2), **how)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_layers_may_share_experts(train: Train, zero: int) -> None:
+    """A layer's experts are another one's, and of a third one the first weights are: they stay shared."""
+    model = gpt(layers=3)
+    first, second, third = (model.get_submodule(f"block{i}.mlp") for i in range(3))
+    second.experts = first.experts
+    third.experts.up = first.experts.up
+    check_equal(train, model, texts(5), mk.Plan(dp=4, zero=zero, ep=2), **HOW)
+
+
 def test_a_checkpoint_is_taken_up_with_another_ep(train: Train, tmp_path: Path) -> None:
     """ep=4 under DDP, then ep=2 under ZeRO-1, then without."""
     model, data = gpt(), texts(6, 6)

@@ -139,10 +139,9 @@ def _expert_numbers(
     plan, held = resolved.plan, resolved.held
     if plan.ep == 1:
         return {}
-    whole, names = dict(model.named_parameters()), resolved.sharded[0].experts
-    of_stages = [
-        sum(whole[n].numel() for n in stage if n in names and whole[n].requires_grad) for stage in held
-    ]
+    whole, names = dict(model.named_parameters(remove_duplicate=False)), resolved.sharded[0].experts
+    trained = [{whole[n] for n in stage if n in names and whole[n].requires_grad} for stage in held]
+    of_stages = [sum(parameter.numel() for parameter in each) for each in trained]
     by_place = [
         sum(of_stages[stage] for stage in resolved.schedule.stages_of(place)) for place in range(plan.pp)
     ]
