@@ -61,7 +61,7 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
     if axis == "ep" and kind == Kind.ALL_TO_ALL:
-        return _experts(known)
+        return _exchanges(known)
     if axis in (shard_group, "edp"):
         return _replicas(known, kind, of_experts=axis == "edp")
     return None
@@ -239,6 +239,22 @@ def _over_groups(known: FormulaInputs) -> Formula | None:
         "2 psi/n (r-1)/r",
         "gradients of each shard, summed over the groups",
         lambda rank: 2 * shard(rank) * known.element * (r - 1) / r,
+    )
+
+
+def _exchanges(known: FormulaInputs) -> Formula | None:
+    """Return the formula of all-to-alls along ep, and of Ulysses' too if the same ranks share sequences."""
+    experts = _experts(known)
+    if known.plan.get("cp_method") != "ulysses" or known.mesh.cp != known.mesh.ep:
+        return experts
+    attention = _context(known, Kind.ALL_TO_ALL)
+    if experts is None or attention is None:
+        return None
+    both = experts.of, attention.of
+    return Formula(
+        f"{experts.symbols}; {attention.symbols}",
+        f"{experts.words}; {attention.words}",
+        lambda rank: sum(of(rank) for of in both),
     )
 
 

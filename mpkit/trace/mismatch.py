@@ -166,6 +166,11 @@ def _collective_advice(a: Issued, b: Issued) -> str:
     if a.kind in ROOT_ARGUMENT and a.peer != b.peer:
         name = ROOT_ARGUMENT[a.kind]
         return f"All ranks name the same root, such as {name}={min(a.peer, b.peer)}."
+    if a.kind == Kind.ALL_TO_ALL and a.text == b.text:
+        return (
+            "One sends another number of rows than the other's receives= says. Ranks learn how many come from each by "
+            "ctx.comm.all_to_all(torch.tensor(sends)).tolist()."
+        )
     mine, theirs = _Tensor.parse(a.text), _Tensor.parse(b.text)
     if mine is None or theirs is None:
         return "All ranks call it with tensors of one size."

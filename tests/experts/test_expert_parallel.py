@@ -87,6 +87,16 @@ def test_all_tokens_to_one_expert(train: Train, favourite: int, top_k: int, zero
     check_equal(train, Biased(favourite, top_k).double(), data, mk.Plan(dp=2, zero=zero, ep=2), **how)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_layers_may_share_experts(train: Train, zero: int) -> None:
+    """A layer's experts are another one's, and of a third one the first weights are: they stay shared."""
+    model = gpt(layers=3)
+    first, second, third = (model.get_submodule(f"block{i}.mlp") for i in range(3))
+    second.experts = first.experts
+    third.experts.up = first.experts.up
+    check_equal(train, model, texts(5), mk.Plan(dp=4, zero=zero, ep=2), **HOW)
+
+
 def test_a_checkpoint_is_taken_up_with_another_ep(train: Train, tmp_path: Path) -> None:
     """ep=4 under DDP, then ep=2 under ZeRO-1, then without."""
     model, data = gpt(), texts(6, 6)
@@ -150,6 +160,15 @@ def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
     counts = 4 * 8 * plan.microbatches * (per_layer / 2 - 1)
     sent = layers * (per_layer * tokens * 2 * 12 * 8 + counts) / 2
     assert rows["ep"].wire == pytest.approx(sent, rel=1e-12)
+
+
+def test_ranks_that_share_sequences_and_experts(train: Train) -> None:
+    """Ulysses' all-to-alls are among the same ranks, and counted with those of experts."""
+    plan, how = mk.Plan(cp=2, cp_method="ulysses", ep=2), {**HOW, "max_grad_norm": None, "steps": 2}
+    run = train(gpt(heads=2), texts(4, 4), plan, **how)
+    (row,) = (row for row in run.timeline().comm_volume().rows if row.kind == "all_to_all")
+    assert row.axis == "ep" and "|Q, K, V, O| / c (c-1)/c" in row.symbols
+    assert row.ratio == pytest.approx(1.0, rel=1e-12)
 
 
 def test_the_experts_of_a_rank_are_a_part_of_all(train: Train) -> None:

@@ -256,3 +256,18 @@ def test_uneven_parts_must_fit(cluster: mk.Cluster) -> None:
                 rows if ctx.rank else rows.double(), sends=[3, 0, 0, 0], receives=[3 * (ctx.rank == 0)] * 4
             )
         )
+
+
+def expects(ctx, sends, receives):  # type: ignore[no-untyped-def]
+    return ctx.comm.all_to_all(torch.ones(4, 3), sends=sends[ctx.rank], receives=receives[ctx.rank])
+
+
+@pytest.mark.parametrize("wrong", [1, 3])
+def test_rows_that_are_not_those_expected(clusters: Callable[[int], mk.Cluster], wrong: int) -> None:
+    """Rank 1 expects fewer rows than rank 0 sends, or more: no rank goes on with what was in memory before."""
+    sends = [[2, 2], [2, 2]]
+    for _ in range(2):
+        assert len(clusters(2).run(expects, sends, sends)[0]) == 4
+    says = r"(?s)all_to_all\(float32\[any, 3\]\).*another number of rows than the other's receives= says"
+    with pytest.raises(mk.errors.CommMismatch, match=says):
+        clusters(2).run(expects, sends, [[2, 2], [wrong, 2]])

@@ -14,9 +14,11 @@ After a mismatch, the calls and their source lines are read from the ranks' trac
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -97,6 +99,8 @@ class Peer:
 
 SENT = 1 << 32
 """Bit that marks the tag of an outgoing message."""
+ROWS = 1 << 34
+"""Bit that marks the numbers of rows of an all-to-all among messages; below it is a hash of the group's name."""
 
 
 class MessageEnd:
@@ -137,6 +141,24 @@ class MessageEnd:
                 checks.refuse(mine[1], number, self._peer)
 
 
+class UnevenExchange:
+    """An all-to-all of uneven parts: a collective, and for each other rank how many rows go there and come from it."""
+
+    __slots__ = ("_ends", "text")
+
+    def __init__(self, collective: CheckedCall, rows: Sequence[MessageEnd]) -> None:
+        self._ends = (collective, *rows)
+        self.text = collective.text
+
+    def publish(self) -> None:
+        for end in self._ends:
+            end.publish()
+
+    def compare(self) -> None:
+        for end in self._ends:
+            end.compare()
+
+
 class CallChecks:
     """One rank's calls and its view of its peers' calls.
 
@@ -165,6 +187,26 @@ class CallChecks:
             self, self._table(ranks), number,
             self._fingerprints.look_up(kind, tensor.dtype, shape, root, reduction, group),
         )  # fmt: skip
+
+    def exchange(
+        self,
+        ranks: tuple[int, ...],
+        number: int,
+        tensor: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+    ) -> CheckedCall:
+        """Return the check of an all-to-all with so many rows for each of these ranks, and from each."""
+        name = ",".join(map(str, ranks))
+        channel = ROWS | crc32(name.encode())
+        whole = self.collective(ranks, number, Kind.ALL_TO_ALL, tensor, -1, "", uneven=True)
+        rows = [
+            MessageEnd(self, channel | direction, peer, name, number, Fingerprint(count + 1, ""))
+            for direction, counts in ((SENT, sends), (0, receives))
+            for peer, count in zip(ranks, counts, strict=True)
+            if peer != self.rank
+        ]
+        return UnevenExchange(whole, rows)
 
     def group(self, world: tuple[int, ...], number: int, ranks: tuple[int, ...]) -> CheckedCall:
         """Return the check of creating a group of these ranks.

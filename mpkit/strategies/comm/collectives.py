@@ -196,7 +196,7 @@ def all_to_all(
     sent = wire.prepare_send(tensor)
     swapped = wire.make_buffer(sent.shape if parts is None else (sum(parts[1]), *sent.shape[1:]), sent)
     work = wire.issue(
-        group.next_collective(Kind.ALL_TO_ALL, tensor, uneven=parts is not None),
+        group.next_collective(Kind.ALL_TO_ALL, tensor, parts=parts),
         tensor.nbytes,
         partial(_start_all_to_all, group, swapped, sent, parts),
         partial(wire.finish_receive, swapped),

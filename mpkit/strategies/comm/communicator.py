@@ -106,8 +106,9 @@ class Communicator:
     device_mesh = groups.device_mesh
 
     def next_collective(
-        self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "", *, uneven: bool = False
-    ) -> Numbered:
+        self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "",
+        *, parts: tuple[list[int], list[int]] | None = None,
+    ) -> Numbered:  # fmt: skip
         """Return this group's next collective, which takes its number.
 
         Args:
@@ -115,14 +116,17 @@ class Communicator:
             tensor: has the dtype and shape that all members must pass.
             root: the root that all members must name, a global rank; -1: there is none.
             reduction: the reduction that all members must name.
-            uneven: whether members may pass different numbers of rows.
+            parts: the rows for each member and from each, where they may differ.
         """
         number = self.issued
         self.issued = number + 1
         checks = self.wire.checks
         call = None
         if checks is not None and self.size > 1:
-            call = checks.collective(self.ranks, number, kind, tensor, root, reduction, uneven=uneven)
+            if parts is not None:
+                call = checks.exchange(self.ranks, number, tensor, *parts)
+            else:
+                call = checks.collective(self.ranks, number, kind, tensor, root, reduction)
         return Numbered(kind, self.name, number, root, call)
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:

@@ -52,18 +52,23 @@ def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
         group: the ranks that divide the experts, whose number divides theirs.
 
     Returns:
-        The shards of the experts' parameters, by name.
+        The shards of the experts' parameters, by every name that they have.
     """
     shards: dict[str, Shard] = {}
+    aliases: dict[int, list[str]] = {}  # of parameters that have several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    parts: dict[int, nn.Parameter] = {}
     for name, module in find_experts(model).items() if group.size > 1 else ():
         here = number_of_experts(module) // group.size
         mine = range(group.index * here, (group.index + 1) * here)
         for inner, parameter in list(module.named_parameters(name)):
-            shard = shards[inner] = Shard(tuple(parameter.shape), 0, (mine,))
+            shard = Shard(tuple(parameter.shape), 0, (mine,))
+            shards |= dict.fromkeys(aliases[id(parameter)], shard)
+            if id(parameter) not in parts:
+                parts[id(parameter)] = nn.Parameter(shard.take(parameter.detach()), parameter.requires_grad)
             owner, _, key = inner.removeprefix(f"{name}.").rpartition(".")
-            module.get_submodule(owner)._parameters[key] = nn.Parameter(
-                shard.take(parameter.detach()), parameter.requires_grad
-            )
+            module.get_submodule(owner)._parameters[key] = parts[id(parameter)]
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)

@@ -120,9 +120,8 @@ def _expert_numbers(
     plan, held, names = resolved.plan, resolved.held, resolved.sharded[0].experts
     if plan.ep == 1:
         return {}
-    of_stages = [
-        sum(whole[n].numel() for n in stage if n in names and whole[n].requires_grad) for stage in held
-    ]
+    trained = [{whole[n] for n in stage if n in names and whole[n].requires_grad} for stage in held]
+    of_stages = [sum(parameter.numel() for parameter in each) for each in trained]
     by_place = [
         sum(of_stages[stage] for stage in resolved.schedule.stages_of(place)) for place in range(plan.pp)
     ]
