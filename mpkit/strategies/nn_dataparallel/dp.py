@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
@@ -42,7 +42,6 @@ from mpkit.strategies.nn_dataparallel.gathered_loss import ShareForward, gathere
 from mpkit.strategies.nn_dataparallel.replicate_parameters import ReplicateParameters
 from mpkit.strategies.nn_dataparallel.rows import RowSpec, pack_rows, pad_rows, row_bytes, unpack_rows
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
-from mpkit.strategies.partition.boundary import Boundary
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.stage import Stage
 
@@ -73,19 +72,15 @@ class DP(GradientSync):
         self.loss_scale = 1.0
         self.computes_loss = context.rank == 0
         self._names = {piece.parameter: piece.name for piece in self.pieces}
-        self._grads_ready: set[nn.Parameter] = set()  # whose gradient arrived on this rank in this step
+        self._grads_ready: set[Tensor] = set()  # whose gradient arrived on this rank in this step
         self._computed = False  # whether this rank had samples in this step
         for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
+            parameter.register_post_accumulate_grad_hook(self._grads_ready.add)
         if self._rank != 0:
             self.pieces, self.frozen = [], []  # rank 0 updates, and holds frozen parameters
         self._replicate = ReplicateParameters(context, job.plan, stages[0].layers)
         self._forward = ShareForward(context, job, stages[0])
         self._work = StageWork(context, job, stages[0], self._forward, sync=self)
-
-    def _on_grad_ready(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        self._grads_ready.add(parameter)
 
     # ---- a step -------------------------------------------------------------------------------------------
 
@@ -122,8 +117,7 @@ class DP(GradientSync):
         # ---- forward
         outputs = self._work.forward(m, inputs) if has_samples else ()
         # ---- gather
-        specs = self._specs(scattered)
-        whole = self._gather(scattered, specs, outputs)
+        whole = self._gather(scattered, outputs)
         del outputs  # held until the backward, unless it recomputes them
         # ---- loss
         loss: list[float] = []
@@ -131,7 +125,7 @@ class DP(GradientSync):
         if self._rank == 0:
             loss, gradients = gathered_loss(self._context, self._job, m, scattered, whole, self.loss_scale)
         # ---- return
-        mine = self._return(scattered, specs, gradients)
+        mine = self._return(scattered, gradients)
         # ---- backward
         self._replicate.begin_gradients()
         if has_samples:
@@ -170,13 +164,11 @@ class DP(GradientSync):
         tensors = iter(self._scatter_rows(scattered, specs, given))
         return map_tensors(lambda _: next(tensors), like)
 
-    def _gather(
-        self, scattered: ScatteredMicroBatch, specs: list[RowSpec], outputs: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def _gather(self, scattered: ScatteredMicroBatch, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Gather every rank's outputs on rank 0, (samples, ...) each."""
-        k = max(scattered.rows)
-        mine = pack_rows(outputs) if outputs else self._no_rows(specs)
-        packed = self._comm.gather(pad_rows(mine, k))
+        k, specs = max(scattered.rows), self._specs(scattered)
+        nothing = torch.empty(0, row_bytes(specs), dtype=torch.uint8, device=self._device)
+        packed = self._comm.gather(pad_rows(pack_rows(outputs) if outputs else nothing, k))
         if self._rank != 0:
             return ()
         if min(scattered.rows) < k:
@@ -185,25 +177,26 @@ class DP(GradientSync):
         return unpack_rows(packed, specs)
 
     def _return(
-        self,
-        scattered: ScatteredMicroBatch,
-        specs: list[RowSpec],
-        gradients: tuple[Tensor | None, ...] | None,
+        self, scattered: ScatteredMicroBatch, gradients: tuple[Tensor | None, ...] | None
     ) -> dict[int, Tensor]:
         """Return this rank's share of the gradients of the outputs that have one, by the output's number."""
-        wanted = [i for i, spec in enumerate(self._boundary(scattered).specs) if spec.requires_grad]
+        wanted = [
+            i
+            for i, spec in enumerate(self._job.where.boundary(scattered.keys[0], 0).specs)
+            if spec.requires_grad
+        ]
         if len(wanted) > 1:  # the loss need not use all outputs; nothing is sent back for the others
             has_gradient = [gradients is not None and gradients[i] is not None for i in wanted]
-            flags = self._comm.broadcast(
-                torch.tensor(has_gradient, dtype=torch.uint8, device=self._device)
-            ).tolist()
-            wanted = [i for i, flag in zip(wanted, flags, strict=True) if flag]
+            flags = torch.tensor(has_gradient, dtype=torch.uint8, device=self._device)
+            wanted = [i for i, flag in zip(wanted, self._comm.broadcast(flags).tolist(), strict=True) if flag]
         if not wanted:
             return {}
         given: list[list[Tensor]] = []
         if gradients is not None:
-            parts = [_require_gradient(gradients[i]).split(scattered.rows) for i in wanted]
+            returned = [gradient for i in wanted if (gradient := gradients[i]) is not None]
+            parts = [gradient.split(scattered.rows) for gradient in returned]
             given = [list(share) for share in zip(*parts, strict=True)]
+        specs = self._specs(scattered)
         mine = self._scatter_rows(scattered, [specs[i] for i in wanted], given)
         return dict(zip(wanted, mine, strict=True))
 
@@ -222,15 +215,12 @@ class DP(GradientSync):
         self._ledger.track(mine, "activations")
         return unpack_rows(mine[: scattered.rows[self._rank]], specs)
 
-    def _boundary(self, scattered: ScatteredMicroBatch) -> Boundary:
-        return self._job.where.boundary(scattered.keys[0], 0)
-
     def _specs(self, scattered: ScatteredMicroBatch) -> list[RowSpec]:
         """Return the specs of the model's outputs for one sample."""
-        return [RowSpec(spec.shape[1:], spec.dtype) for spec in self._boundary(scattered).specs]
-
-    def _no_rows(self, specs: list[RowSpec]) -> Tensor:
-        return torch.empty(0, row_bytes(specs), dtype=torch.uint8, device=self._device)
+        return [
+            RowSpec(spec.shape[1:], spec.dtype)
+            for spec in self._job.where.boundary(scattered.keys[0], 0).specs
+        ]
 
     @contextmanager
     def scatter_inputs(
@@ -243,8 +233,7 @@ class DP(GradientSync):
         """
         inputs = self._scatter(scattered)
         self._replicate.replicate()
-        specs = self._specs(scattered)
-        yield inputs, lambda outputs: self._gather(scattered, specs, outputs)
+        yield inputs, lambda outputs: self._gather(scattered, outputs)
         self._replicate.drop_replicas()
 
     # ---- looking at it ------------------------------------------------------------------------------------
@@ -259,8 +248,3 @@ class DP(GradientSync):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state on rank 0, and nothing on the others."""
         return self.stages[0].state_dict() if self._rank == 0 else {}
-
-
-def _require_gradient(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient

@@ -89,30 +89,27 @@ def expected(case: Case) -> list[dict[int, Tensor]]:
     """Return, by rank, its part of the rows of each trained weight of its stage."""
     weights, d = train_layers(case), case["replicas"]
     k = case["layers"] * d // case.ranks
-    places = [divmod(rank, d) for rank in range(case.ranks)]
+    places = (divmod(rank, d) for rank in range(case.ranks))
     return [{i: weights[i].chunk(d)[r] for i in range(stage * k, (stage + 1) * k)} for stage, r in places]
 
 
 def time(case: Case) -> float:
     """Return the target of time."""
-    d = case["replicas"]
-    s = case.ranks // d
+    d, s = case["replicas"], case.ranks // case["replicas"]
     slots, k = case["microbatches"] / d + s - 1, case["layers"] / s
     return float(k * slots * (3 + 0.3 * (d - 1)) + 0.2 * (s - 1) + k / (2 * d))
 
 
 def activations(case: Case) -> float:
     """Return the target of memory."""
-    d = case["replicas"]
-    k = case["layers"] * d / case.ranks
+    d, k = case["replicas"], case["layers"] * case["replicas"] / case.ranks
     return float(6 * k / d + (k + 1) * case["microbatches"] / d + 5)
 
 
 def gathers(seen: Seen) -> float:
     """Return how often a rank gathered a weight, over the times that it needed one."""
-    d = seen.case["replicas"]
-    k = seen.case["layers"] * d / seen.case.ranks
-    return calls(Kind.ALL_GATHER)(seen) / (2 * k * seen.case["microbatches"] / d)
+    needed = 2 * seen.case["layers"] * seen.case["microbatches"] / seen.case.ranks
+    return calls(Kind.ALL_GATHER)(seen) / needed
 
 
 EXERCISE = OnRanks(
@@ -161,12 +158,7 @@ EXERCISE = OnRanks(
                 "A d-th. A reduce-scatter gives it just that, in half the time.",
                 "`ctx.comm.reduce_scatter(dweight, group)`",
             ),
-            [
-                (
-                    "part = ctx.comm.reduce_scatter(dweight, group)",
-                    "part = ctx.comm.all_reduce(dweight, group).chunk(d)[r].clone()",
-                )
-            ],
+            [("reduce_scatter(dweight, group)", "all_reduce(dweight, group).chunk(d)[r].clone()")],
             when=lambda seen: seen.budget == TIME and calls(Kind.ALL_REDUCE)(seen) > 0,
         ),
         Mistake(
