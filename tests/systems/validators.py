@@ -117,6 +117,7 @@ def _megatron(text: str, plan: Plan) -> None:
     )  # its check asks TransformerEngine's version, which needs a GPU
     stages = plan.pp * said.get("virtual_pipeline_model_parallel_size", 1)
     shape = {"num_layers": 2 * stages, "hidden_size": 64 * plan.tp, "num_attention_heads": 4 * plan.tp}
+    shape |= {"num_moe_experts": 2 * plan.ep} if plan.ep > 1 else {}
     used: set[str] = {"micro_batch_size", "global_batch_size", "seq_length", "nnodes", "nproc_per_node", "rdzv_backend",
                       "rdzv_endpoint", "rdzv_id", "max_restarts", "standalone"}  # fmt: skip
     for config, more in (
