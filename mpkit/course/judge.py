@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.course.answered import answered_row
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.exercise import UNFORESEEN, CheckRow, Exercise, Mistake
-from mpkit.course.framework.on_ranks import UNDIVIDED
+from mpkit.course.framework.frugal import WASTEFUL
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
@@ -158,7 +158,7 @@ def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequ
             return STUB, (exercise.start,)
         if _is_typing_error(seen):
             return SLIP, ()
-        for mistake in (*exercise.mistakes, UNDIVIDED):
+        for mistake in (*exercise.mistakes, *WASTEFUL):
             if _shows(entry, mistake, seen, room):
                 return mistake.name, mistake.hints
         if seen.error and seen.where and not seen.mismatch:

@@ -5,7 +5,7 @@ On a rank:
     limit     limit the memory
     delay     sleep before each communication, as long as the case's seed says: answers that rely on luck are found out
     watch     record what the answer sends with torch.distributed itself, like what it sends with `ctx.comm`
-    count     count the multiplications that it computes
+    count     count the multiplications that it computes, and the bytes that it holds
     play      call the exercise's own function with the answer and the case
 
 The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
@@ -156,8 +156,8 @@ class Room:
             raise
         evidence: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
         try:
-            got, work = zip(*launch.results(unpack_result), strict=True)
-            return Seen(got=list(got), work=work, **evidence)
+            got, used = zip(*launch.results(unpack_result), strict=True)
+            return Seen(got=list(got), used=used, **evidence)
         except Deadlock as error:
             return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
         except CommMismatch as error:
@@ -182,7 +182,7 @@ def _send_exercises_by_value() -> None:
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
-    from mpkit.course.framework.memory import CountedWork
+    from mpkit.course.framework.counted import Counter
     from mpkit.strategies.program_calls.compared import compare_calls
 
     # ---- limit
@@ -191,10 +191,11 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- watch, count
-    with compare_calls(ctx.comm), CountedWork() as work:
+    counter = Counter()
+    with compare_calls(ctx.comm), counter.running():
         # ---- play
-        result = play(ctx, pickle.loads(packed), case)
-    return pack_result((result, work.flops))
+        result = play(ctx, counter.count(pickle.loads(packed)), case)
+    return pack_result((result, counter.used))
 
 
 def limit_memory(more: int) -> None:

@@ -38,7 +38,7 @@ class Seen:
         schedule: the answer's schedule, if the answer is one.
         simulated: the schedule's simulated timeline.
         budget: the budget that is exceeded, as `Budget.what`; "" if none is.
-        work: the FLOPs of matrix products that each rank computed.
+        used: by rank, the FLOPs of its matrix products, and the most bytes that its tensors held.
         target: what the solution did in the same case; None if it did not run.
     """
 
@@ -54,7 +54,7 @@ class Seen:
     schedule: Schedule | None = None
     simulated: Timeline | None = None
     budget: str = ""
-    work: Sequence[float] = ()
+    used: Sequence[tuple[float, float]] = ()
     target: Seen | None = None
 
     @cached_property
