@@ -50,7 +50,7 @@ def checked_html(checked: Checked) -> str:
 
 def _head(checked: Checked) -> str:
     colour, mark = (GOOD, "✔") if checked.passed else (BAD, "✗")
-    if checked.exam:  # in an exam an answer is no right answer
+    if checked.exam or checked.not_judged:  # in an exam an answer is no right answer
         colour, mark = NEUTRAL, "·"
     return (
         f'<div style="font-size:15px;font-weight:600;margin:2px 0 8px"><span style="color:{colour}">{mark}</span> '

@@ -19,6 +19,8 @@ MOST_LINES = 12
 
 def verdict(checked: Checked) -> str:
     """Return the verdict in a few words."""
+    if checked.not_judged:
+        return "not judged: busy"
     if checked.exam:
         return ANSWERED if checked.has_answer else NOT_ANSWERED
     if checked.passed:

@@ -12,7 +12,7 @@ sharper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpkit.common.units import bytes_text
@@ -20,7 +20,7 @@ from mpkit.course.framework.exercise import CheckRow, Mistake
 from mpkit.course.framework.measures import collectives, messages, wire
 from mpkit.course.framework.seen import Seen
 
-__all__ = ["WASTEFUL", "rows_beside"]
+__all__ = ["LOOP", "WASTEFUL", "row_beside"]
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,23 @@ CALLS = Limit("messages and collectives of the busiest rank", _calls, 6.0, 12.0,
 """Six: for each parameter of a small model one, in place of one for all."""
 
 
-def rows_beside(seen: Seen, target: Seen) -> Iterator[CheckRow]:
-    """Yield a row for each limit, up to the first that is exceeded.
+def row_beside(seen: Seen, target: Seen) -> CheckRow:
+    """Return the row of the first limit that is exceeded, or one that says that none is.
 
     Args:
         seen: what the answer did.
         target: what the reference did in the same case.
     """
-    limits = [WORK] if _work(target) else []
-    if seen.trace is not None and target.trace is not None:
-        limits += [HELD, BYTES, CALLS]
-    for limit in limits:
-        row = limit.row(seen, target)
-        yield row
-        if not row.ok:
-            return
+    limits = ([WORK] if _work(target) else []) + [HELD, BYTES, CALLS]
+    rows = [limit.row(seen, target) for limit in limits]
+    within = CheckRow(
+        f"what each rank computes, holds and sends, on {seen.case}",
+        "not much more than a right answer's",
+        "no rank does too much",
+        True,
+        replace(seen, target=target),
+    )
+    return next((row for row in rows if not row.ok), within)
 
 
 WASTEFUL = (
@@ -137,3 +139,15 @@ WASTEFUL = (
     ),
 )
 """The mistakes of answers whose results are right, and that use too much."""
+
+LOOP = Mistake(
+    name="an-endless-loop",
+    hints=(
+        "No rank waits for another one: each was still computing when its time was up. Which loop is the line in that "
+        "the report names, and what would end it?",
+        "Print what the loop's condition reads, once each time round: it does not change, or it changes away from the "
+        "end.",
+    ),
+    wrong=(),
+    when=lambda seen: seen.hang and "waits in" not in seen.hang and "not waiting; it has" in seen.hang,
+)

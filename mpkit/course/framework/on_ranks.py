@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import WHOLE, difference, spell, wrong_call
 from mpkit.course.framework.exercise import UNFORESEEN, Budget, Case, CheckRow, Exercise
-from mpkit.course.framework.frugal import rows_beside
+from mpkit.course.framework.frugal import row_beside
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
 
@@ -65,7 +65,7 @@ class OnRanks(Exercise):
             if not all(row.ok for row in rows):
                 return
             if case is self.cases[-1]:
-                yield from rows_beside(seen, self.try_again(PackedAnswer.pack(self.solution), seen, room))
+                yield row_beside(seen, self.try_again(PackedAnswer.pack(self.solution), seen, room))
 
     def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
         """Run the answer in the first case."""

@@ -11,8 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from mpkit.course.catalogue import ExerciseEntry, find
-from mpkit.course.framework.room import Limits, PackedAnswer, Room
+from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
+from mpkit.course.limits.allowance import Limits
 from tests.classroom.mutants.mutate import Mutant, chosen
 
 __all__ = ["Caught", "checked", "equivalent", "tried"]

@@ -47,9 +47,13 @@ class Counter:
     ...     product = counter.count(torch.matmul)(torch.ones(2, 3), torch.ones(3, 4))
     >>> counter.used
     Used(flops=48.0, held=32)
+
+    Args:
+        begin: called when the answer begins: where it is called first, or, of anything but a function, at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
+        self._begin = begin
         self._flops, self._now, self._most = 0.0, 0, 0
         self._calls, self._counts_calls = 0, False
         self._living: dict[int, weakref.ref[Any]] = {}
@@ -62,11 +66,14 @@ class Counter:
     def count(self, answer: Any) -> Any:
         """Return the answer; if it is a function, only what its calls use counts from now on."""
         if not callable(answer) or isinstance(answer, type):
+            self._begin()
             return answer
         self._counts_calls = True
 
         @wraps(answer)
         def counted(*args: Any, **kwargs: Any) -> Any:
+            if not self._calls:
+                self._begin()
             self._calls += 1
             try:
                 return answer(*args, **kwargs)
