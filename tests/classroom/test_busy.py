@@ -9,20 +9,21 @@ import pytest
 
 from mpkit.course import check as checking
 from mpkit.course.catalogue import find
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Case, CheckRow
 from mpkit.course.framework.room import PackedAnswer, Play, Room
 from mpkit.course.framework.seen import Seen
 from mpkit.course.grading.gradescope import results
 from mpkit.course.grading.handed_in import HandedIn, handed_in
 from mpkit.course.grading.kept import Grade, GradeStore, key_of
 from mpkit.course.grading.report import GradeReport
-from mpkit.course.judge import RUNS, NotSolved, judge, not_judged
+from mpkit.course.judge import RUNS, Checked, NotSolved, judge, not_judged
 from mpkit.course.limits.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
 from mpkit.course.notebooks import write_notebooks
 from mpkit.course.progress import Progress
 from mpkit.course.sandbox.guard import Guard
 
 ENTRY = find("pass-the-token")
+RIGHT_VERDICT = Checked(ENTRY.name, ENTRY.source.title, (CheckRow("all", "right", "right", True),), True)
 RIGHT = PackedAnswer.pack(ENTRY.exercise.solution)
 
 
@@ -115,7 +116,7 @@ def test_a_grade_has_no_zero_for_it(notebook: HandedIn, tmp_path: Path) -> None:
     table = tmp_path / "grades.csv"
     report = GradeReport([notebook], table, tmp_path / "pages")
     report.add(grade)
-    (row,) = csv.DictReader(table.open())
+    (row,) = csv.DictReader(table.read_text().splitlines())
     assert (row[ENTRY.name], row["broadcast-by-a-tree"]) == ("not judged", "0")
     assert "not judged: busy" in (tmp_path / "pages" / "ada.html").read_text()
     (hardness,) = [each for each in report.of_class().exercises if each.name == ENTRY.name]
@@ -126,16 +127,8 @@ def test_a_grade_has_no_zero_for_it(notebook: HandedIn, tmp_path: Path) -> None:
 
 def test_it_is_graded_again(notebook: HandedIn, tmp_path: Path) -> None:
     key, file = key_of(notebook, Guard()), tmp_path / "kept.jsonl"
-    for checked, kept in ((not_judged(ENTRY, "busy"), False), (judge_right(), True)):
+    for checked, kept in ((not_judged(ENTRY, "busy"), False), (RIGHT_VERDICT, True)):
         store = GradeStore(file)
         store.begin({})
         store.add(key, Grade(notebook, {ENTRY.name: checked}))
         assert (GradeStore(file).get(key, notebook) is not None) == kept
-
-
-def judge_right() -> object:
-    """A verdict on a right answer."""
-    from mpkit.course.framework.exercise import CheckRow
-    from mpkit.course.judge import Checked
-
-    return Checked(ENTRY.name, ENTRY.source.title, (CheckRow("all", "right", "right", True),), True)
