@@ -69,6 +69,7 @@ class Checked:
         tries: how many different answers to this exercise were checked, this one included.
         printed: what the ranks printed in the last case.
         timelines: the timelines "yours" and "target", if there is something to see.
+        again: whether this very answer was checked before, and was wrong.
         exam: whether only an answer was looked for: the one row says whether there is one that runs.
     """
 
@@ -82,6 +83,7 @@ class Checked:
     tries: int = 1
     printed: tuple[str, ...] = ()
     timelines: dict[str, Timeline] | None = None
+    again: bool = False
     exam: bool = False
 
     @property
@@ -203,7 +205,11 @@ def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timel
         return None
     target = seen.target or exercise.try_again(PackedAnswer.pack(exercise.solution), seen, room)
     traces = {"yours": seen, "target": target}
-    shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
+    shown = {
+        name: one.waits if one.hang else one.timeline
+        for name, one in traces.items()
+        if one is not None and _drawable(one)
+    }
     return shown or None
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["OnRanks"]
 
 
+LONGEST = 160
+"""Expected results of so many characters are shown whole where an answer is wrong."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnRanks(Exercise):
     """An exercise whose answer runs on ranks.
@@ -95,5 +99,7 @@ class OnRanks(Exercise):
             if wrong is not None:
                 if call := wrong_call(expected, got):
                     return CheckRow(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
-                return CheckRow(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
+                whole = spell(expected, WHOLE)
+                short = whole if len(whole) <= LONGEST else spell(expected)
+                return CheckRow(what, short, f"rank {rank}: {wrong}", False, seen)
         return CheckRow(what, first, "equal on every rank", True, seen)
