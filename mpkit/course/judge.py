@@ -19,7 +19,7 @@ from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.lesson import lesson
 from mpkit.course.limits.allowance import TooBusy
-from mpkit.course.telling.tell import SLIP, STUB, tell
+from mpkit.course.tell import SLIP, STUB, tell
 from mpkit.errors import MpkitError
 from mpkit.trace import Lane
 

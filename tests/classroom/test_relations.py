@@ -14,7 +14,7 @@ from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge
-from mpkit.course.telling.relations import find_relation
+from mpkit.course.related.relations import find_relation
 
 CASE = Case(3, 1, {"microbatches": 4, "steps": 3})
 

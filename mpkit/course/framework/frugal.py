@@ -54,24 +54,26 @@ class Limit:
         )
 
 
-def _work(seen: Seen) -> float:
+def _most_flops(seen: Seen) -> float:
     return max((flops for flops, _ in seen.used), default=0.0)
 
 
-def _held(seen: Seen) -> float:
+def _held_bytes(seen: Seen) -> float:
     return max((held for _, held in seen.used), default=0.0)
 
 
-def _calls(seen: Seen) -> float:
+def _call_count(seen: Seen) -> float:
     return messages(seen) + collectives(seen)
 
 
-WORK = Limit("work of the busiest rank", _work, 1.75, 0.0, "{:.4g} multiplications and additions".format)
+WORK = Limit(
+    "work of the busiest rank", _most_flops, 1.75, 0.0, "{:.4g} multiplications and additions".format
+)
 """A forward twice is 4/3 of the work, and not all of two shares."""
 
-HELD = Limit("what the fullest rank holds of its own", _held, 3.0, 4096.0, bytes_text)
+HELD = Limit("what the fullest rank holds of its own", _held_bytes, 3.0, 4096.0, bytes_text)
 BYTES = Limit("all that the busiest rank sends", wire, 2.5, 1024.0, bytes_text)
-CALLS = Limit("messages and collectives of the busiest rank", _calls, 6.0, 12.0, "{:g}".format)
+CALLS = Limit("messages and collectives of the busiest rank", _call_count, 6.0, 12.0, "{:g}".format)
 """Six: for each parameter of a small model one, in place of one for all."""
 
 
@@ -82,7 +84,7 @@ def row_beside(seen: Seen, target: Seen) -> CheckRow:
         seen: what the answer did.
         target: what the reference did in the same case.
     """
-    limits = ([WORK] if _work(target) else []) + [HELD, BYTES, CALLS]
+    limits = ([WORK] if _most_flops(target) else []) + [HELD, BYTES, CALLS]
     rows = [limit.row(seen, target) for limit in limits]
     within = CheckRow(
         f"what each rank computes, holds and sends, on {seen.case}",

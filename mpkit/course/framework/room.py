@@ -169,10 +169,10 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- watch, count
     counter = Counter(part(ctx.record.folder, ctx.rank, BEGAN).touch)
-    with compare_calls(ctx.comm), counter.running():
+    with compare_calls(ctx.comm), counter.count_calls():
         # ---- play
         result = play(ctx, counter.count(pickle.loads(packed)), case)
-    return pack_result((result, counter.used))
+    return pack_result((result, counter.usage))
 
 
 def limit_memory(more: int) -> None:

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from mpkit.trace.record.operators import flops_of
 
-__all__ = ["Counter", "Used"]
+__all__ = ["Counter", "Usage"]
 
 
-class Used(NamedTuple):
+class Usage(NamedTuple):
     """What an answer has used on a rank.
 
     Attributes:
@@ -43,10 +43,10 @@ class Counter:
 
     >>> import torch
     >>> counter = Counter()
-    >>> with counter.running():
+    >>> with counter.count_calls():
     ...     product = counter.count(torch.matmul)(torch.ones(2, 3), torch.ones(3, 4))
-    >>> counter.used
-    Used(flops=48.0, held=32)
+    >>> counter.usage
+    Usage(flops=48.0, held=32)
 
     Args:
         begin: called when the answer begins: where it is called first, or, of anything but a function, at once.
@@ -59,9 +59,9 @@ class Counter:
         self._living: dict[int, weakref.ref[Any]] = {}
 
     @property
-    def used(self) -> Used:
+    def usage(self) -> Usage:
         """What has been used up to now."""
-        return Used(self._flops, self._most)
+        return Usage(self._flops, self._most)
 
     def count(self, answer: Any) -> Any:
         """Return the answer; if it is a function, only what its calls use counts from now on."""
@@ -71,7 +71,7 @@ class Counter:
         self._counts_calls = True
 
         @wraps(answer)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def call_counted(*args: Any, **kwargs: Any) -> Any:
             if not self._calls:
                 self._begin()
             self._calls += 1
@@ -80,10 +80,10 @@ class Counter:
             finally:
                 self._calls -= 1
 
-        return counted
+        return call_counted
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def count_calls(self) -> Iterator[None]:
         """Count what is done inside of the block, in this thread and in those that are started there."""
         run = threading.Thread.run
 

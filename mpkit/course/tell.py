@@ -18,7 +18,7 @@ from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
-from mpkit.course.telling.relations import Relation, find_relation
+from mpkit.course.related.relations import Relation, find_relation
 
 __all__ = ["SLIP", "STUB", "tell"]
 

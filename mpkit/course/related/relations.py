@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mpkit.course.framework.equal import difference, is_tensor
 from mpkit.course.framework.exercise import Case
 from mpkit.course.framework.seen import Seen
-from mpkit.course.telling.parts import Part, name_of, numbers_of, parts_of
+from mpkit.course.related.parts import Part, name_of, numbers_of, parts_of
 
 __all__ = ["Relation", "find_relation"]
 
@@ -52,25 +52,25 @@ def find_relation(seen: Seen, passed: Sequence[Case] = ()) -> Relation | None:
     if not wrong:
         return None
     for find in (
-        _nothing,
-        _factor,
-        _other_rank,
-        _transposed,
-        _late,
-        _reordered,
-        _from_a_step,
-        _ranks,
-        _sections,
+        _find_nothing,
+        _find_factor,
+        _find_other_rank,
+        _find_transpose,
+        _find_shift,
+        _find_order,
+        _find_first_step,
+        _find_ranks,
+        _find_sections,
     ):
         if relation := find(seen, parts, wrong):
             return relation
-    return _sizes(seen.case, passed)
+    return _find_sizes(seen.case, passed)
 
 
 # ---- factor
 
 
-def _nothing(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_nothing(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     if all(part.got is None for part in wrong):
         where = f" of rank {wrong[0].rank}" if len({part.rank for part in wrong}) == 1 else ""
         return Relation(
@@ -86,7 +86,7 @@ def _nothing(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relati
     return None
 
 
-def _factor(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_factor(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     pairs = [numbers_of(part) for part in wrong]
     factors, numbers = set(), set()
     for pair in pairs:
@@ -103,7 +103,7 @@ def _factor(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relatio
     if len(factors) != 1:
         return None
     factor = factors.pop()
-    why = _meaning(factor, seen.case, wrong)
+    why = _name_factor(factor, seen.case, wrong)
     if not why and len(numbers) < 2:  # of one number, everything is a factor
         return None
     if factor == -1.0:
@@ -119,7 +119,7 @@ def _factor(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relatio
     )
 
 
-def _meaning(factor: float, case: Case, wrong: Sequence[Part]) -> str:
+def _name_factor(factor: float, case: Case, wrong: Sequence[Part]) -> str:
     """Return which number of the case a factor, or its inverse, is; "" if none."""
     times = factor if abs(factor) >= 1 else 1 / factor
     whole = round(times)
@@ -141,7 +141,7 @@ def _meaning(factor: float, case: Case, wrong: Sequence[Part]) -> str:
 # ---- place
 
 
-def _other_rank(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_other_rank(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     expected, got = seen.expected, seen.got
     assert got is not None
     mine = sorted({part.rank for part in wrong})
@@ -156,7 +156,7 @@ def _other_rank(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Rel
     return Relation("another-ranks", f"Rank {first} has what rank {other} should have{more}.")
 
 
-def _transposed(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_transpose(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     for part in wrong:
         pair = numbers_of(part)
         if pair is None or pair[0].dim() != 2 or difference(pair[0].t(), pair[1]) is not None:
@@ -164,7 +164,7 @@ def _transposed(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Rel
     return Relation("transposed", f"{name_of(wrong)} is right but for this: rows and columns are exchanged.")
 
 
-def _reordered(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_order(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     for part in wrong:
         pair = numbers_of(part)
         if pair is None or pair[0].numel() != pair[1].numel() or pair[0].numel() < 2:
@@ -176,7 +176,7 @@ def _reordered(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Rela
     return Relation("another-order", f"{name_of(wrong)} has the right numbers, {how}.")
 
 
-def _late(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_shift(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     """Find a list, such as that of losses, whose values come one place late or early."""
     for shift, words in ((1, "one step late"), (-1, "one step early")):
         found = []
@@ -194,7 +194,7 @@ def _late(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation 
 # ---- only
 
 
-def _from_a_step(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_first_step(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     for part in wrong:
         pair = numbers_of(part)
         if not isinstance(part.expected, list) or pair is None or pair[0].shape != pair[1].shape:
@@ -211,7 +211,7 @@ def _from_a_step(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Re
     return None
 
 
-def _ranks(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_ranks(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     everybody, bad = range(len(seen.expected)), sorted({part.rank for part in wrong})
     good = [rank for rank in everybody if rank not in bad]
     if not good:
@@ -226,7 +226,7 @@ def _list(ranks: Sequence[int], low: bool = False) -> str:
     return f"{word if low else word.capitalize()} {', '.join(map(str, ranks))}"
 
 
-def _sections(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
+def _find_sections(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relation | None:
     bad = list(dict.fromkeys(part.at for part in wrong))
     good = [name for name in dict.fromkeys(part.at for part in parts) if name not in bad]
     if not good:
@@ -236,7 +236,7 @@ def _sections(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Relat
     return Relation("some-parts", f"Right on every rank: {some}. Wrong: {these}.")
 
 
-def _sizes(case: Case, passed: Sequence[Case]) -> Relation | None:
+def _find_sizes(case: Case, passed: Sequence[Case]) -> Relation | None:
     if not passed:
         return None
     before = passed[-1]

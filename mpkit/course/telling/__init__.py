@@ -1,1 +1,0 @@
-"""What a wrong answer is told: the mistake that shows, or how its results are related to the right ones."""
