@@ -21,7 +21,7 @@ from tests.classroom.plans.mutants import PLAIN, Verdict, verdicts_of
 
 MOST = 0.02
 
-STATES = ("refused", "wrong", "the same", "equivalent", "passes")
+STATES = ("refused", "wrong", "not made", "the same", "equivalent", "passes")
 
 
 def main() -> int:

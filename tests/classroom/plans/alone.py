@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.rank_context import Context
+from mpkit.trace.record.recorder import Recorder
 from tests.classroom.plans.together import World
 
 __all__ = ["gathered", "on_first"]
@@ -30,7 +31,7 @@ def gathered(answer: Any) -> Any:
     """Return the answer that gathers everything on every rank, and is all ranks there."""
 
     def mutant(ctx: Context, *args: Any, **kwargs: Any) -> Any:
-        packed = _packed((args, kwargs))
+        packed = _pack_given(ctx, (args, kwargs))
         same = len(set(_all_gather(ctx, hashlib.sha256(packed).digest()))) == 1
         every = [packed] * ctx.world_size if same else _all_gather(ctx, packed)
         given = [pickle.loads(one) for one in every]
@@ -50,7 +51,7 @@ def on_first(answer: Any) -> Any:
     """Return the answer that sends everything to rank 0, which is all ranks."""
 
     def mutant(ctx: Context, *args: Any, **kwargs: Any) -> Any:
-        every, ranks = _gather(ctx, _packed((args, kwargs))), None
+        every, ranks = _gather(ctx, _pack_given(ctx, (args, kwargs))), None
         if ctx.rank == 0:
             ranks = _AllRanks(ctx, answer, [(args, kwargs), *map(pickle.loads, every[1:])])
         changed = _scatter(ctx, [_packed(one) for one in ranks.outcomes] if ranks else [])
@@ -66,6 +67,11 @@ def on_first(answer: Any) -> Any:
         return _bridged(mine, backward, (args, kwargs))
 
     return mutant
+
+
+def _pack_given(ctx: Context, given: Any) -> bytes:
+    _RECORDERS[:] = [ctx.record]
+    return _packed(given)
 
 
 class _AllRanks:
@@ -129,7 +135,17 @@ class _Packer(cloudpickle.Pickler):
                 obj.grad if obj.is_leaf else None,
                 isinstance(obj, nn.Parameter),
             )
+        if isinstance(obj, Recorder):
+            return _own_recorder, ()
         return super().reducer_override(obj)
+
+
+_RECORDERS: list[Recorder] = []
+
+
+def _own_recorder() -> Recorder:
+    """Return this rank's recorder: whatever it does in the others' place, it records as its own."""
+    return _RECORDERS[0]
 
 
 def _tensor(values: Any, requires_grad: bool, grad: Any, parameter: bool) -> Tensor:

@@ -334,10 +334,11 @@ def on_copies(answer: Any) -> Any:
         first = args[:1] if args and isinstance(args[0], Context) else ()
         rest = args[len(first) :]
         own = copy.deepcopy((rest, kwargs))
-        result = answer(*first, *own[0], **own[1])
-        if _numbers((rest, kwargs)) == _numbers(own):
-            print(UNCHANGED)
-        return result
+        try:
+            return answer(*first, *own[0], **own[1])
+        finally:
+            if _numbers((rest, kwargs)) == _numbers(own):
+                print(UNCHANGED)
 
     return mutant
 

@@ -24,7 +24,7 @@ import cloudpickle
 
 from mpkit.course.catalogue import ExerciseEntry, find
 from mpkit.course.framework.exercise import CheckRow
-from mpkit.course.framework.frugal import HELD
+from mpkit.course.framework.frugal import BYTES, CALLS, HELD
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.schedules import Schedules
@@ -38,6 +38,13 @@ for module in (alone, changed, constants, schedules, together):
     cloudpickle.register_pickle_by_value(module)
 
 PLAIN = "plain torch"
+
+UNMADE = ("cannot pickle", "'Simulated' object")
+"""Errors of the tool: what is given cannot be sent to another rank, or what is returned belongs to a simulated one."""
+
+AMOUNTS = ("memory", "messages")
+"""Kinds that are another plan only if they use much more than the reference: of a tensor of one number no pieces are
+made."""
 
 LIMITS = Limits(seconds=8.0, grace=1.5)
 
@@ -63,8 +70,8 @@ class Verdict:
 
     Attributes:
         exercise, kind, change: which mutant it is.
-        state: "passes", "refused" with right numbers, "wrong" numbers or an error, "the same" as the reference
-            (nothing to copy, less than three times its memory) or "equivalent".
+        state: "passes", "refused" with right numbers, "wrong" numbers or an error, "not made", "the same" as the
+            reference (nothing to copy; not so much more memory, bytes or messages that it counts) or "equivalent".
         why: the row that refuses it, or why it is a right answer.
     """
 
@@ -123,23 +130,28 @@ def judged(entry: ExerciseEntry, mutant: PlanMutant) -> Verdict:
     said = Verdict(entry.name, mutant.kind, mutant.change, "passes")
     rows = list(entry.exercise.examine(PackedAnswer.pack(mutant.answer), room()))
     last = next((row for row in rows if not row.ok), rows[-1])
+    if not last.ok and last.seen is not None and any(word in last.seen.error for word in UNMADE):
+        return replace(said, state="not made", why=last.seen.error)
     if not last.ok:
         right = last.seen is not None and last.seen.budget
         return replace(said, state="refused" if right else "wrong", why=f"{last.what}: {last.got}"[:160])
-    if mutant.kind == "memory" and (times := _times_the_memory(last)) < HELD.times:
-        return replace(said, state="the same", why=f"{times:.2g} times the memory")
+    if mutant.kind in AMOUNTS and (amounts := _amounts(last)):
+        return replace(said, state="the same", why=amounts)
     if _is_same(rows):
         return replace(said, state="the same")
     why = recorded().get(entry.name, {}).get(f"{mutant.kind}: {mutant.change}", "")
     return replace(said, state="equivalent" if why else "passes", why=why)
 
 
-def _times_the_memory(row: CheckRow) -> float:
-    """Return how many times the reference's memory an answer that has passed holds; 0 if it is next to nothing."""
-    if row.seen is None or row.seen.target is None:
-        return 0.0
-    held, of_reference = HELD.measure(row.seen), HELD.measure(row.seen.target)
-    return held / of_reference if held > HELD.free else 0.0
+def _amounts(row: CheckRow) -> str:
+    """Return how much an answer uses beside the reference, if it is within what any answer may; else ""."""
+    seen = row.seen
+    if seen is None or seen.target is None:
+        return ""
+    used = [(limit, limit.measure(seen), limit.measure(seen.target)) for limit in (HELD, BYTES, CALLS)]
+    if any(amount > max(limit.times * reference, limit.free) for limit, amount, reference in used):
+        return ""
+    return ", ".join(f"{limit.what}: {amount:g} beside {reference:g}" for limit, amount, reference in used)
 
 
 def _is_same(rows: list[CheckRow]) -> bool:
