@@ -31,10 +31,10 @@ def gathered(answer: Any) -> Any:
     """Return the answer that gathers everything on every rank, and is all ranks there."""
 
     def mutant(ctx: Context, *args: Any, **kwargs: Any) -> Any:
-        packed = _pack_given(ctx, (args, kwargs))
+        packed = _packed((args, kwargs))
         same = len(set(_all_gather(ctx, hashlib.sha256(packed).digest()))) == 1
         every = [packed] * ctx.world_size if same else _all_gather(ctx, packed)
-        given = [pickle.loads(one) for one in every]
+        given = [_unpacked(ctx, one) for one in every]
         given[ctx.rank] = args, kwargs
         ranks = _AllRanks(ctx, answer, given)
         mine = ranks.results[ctx.rank]
@@ -51,11 +51,11 @@ def on_first(answer: Any) -> Any:
     """Return the answer that sends everything to rank 0, which is all ranks."""
 
     def mutant(ctx: Context, *args: Any, **kwargs: Any) -> Any:
-        every, ranks = _gather(ctx, _pack_given(ctx, (args, kwargs))), None
+        every, ranks = _gather(ctx, _packed((args, kwargs))), None
         if ctx.rank == 0:
-            ranks = _AllRanks(ctx, answer, [(args, kwargs), *map(pickle.loads, every[1:])])
+            ranks = _AllRanks(ctx, answer, [(args, kwargs), *(_unpacked(ctx, one) for one in every[1:])])
         changed = _scatter(ctx, [_packed(one) for one in ranks.outcomes] if ranks else [])
-        (given, _), mine = ranks.outcomes[0] if ranks else pickle.loads(changed)
+        (given, _), mine = ranks.outcomes[0] if ranks else _unpacked(ctx, changed)
         if ranks is None:
             _restore(args, given)
 
@@ -67,11 +67,6 @@ def on_first(answer: Any) -> Any:
         return _bridged(mine, backward, (args, kwargs))
 
     return mutant
-
-
-def _pack_given(ctx: Context, given: Any) -> bytes:
-    _RECORDERS[:] = [ctx.record]
-    return _packed(given)
 
 
 class _AllRanks:
@@ -135,17 +130,21 @@ class _Packer(cloudpickle.Pickler):
                 obj.grad if obj.is_leaf else None,
                 isinstance(obj, nn.Parameter),
             )
-        if isinstance(obj, Recorder):
-            return _own_recorder, ()
         return super().reducer_override(obj)
 
+    def persistent_id(self, obj: Any) -> str | None:
+        return "recorder" if isinstance(obj, Recorder) else None
 
-_RECORDERS: list[Recorder] = []
 
+class _Unpacker(pickle.Unpickler):
+    """Whatever a rank does in another's place, it records as its own."""
 
-def _own_recorder() -> Recorder:
-    """Return this rank's recorder: whatever it does in the others' place, it records as its own."""
-    return _RECORDERS[0]
+    def __init__(self, file: io.BytesIO, recorder: Recorder) -> None:
+        super().__init__(file)
+        self._recorder = recorder
+
+    def persistent_load(self, pid: str) -> Recorder:
+        return self._recorder
 
 
 def _tensor(values: Any, requires_grad: bool, grad: Any, parameter: bool) -> Tensor:
@@ -162,6 +161,10 @@ def _packed(value: Any) -> bytes:
     file = io.BytesIO()
     _Packer(file).dump(value)
     return file.getvalue()
+
+
+def _unpacked(ctx: Context, data: bytes) -> Any:
+    return _Unpacker(io.BytesIO(data), ctx.record).load()
 
 
 def _restore(own: Any, new: Any) -> None:
