@@ -207,7 +207,14 @@ def estimate(
     check_plan(plan)
     chosen, plan = stack_for(plan, stack, machine.device.half)
     return estimate_checked(
-        architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable
+        architecture_of(model, trainable=trainable),
+        plan,
+        machine,
+        global_batch,
+        sequence,
+        chosen,
+        preset,
+        trainable,
     )
 
 
