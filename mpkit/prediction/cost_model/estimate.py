@@ -31,6 +31,7 @@ from mpkit.prediction.cost_model.preset import Preset, preset_as_played, preset_
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.step import StepTime, step_time
+from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Answer):
     """The prediction of a step; it prints with its band and where the time goes.
 
     Attributes:
@@ -123,6 +124,12 @@ class Estimate:
 
     # ---- pictures
 
+    @property
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+        fitted = f"; constants are fitted to {self.preset.rows} published steps" if self.preset.rows else ""
+        return Basis(f"nothing{fitted}", "the rest; the result prints its error band")
+
     def timeline(self) -> Timeline:
         """Return the step as a simulated Timeline, one row per rank of a pipeline; it takes `step_time`.
 
@@ -140,7 +147,7 @@ class Estimate:
         reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
         kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}
         after = [(phase, kinds[phase], time) for phase, time in self.step.after.items() if time]
-        return followed_by(simulate(plan, forward, halves, halves, hop), after)
+        return replace(followed_by(simulate(plan, forward, halves, halves, hop), after), basis=self.basis)
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:
         """Return this step with its measured time, for `mk.calibrate`."""

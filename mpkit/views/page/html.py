@@ -23,7 +23,7 @@ from typing import Any
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.common.visible import escape
 from mpkit.timeline import metrics
-from mpkit.timeline.proof_notes import proof_notes
+from mpkit.timeline.notes import proof_notes
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
 from mpkit.views.browser import TRIAL, css, esm
