@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from mpkit.launch.session.run import Run
 from mpkit.models import MLP
 from mpkit.timeline.answer import PROFILED, Answer
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import CATEGORIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-call.md"
 BIG = "llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), "8x-h100-nvlink"
@@ -80,13 +78,3 @@ def test_no_plan_no_answer() -> None:
     advice = mk.advise("llama3-70b", "2x-titan-rtx", global_batch=2, sequence=1024)
     with pytest.raises(ValueError, match=r"none of the \d+ plans considered fits 2x-titan-rtx"):
         _ = advice.step_time
-
-
-@pytest.mark.parametrize(("share", "fits"), [(1.01, True), (0.99, False)])
-def test_a_replay_says_whether_a_rank_fits(dry: mk.Trace, share: float, fits: bool) -> None:
-    most = max(held["total"] for held in mk.Timeline.of(dry).peak_memory)
-    machine = mk.hardware("2x-titan-rtx")
-    machine = replace(machine, device=replace(machine.device, memory=int(share * most)))
-    said = [note for note in mk.Timeline.of(dry, machine).notes if "does not fit" in note]
-    largest = [re.search(rf"the largest part is ({'|'.join(CATEGORIES)})\.", note) for note in said]
-    assert all(largest) and bool(said) is not fits

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,10 @@ from mpkit.timeline import metrics
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.dependencies.lane import lies_within
-from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
 
 __all__ = ["CAUSES", "causes_of", "idle_by_cause", "parts_of_step"]
 

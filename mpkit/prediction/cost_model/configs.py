@@ -8,6 +8,7 @@ a model only where the module is there to be counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from mpkit.prediction.cost_model.architecture import Architecture
@@ -65,16 +66,8 @@ def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architec
     """
     kind = str(config.get("model_type", ""))
 
-    def number(*names: str, default: int = 0) -> int:
-        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
-
+    number = partial(_number, config)
     hidden, layers, heads = number(*WIDTHS), number(*LAYERS), number(*HEADS)
-    missing = [names[0] for names, value in ((WIDTHS, hidden), (LAYERS, layers), (HEADS, heads)) if not value]
-    if missing:
-        raise ValueError(
-            f"a config of model_type={kind!r:.60} without {', '.join(missing)}: give numbers instead, "
-            "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
-        )
     ffn = number(
         "intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", default=4 * hidden
     )
@@ -85,6 +78,51 @@ def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architec
         "ffn": ffn,
         "vocabulary": number("vocab_size"),
     }
+    _check(config, kind, numbers, counted)
+    traits = TRAITS.get(kind, frozenset())
+    activation = str(config.get("hidden_act", config.get("feed_forward_proj", "")))
+    encoder, patch = 0, 0
+    if kind == "t5":
+        encoder, layers = layers, layers + number("num_decoder_layers", default=layers)
+    if kind == "vit":
+        patch = number("num_channels", default=3) * number("patch_size", default=16) ** 2
+    latent = number("kv_lora_rank")
+    return Architecture(
+        layers, hidden, heads,
+        kv_heads=_key_heads(config, heads),
+        ffn=ffn,
+        vocabulary=len(config.get("id2label") or {}) if kind == "vit" else number("vocab_size"),
+        gated="gated" in traits or "gated" in activation or (kind not in TRAITS and "silu" in activation),
+        causal="acausal" not in traits,
+        tied=bool(config.get("tie_word_embeddings", "tied" in traits)),
+        bias="bias" in traits,
+        positions=_positions(config, patch) if "positions" in traits else 0,
+        head_dim=number("qk_nope_head_dim") if latent else number("head_dim", "d_kv"),
+        patch=patch,
+        encoder=encoder,
+        **_experts(config),
+        q_rank=number("q_lora_rank") if latent else 0,
+        kv_rank=latent,
+        rope_dim=number("qk_rope_head_dim") if latent else 0,
+        v_dim=number("v_head_dim") if latent else 0,
+        qk_norm="qk_norm" in traits,
+        name=kind,
+    )  # fmt: skip
+
+
+def _number(config: Mapping[str, Any], *names: str, default: int = 0) -> int:
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
+
+
+def _check(config: Mapping[str, Any], kind: str, numbers: Mapping[str, int], counted: bool) -> None:
+    """Raise if the configuration describes no transformer, or one that an `Architecture` cannot describe."""
+    names = {"hidden": WIDTHS, "layers": LAYERS, "heads": HEADS}
+    missing = [spelt[0] for name, spelt in names.items() if not numbers[name]]
+    if missing:
+        raise ValueError(
+            f"a config of model_type={kind!r:.60} without {', '.join(missing)}: give numbers instead, "
+            "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
+        )
     if kind not in TRAITS and not counted:
         raise NoArchitecture(
             f"mpkit has not counted the parameters of model_type={kind!r:.60}, so what its layers are made of is not "
@@ -96,41 +134,6 @@ def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architec
             f"a config of model_type={kind!r:.60} with {odd:.80}: its layers are not all alike, which an Architecture "
             f"cannot say. The nearest are these numbers: {numbers!r}"
         )
-    traits = TRAITS.get(kind, frozenset())
-    activation = str(config.get("hidden_act", config.get("feed_forward_proj", "")))
-    encoder, patch = 0, 0
-    if kind == "t5":
-        encoder, layers = layers, layers + number("num_decoder_layers", default=layers)
-    if kind == "vit":
-        patch = number("num_channels", default=3) * number("patch_size", default=16) ** 2
-    side = number("image_size", default=224) // max(1, number("patch_size", default=16))
-    latent = number("kv_lora_rank")
-    return Architecture(
-        layers, hidden, heads,
-        kv_heads=_key_heads(config, heads),
-        ffn=ffn,
-        vocabulary=len(config.get("id2label") or {}) if kind == "vit" else number("vocab_size"),
-        gated="gated" in traits or "gated" in activation or (kind not in TRAITS and "silu" in activation),
-        causal="acausal" not in traits,
-        tied=bool(config.get("tie_word_embeddings", "tied" in traits)),
-        bias="bias" in traits,
-        positions=_positions(config, side, patch) if "positions" in traits else 0,
-        head_dim=number("qk_nope_head_dim") if latent else number("head_dim", "d_kv"),
-        patch=patch,
-        encoder=encoder,
-        experts=number("num_local_experts", "num_experts", "n_routed_experts"),
-        top_k=number("num_experts_per_tok"),
-        expert_ffn=number("moe_intermediate_size"),
-        shared_ffn=number("shared_expert_intermediate_size")
-        or number("n_shared_experts") * number("moe_intermediate_size"),
-        dense=number("first_k_dense_replace"),
-        q_rank=number("q_lora_rank") if latent else 0,
-        kv_rank=latent,
-        rope_dim=number("qk_rope_head_dim") if latent else 0,
-        v_dim=number("v_head_dim") if latent else 0,
-        qk_norm="qk_norm" in traits,
-        name=kind,
-    )  # fmt: skip
 
 
 def _key_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -141,12 +144,24 @@ def _key_heads(config: Mapping[str, Any], heads: int) -> int:
     return given if isinstance(given, int) else heads
 
 
-def _positions(config: Mapping[str, Any], side: int, patch: int) -> int:
+def _experts(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return what an `Architecture` says of experts, those that all tokens visit included."""
+    wide = _number(config, "moe_intermediate_size")
+    shared = _number(config, "shared_expert_intermediate_size") or _number(config, "n_shared_experts") * wide
+    return {
+        "experts": _number(config, "num_local_experts", "num_experts", "n_routed_experts"),
+        "top_k": _number(config, "num_experts_per_tok"),
+        "expert_ffn": wide,
+        "shared_ffn": shared,
+        "dense": _number(config, "first_k_dense_replace"),
+    }
+
+
+def _positions(config: Mapping[str, Any], patch: int) -> int:
     if patch:
+        side = _number(config, "image_size", default=224) // max(1, _number(config, "patch_size", default=16))
         return side * side + 1
-    return next(
-        (config[n] for n in ("max_position_embeddings", "n_positions") if isinstance(config.get(n), int)), 0
-    )
+    return _number(config, "max_position_embeddings", "n_positions")
 
 
 def _unlike_layers(config: Mapping[str, Any]) -> Iterator[str]:

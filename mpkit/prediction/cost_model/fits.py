@@ -99,7 +99,9 @@ class Fits(Drawn, Delegated):
     def basis(self) -> Basis:
         """What was measured, and what is assumed."""
         measured, _ = self.estimate.basis
-        return Basis(measured, f"activations by formula, {100 * FRAGMENTATION:.0f} % fragmentation, the CUDA context")
+        return Basis(
+            measured, f"activations by formula, {100 * FRAGMENTATION:.0f} % fragmentation, the CUDA context"
+        )
 
     @property
     def fullest(self) -> int:

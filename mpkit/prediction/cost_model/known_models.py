@@ -16,8 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from mpkit.common.bounded import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.configs import WIDTHS, NoArchitecture, read_config
@@ -88,9 +86,9 @@ def architecture_of(model: object, *, trainable: float = 1.0) -> Architecture:
     if not sizes and hasattr(config, "__dataclass_fields__"):
         sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
     if isinstance(sizes, Mapping) and ({*WIDTHS, "width"} & set(sizes)):
-        counted = isinstance(model, nn.Module)
+        counted = callable(getattr(model, "parameters", None))
         found = replace(_of_mapping(sizes, counted=counted), name=type(model).__name__)
-        if isinstance(model, nn.Module):
+        if counted:
             _compare_counts(model, found, trainable)
         return found
     raise NoArchitecture(
@@ -154,7 +152,7 @@ def _of_mapping(sizes: Mapping[str, Any], *, counted: bool = False) -> Architect
     return read_config(sizes, counted=counted)
 
 
-def _compare_counts(model: nn.Module, found: Architecture, trainable: float) -> None:
+def _compare_counts(model: Any, found: Architecture, trainable: float) -> None:
     """Raise if the model has other parameters than its config describes, or frozen ones that nothing accounts for."""
     name, psi = type(model).__name__, sum(p.numel() for p in model.parameters())
     if abs(found.parameters - psi) > SAME * psi:
