@@ -28,9 +28,7 @@ def intercept(current_walk: Callable[[], _Walk | None]) -> None:
     """Let walks see both from now on, in this process."""
     inner = vars(Function)["apply"].__func__
     checkpoint: Any = torch.utils.checkpoint
-    around = (
-        checkpoint._checkpoint_without_reentrant_generator
-    )  # private: tests/partition/test_any_model.py guards it
+    around = checkpoint._checkpoint_without_reentrant_generator
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         walk = current_walk()
