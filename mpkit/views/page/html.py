@@ -177,7 +177,7 @@ def _pack_bytes(values: bytes) -> str:
 
 
 def _memory(timeline: Timeline, highest: int, when: str) -> str:
-    """Return the memory of each GPU at the times that figures are of, drawn twice: for wide windows, and for phones, with a panel per line."""
+    """Return the memory of each GPU while the figures are of it, drawn twice: for wide windows and for phones."""
     wide = memory_svg(timeline, 1100, highest=highest)
     narrow = memory_svg(timeline, 360, highest=highest, across=1)
     drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
