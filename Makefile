@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup lock demo lab test soak test-classroom test-mutants test-browser test-lite lite test-book book exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
+.PHONY: help setup lock demo lab test soak test-classroom test-mutants test-browser test-lite lite test-book book site exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -88,6 +88,9 @@ notebooks: setup  ## run the tutorials and store their outputs, with pictures fo
 lite: setup  ## the browser edition as static files, in build/lite/site; PYODIDE=FOLDER for another Pyodide
 	@sh scripts/lite.sh
 	@$(PY) scripts/lite/build.py $(if $(PYODIDE),--pyodide "$(PYODIDE)") $(ARGS)
+
+site: setup  ## pages that open from a file and need no kernel: explorer, twelve runs, gallery; in build/site
+	@$(PY) -m scripts.site $(ARGS)
 
 book: setup  ## tutorials, exercises, guides and API as one static site, in build/book
 	@sh scripts/book.sh
