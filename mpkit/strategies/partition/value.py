@@ -48,7 +48,7 @@ class Value(Tensor):
         return made
 
     # `walk` intercepts operations before they get here; only questions about shapes are answered here.
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
