@@ -1,4 +1,4 @@
-"""What a reader should know of the samples of the ranks' GPUs."""
+"""What a reader should know of samples: of the ranks' GPUs, and of the memory of watched programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from mpkit.trace import Trace
 
 __all__ = ["sample_notes"]
 
+REPEATED = (
+    "Memory was measured in the first steps, until one repeated another; each later step of that kind is drawn as it "
+    "was measured then."
+)
+
 
 def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
-    """Return a sentence on why a timeline has no samples of GPUs that a reader might expect.
+    """Return sentences on samples of GPUs that a reader might expect, and on memory that is not measured anew.
 
     >>> sample_notes(Trace([], {"gpus_not_sampled": "GPUs were not sampled: ..."}), elsewhere=False)
     ['GPUs were not sampled: ...']
@@ -17,10 +22,13 @@ def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
         trace: the trace of the run.
         elsewhere: whether it is replayed on other hardware.
     """
+    watched = trace.meta.get("watched") and any(len(rank.memory) for rank in trace.ranks)
+    repeated = [REPEATED] if watched else []
     if elsewhere and any(len(rank.samples) for rank in trace.ranks):
         return [
+            *repeated,
             "Samples of GPUs belong to the machine of the run: mk.Timeline.of(trace).device_samples has them, without "
-            "hardware=."
+            "hardware=.",
         ]
     why = trace.meta.get("gpus_not_sampled", "")
-    return [str(why)] if why and not elsewhere else []
+    return repeated + ([str(why)] if why and not elsewhere else [])
