@@ -178,7 +178,8 @@ def _page(title: str, body: str) -> str:
         "a{color:inherit;text-underline-offset:3px}li{margin:.3rem 0}"
         ".picture{overflow-x:auto;border:1px solid var(--line);border-radius:10px}"
         ".picture svg{display:block;min-width:680px}"
-        "pre{overflow-wrap:anywhere;border-left:3px solid var(--line);padding:.4rem .8rem;font-size:13px;white-space:pre-wrap}"
+        "pre{overflow-wrap:anywhere;border-left:3px solid var(--line);"
+        "padding:.4rem .8rem;font-size:13px;white-space:pre-wrap}"
         f"</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
     )
 
