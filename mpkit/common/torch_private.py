@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = ["ATTRIBUTES", "NAMES", "PrivateNames", "current", "place_of"]
+__all__ = ["ATTRIBUTES", "GENERATORS", "NAMES", "PrivateNames", "current", "place_of"]
 
 SEEN = ("2.11", "2.13", "2.14", "2.15")
 """The releases of torch that were looked at: a row that says nothing else was seen in all of them."""
@@ -55,6 +55,9 @@ class PrivateNames(NamedTuple):
     use: str
     seen: tuple[str, ...] = SEEN
 
+
+GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"""What torch.utils.checkpoint calls around a block, the newest name first."""
 
 _KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 
@@ -168,9 +171,8 @@ ATTRIBUTES = (
     PrivateNames(
         "torch.utils.data.dataloader:_BaseDataLoaderIter", ("_num_yielded",), "number batches of watched programs"
     ),
-    PrivateNames(
-        "torch.utils.checkpoint", ("_checkpoint_without_reentrant_generator",), "recompute within a model that is cut"
-    ),
+    PrivateNames("torch.utils.checkpoint", GENERATORS[1:], "recompute within a model that is cut", SEEN[:2]),
+    PrivateNames("torch.utils.checkpoint", GENERATORS[:1], "recompute within a model that is cut", SEEN[2:]),
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ SUMS = {
 class GradientPart(Tensor):
     """A rank's part of a gradient. What is computed from it element by element is a part, too.
 
+    >>> import torch
     >>> part = mark_part(torch.ones(4))
     >>> type(part.detach() * 2).__name__, part.numel()
     ('GradientPart', 4)
