@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["clock_notes", "placement_notes", "proof_notes", "sample_notes"]
 
+REPEATED = (
+    "Memory was measured in the first steps, until one repeated another; each later step of that kind is drawn as it "
+    "was measured then."
+)
+
 
 def proof_notes(meta: Mapping[str, Any]) -> list[str]:
     """Return the line of the run's proof; none for a trace without one.
@@ -58,7 +63,7 @@ def _spelt(offset: float) -> str:
 
 
 def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
-    """Return a sentence on why a timeline has no samples of GPUs that a reader might expect.
+    """Return sentences on samples of GPUs that a reader might expect, and on memory that is not measured anew.
 
     >>> sample_notes(Trace([], {"gpus_not_sampled": "GPUs were not sampled: ..."}), elsewhere=False)
     ['GPUs were not sampled: ...']
@@ -67,13 +72,16 @@ def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
         trace: the trace of the run.
         elsewhere: whether it is replayed on other hardware.
     """
+    watched = trace.meta.get("watched") and any(len(rank.memory) for rank in trace.ranks)
+    repeated = [REPEATED] if watched else []
     if elsewhere and any(len(rank.samples) for rank in trace.ranks):
         return [
+            *repeated,
             "Samples of GPUs belong to the machine of the run: mk.Timeline.of(trace).device_samples has them, without "
-            "hardware=."
+            "hardware=.",
         ]
     why = trace.meta.get("gpus_not_sampled", "")
-    return [str(why)] if why and not elsewhere else []
+    return repeated + ([str(why)] if why and not elsewhere else [])
 
 
 def placement_notes(timeline: Timeline, hardware: Hardware) -> list[str]:

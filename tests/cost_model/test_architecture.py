@@ -53,7 +53,8 @@ def test_known_sizes() -> None:
         "gpt2": 0.124, "gpt3-175b": 174.6, "llama2-7b": 6.74, "llama3-8b": 8.03, "llama3-70b": 70.6,
         "llama3-405b": 405.9, "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "qwen2.5-7b": 7.62, "bert-base": 0.109,
         "t5-11b": 11.3, "vit-b-16": 0.0866, "vit-h-14": 0.632, "deepseek-v3": 671.0, "mixtral-8x22b": 140.6,
-        "qwen2-57b-a14b": 57.4, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+        "qwen2-57b-a14b": 57.4, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.9,
+        "gpt-oss-120b": 116.8,
     }  # fmt: skip
     for name, size in billions.items():
         assert known_models()[name].parameters / 1e9 == pytest.approx(size, rel=0.01), name

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpkit.common.calls import answers
+from mpkit.common.display import Drawn
 from mpkit.common.tracebacks import public
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
@@ -43,8 +44,8 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Estimate(Answer):
-    """The prediction of a step; it prints with its band and where the time goes.
+class Estimate(Drawn, Answer):
+    """The prediction of a step, with its band and where the time goes; it prints, and is a picture in a notebook.
 
     Attributes:
         model, plan, hardware, sequence: what was asked for.

@@ -291,6 +291,6 @@ def _batch_of(data: Any) -> tuple[Any, Any]:
 
 
 def _samples(batch: tuple[Any, Any]) -> int:
-    from torch.utils._pytree import tree_leaves
+    from mpkit.common.torch_private import tree_leaves
 
     return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))

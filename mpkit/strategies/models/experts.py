@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from mpkit.common.torch_private import FakeTensor
 
 __all__ = ["Experts", "MixtureOfExperts", "count_rows"]
 
