@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup lock demo lab test soak test-classroom test-mutants test-browser test-lite lite test-book book site exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
+.PHONY: help setup lock demo lab test soak test-classroom test-mutants course-mutants test-browser test-lite lite test-book book site exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ exercise: setup  ## one exercise: its solution, its stub, each wrong answer; mak
 
 test-mutants: setup  ## the exercises' checks, by faulty solutions: at least 95 % have to be caught; some 20 minutes
 	@$(PY) -m tests.classroom.mutants $(ARGS)
+
+course-mutants: setup  ## the exercises' checks, by answers with another plan: at most 2 % may pass; some 20 minutes
+	@$(PY) -m tests.classroom.plans $(ARGS)
 
 test-browser: setup  ## the notebooks in a headless Chromium
 	@CHROMIUM=$$(sh scripts/chromium.sh) && export CHROMIUM && $(PY) -m pytest tests/browser $(ARGS)

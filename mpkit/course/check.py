@@ -42,7 +42,8 @@ def check(
         cluster: the cluster whose helper process is used; None: one that all checks share.
 
     Returns:
-        The verdict. A wrong answer raises no exception; its verdict has a hint, more specific for each new answer.
+        The verdict. A wrong answer raises no exception; its verdict has a hint, more specific for each new answer. A
+        machine that is too busy to run the ranks gives "not judged: busy", which is no try.
 
     Raises:
         ValueError: There is no such exercise, the variant is not yours, or the answer cannot be sent to ranks.
@@ -66,6 +67,8 @@ def check(
     room = shared_room() if cluster is None else Room(cluster)
     stub = is_stub(entry, packed)
     checked = judge(entry, packed, room, 0 if stub else before.earlier(packed.print))
+    if packed.print in before.wrong and not checked.passed:
+        checked = replace(checked, again=True)
     counts = not stub and checked.mistake not in UNCOUNTED
     done.add_check(name, checked.passed, packed.print, counts=counts).write()
     return checked

@@ -50,7 +50,7 @@ def checked_html(checked: Checked) -> str:
 
 def _head(checked: Checked) -> str:
     colour, mark = (GOOD, "✔") if checked.passed else (BAD, "✗")
-    if checked.exam:  # in an exam an answer is no right answer
+    if checked.exam or checked.not_judged:  # in an exam an answer is no right answer
         colour, mark = NEUTRAL, "·"
     return (
         f'<div style="font-size:15px;font-weight:600;margin:2px 0 8px"><span style="color:{colour}">{mark}</span> '
@@ -100,15 +100,24 @@ def _printed_html(checked: Checked) -> str:
 
 
 def _timelines(checked: Checked) -> str:
-    """Return the timelines one above the other, on the same time axis."""
+    """Return the timelines one above the other, on the same time axis if they are on the same clock."""
     assert checked.timelines is not None
-    shown = {TITLES[name]: replace(timeline, notes=[]) for name, timeline in checked.timelines.items()}
+    shown = {
+        _title(name, checked): replace(timeline, notes=[]) for name, timeline in checked.timelines.items()
+    }
     pictures = [picture(timeline) for timeline in shown.values()]
-    room, gutter = max(each.duration for each in pictures), max(map(gutter_of, pictures))
+    one_clock = len({timeline.clock for timeline in shown.values()}) == 1
+    room = max(each.duration for each in pictures) if one_clock else 0.0
+    gutter = max(map(gutter_of, pictures))
     return "".join(
         image(svg(timeline, 760, title=title, room=room, gutter=gutter), f"{title}: {timeline!r}")
         for title, timeline in shown.items()
     )
+
+
+def _title(name: str, checked: Checked) -> str:
+    waits = name == "yours" and checked.rows[-1].seen is not None and checked.rows[-1].seen.hang
+    return "Yours: the last communication of each rank that waits never ends" if waits else TITLES[name]
 
 
 def _code(words: str) -> str:

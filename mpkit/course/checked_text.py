@@ -19,11 +19,13 @@ MOST_LINES = 12
 
 def verdict(checked: Checked) -> str:
     """Return the verdict in a few words."""
+    if checked.not_judged:
+        return "not judged: busy"
     if checked.exam:
         return ANSWERED if checked.has_answer else NOT_ANSWERED
     if checked.passed:
         return "solved" + (f", at the {_ordinal(checked.tries)} try" if checked.tries > 1 else "")
-    return "not yet"
+    return "not yet" + (": the same answer as before, and no new try" if checked.again else "")
 
 
 def checked_text(checked: Checked) -> str:

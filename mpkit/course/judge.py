@@ -8,38 +8,46 @@ show      draw the answer's timeline beside the solution's
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.answered import answered_row
 from mpkit.course.catalogue import ExerciseEntry
-from mpkit.course.framework.exercise import UNFORESEEN, CheckRow, Exercise, Mistake
-from mpkit.course.framework.on_ranks import UNDIVIDED
+from mpkit.course.framework.exercise import CheckRow, Exercise
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.lesson import lesson
+from mpkit.course.limits.allowance import TooBusy
+from mpkit.course.tell import SLIP, STUB, tell
 from mpkit.errors import MpkitError
 from mpkit.trace import Lane
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CHECKED", "SLIP", "UNCOUNTED", "Checked", "NotSolved", "is_stub", "judge", "look"]
+__all__ = [
+    "CHECKED",
+    "NOT_JUDGED",
+    "SLIP",
+    "UNCOUNTED",
+    "Checked",
+    "NotSolved",
+    "is_stub",
+    "judge",
+    "look",
+    "not_judged",
+]
 
 CHECKED = "application/vnd.mpkit.checked+json"
 """The type of the part of a check's output that a notebook keeps for the class report; browsers do not show it."""
 
-STUB, SLIP = "not-written", "an-error"
-UNCOUNTED = (STUB, SLIP)
-"""What is found in programs that are no answers yet: they spend no hint, and are no tries."""
+NOT_JUDGED = "not-judged"
+UNCOUNTED = (STUB, SLIP, NOT_JUDGED)
+"""What is found in programs that are no answers yet, and where nothing can be found: no hint is spent, and no try."""
 
-SLIPS = (
-    "NameError", "UnboundLocalError", "SyntaxError", "ImportError", "ModuleNotFoundError", "AttributeError",
-)  # fmt: skip
-"""Errors of typing, which say nothing of what the student has understood."""
+RUNS = 2
+"""How often an answer is run before the machine counts as too busy to judge it."""
 
 
 class NotSolved(MpkitError):
@@ -61,7 +69,8 @@ class Checked:
         tries: how many different answers to this exercise were checked, this one included.
         printed: what the ranks printed in the last case.
         timelines: the timelines "yours" and "target", if there is something to see.
-        exam: whether nothing was judged: the one row says whether there is an answer that runs.
+        again: whether this very answer was checked before, and was wrong.
+        exam: whether only an answer was looked for: the one row says whether there is one that runs.
     """
 
     name: str
@@ -74,7 +83,13 @@ class Checked:
     tries: int = 1
     printed: tuple[str, ...] = ()
     timelines: dict[str, Timeline] | None = None
+    again: bool = False
     exam: bool = False
+
+    @property
+    def not_judged(self) -> bool:
+        """Whether the machine was too busy to say whether the answer is right."""
+        return self.mistake == NOT_JUDGED
 
     @property
     def has_answer(self) -> bool:
@@ -108,7 +123,7 @@ class Checked:
 def judge(
     entry: ExerciseEntry, answer: PackedAnswer, room: Room, failures: int = 0, *, draw: bool = True
 ) -> Checked:
-    """Examine an answer.
+    """Examine an answer; run it again if the machine is too busy, and say so if it still is.
 
     Args:
         entry: the exercise.
@@ -117,6 +132,27 @@ def judge(
         failures: how many other answers of the student's were wrong before; hints get more specific.
         draw: whether to run the solution as well, and make the timelines of both.
     """
+    why = ""
+    for _ in range(RUNS):
+        try:
+            return _judge_once(entry, answer, room, failures, draw=draw)
+        except TooBusy as error:
+            why = str(error)
+    return not_judged(entry, why, failures)
+
+
+def not_judged(entry: ExerciseEntry, why: str, failures: int = 0) -> Checked:
+    """Return the verdict that there is none."""
+    row = CheckRow("your answer", "ranks that run", why, False)
+    said = "This says nothing of your answer, and is no try. Check it again when the machine has less to do."
+    return Checked(
+        entry.name, entry.source.title, (row,), False, NOT_JUDGED, lesson=(said,), tries=failures + 1
+    )
+
+
+def _judge_once(
+    entry: ExerciseEntry, answer: PackedAnswer, room: Room, failures: int, *, draw: bool
+) -> Checked:
     exercise = entry.exercise
     # ---- examine
     rows = tuple(exercise.examine(answer, room))
@@ -124,7 +160,8 @@ def judge(
     last = next((row for row in rows if not row.ok), rows[-1])
     passed = last.ok
     # ---- tell
-    mistake, hints = ("", ()) if passed else tell(entry, last.seen, room)
+    right = [row.seen.case for row in rows if row.ok and row.seen is not None and last.seen is not None]
+    mistake, hints = ("", ()) if passed else tell(entry, last, room, right)
     # ---- hint
     hint = hints[min(failures, len(hints) - 1)] if hints else ""
     # ---- show
@@ -140,7 +177,10 @@ def judge(
 def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
     """Say whether there is an answer that runs, and nothing of whether it is right: a check in an exam."""
     exercise = entry.exercise
-    seen = exercise.try_answer(answer, room)
+    try:
+        seen = exercise.try_answer(answer, room)
+    except TooBusy as error:
+        return replace(not_judged(entry, str(error)), exam=True)
     stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given_code)
     untouched = exercise.is_untouched(seen) or PackedAnswer.pack(stub).print == answer.print
     row = answered_row(seen, untouched, exercise.questions_of(stub))
@@ -148,22 +188,6 @@ def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
     return Checked(
         entry.name, entry.source.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
     )
-
-
-def tell(entry: ExerciseEntry, seen: Seen | None, room: Room) -> tuple[str, Sequence[str]]:
-    """Return the name of the mistake that shows, and its hints."""
-    exercise = entry.exercise
-    if seen is not None:
-        if exercise.is_untouched(seen):
-            return STUB, (exercise.start,)
-        if _is_typing_error(seen):
-            return SLIP, ()
-        for mistake in (*exercise.mistakes, UNDIVIDED):
-            if _shows(entry, mistake, seen, room):
-                return mistake.name, mistake.hints
-        if seen.error and seen.where and not seen.mismatch:
-            return SLIP, ()
-    return "", exercise.otherwise
 
 
 def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
@@ -174,25 +198,6 @@ def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
     return PackedAnswer.pack(stub).print == answer.print
 
 
-def _is_typing_error(seen: Seen) -> bool:
-    """Return whether the student's own line ended in an error of typing."""
-    kind = re.search(r"(?:rank \d+: )?(\w+): ", seen.error)
-    return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error
-
-
-def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
-    if mistake.when is None:
-        wrong = run_cell(
-            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given_code
-        )
-        other = entry.exercise.try_again(PackedAnswer.pack(wrong), seen, room) if seen.is_finished else None
-        return other is not None and entry.exercise.same_result(seen, other)
-    try:
-        return bool(mistake.when(seen))
-    except (*UNFORESEEN, AssertionError):  # there is nothing to look at: no results, no trace
-        return False
-
-
 def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timeline] | None:
     """Return the timelines of the answer and the solution in the last case; None if neither communicates."""
     seen = row.seen
@@ -200,7 +205,11 @@ def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timel
         return None
     target = seen.target or exercise.try_again(PackedAnswer.pack(exercise.solution), seen, room)
     traces = {"yours": seen, "target": target}
-    shown = {name: one.timeline for name, one in traces.items() if one is not None and _drawable(one)}
+    shown = {
+        name: one.waits if one.hang else one.timeline
+        for name, one in traces.items()
+        if one is not None and _drawable(one)
+    }
     return shown or None
 
 

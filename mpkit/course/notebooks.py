@@ -36,8 +36,10 @@ Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 WORDS = {
     "student": "Run the first cell. Then write your answer into the cells that say so, and run the check below each: a "
-    "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks count how much each "
-    "rank computes: serial training on every rank is right, and not parallel.",
+    "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks count what each "
+    "rank does, beside what a right answer needs: at most 1.75 times as much to compute, 3 times as much memory for "
+    "its own tensors, 2.5 times as many bytes and 6 times as many messages and collectives. Serial training on every "
+    "rank is right, and not parallel.",
     "solved": "The solutions. Look at them once yours passes, or does not for too long.",
     "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
 }

@@ -117,6 +117,11 @@ class Launch:
         return self._hangs.waiting_for
 
     @property
+    def has_moved(self) -> bool:
+        """Whether some rank had made progress when the ranks were looked at last."""
+        return self._hangs.has_moved
+
+    @property
     def trace(self) -> Trace:
         """The trace that the ranks have recorded so far, or all of it once they have exited."""
         if self._trace is not None:

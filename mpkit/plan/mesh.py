@@ -74,7 +74,7 @@ class Mesh:
 
     Neighbouring ranks differ in tp first, since tensor parallelism communicates most and neighbours share a node's
     fast links, and in pp last (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", SC 2021, section 5.3).
+    Megatron-LM", SC 2021, section 3.2).
 
     Attributes:
         pp, dp, cp, tp: the degrees.

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import pytest
 
 from mpkit.course.framework.here import shared_room
-from mpkit.course.framework.room import Limits, Room
+from mpkit.course.framework.room import Room
+from mpkit.course.limits.allowance import Limits
 from tests import limits
 
 OPTIONAL = {"nbgrader": "test_nbgrader.py", "otter": "test_otter.py"}

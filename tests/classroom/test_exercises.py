@@ -148,3 +148,20 @@ def test_ranks_may_take_any_part(room: Room, name: str) -> None:
         code = code.replace(before, after)
     checked = judge(entry, answer(entry, code, "other parts"), room)
     assert checked.passed, str(checked)
+
+
+def test_a_hang_is_drawn_with_what_the_ranks_wait_in(room: Room) -> None:
+    entry = next(entry for entry in ENTRIES if entry.name == "pass-the-token")
+    code = """
+def pass_the_token(ctx, token):
+    got = ctx.comm.recv(torch.empty_like(token), (ctx.rank - 1) % ctx.world_size)
+    ctx.comm.send(token, (ctx.rank + 1) % ctx.world_size)
+    return got
+"""
+    checked = judge(entry, answer(entry, code, "everybody receives first"), room)
+    assert checked.timelines is not None
+    spans = checked.timelines["yours"].to_dataframe()
+    assert sorted(spans["rank"]) == [0, 1] and set(spans["kind"]) == {"recv"}
+    assert spans["end"].nunique() == 1 and (spans["end"] > spans["start"]).all()
+    html = checked._repr_mimebundle_()["text/html"]
+    assert "never ends" in html and "The solution" in html

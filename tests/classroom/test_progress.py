@@ -84,6 +84,11 @@ def test_the_same_answer_again_is_no_new_try() -> None:
     again = mk.check("gpipe", box(one_at_a_time, "# the same program in a cell that was run again"))
     other = mk.check("gpipe", box(one_at_a_time.replace("p", "(p + 0)")))
     assert (first.tries, again.tries, other.tries) == (1, 1, 2)
+    assert ["the same answer as before" in str(each) for each in (first, again, other)] == [
+        False,
+        True,
+        False,
+    ]
     assert first.hint == again.hint != other.hint
     assert Progress.read().done["gpipe"].failures == 2
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.needs import needs_torch
 from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.room import Limits, PackedAnswer, Play, Room, error_and_line
+from mpkit.course.framework.room import PackedAnswer, Play, Room, error_and_line
 from mpkit.course.framework.sealed import plain
 from mpkit.course.framework.seen import Seen
+from mpkit.course.limits.allowance import Limits
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster

@@ -1,4 +1,4 @@
-"""What an answer uses on a rank: memory, tensor by tensor, beside a host's memory; and multiplications.
+"""The memory of an answer on a rank, tensor by tensor, beside a host's memory.
 
 Ranks of a check are CPU processes. Here their memory is treated as device memory: every tensor that the answer makes
 is counted while it lives, wherever it is kept. By category:
@@ -10,8 +10,6 @@ is counted while it lives, wherever it is kept. By category:
     activations    everything else that the answer makes
 
 The memory of a `Host` is not counted. As between a GPU and its host, no operator takes tensors from both.
-
-`CountedWork` counts how much the answer computes.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpkit.trace import Kind
-from mpkit.trace.record.operators import flops_of
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["CountedWork", "Host", "Memory"]
+__all__ = ["Host", "Memory"]
 
 
 class Memory(TorchDispatchMode):
@@ -162,30 +159,3 @@ class Host:
             self._record.ledger.track(copy, "activations")
         self._record.end(op)
         return copy
-
-
-class CountedWork(TorchDispatchMode):
-    """Counts the FLOPs of matrix products and convolutions of this thread, a multiply-add as two.
-
-    >>> import torch
-    >>> with CountedWork() as work:
-    ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
-    >>> work.flops
-    48.0
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Compute, and count."""
-        out = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args, kwargs or {}, out)
-        return out

@@ -5,10 +5,7 @@ For each case:
     play      run the answer on real ranks, under seeded delays
     result    compare the result of every rank with the expected one
     budgets   compare what the answer used with what a right answer may use
-    work      in the last case, compare how much each rank computes with what the solution's ranks compute
-
-Serial training on every rank gives right results and is no parallelism. It computes as many times too much as there
-are ranks; so does an answer that gathers everything first, and one whose ranks leave the work to one of them.
+    frugal    in the last case, compare what each rank computes, holds and sends with what the solution's ranks do
 """
 
 from __future__ import annotations
@@ -18,30 +15,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import WHOLE, difference, spell, wrong_call
-from mpkit.course.framework.exercise import UNFORESEEN, Budget, Case, CheckRow, Exercise, Mistake
+from mpkit.course.framework.exercise import UNFORESEEN, Budget, Case, CheckRow, Exercise
+from mpkit.course.framework.frugal import row_beside
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["UNDIVIDED", "OnRanks"]
+__all__ = ["OnRanks"]
 
-ROOM = 1.75
-"""How many times the work of the solution's busiest rank a rank may do: a forward twice, and not all of two shares."""
 
-WHAT = "work of the busiest rank"
-
-UNDIVIDED = Mistake(
-    name="work-not-divided",
-    hints=(
-        "The results are right. How many samples, layers or columns does each rank compute, and how many are there?",
-        "A rank computes about as much as all ranks together should. Then nothing is gained by having several: each "
-        "has to compute its own part only, and to send what the others need of it.",
-    ),
-    wrong=(),
-    when=lambda seen: seen.budget == WHAT,
-)
+LONGEST = 160
+"""Expected results of so many characters are shown whole where an answer is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +69,7 @@ class OnRanks(Exercise):
             if not all(row.ok for row in rows):
                 return
             if case is self.cases[-1]:
-                divided = _work_row(seen, self.try_again(PackedAnswer.pack(self.solution), seen, room))
-                if divided is not None:
-                    yield divided
+                yield row_beside(seen, self.try_again(PackedAnswer.pack(self.solution), seen, room))
 
     def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
         """Run the answer in the first case."""
@@ -115,20 +99,7 @@ class OnRanks(Exercise):
             if wrong is not None:
                 if call := wrong_call(expected, got):
                     return CheckRow(what, f"{call} is {spell(expected[call], WHOLE)}", wrong, False, seen)
-                return CheckRow(what, spell(expected), f"rank {rank}: {wrong}", False, seen)
+                whole = spell(expected, WHOLE)
+                short = whole if len(whole) <= LONGEST else spell(expected)
+                return CheckRow(what, short, f"rank {rank}: {wrong}", False, seen)
         return CheckRow(what, first, "equal on every rank", True, seen)
-
-
-def _work_row(seen: Seen, target: Seen) -> CheckRow | None:
-    """Check that no rank computes much more than the solution's busiest one; None if the solution computes nothing."""
-    most = max(target.work, default=0.0)
-    if most == 0.0:
-        return None
-    times = max(seen.work) / most
-    return CheckRow(
-        f"{WHAT}, on {seen.case}",
-        f"at most {ROOM:g} times that of a right answer",
-        f"{times:.2g} times",
-        times <= ROOM,
-        replace(seen, budget=WHAT, target=target),
-    )

@@ -5,7 +5,7 @@ On a rank:
     limit     limit the memory
     delay     sleep before each communication, as long as the case's seed says: answers that rely on luck are found out
     watch     record what the answer sends with torch.distributed itself, like what it sends with `ctx.comm`
-    count     count the multiplications that it computes
+    count     count the multiplications that it computes, and the bytes that it holds
     play      call the exercise's own function with the answer and the case
 
 The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
@@ -24,17 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from mpkit.common.launch_folder import part
 from mpkit.course.framework.exercise import HOMES, Case
 from mpkit.course.framework.fingerprint import fingerprint
 from mpkit.course.framework.sealed import pack_result, unpack_result
 from mpkit.course.framework.seen import Seen
+from mpkit.course.limits.allowance import BEGAN, Limits, run_within
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Limits", "PackedAnswer", "Play", "Room", "error_and_line", "limit_memory"]
+__all__ = ["PackedAnswer", "Play", "Room", "error_and_line", "limit_memory"]
 
 Play = Callable[[Any, Any, Case], Any]
 """The function that runs on a rank: takes the rank's context (None in `Here`), the answer and the case;
@@ -70,24 +72,6 @@ class PackedAnswer:
                 f"{name} uses something that cannot be sent to ranks ({type(error).__name__}: {error}). Make such "
                 "things (files, locks, clusters, running generators) inside of the function that uses them."
             ) from None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits on one case.
-
-    Attributes:
-        seconds: time after which the ranks have to stop and report where they are; what they queue for a core does
-            not count (`FairClock`).
-        memory: bytes that a rank may allocate in addition to what it has at the start.
-        grace: seconds after which it counts as a hang that all ranks wait and none makes progress.
-        delay: the longest delay before a communication, in seconds.
-    """
-
-    seconds: float = 8.0
-    memory: int = 2 * 2**30
-    grace: float = 1.5
-    delay: float = 0.004
 
 
 class Room:
@@ -134,9 +118,11 @@ class Room:
             play: the function that runs on every rank, with the rank's context, the answer and the case.
             answer: the packed answer.
             case: the case, which has the number of ranks.
+
+        Raises:
+            TooBusy: the machine did not let the ranks run.
         """
         from mpkit.launch.launch import Launch
-        from mpkit.launch.process.fair_clock import FairClock
 
         printed: list[str] = []
         _send_exercises_by_value()
@@ -144,20 +130,11 @@ class Room:
             on_rank, (play, answer.packed, case, self.limits), sink=printed.append, grace=self.limits.grace
         )
         assert isinstance(launch, Launch)  # exercises start their own ranks
-        launch.poll(0.0)  # starts the ranks, once torch is imported
-        clock = FairClock()
-        try:
-            while not launch.poll(0.1):
-                if clock.look(launch.pids) > self.limits.seconds and launch.error is None:
-                    launch.give_up()
-        except BaseException:
-            launch.kill()
-            launch.finish()
-            raise
+        run_within(launch, self.limits)
         evidence: dict[str, Any] = {"case": case, "trace": launch.trace, "printed": printed}
         try:
-            got, work = zip(*launch.results(unpack_result), strict=True)
-            return Seen(got=list(got), work=work, **evidence)
+            got, used = zip(*launch.results(unpack_result), strict=True)
+            return Seen(got=list(got), used=used, **evidence)
         except Deadlock as error:
             return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
         except CommMismatch as error:
@@ -182,7 +159,7 @@ def _send_exercises_by_value() -> None:
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
-    from mpkit.course.framework.memory import CountedWork
+    from mpkit.course.limits.counted import Counter
     from mpkit.strategies.program_calls.compared import compare_calls
 
     # ---- limit
@@ -191,10 +168,11 @@ def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits)
     if limits.delay:
         ctx.comm.delays(_delays(case, ctx.rank, limits.delay))
     # ---- watch, count
-    with compare_calls(ctx.comm), CountedWork() as work:
+    counter = Counter(part(ctx.record.folder, ctx.rank, BEGAN).touch)
+    with compare_calls(ctx.comm), counter.count_calls():
         # ---- play
-        result = play(ctx, pickle.loads(packed), case)
-    return pack_result((result, work.flops))
+        result = play(ctx, counter.count(pickle.loads(packed)), case)
+    return pack_result((result, counter.usage))
 
 
 def limit_memory(more: int) -> None:

@@ -47,7 +47,11 @@ def live(seen: Seen) -> float:
 
 
 def in_turns(schedule: Schedule, case: Case) -> str:
-    """Return which rank does not hold every p-th stage, beginning with its own number; "" if all do."""
+    """Return which rank does not hold every p-th stage, beginning with its own number, or whether backwards are split;
+    "" if neither is so.
+    """
+    if schedule.splits_backward:
+        return "backwards are split into I and W"
     p = case.ranks
     for rank in range(p):
         held = [stage for stage, holder in enumerate(schedule.stage_to_rank) if holder == rank]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpkit.course.framework.equal import difference, map_numbers
 from mpkit.course.framework.exercise import Case
@@ -38,7 +40,7 @@ class Seen:
         schedule: the answer's schedule, if the answer is one.
         simulated: the schedule's simulated timeline.
         budget: the budget that is exceeded, as `Budget.what`; "" if none is.
-        work: the FLOPs of matrix products that each rank computed.
+        used: by rank, the FLOPs of its matrix products, and the most bytes that its tensors held.
         target: what the solution did in the same case; None if it did not run.
     """
 
@@ -54,7 +56,7 @@ class Seen:
     schedule: Schedule | None = None
     simulated: Timeline | None = None
     budget: str = ""
-    work: Sequence[float] = ()
+    used: Sequence[tuple[float, float]] = ()
     target: Seen | None = None
 
     @cached_property
@@ -66,6 +68,22 @@ class Seen:
 
         assert self.trace is not None, "nothing was recorded"
         return Timeline.of(self.trace, MACHINE)
+
+    @cached_property
+    def waits(self) -> Timeline:
+        """The timeline of ranks that hang, on their own clock: what they wait in goes on for as long as all before."""
+        from mpkit.timeline.timeline import Timeline
+
+        assert self.trace is not None, "nothing was recorded"
+        times = np.concatenate([rank.ops[name] for rank in self.trace.ranks for name in ("start", "end")])
+        times = times[times > 0]
+        last = int(times.max() + max(times.max() - times.min(), 1_000_000))  # ns
+        ranks = []
+        for rank in self.trace.ranks:
+            ops = rank.ops.copy()
+            ops["end"][ops["end"] == 0] = last
+            ranks.append(replace(rank, ops=ops))
+        return Timeline.of(replace(self.trace, ranks=ranks), clock="measured")
 
     @property
     def is_finished(self) -> bool:

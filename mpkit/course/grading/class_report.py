@@ -13,6 +13,7 @@ from statistics import mean, median
 
 from mpkit.common.visible import escape, visible
 from mpkit.course.catalogue import ExerciseEntry
+from mpkit.course.framework.frugal import LOOP, WASTEFUL
 from mpkit.course.grading.kept import Grade
 from mpkit.course.judge import SLIP
 
@@ -156,11 +157,12 @@ def _hardness(entry: ExerciseEntry, theirs: Mapping[str, Sequence[Grade]]) -> Ha
     asked = [[grade for grade in grades if entry.name in grade.checked] for grades in theirs.values()]
     asked = [grades for grades in asked if grades]
     best = [max(grades, key=lambda grade: _rank(grade, entry.name)) for grades in asked]
-    judged = [checked for grade in best if (checked := grade.checked.get(entry.name)) is not None]
+    found = [checked for grade in best if (checked := grade.checked.get(entry.name)) is not None]
+    judged = [checked for checked in found if not checked.not_judged]
     tries = [max(grade.handed_in.tries.get(entry.name, 0) for grade in grades) for grades in asked]
     wrong = [checked.mistake for checked in judged if not checked.passed]
     mistakes = Counter(mistake for mistake in wrong if mistake not in ("", SLIP))
-    first = {mistake.name: mistake.hints[0] for mistake in entry.exercise.mistakes}
+    first = {mistake.name: mistake.hints[0] for mistake in (*entry.exercise.mistakes, *WASTEFUL, LOOP)}
     hints = {name: first.get(name, entry.exercise.start) for name in mistakes}
     return Hardness(
         entry.name, len(asked), len(judged), sum(checked.passed for checked in judged),
@@ -171,4 +173,4 @@ def _hardness(entry: ExerciseEntry, theirs: Mapping[str, Sequence[Grade]]) -> Ha
 def _rank(grade: Grade, name: str) -> tuple[bool, bool]:
     """Return how good a notebook's answer is: a right one is best, a judged one better than none."""
     checked = grade.checked.get(name)
-    return checked is not None and checked.passed, checked is not None
+    return checked is not None and checked.passed, checked is not None and not checked.not_judged

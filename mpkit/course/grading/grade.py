@@ -126,7 +126,8 @@ def _hideable(*folders: Path | None) -> Iterator[str]:
 def _in_a_line(result: Grade) -> str:
     notes = result.all_notes
     noted = f" ({visible(notes[0])})" if notes else ""
-    return f"{result.handed_in.student}: {result.total} of {result.most}{noted}"
+    judged = "" if result.is_whole else ", and not all is judged"
+    return f"{result.handed_in.student}: {result.total} of {result.most}{judged}{noted}"
 
 
 def _grades(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Iterator[Grade]:

@@ -28,11 +28,13 @@ from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.reading import NoNotebook, read_file
 from mpkit.course.grading.same import suspicion
 from mpkit.course.grading.shown import predictions_kept
-from mpkit.course.judge import Checked
+from mpkit.course.judge import Checked, not_judged
 from mpkit.course.progress import FILE
-from mpkit.course.sandbox.guard import Guard, answers_are_apart, sweep
+from mpkit.course.sandbox.guard import TOO_BUSY, Guard, answers_are_apart, sweep
 
 __all__ = ["Grader", "environment"]
+
+AGAIN = "not judged, since this machine was too busy: the same command judges it again"
 
 NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
 
@@ -45,6 +47,7 @@ class _Collected:
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
     predictions: dict[str, float] = field(default_factory=dict)
+    too_busy: str = ""
 
 
 class Grader:
@@ -126,6 +129,8 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Colle
         if not why and not (out / ENDED).exists():
             why = "it left before its last cell"
         collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+        if why.endswith(TOO_BUSY):
+            collected.too_busy = why
         collected.notes += [] if answers_are_apart() else [NOT_APART]
         collected.notes += each.odd
         collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
@@ -153,11 +158,16 @@ def _judge(each: HandedIn, collected: _Collected, judges: Judges) -> Grade:
     checked: dict[str, Checked | None] = dict.fromkeys(entry.name for entry in each.exercises)
     for entry in each.exercises:
         answer = collected.answers.get(entry.name)
-        if answer is None:
+        if answer is not None:
+            checked[entry.name], why = judges.judge(entry, answer)
+        elif collected.too_busy:
+            checked[entry.name], why = not_judged(entry, collected.too_busy), ""
+        else:
             continue
-        checked[entry.name], why = judges.judge(entry, answer)
         one = checked[entry.name]
-        if one is not None and one.passed:
+        if one is not None and one.not_judged:
+            why = AGAIN
+        elif one is not None and answer is not None and one.passed:
             why = suspicion(entry, answer, each.cells)
         if why:
             collected.remarks[entry.name] = why

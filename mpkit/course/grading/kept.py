@@ -58,6 +58,16 @@ class Grade:
         value = self.predictions.get(name)
         return 0 if value is None else 1 + question(name).close(value)
 
+    def is_judged(self, name: str) -> bool:
+        """Return whether the machine let an exercise be judged; what has no answer counts as judged."""
+        checked = self.checked.get(name)
+        return checked is None or not checked.not_judged
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all exercises were judged."""
+        return all(map(self.is_judged, self.checked))
+
     @property
     def total(self) -> int:
         """The points for all exercises and predictions together."""
@@ -133,12 +143,13 @@ class GradeStore:
         if self._path is None:
             return
         partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text("".join(_line(key, grade) for key, grade in kept.items()), encoding="utf-8")
+        whole = [_line(key, grade) for key, grade in kept.items() if grade.is_whole]
+        partial.write_text("".join(whole), encoding="utf-8")
         partial.replace(self._path)
 
     def add(self, key: str, grade: Grade) -> None:
-        """Append one grade to the file."""
-        if self._path is not None:
+        """Append one grade to the file; one that is not whole is no grade, and its notebook is graded again."""
+        if self._path is not None and grade.is_whole:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(key, grade))
 

@@ -176,7 +176,8 @@ def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
 
 def _points(grades: Sequence[Grade], entry: ExerciseEntry) -> int | str:
     asked = [grade for grade in grades if entry.name in grade.checked]
-    return max(grade.points(entry.name) for grade in asked) if asked else ""
+    most = max(grade.points(entry.name) for grade in asked) if asked else ""
+    return most or (most if all(grade.is_judged(entry.name) for grade in asked) else "not judged")
 
 
 def _prediction_points(grades: Sequence[Grade], name: str) -> int | str:

@@ -37,6 +37,9 @@ LOOK_EVERY = 0.1
 IMPORTS_TAKE = 120.0
 """Seconds that a process may take to import torch; they do not count as the notebook's time."""
 
+TOO_BUSY = "this machine is too busy"
+"""The end of the reason why a command did not even start."""
+
 STOPPED_FOR = 10
 """Consecutive checks for which a process may be stopped (SIGSTOP); after that it would never continue."""
 
@@ -92,9 +95,7 @@ class Guard:
             if clock.look(process.pid for process in running) > most:
                 why = f"it took more than {self.seconds:g} s"
                 if not has_started:
-                    why = (
-                        f"Python and torch had not started after {IMPORTS_TAKE:g} s: this machine is too busy"
-                    )
+                    why = f"Python and torch had not started after {IMPORTS_TAKE:g} s: {TOO_BUSY}"
             elif stopped > STOPPED_FOR:
                 why = "it stopped itself, or one of its processes (SIGSTOP)"
             elif (written := _folder_bytes(place)) > self.memory:

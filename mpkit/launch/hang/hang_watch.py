@@ -72,6 +72,11 @@ class HangWatch:
         self.waiting_for: str | None = None
         self._waited_for: list[int] = []  # the ranks that it is about
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether some rank had made progress when they were looked at last."""
+        return self._patience.still == 0.0
+
     def look(self, launch: Watched) -> bool:
         """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
         sights = self._watch.look_at_all()

@@ -6,7 +6,7 @@
     tp   a rank holds some rows or columns of a divided layer
 
 Neighbouring ranks differ in tp first, so that the ranks that communicate most stay within a node (Narayanan et al.
-2021, section 5.3).
+2021, section 3.2).
 """
 
 from __future__ import annotations

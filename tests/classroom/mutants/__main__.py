@@ -34,10 +34,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="worker processes, each with ranks (default 2)")
     asked = parser.parse_args()
     entries = list(_entries(asked.names, asked.family))
-    tries, passed, known = Counter[str](), Counter[str](), Counter[str]()
+    tries, passed, known, told = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for verdict in tried(entries, asked.most, asked.seed, asked.jobs):
         name, change = verdict.exercise, verdict.mutant.change
         tries[name] += 1
+        told[verdict.told] += bool(verdict.by)
         if not verdict.by:
             (known if verdict.why else passed)[name] += 1
             how = f"equivalent: {verdict.why}" if verdict.why else "PASSES"
@@ -51,6 +52,13 @@ def main() -> int:
     print(
         f"{'all':28} {tries.total():8} {total - missed:8} {known.total():11} {missed:6}   {share:.1%} caught"
     )
+    unlisted = told.total() - told["listed"]
+    words = ", ".join(
+        f"{told[kind]} {kind or 'general hint'}" for kind in ("listed", "relation", "line", "wait", "")
+    )
+    print(f"what is told of those that are caught: {words}")
+    true_of_it = 1 - told[""] / unlisted if unlisted else 1.0
+    print(f"of those that no list has {true_of_it:.1%} are told something that is true of them")
     return 0 if share >= GOAL else 1
 
 

@@ -11,8 +11,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from mpkit.course.catalogue import ExerciseEntry, find
-from mpkit.course.framework.room import Limits, PackedAnswer, Room
+from mpkit.course.framework.exercise import Case, CheckRow
+from mpkit.course.framework.frugal import LOOP, WASTEFUL
+from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
+from mpkit.course.limits.allowance import Limits
+from mpkit.course.tell import SLIP, STUB, tell
 from tests.classroom.mutants.mutate import Mutant, chosen
 
 __all__ = ["Caught", "checked", "equivalent", "tried"]
@@ -30,12 +34,15 @@ class Caught:
         mutant: the mutant.
         by: the row that failed, in words; "" if the mutant passes.
         why: why the mutant is a right answer too; "" if nothing says so.
+        told: what the student is told that is true of this answer: a "listed" mistake, a "relation" to the right
+            results, the "line" of an error, what the ranks "wait" in; "" if it is only the exercise's general hint.
     """
 
     exercise: str
     mutant: Mutant
     by: str
     why: str = ""
+    told: str = ""
 
 
 @cache
@@ -52,12 +59,28 @@ def checked(name: str, mutant: Mutant) -> Caught:
         answer = PackedAnswer.pack(value)
     except Exception as error:  # a mutant may raise anything where it is defined
         return Caught(name, mutant, f"its cell fails: {type(error).__name__}")
+    right: list[Case] = []
     for row in entry.exercise.examine(answer, _room()):
         if not row.ok:
-            return Caught(name, mutant, f"{row.what}: {row.got}"[:200])
+            return Caught(name, mutant, f"{row.what}: {row.got}"[:200], told=_told(entry, row, right))
+        right += [row.seen.case] if row.seen is not None else []
     if isinstance(value, dict) and value == entry.exercise.solution:
         return Caught(name, mutant, "", "It is the same dict.")
     return Caught(name, mutant, "", equivalent().get(name, {}).get(mutant.change, ""))
+
+
+def _told(entry: ExerciseEntry, row: CheckRow, right: list[Case]) -> str:
+    seen = row.seen
+    mistake, _ = tell(entry, row, _room(), right)
+    if mistake in {each.name for each in (*entry.exercise.mistakes, *WASTEFUL, LOOP)}:
+        return "listed"
+    if seen is not None and seen.where:
+        return "line"
+    if mistake not in ("", STUB, SLIP):
+        return "relation"
+    if seen is not None and (seen.hang or seen.error):
+        return "wait" if seen.hang else "line"
+    return ""
 
 
 def tried(entries: Iterable[ExerciseEntry], most: int, seed: str, jobs: int) -> Iterator[Caught]:

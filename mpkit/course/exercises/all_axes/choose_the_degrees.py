@@ -11,6 +11,8 @@ among all that are possible. Possible is one for which
         activations    34 s h × (layers/pp) / tp       of one sample, sequence s, width h ...
                        × min(pp, batch/dp)             ... and so many of them are live
 
+(With sequence parallelism. Tensor parallelism alone divides 24 of the 34: 10 + 24/tp are left.)
+
 `seconds` (given) is how long a step takes. Return `{"pp": ..., "dp": ..., "tp": ...}`, or None if nothing fits.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,

@@ -15,7 +15,7 @@ the same order, also those that they are not in.
 Your groups are used: each rank all-reduces a number along each axis.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-section 5.3, for the order of the axes.
+section 3.2, for the order of the axes.
 """
 
 from __future__ import annotations

@@ -125,6 +125,7 @@ EXERCISE = OnRanks(
         Case(
             2, 5, {"pp": 1, "dp": 2, "tp": 1, "batch": 12, "microbatches": 4}
         ),  # both divide it, their product not
+        Case(3, 6, {"pp": 1, "dp": 3, "tp": 1, "batch": 12, "microbatches": 2}),
         Case(8, 4, {"pp": 2, "dp": 2, "tp": 2, "batch": 24, "microbatches": 3}),
     ),
     play=play,

@@ -11,7 +11,7 @@ more**; the next gradient opens another. Each bucket is one flat tensor, and one
 Write what averages the gradients in buckets. Checked are the gradients, and the sizes of your all-reduces, in their
 order. (The mean over ranks may be asked for with `op="mean"`.)
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.2.
 """
 
 from __future__ import annotations

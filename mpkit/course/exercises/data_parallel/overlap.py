@@ -18,7 +18,7 @@ Every all-reduce has to be started during the backward, and none waited for befo
 last gradient, at least half of the bytes have to be under way already. On the virtual clock your steps must be shorter
 than without overlap.
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.2.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
 """
 
 from __future__ import annotations

@@ -67,7 +67,12 @@ def five_exchanges(ctx: mk.Context, model: nn.Module, inputs: Tensor, targets: T
 
 
 # %% checks
-STEPS, SAMPLES = 3, 12
+STEPS = 3
+
+
+def batches(case: Case) -> list[serial.Batch]:
+    """Return the whole batch of each step: six samples for each rank."""
+    return serial.batches(case, 6 * case.ranks, STEPS)
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
@@ -76,7 +81,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     model = serial.model(case.seed)
     optimizer = serial.sgd(model)
     losses = []
-    for x, y in serial.batches(case, SAMPLES, STEPS):
+    for x, y in batches(case):
         optimizer.zero_grad()
         if ctx.rank != 0:
             x, y = torch.full_like(x, 7.0), torch.full_like(y, 7.0)
@@ -92,7 +97,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 def expected(case: Case) -> list[object]:
     """Return what serial training gives on rank 0, and None on the others."""
-    data = serial.batches(case, SAMPLES, STEPS)
+    data = batches(case)
     return [serial.train(serial.model(case.seed), data)] + [None] * (case.ranks - 1)
 
 

@@ -65,13 +65,13 @@ def gpipe_step(ctx: mk.Context, stage: nn.Linear, x: Tensor, y: Tensor, size: in
 # %% checks
 def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
     """Return all stages, and a batch."""
-    generator = case.generator()
-    stages = [nn.Linear(4, 4).double() for _ in range(case.ranks)]
+    generator, width = case.generator(), 2 + case.ranks
+    stages = [nn.Linear(width, width).double() for _ in range(case.ranks)]
     with torch.no_grad():
         for stage in stages:
             for parameter in stage.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    x, y = torch.randn(2, case["batch"], 4, generator=generator, dtype=torch.float64)
+    x, y = torch.randn(2, case["batch"], width, generator=generator, dtype=torch.float64)
     return stages, x, y
 
 

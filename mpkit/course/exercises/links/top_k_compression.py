@@ -60,21 +60,31 @@ class TopK:
 
 
 # %% checks
-LENGTH, K, STEPS = 40, 4, 4
+STEPS = 4
 SENT = "bytes of collectives"
+
+
+def length(case: Case) -> int:
+    """Return the length of a gradient."""
+    return 30 + 5 * case.ranks
+
+
+def kept(case: Case) -> int:
+    """Return k, how many of its entries a rank sends."""
+    return 2 + case.ranks
 
 
 def gradients(case: Case, rank: int) -> list[Tensor]:
     """Return a rank's gradients: its own noise, and something that all ranks share."""
-    common = torch.randn(LENGTH, generator=case.generator(99))
-    noise = torch.randn(STEPS, LENGTH, generator=case.generator(rank))
+    common = torch.randn(length(case), generator=case.generator(99))
+    noise = torch.randn(STEPS, length(case), generator=case.generator(rank))
     return list(common + 0.7 * noise)
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Return the result of each step, and whether the gradients are as they were."""
     assert callable(answer)
-    compressed = answer(ctx, LENGTH, K)
+    compressed = answer(ctx, length(case), kept(case))
     mine = gradients(case, ctx.rank)
     results = [compressed.average(gradient) for gradient in mine]
     return {"averages": results, "gradients": mine}
@@ -82,15 +92,15 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
 
 def expected(case: Case) -> list[dict[str, list[Tensor]]]:
     """Return the same, computed for all ranks in one place, entry by entry."""
-    residuals = [[0.0] * LENGTH for _ in range(case.ranks)]
+    residuals = [[0.0] * length(case) for _ in range(case.ranks)]
     given = [gradients(case, rank) for rank in range(case.ranks)]
     averages = []
     for step in range(STEPS):
-        total = torch.zeros(LENGTH, dtype=torch.float64)
+        total = torch.zeros(length(case), dtype=torch.float64)
         for rank, residual in enumerate(residuals):
             whole = [g + e for g, e in zip(given[rank][step].tolist(), residual, strict=True)]
             sizes = [abs(each) for each in whole]
-            largest = sorted(range(LENGTH), key=sizes.__getitem__)[-K:]
+            largest = sorted(range(length(case)), key=sizes.__getitem__)[-kept(case) :]
             for i in largest:
                 total[i] += whole[i]
             residuals[rank] = [0.0 if i in largest else value for i, value in enumerate(whole)]
@@ -105,7 +115,7 @@ EXERCISE = OnRanks(
     expected=expected,
     result=f"the averages of {STEPS} steps",
     budgets=(
-        Budget(SENT, payload, lambda case: STEPS * 12 * case.ranks * K, "bytes"),
+        Budget(SENT, payload, lambda case: STEPS * 12 * case.ranks * kept(case), "bytes"),
         Budget("messages that a rank sends", messages, 0),
     ),
     after="13-links-and-collectives",

@@ -11,7 +11,7 @@ p of them through the rank's first stage, the same p through its second, and so 
 the stages in the other order. From these two lists, `one_by_one` (given) makes 1F1B's three phases, if you say how
 long the warm-up is: (v-1)p forwards until a micro-batch has reached the rank's last stage, and 2(p-1-r) more.
 
-The bubble has to be (p-1)/(vm+p-1). p divides m.
+The bubble has to be (p-1)/(vm+p-1). p divides m, and backwards are whole.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
 section 2.2.2 and figure 4. These stages of a rank are called virtual stages there.

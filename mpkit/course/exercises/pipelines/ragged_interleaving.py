@@ -13,7 +13,7 @@ So make floor(m/p) turns of at least p micro-batches each, as even as they can b
 of 3 and one of 2. Put the longer ones first. The first turn then takes the place of p in the warm-up: with L its
 length, (v-1)L + 2(p-1-r) forwards on rank r, and from there one forward, one backward (`one_by_one`, given).
 
-Budgets: that bubble, and (v-1)L + 2p - 1 live activations of stages, L = ceil(m / floor(m/p)).
+Budgets: that bubble, and (v-1)L + 2p - 1 live activations of stages, L = ceil(m / floor(m/p)). Backwards are whole.
 
 Source: Narayanan et al., SC 2021, section 2.2.2, for m divisible by p. PyTorch's ScheduleInterleaved1F1B has even turns
 too, and asks that floor(m/p) divides m.

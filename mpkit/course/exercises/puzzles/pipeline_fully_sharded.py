@@ -116,6 +116,7 @@ EXERCISE = OnRanks(
     solution=pipeline_fully_sharded,
     cases=(
         Case(4, 15, {"layers": 12, "microbatches": 4, "replicas": 2}),
+        Case(4, 17, {"layers": 3, "microbatches": 4, "replicas": 4}),
         Case(6, 16, {"layers": 12, "microbatches": 4, "replicas": 2}),
     ),
     play=run,

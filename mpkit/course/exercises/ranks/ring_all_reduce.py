@@ -73,9 +73,12 @@ def given(case: Case, rank: int) -> Tensor:
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's tensor."""
+    """Run the answer with this rank's tensor; return what is in it, if that is not what the answer returned."""
     assert callable(answer)
-    return answer(ctx, given(case, ctx.rank))
+    tensor = given(case, ctx.rank)
+    returned = answer(ctx, tensor)
+    alike = isinstance(returned, Tensor) and returned.shape == tensor.shape
+    return tensor if alike else returned
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -128,7 +131,7 @@ EXERCISE = OnRanks(
     ),
     play=play,
     expected=expected,
-    result="the sum",
+    result="the sum, in place",
     budgets=(
         Budget("collectives", collectives, 0),
         Budget(VOLUME, sent_bytes, volume, "bytes"),
@@ -139,6 +142,21 @@ EXERCISE = OnRanks(
     start="Write the reduce-scatter first. In its first step rank r sends part r, and receives part r-1, to which "
     "it adds its own. That part is what it sends in the next step. So which part does it send in step s?",
     mistakes=(
+        Mistake(
+            "into-a-copy",
+            (
+                "After your function every rank's own tensor is as it was. Where is the sum?",
+                "The sum is in a tensor of your own. The one that was given is to be replaced, in place: what is "
+                "written into the views that `tensor_split` returns is written into it.",
+            ),
+            [
+                (
+                    "parts = tensor.tensor_split(n)",
+                    "tensor = tensor.clone()\n    parts = tensor.tensor_split(n)",
+                )
+            ],
+            when=lambda seen: seen.close([given(seen.case, rank) for rank in range(seen.case.ranks)]),
+        ),
         Mistake(
             "uses-a-collective",
             (

@@ -62,19 +62,25 @@ def mixture(ctx: mk.Context, x: Tensor, scores: Tensor, expert: nn.Module, capac
 
 
 # %% checks
-TOKENS, H = 9, 5
+TOKENS = 9
 CALLS, SENT = "collectives, of forward and backward together", "bytes of collectives"
+
+
+def width(case: Case) -> int:
+    """Return h, the numbers of a token."""
+    return 3 + case.ranks
 
 
 def expert_of(case: Case, rank: int) -> nn.Module:
     """Return a rank's expert; its bias shows where a free place is taken for a token."""
-    return fill(nn.Sequential(nn.Linear(H, 2 * H), nn.Tanh(), nn.Linear(2 * H, H)), 10 * case.seed + rank)
+    h = width(case)
+    return fill(nn.Sequential(nn.Linear(h, 2 * h), nn.Tanh(), nn.Linear(2 * h, h)), 10 * case.seed + rank)
 
 
 def given(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a rank's tokens, their scores, and the gradient of the result."""
     generator = case.generator(rank)
-    x, dy = torch.randn(2, TOKENS, H, generator=generator, dtype=torch.float64)
+    x, dy = torch.randn(2, TOKENS, width(case), generator=generator, dtype=torch.float64)
     scores = torch.randn(TOKENS, case.ranks, generator=generator, dtype=torch.float64)
     scores[:6, -1] += 2  # more tokens choose the last expert
     return x.requires_grad_(), scores.requires_grad_(), dy
@@ -130,7 +136,7 @@ EXERCISE = OnRanks(
     result="results and gradients",
     budgets=(
         Budget(CALLS, collectives, 4),
-        Budget(SENT, payload, lambda case: 4 * case.ranks * case["capacity"] * H * 8, "bytes"),
+        Budget(SENT, payload, lambda case: 4 * case.ranks * case["capacity"] * width(case) * 8, "bytes"),
     ),
     after="06-tensor-parallel",
     place=30,

@@ -54,12 +54,17 @@ def train(
 
 
 # %% checks
-BATCH, STEPS = 36, 4
+BATCHES = 6
+
+
+def size(case: Case) -> int:
+    """Return B, the samples of a whole batch."""
+    return 12 * case.ranks
 
 
 def data(case: Case) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of one epoch."""
-    return serial.batches(case, BATCH * STEPS, 1)[0]
+    return serial.batches(case, BATCHES * size(case), 1)[0]
 
 
 def play(ctx: mk.Context, answer: object, case: Case) -> object:
@@ -71,7 +76,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
         seen[0] += len(inputs[0])
 
     model.register_forward_pre_hook(count)
-    losses = answer(ctx, model, data(case), BATCH, case["steps"], 7 * case.seed)
+    losses = answer(ctx, model, data(case), size(case), case["steps"], 7 * case.seed)
     return {**serial.outcome(losses, model), "samples": seen[0]}
 
 
@@ -79,14 +84,14 @@ def expected(case: Case) -> list[serial.Outcome]:
     """Return what serial training gives."""
     x, y = data(case)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(7 * case.seed))
-    batches = [(x[some], y[some]) for some in order.split(BATCH)]
+    batches = [(x[some], y[some]) for some in order.split(size(case))]
     trained = serial.train(serial.model(case.seed), batches[: case["steps"]])
-    return [{**trained, "samples": case["steps"] * BATCH // case.ranks}] * case.ranks
+    return [{**trained, "samples": case["steps"] * size(case) // case.ranks}] * case.ranks
 
 
 EXERCISE = OnRanks(
     solution=train,
-    cases=(Case(2, 1, {"steps": 4}), Case(3, 2, {"steps": 4}), Case(4, 3, {"steps": 4})),
+    cases=(Case(2, 1, {"steps": 4}), Case(3, 2, {"steps": 3}), Case(4, 3, {"steps": 5})),
     play=play,
     expected=expected,
     result="losses, weights and samples",

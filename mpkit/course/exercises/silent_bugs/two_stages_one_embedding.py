@@ -62,7 +62,7 @@ def train(ctx: mk.Context, stage: nn.Module, batches: list[tuple[Tensor, Tensor]
 
 
 # %% checks
-TOKENS, WIDTH, SAMPLES = 7, 5, 40
+TOKENS, WIDTH = 7, 5
 
 
 class First(nn.Module):
@@ -97,13 +97,13 @@ def stages(case: Case) -> nn.Sequential:
 
 def batches(case: Case) -> list[serial.Batch]:
     """Return batches in which the next token follows from the previous one most of the time."""
-    generator = case.generator()
+    generator, samples = case.generator(), 8 * case["steps"]
     follows = torch.randperm(TOKENS, generator=generator)
     made = []
     for _ in range(case["steps"]):
-        tokens = torch.randint(TOKENS, (SAMPLES,), generator=generator)
-        noise = torch.randint(TOKENS, (SAMPLES,), generator=generator)
-        rarely = torch.rand(SAMPLES, generator=generator) < 0.1
+        tokens = torch.randint(TOKENS, (samples,), generator=generator)
+        noise = torch.randint(TOKENS, (samples,), generator=generator)
+        rarely = torch.rand(samples, generator=generator) < 0.1
         made.append((tokens, torch.where(rarely, noise, follows[tokens])))
     return made
 

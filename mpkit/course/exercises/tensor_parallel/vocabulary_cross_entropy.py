@@ -55,16 +55,21 @@ def cross_entropy(ctx: mk.Context, logits: Tensor, targets: Tensor, start: int) 
 
 
 # %% checks
-TOKENS, PART = 6, 8
+TOKENS = 6
 SENT = "bytes of collectives"
+
+
+def part(case: Case) -> int:
+    """Return how many words of the vocabulary a rank has."""
+    return 4 + 2 * case.ranks
 
 
 def whole(case: Case) -> tuple[Tensor, Tensor]:
     """Return all logits, and the targets."""
     generator = case.generator(5)
-    logits = torch.randn(TOKENS, PART * case.ranks, generator=generator, dtype=torch.float64)
-    targets = torch.randint(PART * case.ranks, (TOKENS,), generator=generator)
-    targets[0], targets[1] = 0, PART * case.ranks - 1  # on the first rank, and on the last
+    logits = torch.randn(TOKENS, part(case) * case.ranks, generator=generator, dtype=torch.float64)
+    targets = torch.randint(part(case) * case.ranks, (TOKENS,), generator=generator)
+    targets[0], targets[1] = 0, part(case) * case.ranks - 1  # on the first rank, and on the last
     return logits * case["scale"], targets
 
 
@@ -73,7 +78,7 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     assert callable(answer)
     logits, targets = whole(case)
     mine = logits.chunk(case.ranks, 1)[ctx.rank].clone().requires_grad_()
-    loss = answer(ctx, mine, targets, ctx.rank * PART)
+    loss = answer(ctx, mine, targets, ctx.rank * part(case))
     (3 * loss).backward()
     return {"loss": loss.detach(), "gradient of the logits": mine.grad}
 
@@ -84,7 +89,7 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
     logits.requires_grad_()
     loss = F.cross_entropy(logits, targets)
     (grad,) = torch.autograd.grad(3 * loss, logits)
-    return [{"loss": loss.detach(), "gradient of the logits": part} for part in grad.chunk(case.ranks, 1)]
+    return [{"loss": loss.detach(), "gradient of the logits": mine} for mine in grad.chunk(case.ranks, 1)]
 
 
 EXERCISE = OnRanks(

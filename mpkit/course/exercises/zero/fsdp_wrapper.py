@@ -22,7 +22,8 @@ of the mean gradient over all ranks. The optimizer steps the shards, and the nex
 - A tensor that is a part of another keeps all of it alive: `clone()` what you keep.
 
 Budget: after a forward, and after a backward, no parameter is gathered, and no gradient is left on a parameter. Bytes
-held at a time: the shards, and less than three blocks. Sent by a rank: 3ψ(n-1)/n numbers per step.
+held at a time: the shards, and less than three blocks. Sent by a rank: 3ψ(n-1)/n numbers per step,
+in three collectives for each parameter.
 
 Sources: Zhao et al., "PyTorch FSDP", VLDB 2023, section 3; Rajbhandari et al., SC 2020, section 5.3.
 """
@@ -38,7 +39,7 @@ import mpkit as mk
 from mpkit.course.exercises.zero import flat
 from mpkit.course.framework import serial
 from mpkit.course.framework.exercise import Budget, Case, Mistake
-from mpkit.course.framework.measures import peak, ring
+from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -200,6 +201,7 @@ EXERCISE = OnRanks(
     budgets=(
         Budget(HELD, peak(), held, "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 3 * (case.ranks - 1) * shard_numbers(case) * 8 + 1, "bytes"),
+        Budget("collectives", collectives, STEPS * 3 * 2 * BLOCKS),
     ),
     after="03-zero",
     place=45,

@@ -9,7 +9,7 @@ and free the rest. Then no rank ever holds the gradients of more than one parame
 `flat([tensor], n).chunk(n)[r]`; each parameter is divided by itself here.
 
 Budget: bytes of gradients (an n-th of all, and of a few parameters the whole), of optimizer states (an n-th), and what
-is sent: 2ψ(n-1)/n numbers per rank per step, as in ZeRO-1.
+is sent: 2ψ(n-1)/n numbers per rank per step, as in ZeRO-1, in two collectives for each parameter.
 
 Source: Rajbhandari et al., SC 2020, section 5.2 (P_os+g).
 """
@@ -26,7 +26,7 @@ import mpkit as mk
 from mpkit.course.exercises.zero import flat, unflat
 from mpkit.course.framework import serial
 from mpkit.course.framework.exercise import Budget, Case, Mistake
-from mpkit.course.framework.measures import peak, ring
+from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -108,6 +108,7 @@ EXERCISE = OnRanks(
         Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
         Budget(GRADS, peak("grads"), lambda case: shard_bytes(case) + 3 * max(WIDTHS) ** 2 * 8, "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
+        Budget("collectives", collectives, STEPS * 2 * 2 * (len(WIDTHS) - 1)),
     ),
     after="03-zero",
     place=30,

@@ -1,0 +1,1 @@
+"""What a rank of a check uses, and how long ranks may take."""

@@ -1,0 +1,1 @@
+"""How wrong results are related to the right ones."""
