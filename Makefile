@@ -9,7 +9,7 @@ PY := .venv/bin/python
 AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PYTHON CHROMIUM
 
-.PHONY: help setup demo lab test soak test-classroom test-mutants course-mutants test-browser test-lite lite test-book book exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
+.PHONY: help setup lock demo lab test soak test-classroom test-mutants course-mutants test-browser test-lite lite test-book book site exercise exam slides test-zoo test-systems check format hooks exercises notebooks bench clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -17,11 +17,14 @@ help:  ## this list
 setup:  ## build .venv, once (every other target does it by itself)
 	@sh scripts/setup.sh
 
+lock: setup  ## write pylock.toml: every package with its address and hash, for an install that repeats exactly
+	@sh scripts/lock.sh $(ARGS)
+
 demo: setup  ## train on 4 processes and watch the pipeline bubble
 	@$(PY) -m mpkit demo $(ARGS)
 
-lab: setup  ## open JupyterLab on the notebooks
-	@$(PY) -m jupyterlab $(AS_ROOT) --FileContentsManager.preferred_dir=notebooks $(ARGS)
+lab: setup  ## open JupyterLab on the first notebook, 00-start-here
+	@$(PY) -m jupyterlab $(AS_ROOT) notebooks/00-start-here.ipynb $(ARGS)
 
 test: setup  ## every module, every strategy against serial training, every doctest; make test ARGS="-x tests/zero"
 	@sh scripts/test.sh "not soak and not slow" $(ARGS)
@@ -88,6 +91,9 @@ notebooks: setup  ## run the tutorials and store their outputs, with pictures fo
 lite: setup  ## the browser edition as static files, in build/lite/site; PYODIDE=FOLDER for another Pyodide
 	@sh scripts/lite.sh
 	@$(PY) scripts/lite/build.py $(if $(PYODIDE),--pyodide "$(PYODIDE)") $(ARGS)
+
+site: setup  ## pages that open from a file and need no kernel: explorer, twelve runs, gallery; in build/site
+	@$(PY) -m scripts.site $(ARGS)
 
 book: setup  ## tutorials, exercises, guides and API as one static site, in build/book
 	@sh scripts/book.sh

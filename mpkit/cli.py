@@ -1,4 +1,4 @@
-"""The command line: `python -m mpkit demo`, `watch`, `grade`, `exercises`, `diagnose`, `doctor`, `estimate`, `fits`."""
+"""The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mpkit.common.command_line import Commands, add_command
 from mpkit.course.grading.commands import add_classroom
 from mpkit.errors import MpkitError
 from mpkit.views.commands.diagnose import add_diagnose
@@ -54,88 +55,109 @@ def _leave(message: str, code: int) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mpkit", description="Learn, try and plan parallel training in PyTorch."
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="command")
-    demo = commands.add_parser(
-        "demo",
-        help="train a small GPT on several processes and watch the pipeline bubble",
-        description="Trains a small GPT on real text with each strategy in turn, draws the timeline of all ranks while "
-        "they run, compares the strategies in a table, and writes the interactive timelines into one HTML file.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    demo.add_argument("--ranks", type=int, default=4, help="processes, each with one stage of the model")
-    demo.add_argument("--microbatches", type=int, default=8, help="micro-batches of GPipe")
-    demo.add_argument("--layers", type=int, default=8, help="transformer blocks of the model")
-    demo.add_argument("--width", type=int, default=192, help="width of the model")
-    demo.add_argument("--length", type=int, default=64, help="bytes of text a sequence")
-    demo.add_argument("--batch", type=int, default=32, help="sequences a batch")
-    demo.add_argument("--steps", type=int, default=6, help="training steps a strategy")
-    demo.add_argument(
-        "--strategies",
-        default="naive,gpipe,ddp,zero3",
-        help="any of naive, gpipe, gpipe-recompute, 1f1b, zb-h1, dp, ddp, zero1, zero2, zero3, tp, 2d, 3d; "
-        "with commas between",
-    )
-    demo.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    demo.add_argument("--html", default="mpkit-demo.html", help="where the interactive timelines go")
-    demo.add_argument("--seed", type=int, default=0, help="of the model's weights and the choice of text")
-    demo.add_argument(
-        "--plain", action="store_true", help="no live drawing (it is left out in a pipe anyway)"
-    )
-    demo.set_defaults(run=_demo)
+        prog="mpkit", description="Learn, try out and plan parallel training in PyTorch.",
+        epilog="`mpkit COMMAND --help` describes a command's options.",
+    )  # fmt: skip
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    # ---- train and watch
+    _add_demo(commands)
     _add_watch(commands)
-    add_open(commands)
     _add_launch(commands)
-    add_classroom(commands)
+    # ---- understand what ran, and where
+    add_open(commands)
     add_diagnose(commands)
     add_doctor(commands)
+    # ---- plan
     add_predict(commands)
     add_advise(commands)
+    # ---- teach
+    add_classroom(commands)
     return parser
 
 
-def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    watch = commands.add_parser(
-        "watch",
-        help="run a program of your own, unchanged, and see its timeline",
-        description="Starts a script on every rank as torchrun would, records its communication, forwards, backwards, "
-        "optimizer steps and memory, and prints its timeline. Options of mpkit's stand before the script, those of "
-        "the script after it.",
+def _add_demo(commands: Commands) -> None:
+    demo = add_command(
+        commands, "demo", "train a small GPT on several processes and watch the pipeline bubble",
+        "It trains on real text with each strategy in turn, draws the timeline of all ranks during the run, prints a "
+        "table that compares the strategies, and writes the interactive timelines to one HTML file.",
+        example="mpkit demo --strategies gpipe,1f1b,zb-h1 --microbatches 16", run=_demo,
+    )  # fmt: skip
+    for name, default, words in (
+        ("--ranks", 4, "processes; each holds one stage of the model"),
+        ("--microbatches", 8, "micro-batches per step of a pipeline"),
+        ("--layers", 8, "transformer blocks of the model"),
+        ("--width", 192, "width of the model"),
+        ("--length", 64, "bytes of text per sequence"),
+        ("--batch", 32, "sequences per step"),
+        ("--steps", 6, "training steps per strategy"),
+        ("--seed", 0, "seed of the model's weights and of the choice of text"),
+    ):
+        demo.add_argument(name, type=int, default=default, metavar="N", help=words)
+    demo.add_argument(
+        "--strategies", default="naive,gpipe,ddp,zero3", metavar="NAMES",
+        help="a list with commas, of naive, gpipe, gpipe-recompute, 1f1b, zb-h1, dp, ddp, zero1, zero2, zero3, tp, 2d "
+        "and 3d",
+    )  # fmt: skip
+    demo.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    demo.add_argument(
+        "--html", default="mpkit-demo.html", metavar="FILE", help="file for the interactive timelines"
     )
-    watch.add_argument("--ranks", type=int, help="processes; left out: one per GPU, or 2 without GPUs")
+    demo.add_argument("--plain", action="store_true", help="do not draw during the run, as in a pipe")
+
+
+def _add_watch(commands: Commands) -> None:
+    watch = add_command(
+        commands, "watch", "run a program of your own, unchanged, and show its timeline",
+        "It starts the script on every rank, as torchrun would; records communication, forwards, backwards, optimizer "
+        "steps and memory; and prints the timeline. Options before the script are mpkit's, those after it are the "
+        "script's.",
+        example="mpkit watch --ranks 2 --html timeline.html train.py --epochs 1", run=_watch,
+    )  # fmt: skip
+    watch.add_argument(
+        "--ranks", type=int, metavar="N", help="processes (default: one per GPU, or 2 without GPUs)"
+    )
     watch.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    watch.add_argument("--depth", type=int, help="how deep modules are recorded; left out: repeated blocks")
     watch.add_argument(
-        "--timeout", type=float, help="seconds without progress after which a hang is reported"
-    )
-    watch.add_argument("--html", help="where an interactive timeline goes")
-    watch.add_argument("--trace", help="where the trace goes, for Trace.load")
+        "--depth", type=int, metavar="N",
+        help="levels of nested modules that are recorded (default: down to repeated blocks)",
+    )  # fmt: skip
     watch.add_argument(
-        "-m", dest="module", action="store_true", help="PROGRAM is a module, as after python -m"
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="time without progress after which a hang is reported",
     )
-    watch.add_argument("program", help="the script")
-    watch.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    watch.set_defaults(run=_watch)
+    watch.add_argument("--html", metavar="FILE", help="file for the interactive timeline")
+    watch.add_argument("--trace", metavar="FILE", help="file for the trace, which `mpkit open` reads")
+    watch.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is a module, as after `python -m`"
+    )
+    watch.add_argument("program", metavar="SCRIPT", help="the script, such as train.py")
+    watch.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
 
 
-def _add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    launch = commands.add_parser(
-        "launch",
-        help="print the commands that start a script on several machines",
-        description="Prints the commands that start SCRIPT on several machines, with each flag explained: torchrun, a "
-        "SLURM batch file, accelerate, deepspeed. It starts nothing.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _add_launch(commands: Commands) -> None:
+    launch = add_command(
+        commands, "launch", "print the commands that start a script on several machines",
+        "It explains each flag of torchrun, a SLURM batch file, accelerate and deepspeed. It starts nothing.",
+        example="mpkit launch --nodes 2 --gpus 8 --address node0 train.py", run=_launch,
+    )  # fmt: skip
+    launch.add_argument("--nodes", type=int, default=1, metavar="N", help="machines")
+    launch.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="GPUs per machine; each gets a process"
     )
-    launch.add_argument("--nodes", type=int, default=1, help="machines")
-    launch.add_argument("--gpus", type=int, default=8, help="GPUs per machine, a process for each")
     launch.add_argument("--address", default="NODE0", help="name or address of the first machine")
-    launch.add_argument("--port", type=int, default=29500, help="a free port there")
+    launch.add_argument("--port", type=int, default=29500, help="a free port of the first machine")
     launch.add_argument("--hours", type=float, default=1.0, help="time limit of the SLURM job")
-    launch.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
-    launch.add_argument("program", metavar="SCRIPT", help="train.py")
-    launch.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    launch.set_defaults(run=_launch)
+    launch.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as after `python -m`"
+    )
+    launch.add_argument("program", metavar="SCRIPT", help="the script, such as train.py")
+    launch.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 
 import mpkit as mk
 from mpkit.cli import main
+from mpkit.common.units import percent, seconds
 from mpkit.trace.proof import Proof
 from mpkit.views.commands.demo import Demo, Outcome
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
@@ -69,14 +71,7 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., 
 
 
 def test_the_page_and_the_terminal_say_the_same_digit_by_digit(tmp_path: Path) -> None:
-    """Runs of three steps, simulated, each step slower than the one before: a typical step is not the last one."""
-    plans = {"serial": mk.Plan.serial(), "naive MP": mk.Plan.naive_mp(4), "GPipe": mk.Plan.gpipe(4, 8)}
-    outcomes = []
-    for name, plan in plans.items():
-        timeline = mk.simulate(plan, 1e-3, 1.4e-3, 1.3e-3, 1e-4, steps=3)
-        late = timeline.spans["step"] == 2
-        timeline.spans["end"][late & (timeline.spans["kind"] == 1)] += 2e-4
-        outcomes.append(Outcome(name, timeline, [4.0, 3.0, 2.71828], Proof((1, 2)), 3 / 11, SEEN["gpipe"]))
+    outcomes = simulated_outcomes()
     demo = Demo(html=str(tmp_path / "demo.html"), console=Console(file=io.StringIO(), width=200))
     demo.console.print(demo.table(outcomes))
     demo._keep(outcomes, "trains nothing")
@@ -136,7 +131,8 @@ def test_the_help_names_every_strategy(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert f"any of {', '.join(STRATEGIES)}; with commas" in said
+    *names, last = STRATEGIES
+    assert f"a list with commas, of {', '.join(names)} and {last}" in said
 
 
 @pytest.mark.soak
@@ -152,3 +148,50 @@ main(["demo", "--device", "cpu", "--ranks", "2", "--steps", "2", "--layers", "2"
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PROGRAM)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo.html").exists()
+
+
+def simulated_outcomes() -> list[Outcome]:
+    """Runs of three steps, each slower than the one before, so that a typical step is not the last one."""
+    plans = {"serial": mk.Plan.serial(), "naive MP": mk.Plan.naive_mp(4), "GPipe": mk.Plan.gpipe(4, 8)}
+    outcomes = []
+    for name, plan in plans.items():
+        timeline = mk.simulate(plan, 1e-3, 1.4e-3, 1.3e-3, 1e-4, steps=3)
+        late = timeline.spans["step"] == 2
+        timeline.spans["end"][late & (timeline.spans["kind"] == 1)] += 2e-4
+        timeline.held["total"][timeline.held["time"] > timeline.spans["start"][late].min()] *= 2
+        outcomes.append(Outcome(name, timeline, [4.0, 3.0, 2.71828], Proof((1, 2)), 3 / 11, SEEN["gpipe"]))
+    return outcomes
+
+
+def test_no_figure_of_a_run_stands_on_the_page_or_in_the_terminal_with_two_values(tmp_path: Path) -> None:
+    """The page's table, each timeline's headline and table (JSON), its still picture, its memory; and the terminal."""
+    demo = Demo(html=str(tmp_path / "demo.html"), console=Console(file=io.StringIO(), width=200))
+    outcomes = simulated_outcomes()
+    demo.console.print(demo.table(outcomes))
+    demo._keep(outcomes, "trains nothing")
+    terminal = {}
+    for line in demo.console.file.getvalue().splitlines():  # type: ignore[attr-defined]
+        label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+        terminal[label] = cells
+    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
+    rows = page[page.index("<tbody>") : page.index("</tbody>")].split("</tr>")[:-1]
+    assert len(rows) == len(outcomes)
+    for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+        section = page[page.index(f'id="timeline-{number}"') :].split("</section>")[0]
+        (data,) = re.findall(r'data-of="\d+">(.*?)</script>', section)
+        state = json.loads(data)["state"]
+        cells = dict(re.findall(r'<td data-head="([^"]*)">(?:<span class="bar".*?"number">)?([^<]*)', row))
+        said: dict[str, set[str]] = {
+            "bubble": {cells["bubble"], percent(state["bubble"]), terminal["bubble measured"][number]},
+            "step time": {cells["step time"], seconds(state["step_time"]), terminal["step time"][number]},
+        }
+        for what in said:  # under the still picture
+            said[what] |= set(re.findall(rf"\b{what} ([\d.]+ (?:%|ms))", section))
+        head, ranks = state["table"]["head"], state["table"]["rows"]
+        idle = [float(rank[head.index("idle")].removesuffix(" %")) for rank in ranks]
+        assert sum(idle) / len(idle) == pytest.approx(float(cells["bubble"].removesuffix(" %")), abs=0.06)
+        most = f"{max(int(rank[head.index('peak memory')].split()[0]) for rank in ranks)} micro-batch"
+        drawn = max(int(peak) for peak in re.findall(r"peak (\d+) micro-batch", section))
+        said["peak memory"] = {most, f"{drawn} micro-batch", cells["peak memory per GPU"].removesuffix("es")}
+        assert {what: len(values) for what, values in said.items()} == dict.fromkeys(said, 1), said
+        assert state["of"] == f"step {outcome.typical_step}" and outcome.typical_step != 2

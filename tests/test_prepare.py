@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "of a width that the model refuses": (
         {"data": [(torch.zeros(8, 5), torch.zeros(8, 2))]},
         r"refuses data of this shape: layer 0 \(0, Linear\) was given \[2, 5\] float32 and said: RuntimeError: "
-        r"mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x8\)",
+        r"(addmm: )?mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x8\)",
     ),
     "of a width that a later layer refuses": (
         {"model": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(9, 2))},
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "of double precision": (
         {"data": [(torch.zeros(8, 4, dtype=torch.float64), torch.zeros(8, 2))]},
-        r"was given \[2, 4\] float64 and said: RuntimeError: mat1 and mat2 must have the same dtype",
+        r"was given \[2, 4\] float64 and said: RuntimeError: (addmm: )?mat1 and mat2 must have the same dtype",
     ),
     "targets of another type": (
         {"data": [(torch.zeros(8, 4), torch.zeros(8, dtype=torch.int32))], "loss": F.cross_entropy},

@@ -18,7 +18,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 @pytest.mark.soak
 def test_the_code_runs(tmp_path: Path) -> None:
-    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    first, *_, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     (tmp_path / "readme.py").write_text(first + second)
     done = subprocess.run(
         [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=PROGRAM

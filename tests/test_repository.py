@@ -193,3 +193,50 @@ def test_every_target_of_the_makefile_is_written_once_and_declared() -> None:
     assert sorted(set(targets)) == sorted(targets)
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert set(phony.split()) == set(targets)
+
+
+# ---------------------------------------------------------------- installs
+
+
+def test_every_way_to_install_takes_versions_from_constraints_and_a_cpu_build_of_torch() -> None:
+    """README's lines, environment.yml and the script that measures them are one line."""
+    line = "uv pip install --torch-backend=cpu -c constraints.txt -e '.[notebook]'"
+    for name in ("README.md", "environment.yml"):
+        assert line in (ROOT / name).read_text(encoding="utf-8"), name
+    assert PYPROJECT["tool"]["uv"]["pip"] == {"torch-backend": "auto"}
+    measured = (ROOT / "scripts" / "measure_install.py").read_text(encoding="utf-8")
+    assert "--torch-backend={torch} -c constraints.txt -e .[notebook]" in measured
+
+
+def test_no_lock_is_committed_and_git_ignores_the_one_that_make_writes() -> None:
+    assert not [
+        path for path in source_files() if re.fullmatch(r"pylock.*\.toml|uv\.lock|.*\.lock", path.name)
+    ]
+    assert "pylock*.toml\nuv.lock\n" in (ROOT / ".gitignore").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["uv installs", "uv cannot and pip does"])
+def test_the_set_up_installs_with_uv_where_it_is(tmp_path: Path, works: bool) -> None:
+    """Both are stand-ins that write down how they were called."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    calls, programs = tmp_path / "calls", tmp_path / "programs"
+    for path, body in {
+        programs / "uv": f'echo "uv $*" >>{calls}; exit {int(not works)}',
+        programs / "python3": f'case "$*" in *base_executable*) echo {programs}/python3 ;; *-m\\ pip*) '
+        f'echo "$*" >>{calls} ;; *version*) echo 3.11.9 ;; esac',
+        tmp_path / ".venv/bin/python": f'exec {programs}/python3 "$@"',
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    told = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHON": str(programs / "python3")}
+    done = subprocess.run(["sh", "scripts/setup.sh"], cwd=tmp_path, env=told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    uv, *pip = [line for line in calls.read_text().splitlines() if "install" in line]
+    assert (
+        uv
+        == "uv pip install --python .venv/bin/python -c constraints.txt -b constraints.txt -e .[notebook,dev,systems]"
+    )
+    assert [line.split(" install ")[0] for line in pip] == ([] if works else ["-m pip"])

@@ -37,6 +37,8 @@ def test_a_row_says_what_came_out(found: RunList) -> None:
         assert row.timeline is not None and row.bubble == row.timeline.bubble
         assert row.step_time is not None and row.step_time > 0
     assert ddp.memory > pipeline.memory > 0  # replicas hold the whole model
+    assert ddp.memory >= max(sum(held.values()) for held in ddp.timeline.memory)
+    assert ddp.memory < 2 * max(held["total"] for held in ddp.timeline.peak_memory)  # its last step's
     assert ddp.loss == pytest.approx(pipeline.loss, rel=1e-5)
     assert [row.number for row in found] == [pipeline.number + i for i in range(3)]
     assert mk.runs()[-3:].to_dataframe()["status"].tolist() == ["finished", "finished", "failed"]

@@ -9,6 +9,7 @@ steps       a plain PyTorch loop of several sizes, and mpkit's serial training o
 samples     NVML's answers, raw, and what a run of some seconds drew of them
 watch       the same loop watched and unwatched, in turn: the ratio
 proof       fifty steps with the default proof and without, in turn: the ratio, and what the proof says
+experts     the plans that divide experts, proved; a step of a GPT with eight experts per layer, and their load
 traces      torch.profiler's traces of two trainings, and the diagnosis of them
 doctor      what `mpkit doctor` says of the machine
 
@@ -59,6 +60,17 @@ PLANS = {
     "TP, sequence parallel": mk.Plan.tp(4, sequence_parallel=True),
     "CP zigzag": mk.Plan.cp(2, cp_order="zigzag"),
     "3D with ZeRO-1": mk.Plan(pp=2, dp=2, tp=2, zero=1, schedule="1f1b", microbatches=4),
+}
+EXPERT_PLANS = {
+    "ep": mk.Plan(dp=2, ep=2),
+    "ep 4": mk.Plan(dp=4, ep=4),
+    "ep, replicas of experts": mk.Plan(dp=4, ep=2, zero=1),
+    "ep, ZeRO-3": mk.Plan(dp=4, ep=2, zero=3),
+    "ep, tp": mk.Plan(dp=2, ep=2, tp=2),
+    "ep, cp": mk.Plan(dp=2, ep=4, cp=2),
+    "ep, 1F1B": mk.Plan(pp=2, dp=2, ep=2, schedule="1f1b", microbatches=4),
+    "ep bf16": mk.Plan(dp=2, ep=2, precision="bf16"),
+    "ep fp16": mk.Plan(dp=2, ep=2, precision="fp16"),
 }
 GPTS = {"124M": (12, 768, 12), "350M": (24, 1024, 16), "760M": (24, 1536, 16), "1.3B": (24, 2048, 16)}
 """Layers, width and heads of GPT-3's first sizes."""
@@ -271,6 +283,29 @@ def samples(folder: Path) -> list[list[float]]:
     return [[float(value) for value in sample] for sample in run.timeline().device_samples.tolist()]
 
 
+def experts(folder: Path) -> dict[str, Any]:
+    """Train a GPT with experts by each plan that divides them; then measure one of 124M parameters with eight each."""
+    data, found = [tokens(16, SMALL["length"], 256)], dict[str, Any]()
+    for name, plan in EXPERT_PLANS.items():
+        torch.manual_seed(0)
+        try:
+            with mk.Cluster(plan.ranks, device=DEVICE) as cluster:
+                run = cluster.train(
+                    GPT(**SMALL, experts=4, top_k=2), data, plan, loss=next_token_loss, optimizer=adamw, steps=3,
+                    verify="all", show=False, timeout=60,
+                ).wait()  # fmt: skip
+                found[name] = str(run.proof)
+        except Exception as error:  # printed and kept; the next plan is tried all the same
+            found[name] = f"FAILED {type(error).__name__}: {error}"
+        print(f"  {name:30} {found[name]}", flush=True)
+    layers, width, heads = GPTS["124M"]
+    with torch.device(DEVICE):
+        model = GPT(layers=layers, width=width, heads=heads, length=SEQUENCE, vocab=VOCAB, experts=8, top_k=2)
+    found["step"] = statistics.median(trained(model, 8, "bf16", 13))
+    print(f"  124M with eight experts per layer: {found['step'] * 1e3:.1f} ms a step", flush=True)
+    return found
+
+
 def _loop(ctx: Any, model: GPT, batch: int) -> float:
     torch.manual_seed(0)
     return statistics.median(trained(model, batch, "bf16", 25))
@@ -343,7 +378,8 @@ def measure(folder: Path, names: list[str]) -> None:
     """Measure the parts that are asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, Callable[[Path], Any]] = {
-        part.__name__: part for part in (strategies, kinds, steps, samples, watch, proof, traces, doctor)
+        part.__name__: part
+        for part in (strategies, kinds, steps, samples, watch, proof, experts, traces, doctor)
     }
     FOUND.update(gpu=gpu(), torch=torch.__version__)
     print(f"{gpu()}, torch {torch.__version__}")

@@ -118,6 +118,6 @@ def _states_alone(model: nn.Module, plan: Plan, available: int) -> str:
 
 
 def _shape(batch: Any) -> tuple[int, ...]:
-    from torch.utils._pytree import tree_leaves
+    from mpkit.common.torch_private import tree_leaves
 
     return tuple(next(leaf.shape for leaf in tree_leaves(batch) if hasattr(leaf, "shape")))

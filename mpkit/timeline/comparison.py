@@ -18,10 +18,11 @@ from mpkit.common.display import Drawn, HasChart, data_frame, draw
 from mpkit.common.visible import visible
 from mpkit.plan.plan import Plan
 from mpkit.timeline import metrics
+from mpkit.timeline.answer import Answer, HasTimeline
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.simulation import simulate
 from mpkit.timeline.stage_times import stage_times
-from mpkit.timeline.timeline import HasTimeline, Timeline
+from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -126,16 +127,16 @@ class Comparison(Drawn, HasChart):
         return bundle | super()._repr_mimebundle_(include, exclude)
 
 
-def compare_timelines(given: Sequence[tuple[str, Timeline | HasTimeline]]) -> Comparison:
-    """Return the Comparison that `mk.compare` makes of Timelines and Runs, each with its name or ""."""
+def compare_timelines(given: Sequence[tuple[str, Any]]) -> Comparison:
+    """Return the Comparison that `mk.compare` makes of Runs, Timelines and other answers, each with its name or ""."""
     timelines: dict[str, Timeline] = {}
-    if len(given) == 1 and isinstance(given[0][1], HasTimeline):
+    if len(given) == 1 and isinstance(given[0][1], HasTimeline) and not isinstance(given[0][1], Answer):
         measured = given[0][1].timeline()
         if Plan.from_json(measured.meta["plan"]).pp > 1:
             timelines["predicted"] = simulate_means(measured)
             given = [("measured", measured)]
     for name, each in given:
-        timeline = each.timeline() if isinstance(each, HasTimeline) else each
+        timeline = each.timeline() if isinstance(each, HasTimeline) else None
         if not isinstance(timeline, Timeline):
             raise ValueError(
                 f"compare({each!r}): give Timelines or finished Runs, such as "

@@ -132,6 +132,13 @@ class Figures:
         return metrics.peak(self.held, metrics.extents(self._last, self.world_size))
 
     @property
+    def memory(self) -> list[dict[str, int]]:
+        """The bytes that each rank holds, by category, at the moment of the step when it holds most; their sum is the
+        peak.
+        """
+        return metrics.held_at_peak(self.held, metrics.extents(self._last, self.world_size))
+
+    @property
     def peak_memory_of_run(self) -> list[dict[str, int]]:
         """`peak_memory` over all steps and over what comes before and after them."""
         return metrics.peak(self.held, [(-np.inf, np.inf)] * self.world_size)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,12 @@ from mpkit.timeline import metrics
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 from mpkit.timeline.dependencies.lane import lies_within
-from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
-__all__ = ["CAUSES", "causes_of", "idle_by_cause"]
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["CAUSES", "causes_of", "idle_by_cause", "parts_of_step"]
 
 Array = npt.NDArray[Any]
 
@@ -57,6 +59,22 @@ def idle_by_cause(timeline: Timeline) -> Array:
     """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
     return causes_of(graph_of(one.spans, one.world_size, one.clock), one.spans)
+
+
+def parts_of_step(timeline: Timeline) -> dict[str, float]:
+    """Return seconds per rank of work, and of idle time by cause, averaged over ranks, the longest first.
+
+    They add up to the makespan of the last complete step.
+
+    >>> import mpkit as mk
+    >>> parts_of_step(mk.simulate(mk.Plan.gpipe(4, 8)))
+    {'work': 24.0, 'idle: message': 4.5, 'idle: cool-down': 3.0, 'idle: warm-up': 1.5}
+    """
+    one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+    idle = idle_by_cause(one).mean(axis=0).tolist()
+    parts = {"work": sum(one.busy) / one.world_size}
+    parts |= {f"idle: {cause}": seconds for cause, seconds in zip(CAUSES, idle, strict=True) if seconds > 0}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def causes_of(graph: StepGraph, spans: Array) -> Array:

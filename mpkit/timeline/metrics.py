@@ -6,7 +6,7 @@ inside them and without waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,25 @@ def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int
     Categories peak at different moments (activations when the forwards end, gradients when the backwards do), so
     their peaks may sum to more than the total's.
     """
-    peaks = []
+    return [
+        {
+            **dict(zip(CATEGORIES, levels.max(axis=0).tolist(), strict=True)),
+            "total": int(levels.sum(axis=1).max()),
+        }
+        for levels in _levels(held, when)
+    ]
+
+
+def held_at_peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int]]:
+    """Return what each rank held by category at the moment, between two times of its own, when it held most."""
+    return [
+        dict(zip(CATEGORIES, levels[int(levels.sum(axis=1).argmax())].tolist(), strict=True))
+        for levels in _levels(held, when)
+    ]
+
+
+def _levels(held: Array, when: Sequence[tuple[float, float]]) -> Iterator[Array]:
+    """Yield by rank the bytes held after each change between two times, beginning with those before the first."""
     for rank, (start, end) in enumerate(when):
         mine = held[(held["rank"] == rank) & (held["time"] <= end)]
         levels = np.zeros((len(mine) + 1, len(CATEGORIES)), np.int64)
@@ -185,13 +203,7 @@ def peak(held: Array, when: Sequence[tuple[float, float]]) -> list[dict[str, int
             values = np.concatenate([[0], mine["total"]])
             index = np.maximum.accumulate(index)
             levels[:, category] = np.where(index > 0, values[index], 0)
-        # Start with the level at the beginning.
-        first = int(np.searchsorted(mine["time"], start, side="left"))
-        levels = levels[first:]
-        most = levels.max(axis=0)
-        total = int(levels.sum(axis=1).max())
-        peaks.append({**dict(zip(CATEGORIES, most.tolist(), strict=True)), "total": total})
-    return peaks
+        yield levels[int(np.searchsorted(mine["time"], start, side="left")) :]
 
 
 def bytes_by_kind(spans: Array, world_size: int) -> list[dict[str, int]]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.timeline import metrics
+from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
 from mpkit.timeline.breakdown import Breakdown, breakdown
-from mpkit.timeline.clock_notes import clock_notes
 from mpkit.timeline.figures import Figures
-from mpkit.timeline.placement_notes import placement_notes
-from mpkit.timeline.proof_notes import proof_notes
+from mpkit.timeline.notes import clock_notes, placement_notes, proof_notes, sample_notes
 from mpkit.timeline.replay import Replayed, replay
-from mpkit.timeline.sample_notes import sample_notes
 from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind, Lane
 
@@ -37,12 +35,12 @@ if TYPE_CHECKING:
     from mpkit.timeline.volume import CommVolume
     from mpkit.trace import Trace
 
-__all__ = ["HasTimeline", "Timeline"]
+__all__ = ["Timeline"]
 
 
 @public
 @dataclass(repr=False)
-class Timeline(Replayed, Figures):
+class Timeline(Replayed, Figures, Answer):
     """The operations of a run or a simulation, with their times.
 
     The figures are those of the last step that all ranks completed; `t.step(2)` is the timeline of step 2, with
@@ -60,11 +58,15 @@ class Timeline(Replayed, Figures):
         device_samples: (s,) array by rank of what NVML says of its GPU every 100 ms: time (s), utilisation (%), memory
             (bytes in use), nvlink_sent, nvlink_received, pcie_sent, pcie_received (bytes/s); nan: it does not tell.
 
+        basis: what was measured, and what is assumed.
+
     >>> import mpkit as mk
     >>> t = mk.simulate(mk.Plan.gpipe(4, 8))
     >>> t
     <Timeline of 4 ranks, 1 step, simulated: 33 s, bubble 0.273>
     """
+
+    basis: Basis = SIMULATED
 
     @classmethod
     def of(cls, trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
@@ -79,7 +81,7 @@ class Timeline(Replayed, Figures):
         Raises:
             ValueError: there is no such hardware or clock.
         """
-        timeline = cls.from_replay(replay(trace, hardware, clock))
+        timeline = cls.from_replay(replay(trace, hardware, clock), elsewhere=hardware is not None)
         timeline.notes += (
             (proof_notes(timeline.meta) if hardware is None else [])
             + clock_notes(timeline.meta)
@@ -90,9 +92,23 @@ class Timeline(Replayed, Figures):
         return timeline
 
     @classmethod
-    def from_replay(cls, replayed: Replayed) -> Timeline:
+    def from_replay(cls, replayed: Replayed, *, elsewhere: bool = False) -> Timeline:
         """Make a Timeline from the result of a replay, with figures and views."""
-        return cls(**vars(replayed))
+        return cls(**vars(replayed), basis=basis_of(replayed.clock, replayed.meta, elsewhere=elsewhere))
+
+    def timeline(self) -> Timeline:
+        """Return itself, as every answer returns its timeline."""
+        return self
+
+    @property
+    def because(self) -> dict[str, float]:
+        """Where the last complete step goes: seconds per rank of work, and of idle time by cause, the longest first.
+
+        They are averaged over ranks, and add up to the step's makespan.
+        """
+        from mpkit.timeline.idleness import parts_of_step
+
+        return parts_of_step(self)
 
     @cached_property
     def mesh(self) -> Mesh | None:
@@ -319,14 +335,6 @@ class Timeline(Replayed, Figures):
             shown = self.show()._repr_mimebundle_()
             bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
         return bundle or dict(draw(self, "bundle"))
-
-
-@runtime_checkable
-class HasTimeline(Protocol):
-    """A Run, or anything else that has a timeline."""
-
-    def timeline(self) -> Timeline:
-        """Return its timeline."""
 
 
 def _ranges(numbers: list[int]) -> str:

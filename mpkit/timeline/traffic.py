@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "sent_to", "unknown_payloads"]
+__all__ = ["CommMatrix", "Flow", "comm_matrix", "flows", "members_of", "sent_to", "unknown_payloads"]
 
 Array = npt.NDArray[Any]
 
@@ -68,10 +68,7 @@ def flows(timeline: Timeline) -> list[Flow]:
     distinct, which = np.unique(same, axis=1, return_inverse=True)
     for number, (rank, kind, group, peer) in enumerate(distinct.T.tolist()):
         these = comm[which.reshape(-1) == number]
-        members: tuple[int, ...] = (min(rank, peer), max(rank, peer))
-        if kind != Kind.SEND:
-            exchange = kind == Kind.ALL_TO_ALL
-            members = _members(timeline.names[group], timeline.world_size, mesh, rank, exchange=exchange)
+        members = members_of(timeline, kind, rank, group, peer)
         payload = int(these["bytes"].sum())
         to = {other: share * payload for other, share in sent_to(kind, members, rank, peer)}
         axis = axis_of(mesh, members, timeline.meta, exchange=kind == Kind.ALL_TO_ALL)
@@ -114,6 +111,14 @@ def sent_to(kind: int, members: tuple[int, ...], rank: int, peer: int = -1) -> I
         # In a broadcast the last rank of the ring sends nothing; in a reduce the root sends nothing.
         if not (kind == Kind.BROADCAST and after == peer) and not (kind == Kind.REDUCE and rank == peer):
             yield after, wire_factor(kind, n)
+
+
+def members_of(timeline: Timeline, kind: int, rank: int, group: int, peer: int) -> tuple[int, ...]:
+    """Return the ranks that take part in a rank's call; `group` and `peer` are those of its span."""
+    if kind in (Kind.SEND, Kind.RECV):
+        return min(rank, peer), max(rank, peer)
+    exchange = kind == Kind.ALL_TO_ALL
+    return _members(timeline.names[group], timeline.world_size, timeline.mesh, rank, exchange=exchange)
 
 
 def _members(

@@ -84,6 +84,10 @@ RENDERERS = {
         "text": "mpkit.views.memory.fits:fits_text",
         "svg": "mpkit.views.memory.fits:fits_svg",
     },
+    "Estimate": {
+        "text": "mpkit.views.comparison.estimate:estimate_text",
+        "svg": "mpkit.views.comparison.estimate:estimate_svg",
+    },
     "Advice": {
         "chart": "mpkit.views.comparison.advice:advice_figure",
         "table": "mpkit.views.comparison.advice:advice_table",

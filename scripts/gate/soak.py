@@ -1,4 +1,4 @@
-"""`make soak`: every test there is, programs of other systems and the zoo; `--slice 2/6` for a part; then a table."""
+"""`make soak`: every test, other systems, the zoo, other releases of torch; `--slice 2/6` for a part; a table."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from scripts.gate.steps import run
 
 HOURS = 4.0
 """The limit of the whole soak."""
+
+MODULES = ("tests.systems", "tests.systems.accepted", "tests.zoo", "scripts.gate.torch_versions")
+"""Programs of other systems, their configurations, the zoo, and the core of the tests on other releases of torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, marks, how in everything:
         chosen = ("-p", "scripts.gate.plugin", f"--record={out / name}.jsonl", f"--part={options.slice}")
         step(name, "pytest", "-q", *chosen, "-m", marks, *how, *others)
-    for number, module in enumerate(("tests.systems", "tests.systems.accepted", "tests.zoo")):
+    for number, module in enumerate(MODULES):
         if number % parts == part - 1:
             step(module, module)
     print(*table(report), sep="\n")

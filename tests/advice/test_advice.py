@@ -35,7 +35,7 @@ def test_it_names_the_best_plan_with_its_numbers(advice: Advice) -> None:
         for line in told.splitlines()
         if line[0] == "-" and "Near miss" not in line
     ]
-    assert [rule.says for rule in advice.because] == rules
+    assert [rule.says for rule in advice.rules] == rules
 
 
 def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
@@ -101,7 +101,7 @@ def test_rules_follow_the_numbers() -> None:
     assert "no plan fits" in str(none)
     assert "or more" in str(none)
     nodes = mk.advise("llama3-8b", "4x8-h100-ndr", global_batch=512, sequence=4096)
-    inside = next(rule for rule in nodes.because if "inside the node" in rule.says)
+    inside = next(rule for rule in nodes.rules if "inside the node" in rule.says)
     assert inside.agrees
 
 

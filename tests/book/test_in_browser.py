@@ -68,6 +68,7 @@ def test_tutorials_have_timelines_that_zoom(new_page: NewPage, site: str, shown:
     assert frame.url == f"{site}/timelines/{shown.strategy}.html"
     begin, end = frame.evaluate(TIMES)
     frame.locator(".mpkit-stage").hover()
+    page.keyboard.down("Control")
     page.mouse.wheel(0, -240)
     frame.wait_for_function(f"{TIMES}[1] - {TIMES}[0] < {0.95 * (end - begin)}")
     # As high as its content: nothing in the frame has to be scrolled.

@@ -20,7 +20,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests import limits
-from tests.browser.lab import EXPLORE, PREDICT, RANKS, WATCHED
+from tests.browser.lab import ENDED, EXPLORE, PREDICT, RANKS, WATCHED
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -86,6 +86,7 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         shutil.copy(NOTEBOOKS / "01-pipeline-bubbles.ipynb", home / "notebooks" / cells)
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for name, cells in {
+        "ended": ENDED,
         "explore": (EXPLORE,),
         "predict": PREDICT,
         "ranks": RANKS,

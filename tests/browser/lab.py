@@ -50,6 +50,28 @@ cluster.run(program, watch=True)""",
 )
 """The code of `watched.ipynb`, likewise; its program waits until the test has touched `seen`, beside the notebook."""
 
+ENDED = (
+    """import time
+
+import mpkit as mk
+import torch
+from mpkit.models import MLP
+
+
+def wait(ctx, step):
+    while step == 2:
+        time.sleep(0.01)
+
+
+cluster = mk.Cluster(ranks=2, device="cpu")
+batch = (torch.zeros(8, 16), torch.zeros(8, dtype=torch.int64))
+run = cluster.train(
+    MLP(16, 4), [batch] * 9, mk.Plan.gpipe(2, 4), loss=torch.nn.functional.cross_entropy, optimizer=torch.optim.SGD,
+    steps=9, on_step=wait,
+)""",
+)
+"""The code of `ended.ipynb`, likewise; its run never ends by itself."""
+
 PREDICT = ("import mpkit as mk\n\nguess = mk.predict('bubble')\nguess", "guess.against()")
 """The code of `predict.ipynb`, likewise."""
 

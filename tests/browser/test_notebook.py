@@ -123,7 +123,8 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     page.mouse.move(*place(naive, 0.17, rank=0))
     expect(tip).to_contain_text("idle: wait")
 
-    # The wheel zooms around the pointer.
+    # With Ctrl the wheel zooms around the pointer.
+    page.keyboard.down("Control")
     for _ in range(4):
         t0, t1 = naive.evaluate(TIMES)
         page.mouse.wheel(0, -240)  # one at a time: a browser may join several into one
@@ -131,6 +132,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
             "([root, length]) => root.panel.chart.times[1] - root.panel.chart.times[0] < length",
             arg=[naive.element_handle(), t1 - t0],
         )
+    page.keyboard.up("Control")
     settled(naive)
     screenshot(page, "notebook-zoomed")
 

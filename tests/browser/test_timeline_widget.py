@@ -54,6 +54,10 @@ def open_html(page: Page, folder: Path, timelines: Any, **options: Any) -> None:
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
+SCROLLS = """() => document.querySelector(".mpkit-stage").dispatchEvent(
+  new WheelEvent("wheel", { deltaY: -240, bubbles: true, cancelable: true }))"""
+"""Whether the wheel alone is left to the page."""
+
 CHART = "document.querySelector('.mpkit-timeline').panel.chart"
 
 
@@ -154,13 +158,16 @@ def test_hover_zoom_pan_keys_and_legend(
     page.mouse.move(*place(page, 0.6, rank=1))
     expect(tip).to_contain_text("idle: wait")
 
-    # The wheel zooms around the pointer: the moment under it stays under it.
+    # With Ctrl the wheel zooms around the pointer: the moment under it stays under it. Alone it scrolls the page.
     x, y = place(page, 10.0)
     page.mouse.move(x, y)
+    assert page.evaluate(SCROLLS) and window(page) == whole
+    page.keyboard.down("Control")
     for _ in range(4):
         length = window(page)[1] - window(page)[0]
         page.mouse.wheel(0, -240)  # one at a time: a browser may join several into one
         page.wait_for_function(f"{CHART}.times[1] - {CHART}.times[0] < {length}")
+    page.keyboard.up("Control")
     assert window(page)[1] - window(page)[0] < 0.5 * (whole[1] - whole[0])
     assert abs(place(page, 10.0)[0] - x) < 2
     screenshot(page, f"zoomed-{scheme}")

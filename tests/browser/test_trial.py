@@ -147,3 +147,40 @@ def test_axe_finds_nothing_serious(
     assert serious == []
     page.wait_for_function(f"{PANEL}.chart.asked === 0")
     screenshot(page, f"trial_{width}_{scheme}")
+
+
+def write_own(page: Page, text: str) -> None:
+    page.locator("#try-own").fill(text)
+
+
+def test_a_reader_writes_a_schedule_and_sends_a_link_to_it(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_trial(page, tmp_path, p=2, m=2)
+    page.get_by_label("schedule", exact=True).select_option("your own, to write")
+    assert page.locator("#try-own").input_value() == "F0 F1 B0 B1\nF0 B0 F1 B1"  # what was there before
+    bubble = page.locator("#try .mpkit-figure").first.locator("b")
+    write_own(page, "F0 F1 F2 I0 W0 I1 W1 I2 W2\nF0 I0 F1 I1 W0 F2 I2 W1 W2")
+    plan = mk.Plan.from_schedule(["F0 F1 F2 I0 W0 I1 W1 I2 W2", "F0 I0 F1 I1 W0 F2 I2 W1 W2"])
+    expect(bubble).to_have_text(f"{100 * mk.simulate(plan, 1, 1, 1).bubble:.1f} %")
+    expect(page.locator("#try-ranks")).to_be_hidden()
+    # ---- a link holds what is set
+    again = new_page()
+    again.goto(page.url)
+    again.wait_for_selector("html[data-drawn=true]")
+    assert again.locator("#try-own").input_value() == page.locator("#try-own").input_value()
+    expect(again.locator("#try .mpkit-figure").first.locator("b")).to_have_text(bubble.inner_text())
+    # ---- what cannot be run is told, and no figure of another schedule stands beside it
+    for text, told in {
+        "F0 B0": "There are 1 lines",
+        "F0 B0\nF0 X1": 'Rank 1: "X1" is no action',
+        "F0 F1 B0 B1\nF0 B0": "Rank 1 has no F1 of stage 1",
+        "F0 F0 B0\nF0 B0": "0F0 is there twice",
+        "F0 B0\nF0 I0": "no B0 of stage 1, and not both of I0 and W0",
+        "B0 F0\nF0 B0": "rank 0 waits at 0B0 for 0F0 of rank 0",
+    }.items():
+        write_own(page, text)
+        expect(page.get_by_role("alert")).to_contain_text(told)
+        expect(bubble).to_be_hidden()
+    write_own(page, "F0 B0\nF0 B0")
+    expect(page.get_by_role("alert")).to_be_empty()
+    expect(bubble).to_have_text("50.0 %")

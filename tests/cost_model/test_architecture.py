@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mpkit.models import GPT
 from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.configs import TRAITS, NoArchitecture
 from mpkit.prediction.cost_model.known_models import architecture_of, known_models
 
 CONFIGS: list[Any] = [
@@ -39,23 +41,9 @@ def test_parameters_are_those_of_transformers(config: Any) -> None:
     assert architecture_of(config).parameters == architecture_of(model).parameters == theirs
 
 
-@pytest.mark.parametrize(
-    ("config", "tolerance"),
-    [
-        (transformers.BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=1000), 0.05),
-        (transformers.T5Config(num_layers=2, d_model=64, num_heads=4, d_kv=16, d_ff=256, vocab_size=500), 0.01),
-    ],
-    ids=["bert", "t5"],
-)  # fmt: skip
-def test_others_lack_a_pooler_or_a_bias(config: Any, tolerance: float) -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(config)
-    theirs = sum(p.numel() for p in model.parameters())
-    assert architecture_of(config).parameters == pytest.approx(theirs, rel=tolerance)
-
-
-def test_the_kits_gpt() -> None:
-    model = GPT(layers=3, width=48, heads=4, vocab=100, length=16)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_kits_gpt(experts: int) -> None:
+    model = GPT(layers=3, width=48, heads=4, vocab=100, length=16, experts=experts)
     theirs = sum(p.numel() for p in model.parameters())
     assert architecture_of(model).parameters == pytest.approx(theirs, rel=2e-3)  # the head's bias
 
@@ -64,7 +52,9 @@ def test_known_sizes() -> None:
     billions = {
         "gpt2": 0.124, "gpt3-175b": 174.6, "llama2-7b": 6.74, "llama3-8b": 8.03, "llama3-70b": 70.6,
         "llama3-405b": 405.9, "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "qwen2.5-7b": 7.62, "bert-base": 0.109,
-        "t5-11b": 11.3, "vit-b-16": 0.0866, "vit-h-14": 0.632, "deepseek-v3": 671.0,
+        "t5-11b": 11.3, "vit-b-16": 0.0866, "vit-h-14": 0.632, "deepseek-v3": 671.0, "mixtral-8x22b": 140.6,
+        "qwen2-57b-a14b": 57.4, "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.9,
+        "gpt-oss-120b": 116.8,
     }  # fmt: skip
     for name, size in billions.items():
         assert known_models()[name].parameters / 1e9 == pytest.approx(size, rel=0.01), name
@@ -100,3 +90,68 @@ def test_flops_are_megatrons() -> None:
     megatron = 96 * s * 24 * h**2 * (1 + s / (6 * h) + 51200 / (16 * 24 * h))
     without_head = 4 * (gpt.forward_flops(s, causal=False) - 2 * s * h * 51200)
     assert without_head + 3 * 2 * s * h * 51200 == pytest.approx(megatron, rel=1e-9)
+
+
+WANTED = {
+    "nemotron": {"num_key_value_heads": 8},
+    "glm4_moe": {"head_dim": 128},
+    "electra": {"embedding_size": 256},
+}
+"""What a config does not have by default and its published ones have; electra's large ones have one width."""
+AUTO = (
+    transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForSeq2SeqLM,
+    transformers.AutoModelForImageClassification,
+)  # fmt: skip
+
+
+def built(config: Any) -> torch.nn.Module:
+    with torch.device("meta"):
+        model: torch.nn.Module = next(a for a in AUTO if type(config) in a._model_mapping).from_config(config)
+    return model
+
+
+@pytest.mark.parametrize("kind", sorted(TRAITS))
+def test_each_kind_has_the_parameters_of_its_module(kind: str) -> None:
+    """Whether all values of the config are written, or only those that are not the default, as in files on the Hub."""
+    config = CONFIG_MAPPING[kind](**WANTED.get(kind, {}))
+    model = built(config)
+    theirs = sum(p.numel() for p in model.parameters())
+    short = {**json.loads(config.to_json_string(use_diff=True)), "model_type": kind}
+    if "tied" in TRAITS[kind]:
+        short.pop("tie_word_embeddings", None)
+    for given in (config, short, model):
+        assert architecture_of(given).parameters == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.AlbertConfig(), "has not counted the parameters of model_type='albert'"),
+        (transformers.Mamba2Config(), "has not counted the parameters of model_type='mamba2'"),
+        (transformers.Qwen3MoeConfig(mlp_only_layers=[0]), r"mlp_only_layers=\[0\]"),
+        (transformers.ElectraConfig(), "embedding_size=128"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_a_config_that_says_too_little_is_not_guessed_at(config: Any, words: str) -> None:
+    with pytest.raises(NoArchitecture, match=words):
+        architecture_of(config)
+
+
+def test_a_model_of_an_unknown_kind_is_counted() -> None:
+    known = architecture_of(built(transformers.Dinov2Config()))
+    assert known.parameters == pytest.approx(86.6e6, rel=0.02)
+    with pytest.raises(
+        NoArchitecture, match=r"has 7,285.4M parameters, and what follows from its config 21,"
+    ):
+        architecture_of(built(transformers.Mamba2Config()))
+
+
+def test_frozen_parameters_need_a_share() -> None:
+    model = GPT(layers=2, width=48, heads=4, vocab=100, length=16)
+    model.embedding.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"8\.\d% of the parameters of model=GPT are frozen.*trainable=0\.91"
+    ):
+        architecture_of(model)
+    assert architecture_of(model, trainable=0.9).layers == 2

@@ -258,3 +258,14 @@ def test_the_proof_finds_what_is_wrong_with_experts(
     run = clusters(4).train(gpt(), texts(8, 8), mk.Plan(dp=4, ep=2), **how)
     with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
         run.wait()
+
+
+def test_a_mixture_runs_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer, x = MixtureOfExperts(12, experts=3, top_k=3), torch.randn(3, 8, 12, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = layer(x)
+    made.sum().backward()
+    assert made.dtype == torch.float32 and x.grad is not None
+    exact = layer(x)
+    assert (made - exact).abs().max() < 2e-2 * exact.abs().max()

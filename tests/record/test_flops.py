@@ -2,7 +2,6 @@
 
 import copy
 import random
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -29,10 +28,6 @@ class Attention(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(B, T, 3, HEADS, H // HEADS).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.drop(self.out(y.transpose(1, 2).reshape(B, T, H)))
-
-
-def test_the_private_module_is_there() -> None:
-    assert import_module("torch._subclasses.fake_tensor").FakeTensorMode
 
 
 @pytest.mark.parametrize("wants", [False, True], ids=["data", "from the stage before"])

@@ -204,3 +204,12 @@ def test_no_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="2"):
         main(["watch", "--ranks", "0", str(tmp_path / "train.py")])
     assert "ranks=0" in capsys.readouterr().err
+
+
+def test_memory_that_repeats_a_measured_step_is_marked(clusters: Clusters) -> None:
+    clusters(2).run(accumulating, watch=True)
+    watched = mk.Timeline.of(clusters(2).trace)
+    assert any(
+        "each later step of that kind is drawn as it was measured then" in note for note in watched.notes
+    )
+    assert not mk.simulate(mk.Plan.gpipe(2, 2)).notes

@@ -6,50 +6,63 @@ import argparse
 import sys
 from pathlib import Path
 
+from mpkit.common.command_line import Commands, add_command
+
 __all__ = ["add_classroom"]
 
 
-def add_classroom(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_classroom(commands: Commands) -> None:
     """Add the commands for instructors."""
     _add_grade(commands)
     _add_exercises(commands)
 
 
-def _add_grade(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    grade = commands.add_parser(
-        "grade",
-        help="grade the exercise notebooks of a class",
-        description="Runs each notebook below FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its "
-        "own, checks its answers on ranks of their own, and writes a table of the class and a page with hints for "
-        "each student. The table grows with each notebook; a grading that was stopped goes on where it stopped, and "
-        "one that is repeated grades only notebooks that are new or changed. A notebook is enclosed as far as this "
-        "system allows without root, which is said first: where it allows nothing, grade strangers' in a container.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    grade.add_argument("folder", type=Path, help="with the notebooks")
-    grade.add_argument("-o", "--output", type=Path, default=Path("grades.csv"), help="the table")
-    grade.add_argument("--pages", type=Path, help="folder of the students' pages; left out: beside the table")
+def _add_grade(commands: Commands) -> None:
+    grade = add_command(
+        commands, "grade", "grade the exercise notebooks of a class",
+        "It runs each notebook in FOLDER (STUDENT.ipynb or STUDENT/NOTEBOOK.ipynb) in a process of its own, checks the "
+        "answers on ranks, and writes a table of the class and a page with hints for each student. The table grows "
+        "with each notebook. The same command continues a grading that was stopped, and grades again only what has "
+        "changed. Each notebook is confined as far as this system permits without root; a first line says how far. "
+        "Where the system permits nothing, grade strangers' notebooks in a container.",
+        example="mpkit grade handed-in/ --roster class.csv --due 2026-11-20", run=_grade,
+    )  # fmt: skip
+    grade.add_argument("folder", type=Path, metavar="FOLDER", help="the folder with the notebooks")
     grade.add_argument(
-        "--exercises", default="", help="names with commas between; left out: all of a notebook's families"
+        "-o", "--output", type=Path, default=Path("grades.csv"), metavar="FILE", help="file for the table"
     )
+    grade.add_argument(
+        "--pages",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the students' pages (default: beside the table)",
+    )
+    grade.add_argument(
+        "--exercises", default="", metavar="NAMES",
+        help="exercises to grade, as a list with commas (default: all families in a notebook)",
+    )  # fmt: skip
     _about_students(grade)
     grade.add_argument(
-        "--gradescope",
-        type=Path,
-        help="also write results.json as Gradescope reads it: into this .json file, all of FOLDER as one student's, or "
-        "into this folder, a file per student",
+        "--gradescope", type=Path, metavar="PATH",
+        help="also write results.json for Gradescope: a .json file if all of FOLDER is one student's, or a folder "
+        "with a file per student",
+    )  # fmt: skip
+    grade.add_argument(
+        "-j", "--jobs", type=int, default=1, metavar="N", help="notebooks that are graded at once"
     )
-    grade.add_argument("-j", "--jobs", type=int, default=1, help="notebooks that are graded at a time")
-    grade.add_argument("--again", action="store_true", help="grade also what is graded already and unchanged")
+    grade.add_argument("--again", action="store_true", help="grade unchanged notebooks again")
     grade.add_argument(
         "--seconds",
         type=float,
         default=60.0,
-        help="that running a notebook may take, without the start of Python and torch",
+        help="time limit of a notebook, after Python and torch have started",
     )
-    grade.add_argument("--memory", type=float, default=4.0, help="GiB that a notebook may take")
-    grade.add_argument("--processes", type=int, default=40, help="that a notebook may run at a time")
-    grade.set_defaults(run=_grade)
+    grade.add_argument(
+        "--memory", type=float, default=4.0, metavar="GIB", help="memory limit of a notebook in GiB"
+    )
+    grade.add_argument(
+        "--processes", type=int, default=40, metavar="N", help="processes that a notebook may run at once"
+    )
 
 
 def _about_students(grade: argparse.ArgumentParser) -> None:
@@ -57,37 +70,46 @@ def _about_students(grade: argparse.ArgumentParser) -> None:
     grade.add_argument(
         "--roster",
         type=Path,
-        help="names of all students, one per line or a CSV: the table tells who is missing. Columns handed_in and due "
-        "of a CSV say when a student handed in, and who has longer",
+        metavar="FILE",
+        help="names of all students, one per line or as CSV, so that the table lists who is missing. The CSV's columns "
+        "handed_in and due say when a student handed in, and until when they may",
     )
     grade.add_argument(
         "--course",
         default="",
-        help="the text that `exercises --course` was given: each student's answers are judged with numbers of their "
-        "own, and whoever handed in somebody else's notebook is named",
+        metavar="TEXT",
+        help="the text that `mpkit exercises --course` was given. Each student's answers are judged with their own "
+        "numbers, and notebooks of another student are reported",
     )
     grade.add_argument(
         "--due",
-        help="when the notebooks were due, such as 2026-11-20 or 2026-11-20T18:00; late ones are marked, by the "
+        metavar="TIME",
+        help="when the notebooks were due, such as 2026-11-20 or 2026-11-20T18:00. Late ones are marked, by the "
         "roster's column handed_in, nbgrader's timestamp.txt, or the time of the file",
     )
 
 
-def _add_exercises(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    write = commands.add_parser(
-        "exercises",
-        help="write the exercise notebooks",
-        description="Writes the exercises as notebooks: for students into FOLDER, solved into FOLDER/solved, and for "
-        "nbgrader into FOLDER/nbgrader/source. With --roster and --course: notebooks for each student, with numbers of "
-        "their own, into FOLDER/students/NAME, and solved into FOLDER/solved/NAME.",
+def _add_exercises(commands: Commands) -> None:
+    write = add_command(
+        commands, "exercises", "write the exercise notebooks",
+        "Students' notebooks go to FOLDER, solved ones to FOLDER/solved, and nbgrader's to FOLDER/nbgrader/source. "
+        "With --roster and --course, each student gets notebooks with their own numbers: FOLDER/students/NAME, solved "
+        "in FOLDER/solved/NAME.",
+        example="mpkit exercises class/ --roster class.csv --course pp-2026-x7", run=_exercises,
+    )  # fmt: skip
+    write.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write to")
+    write.add_argument(
+        "--roster",
+        type=Path,
+        metavar="FILE",
+        help="names of all students, as `mpkit grade --roster` reads them",
     )
-    write.add_argument("folder", type=Path)
-    write.add_argument("--roster", type=Path, help="names of all students, as `grade --roster` reads them")
     write.add_argument(
         "--course",
         default="",
-        help="any text, such as pp-2026-x7: everybody's numbers follow from it and the name. Students should not "
-        "know it, and grading needs it",
+        metavar="TEXT",
+        help="any text, such as pp-2026-x7. Each student's numbers follow from it and their name. Keep it from "
+        "students; grading needs it",
     )
     write.add_argument(
         "--justify",
@@ -97,14 +119,13 @@ def _add_exercises(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     write.add_argument(
         "--exam",
         action="store_true",
-        help="checks of students' notebooks say only whether there is an answer that runs: no verdict, no hints",
+        help="let checks in students' notebooks say only whether an answer runs, without verdict or hints",
     )
     write.add_argument(
         "--otter",
         action="store_true",
-        help="write only source notebooks for `otter assign`, into FOLDER/otter/NAME",
+        help="write only source notebooks for `otter assign`, to FOLDER/otter/NAME",
     )
-    write.set_defaults(run=_exercises)
 
 
 def _grade(options: argparse.Namespace) -> None:

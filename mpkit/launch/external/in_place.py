@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mpkit.common.launch_folder import Settings
+from mpkit.common.torch_private import _world
 from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.results import Results
 from mpkit.launch.external.signed_store import SignedStore
@@ -81,7 +82,7 @@ def _group(place: LauncherPlace, settings: Settings, store: SignedStore) -> Iter
     own, hook = not dist.is_initialized(), sys.excepthook  # each init_process_group wraps the hook once more
     if own:
         _form(place, settings, store.for_group("group", settings.backend))
-    before = set(dist.distributed_c10d._world.pg_map)
+    before = set(_world.pg_map)
     again = store.for_group("program", settings.backend)
     joined = join(place.rank, place.world_size, settings.backend, again)
     signed = sign_objects(store.seal)
@@ -97,7 +98,7 @@ def _group(place: LauncherPlace, settings: Settings, store: SignedStore) -> Iter
         dist.destroy_process_group()  # and all groups within it
         sys.excepthook = hook
         return
-    for group in [each for each in dist.distributed_c10d._world.pg_map if each not in before]:
+    for group in [each for each in _world.pg_map if each not in before]:
         dist.destroy_process_group(group)
 
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from mpkit.common.torch_private import _get_default_store
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.signed_store import SignedStore
@@ -41,7 +42,7 @@ def rendezvous(place: LauncherPlace) -> SignedStore:
         MpkitError: nothing answers at the launcher's address.
     """
     if dist.is_initialized():
-        store = clone(dist.distributed_c10d._get_default_store())
+        store = clone(_get_default_store())
     else:
         store = _connect(place)
     ours = PrefixStore(f"mpkit/{place.attempt}", store)

@@ -57,6 +57,8 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
     import torch.distributed as dist  # the launching process, which imports this module, may do without
     from torch.distributed import distributed_c10d
 
+    from mpkit.common.torch_private import _world
+
     make, destroy = dist.init_process_group, dist.destroy_process_group
     times = 0
 
@@ -73,7 +75,7 @@ def join(rank: int, ranks: int, backend: str, store: Any) -> Replaced:
             make(backend, store=again, rank=rank, world_size=ranks, **said)
 
     def destroy_process_group(group: Any = None) -> None:
-        keep(distributed_c10d._world.pg_map if group in (None, dist.group.WORLD) else [group])
+        keep(_world.pg_map if group in (None, dist.group.WORLD) else [group])
         destroy(group)
 
     init_process_group.__doc__, destroy_process_group.__doc__ = make.__doc__, destroy.__doc__

@@ -90,7 +90,7 @@ class RunList(Sequence[KeptRun]):
                 raise ValueError(
                     f"compare({number}): there is no run {number} with a step. There are: {there}"
                 )
-        return compare_timelines([(f"run {n}: {known[n].plan!r}", known[n].timeline) for n in chosen])  # type: ignore[misc]
+        return compare_timelines([(f"run {n}: {known[n].plan!r}", known[n].timeline) for n in chosen])
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per run."""
@@ -129,7 +129,7 @@ def keep(run: Run) -> KeptRun:
         steps=len(run.losses),
         step_time=float(np.median(times)) if times else None,
         bubble=last.bubble if last is not None else None,
-        memory=max((sum(held.values()) for held in timeline.peak_memory), default=0)
+        memory=max((held["total"] for held in timeline.peak_memory_of_run), default=0)
         if timeline is not None
         else 0,
         loss=run.losses[-1] if run.losses else None,

@@ -36,7 +36,7 @@ def run_watched(
     observers, shown = Observers(), in_notebook()
     launched = launch(
         watch_function, (fn, check_watch(watch), *args), timeout=timeout, modules=NEEDED,
-        sink=observers.output if shown else print,
+        sink=observers.output if shown else print, meta={"watched": True},
     )  # fmt: skip
     if shown:
         WatchedRun(fn, launched, observers).follow()

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpkit.common.display import Drawn, draw
 from mpkit.plan.plan import Plan
+from mpkit.timeline.answer import Basis, Delegated
 from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.timeline import Timeline
 
@@ -54,24 +55,20 @@ class PredictedStep:
 
 
 @dataclass(frozen=True)
-class WhatIf(Drawn):
+class WhatIf(Drawn, Delegated):
     """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
 
     Attributes:
         rows: the run's typical step, and the step after each change on top of those before it.
-        band: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks what_if`,
+        error: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks what_if`,
             on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on GPUs.
-        run_memory: peak bytes that the run recorded, by rank and category, and "total".
-        played_memory: the same for the run's own plan, played as the changed one is; None if no plan was played.
-        memory: the same as predicted. A played rank's buffers include temporaries, which a run does not record: compare
-            it with `played_memory`.
+        played: bytes by rank and category of the run's own plan, played as the changed one is; None if no plan was
+            played. A played rank's buffers include temporaries, which a run does not record: compare `memory` with it.
     """
 
     rows: tuple[PredictedStep, ...]
-    band: float | None
-    run_memory: list[dict[str, int]]
-    played_memory: list[dict[str, int]] | None
-    memory: list[dict[str, int]]
+    error: float | None
+    played: list[dict[str, int]] | None
 
     @property
     def plan(self) -> Plan:
@@ -84,19 +81,25 @@ class WhatIf(Drawn):
         return self.rows[0].timeline
 
     @property
-    def timeline(self) -> Timeline:
-        """The predicted step."""
+    def answer(self) -> Timeline:
+        """The predicted step, each rank on a device of its own."""
         return self.rows[-1].timeline
 
     @property
-    def step_time(self) -> float:
-        """Predicted seconds per step, each rank on a device of its own."""
-        return self.timeline.step_time
+    def band(self) -> tuple[float, float] | None:
+        """The seconds between which real runs were; None where no runs have shown how far off such predictions are."""
+        step = self.step_time
+        return None if self.error is None else (step * (1 - self.error), step * (1 + self.error))
 
     @property
-    def bubble(self) -> float:
-        """The predicted bubble: the idle share of the makespan, averaged over ranks (`Timeline.bubble`)."""
-        return self.timeline.bubble
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+        if self.error == 0:
+            return Basis("the run's own operations", "each rank on a device of its own, and the link's model")
+        return Basis(
+            "the time of each of the run's actions",
+            "how actions of another size, or a split backward, compare with the measured ones",
+        )
 
     @property
     def causes(self) -> list[tuple[str, float]]:
@@ -107,7 +110,7 @@ class WhatIf(Drawn):
     @cached_property
     def comparison(self) -> Comparison:
         """The run beside the prediction, as `mk.compare` puts them: work and idle time by cause, and pictures."""
-        return compare_timelines([("run", self.before), ("what if", self.timeline)])
+        return compare_timelines([("run", self.before), ("what if", self.timeline())])
 
     def gap(self) -> Mapping[str, float]:
         """Return the parts of the difference in seconds, by op and by cause of idle time (`Comparison.gap`)."""

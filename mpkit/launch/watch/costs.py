@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mpkit.common.torch_private import _get_current_dispatch_mode
 from mpkit.launch.watch.measuring import Measuring
 from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.trace import Kind

@@ -9,6 +9,7 @@ import torch.autograd
 import torch.autograd.graph
 
 from mpkit.common.replaced import Replaced
+from mpkit.common.torch_private import current
 
 __all__ = ["EngineRuns"]
 
@@ -27,7 +28,7 @@ class EngineRuns:
 
     def install(self) -> None:
         """Begin to see backwards."""
-        run, begins, ends = torch.autograd.graph._engine_run_backward, self._begins, self._ends
+        run, begins, ends = current("_engine_run_backward"), self._begins, self._ends
 
         def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             begins(outputs)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
 from mpkit.common.replaced import Replaced
+from mpkit.common.torch_private import _BaseDataLoaderIter
 from mpkit.launch.watch.actions import Actions
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder

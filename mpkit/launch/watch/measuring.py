@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.common.replaced import Replaced
+from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from mpkit.common.torch_private import _Loss, tree_leaves
 from mpkit.launch.watch.actions import Actions
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.trace import Kind
@@ -88,7 +88,7 @@ class Modules:
             return
         if actions.is_running and actions.place == (-1, -1):  # within something else than a pipeline's action
             return
-        if not any(True for _ in module.parameters()) and not isinstance(module, nn.modules.loss._Loss):
+        if not any(True for _ in module.parameters()) and not isinstance(module, _Loss):
             return  # a ReLU that is called by hand says little
         self._new = True
         self.roots.add(module)
@@ -195,8 +195,11 @@ def layers_to_record(root: nn.Module, depth: int | None = None) -> list[tuple[st
 def unwrap_module(root: nn.Module) -> nn.Module | None:
     """Return the program's own module inside DDP, FSDP and the like; None if it is compiled."""
     while True:
-        if isinstance(root, torch._dynamo.OptimizedModule if "torch._dynamo" in _loaded_modules() else ()):
-            return None
+        if "torch._dynamo" in _loaded_modules():
+            from mpkit.common.torch_private import OptimizedModule
+
+            if isinstance(root, OptimizedModule):
+                return None
         for wrapper in _WRAPPERS:
             inner = root._modules.get(wrapper[:-1])
             if isinstance(inner, nn.Module) and sum(True for _ in root.children()) == 1:

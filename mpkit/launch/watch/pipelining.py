@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.pipelining.stage import _PipelineStageBase
-
 from mpkit.common.replaced import Replaced
+from mpkit.common.torch_private import _PipelineStageBase
 from mpkit.launch.watch.actions import Actions
 from mpkit.trace import Kind
 

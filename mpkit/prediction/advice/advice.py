@@ -32,6 +32,7 @@ from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.preset import Preset, preset_for
 from mpkit.prediction.cost_model.stack import Stack, stack_of
+from mpkit.timeline.answer import Basis, Delegated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +46,7 @@ __all__ = ["Advice", "advise"]
 
 
 @dataclass(frozen=True)
-class Advice(HasChart):
+class Advice(HasChart, Delegated):
     """The plans that fit, the best first; it prints the best of them with reasons.
 
     A notebook shows a sortable table as well (`table`), a chart of step time against memory with the frontier marked
@@ -106,7 +107,7 @@ class Advice(HasChart):
         return {} if self.best is None else {name: unsaid(self.best, name) for name in RUNNING}
 
     @cached_property
-    def because(self) -> list[Rule]:
+    def rules(self) -> list[Rule]:
         """The guides' rules with this model's numbers, and whether the search agrees."""
         return rules_of(self.priced, self.found)
 
@@ -122,6 +123,27 @@ class Advice(HasChart):
             asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
             self.priced.preset,
         )  # fmt: skip
+
+    @cached_property
+    def answer(self) -> Estimate:
+        """The best plan's estimate.
+
+        Raises:
+            ValueError: no plan fits.
+        """
+        if self.best is None:
+            raise ValueError(
+                f"none of the {self.considered:,} plans considered fits {self.priced.hardware.name}, so there is none "
+                "to estimate. print(advice) says what is missing"
+            )
+        return self.estimate(self.best)
+
+    @property
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+        return Basis(
+            self.answer.basis.measured, "what `mk.estimate` assumes, for training with Adam in 16 bits"
+        )
 
     def timelines(self, best: int = 3) -> dict[str, Timeline]:
         """Return the predicted timelines of the best plans, by plan: `mk.compare(**advice.timelines())` draws them."""

@@ -38,7 +38,7 @@ def summary_of(advice: Advice) -> str:
         lines += _memory_left(advice)
         lines += _simpler(advice)
         lines.append(_frameworks(advice))
-    lines += [f"- {rule}" for rule in advice.because]
+    lines += [f"- {rule}" for rule in advice.rules]
     out = [miss for miss in advice.near_misses if miss.excess > 0][:2]
     others = [miss for miss in advice.near_misses if miss.excess <= 0][:2]
     lines += [f"- Near miss, {miss}." for miss in (*out, *others)]

@@ -15,37 +15,9 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
 
-__all__ = ["Architecture", "Matmul"]
+from mpkit.prediction.cost_model.matmul import Matmul
 
-
-@dataclass(frozen=True, slots=True)
-class Matmul:
-    """A product of [tokens, k] and [k, n] matrices for each token; `count` of them, of which each token takes `share`.
-
-    Attributes:
-        name: the weight's role, such as "qkv".
-        k, n: the sizes of the weight.
-        divided: which of them tensor parallelism divides: "n" (by columns), "k" (by rows), "" (none).
-        experts: 0, or the number of experts that have such a weight each.
-        top_k: of these, the number that a token visits.
-    """
-
-    name: str
-    k: int
-    n: int
-    divided: str = ""
-    experts: int = 0
-    top_k: int = 0
-
-    @property
-    def parameters(self) -> int:
-        """Elements of the weight, of all experts."""
-        return self.k * self.n * max(1, self.experts)
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the forward per token."""
-        return 2.0 * self.k * self.n * max(1, self.top_k)
+__all__ = ["Architecture"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +161,7 @@ class Architecture:
         """Return the parameters of a layer, with its norms and biases."""
         products = self.matmuls(layer)
         norms = (3 if self.encoder and layer >= self.encoder else 2) * (1 + self.bias) * self.hidden
-        biases = sum(m.n * max(1, m.experts) for m in products) if self.bias else 0
+        biases = sum(m.n for m in products if not (m.experts or m.name == "router")) if self.bias else 0
         return sum(m.parameters for m in products) + norms + biases + self.q_rank + self.kv_rank
 
     def expert_parameters(self, layer: int = 0) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpkit.common.calls import answers
+from mpkit.common.display import Drawn
 from mpkit.common.tracebacks import public
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
@@ -31,6 +32,7 @@ from mpkit.prediction.cost_model.preset import Preset, preset_as_played, preset_
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.step import StepTime, step_time
+from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The prediction of a step; it prints with its band and where the time goes.
+class Estimate(Drawn, Answer):
+    """The prediction of a step, with its band and where the time goes; it prints, and is a picture in a notebook.
 
     Attributes:
         model, plan, hardware, sequence: what was asked for.
@@ -123,6 +125,12 @@ class Estimate:
 
     # ---- pictures
 
+    @property
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+        fitted = f"; constants are fitted to {self.preset.rows} published steps" if self.preset.rows else ""
+        return Basis(f"nothing{fitted}", "the rest; the result prints its error band")
+
     def timeline(self) -> Timeline:
         """Return the step as a simulated Timeline, one row per rank of a pipeline; it takes `step_time`.
 
@@ -140,7 +148,7 @@ class Estimate:
         reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
         kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}
         after = [(phase, kinds[phase], time) for phase, time in self.step.after.items() if time]
-        return followed_by(simulate(plan, forward, halves, halves, hop), after)
+        return replace(followed_by(simulate(plan, forward, halves, halves, hop), after), basis=self.basis)
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:
         """Return this step with its measured time, for `mk.calibrate`."""
@@ -207,7 +215,14 @@ def estimate(
     check_plan(plan)
     chosen, plan = stack_for(plan, stack, machine.device.half)
     return estimate_checked(
-        architecture_of(model), plan, machine, global_batch, sequence, chosen, preset, trainable
+        architecture_of(model, trainable=trainable),
+        plan,
+        machine,
+        global_batch,
+        sequence,
+        chosen,
+        preset,
+        trainable,
     )
 
 

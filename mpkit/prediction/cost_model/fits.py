@@ -9,7 +9,7 @@ Fragmentation: what an allocator reserves beyond what is allocated at the peak; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from mpkit.prediction.cost_model.estimate import Estimate, estimate, estimate_ch
 from mpkit.prediction.cost_model.memory import CATEGORIES
 from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack
+from mpkit.timeline.answer import Basis, Delegated
 
 __all__ = ["MARGIN_WORD", "MEANING", "Fits", "Remedy", "fits"]
 
@@ -67,7 +68,7 @@ FOLLOW: dict[str, str | None] = {"pytorch": None, "pytorch-fp32": None, "mpkit":
 
 
 @dataclass(frozen=True)
-class Fits(Drawn):
+class Fits(Drawn, Delegated):
     """Whether a plan fits; true if it does. It prints, and is a picture in a notebook.
 
     Attributes:
@@ -90,9 +91,17 @@ class Fits(Drawn):
         return self.estimate.peak_memory * (1 + FRAGMENTATION)
 
     @property
-    def memory(self) -> list[dict[str, float]]:
-        """Bytes at the peak by rank and category."""
-        return list(self.estimate.memory)
+    def answer(self) -> Estimate:
+        """The estimate."""
+        return self.estimate
+
+    @property
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+        measured, _ = self.estimate.basis
+        return Basis(
+            measured, f"activations by formula, {100 * FRAGMENTATION:.0f} % fragmentation, the CUDA context"
+        )
 
     @property
     def fullest(self) -> int:
@@ -187,7 +196,7 @@ class Fits(Drawn):
             e.model, plan, e.hardware, batch, e.sequence, stack, preset, e.layout.trainable
         )
 
-    def margin(self, memory: dict[str, float]) -> float:
+    def margin(self, memory: Mapping[str, float]) -> float:
         """Return the bytes that fragmentation takes beside this memory."""
         return FRAGMENTATION * sum(memory.values())
 

@@ -18,16 +18,15 @@ from typing import Any
 
 from mpkit.common.bounded import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.configs import WIDTHS, NoArchitecture, read_config
 
 __all__ = ["NoArchitecture", "architecture_of", "known_models"]
 
 
 ENDING = r"-(instruct|chat|base|hf|uncased|cased|it|v\d+(\.\d+)?)$"
 """What ids on the Hub add to the name of an architecture."""
-
-
-class NoArchitecture(ValueError):
-    """A model has no config from which its sizes follow."""
+SAME = 0.05
+"""How far a model's number of parameters may be from what its config describes: for heads, poolers and biases."""
 
 
 @cache
@@ -50,15 +49,18 @@ def known_models() -> Mapping[str, Architecture]:
     return found
 
 
-def architecture_of(model: object) -> Architecture:
+def architecture_of(model: object, *, trainable: float = 1.0) -> Architecture:
     """Return the architecture of whatever describes one.
 
     Args:
         model: an `Architecture`; the name of a known one; a mapping of its numbers or of a config.json; the path of a
-            config.json; a config of transformers; or a model that has one, such as mpkit's GPT.
+            config.json; a config of transformers; or a model that has one, such as mpkit's GPT. A model's parameters
+            are counted, and compared with what its config describes.
+        trainable: the share of the parameters that is trained, as the caller has it.
 
     Raises:
-        ValueError: nothing of that name is known, or the numbers do not describe a transformer.
+        ValueError: nothing of that name is known, the numbers do not describe a transformer, or a model has another
+            number of parameters than its config describes, or frozen ones of which `trainable` does not know.
 
     >>> architecture_of({"layers": 24, "hidden": 1024, "heads": 16, "vocabulary": 50257}).ffn
     4096
@@ -83,8 +85,12 @@ def architecture_of(model: object) -> Architecture:
     sizes = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", None)
     if not sizes and hasattr(config, "__dataclass_fields__"):
         sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    if isinstance(sizes, Mapping) and ({"hidden_size", "n_embd", "d_model", "width"} & set(sizes)):
-        return replace(_of_mapping(sizes), name=type(model).__name__)
+    if isinstance(sizes, Mapping) and ({*WIDTHS, "width"} & set(sizes)):
+        counted = callable(getattr(model, "parameters", None))
+        found = replace(_of_mapping(sizes, counted=counted), name=type(model).__name__)
+        if counted:
+            _compare_counts(model, found, trainable)
+        return found
     raise NoArchitecture(
         f"model={type(model).__name__} has no config from which its layers, hidden size and heads follow. Give them: "
         "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}; or measure it here: mk.profile(model, data)"
@@ -127,7 +133,7 @@ def _cached_config(name: str) -> dict[str, Any] | None:
     return sizes if isinstance(sizes, dict) else None
 
 
-def _of_mapping(sizes: Mapping[str, Any]) -> Architecture:
+def _of_mapping(sizes: Mapping[str, Any], *, counted: bool = False) -> Architecture:
     """Return the architecture of numbers by this kit's names, or by those of a config of transformers."""
     known = {field.name for field in fields(Architecture)}
     if {"layers", "hidden", "heads"} <= set(sizes):
@@ -140,63 +146,25 @@ def _of_mapping(sizes: Mapping[str, Any]) -> Architecture:
     if {"width", "heads", "layers", "vocab", "length"} <= set(sizes):  # mpkit.models.GPTConfig
         return Architecture(
             sizes["layers"], sizes["width"], sizes["heads"], vocabulary=sizes["vocab"], positions=sizes["length"],
-            bias=True, name="GPT",
+            bias=True, experts=sizes.get("experts", 0), top_k=sizes.get("top_k", 0) if sizes.get("experts") else 0,
+            name="GPT",
         )  # fmt: skip
-    return _of_config(sizes)
+    return read_config(sizes, counted=counted)
 
 
-def _of_config(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config of transformers; its fields have several names."""
-    kind = str(config.get("model_type", ""))
-
-    def number(*names: str, default: int = 0) -> int:
-        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
-
-    hidden, layers = (
-        number("hidden_size", "n_embd", "d_model"),
-        number("num_hidden_layers", "n_layer", "num_layers"),
-    )
-    heads = number("num_attention_heads", "n_head", "num_heads", "n_heads")
-    if not (hidden and layers and heads):
-        raise ValueError(
-            f"a config of model_type={kind!r:.60} without "
-            + ", ".join(
-                name
-                for name, value in (
-                    ("hidden_size", hidden),
-                    ("num_hidden_layers", layers),
-                    ("num_attention_heads", heads),
-                )
-                if not value
-            )
-            + ": give numbers instead, {'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}"
+def _compare_counts(model: Any, found: Architecture, trainable: float) -> None:
+    """Raise if the model has other parameters than its config describes, or frozen ones that nothing accounts for."""
+    name, psi = type(model).__name__, sum(p.numel() for p in model.parameters())
+    if abs(found.parameters - psi) > SAME * psi:
+        raise NoArchitecture(
+            f"model={name} has {psi / 1e6:,.1f}M parameters, and what follows from its config "
+            f"{found.parameters / 1e6:,.1f}M: layers that are not an attention and an MLP each, weights that are "
+            "shared, or parts that the config leaves out. Time and memory of this one, from its own operators: "
+            "mk.trace_fake(model, plan, ...), or from a measurement here: mk.profile(model, data)"
         )
-    activation = str(
-        config.get("hidden_act", config.get("activation_function", config.get("feed_forward_proj", "")))
-    )
-    positional = kind in {"gpt2", "bert", "roberta", "opt", "gptj", "vit", "distilbert", "electra"}
-    encoder, patch = 0, 0
-    if kind == "t5":
-        encoder, layers = layers, layers + number("num_decoder_layers", default=layers)
-    if kind == "vit":
-        patch = number("num_channels", default=3) * number("patch_size", default=16) ** 2
-    side = number("image_size", default=224) // max(1, number("patch_size", default=16))
-    return Architecture(
-        layers, hidden, heads,
-        kv_heads=number("num_key_value_heads", default=heads),
-        ffn=number("intermediate_size", "n_inner", "d_ff", "ffn_dim", default=4 * hidden),
-        vocabulary=len(config.get("id2label") or {}) if kind == "vit" else number("vocab_size"),
-        gated="silu" in activation or "gated" in activation or kind in {"llama", "mistral", "qwen2", "qwen3", "gemma"},
-        causal=kind not in {"bert", "roberta", "vit", "distilbert", "electra"},
-        tied=bool(config.get("tie_word_embeddings", False)),
-        bias=positional,
-        positions=(side * side + 1 if patch else number("max_position_embeddings", "n_positions")) if positional else 0,
-        head_dim=number("head_dim", "d_kv"),
-        patch=patch,
-        encoder=encoder,
-        experts=number("num_local_experts", "num_experts", "n_routed_experts"),
-        top_k=number("num_experts_per_tok"),
-        expert_ffn=number("moe_intermediate_size"),
-        qk_norm=kind in {"qwen3", "qwen3_moe"},
-        name=kind,
-    )  # fmt: skip
+    share = sum(p.numel() for p in model.parameters() if p.requires_grad) / psi
+    if share < 1.0 and trainable == 1.0:
+        raise ValueError(
+            f"{1 - share:.1%} of the parameters of model={name} are frozen, and everything would be counted as if it "
+            f"were trained. mk.estimate and mk.fits take the share that is trained: trainable={share:.3g}"
+        )

@@ -88,7 +88,8 @@ def layer_time(
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
-    tensor = _tensor_parallel(tokens * h * stack.element, layout, network, stack)
+    sent = [times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout)]
+    tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
     routed = stack.element * tokens * model.top_k * h / spread if visits > 1 else 0.0
     experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
@@ -130,17 +131,31 @@ def _mlp_width(model: Architecture, layer: int) -> tuple[int, int]:
     return 1, model.ffn
 
 
-def _tensor_parallel(nbytes: float, layout: Layout, network: Network, stack: Stack) -> float:
-    """Return the exposed seconds of the communication in a layer's forward; its backward takes as long.
+def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -> list[int]:
+    """Return what tensor parallelism sends in a layer's forward, in units of its tokens: for the attention and the MLP.
 
-    Two all-reduces; with sequence parallelism two all-gathers and two reduce-scatters, which together send as much
+    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group,
+    once per visit, or the sum of what the group made of each token (Liu et al. 2025, arXiv 2504.14960, section 3).
+    """
+    sent = [1]
+    if visits == 1 or model.shared_ffn:
+        sent.append(1)
+    if visits > 1 and layout.expert_tp > 1:
+        sent.append(visits if layout.sequence_parallel else 1)
+    return sent
+
+
+def _tensor_parallel(nbytes: float, layout: Layout, network: Network, stack: Stack) -> float:
+    """Return the exposed seconds of what a forward sends; its backward takes as long.
+
+    An all-reduce; with sequence parallelism an all-gather and a reduce-scatter, which together send as much
     (Korthikanti et al. 2022, section 4.2.2), but without the help of a switch that adds up.
     """
     t, inside = layout.tp, layout.per_node("tp", network.per_node)
     if not layout.sequence_parallel:
-        return 2 * network.time(Kind.ALL_REDUCE, nbytes, t, inside)
+        return network.time(Kind.ALL_REDUCE, nbytes, t, inside)
     both = sum(network.time(kind, nbytes, t, inside) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
-    return 2 * both * (KAPPA if stack.userbuffers else ASYNC if stack.async_tp else 1.0)
+    return both * (KAPPA if stack.userbuffers else ASYNC if stack.async_tp else 1.0)
 
 
 def _context_parallel(

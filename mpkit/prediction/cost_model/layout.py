@@ -114,13 +114,14 @@ class Layout:
 
         Args:
             axis: "tp", "cp", "replicas" (dp and cp), "shards" (those among which ZeRO shards), "groups" (those that
-                hold the same shard) or "ep".
+                hold the same shard) or "ep". Experts lie beside each other, tp apart only where they are divided, as
+                Megatron places them; mpkit's own ranks leave them tp apart.
             devices: devices per node.
         """
         inner, size = {
             "tp": (1, self.tp),
             "cp": (self.tp, self.cp),
-            "ep": (self.tp, self.ep),
+            "ep": (self.expert_tp, self.ep),
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
             "groups": (self.tp * self.shards, self.groups),

@@ -24,13 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor  # private; a test guards it
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from mpkit.common.process_wide import LOCK
 from mpkit.common.replaced import Replaced
+from mpkit.common.torch_private import (
+    FakeStore,
+    FakeTensor,
+    TorchDispatchMode,
+    _local_scalar_dense,
+    tree_map_only,
+)
 from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.kinds import kinds, order
@@ -196,7 +199,7 @@ class Unread(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is _local_scalar_dense.default:
             return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
         return func(*args, **kwargs or {})
 

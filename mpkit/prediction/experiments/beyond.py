@@ -128,7 +128,7 @@ def beyond_of(
 
 def _sizes(batch: Any) -> tuple[int, int]:
     """Return the samples of a batch, and the tokens of a sample."""
-    from torch.utils._pytree import tree_leaves
+    from mpkit.common.torch_private import tree_leaves
 
     shape = next(leaf.shape for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))
     return int(shape[0]), int(shape[1]) if len(shape) > 1 else 1

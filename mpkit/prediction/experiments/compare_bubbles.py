@@ -10,7 +10,8 @@ from mpkit.common.display import Drawn, data_frame
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
-from mpkit.timeline.timeline import HasTimeline, Timeline
+from mpkit.timeline.answer import HasTimeline
+from mpkit.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +73,7 @@ class BubbleCurve(Drawn):
 
 
 @public
-def bubble_curve(runs: Iterable[Timeline | HasTimeline]) -> BubbleCurve:
+def bubble_curve(runs: Iterable[HasTimeline]) -> BubbleCurve:
     """Compare the bubbles of runs that differ in their micro-batches with the schedule's formula.
 
     Args:
@@ -90,12 +91,13 @@ def bubble_curve(runs: Iterable[Timeline | HasTimeline]) -> BubbleCurve:
                 2    60.0 %    60.0 %      15.0 s
                 8    27.3 %    27.3 %      33.0 s
     """
-    timelines: list[Any] = [run.timeline() if isinstance(run, HasTimeline) else run for run in runs]
-    if wrong := [each for each in timelines if not isinstance(each, Timeline)]:
+    given: list[Any] = list(runs)
+    if wrong := [each for each in given if not isinstance(each, HasTimeline)]:
         raise ValueError(
             f"bubble_curve([{wrong[0]!r}]): give Runs or Timelines, such as "
             "[mk.simulate(mk.Plan.gpipe(4, m)) for m in (1, 2, 4)]"
         )
+    timelines: list[Timeline] = [each.timeline() for each in given]
     by_m: list[tuple[Plan, Timeline]] = sorted(
         ((Plan.from_json(each.meta["plan"]), each) for each in timelines), key=lambda it: it[0].microbatches
     )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import Drawn, data_frame
 from mpkit.common.tracebacks import public
-from mpkit.timeline.timeline import HasTimeline, Timeline
+from mpkit.timeline.answer import HasTimeline
+from mpkit.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +39,7 @@ class MemoryByPlan(Drawn):
 
 
 @public
-def memory_by_plan(runs: Mapping[str, Timeline | HasTimeline]) -> MemoryByPlan:
+def memory_by_plan(runs: Mapping[str, HasTimeline]) -> MemoryByPlan:
     """Compare what the ranks of several runs held when they held most, on one scale.
 
     Args:
@@ -62,8 +63,8 @@ def memory_by_plan(runs: Mapping[str, Timeline | HasTimeline]) -> MemoryByPlan:
             f"memory_by_plan({runs!r}): give Runs or Timelines by name, such as {{'GPipe': gpipe, '1F1B': other}}"
         )
     last: dict[str, Timeline] = {}
-    for name, run in runs.items():
-        timeline = run.timeline() if isinstance(run, HasTimeline) else run
+    for name, run in given.items():
+        timeline = run.timeline() if isinstance(run, HasTimeline) else None
         if not isinstance(timeline, Timeline):
             raise ValueError(
                 f"memory_by_plan({{{name!r}: {run!r}}}): give a Run or a Timeline, such as run.timeline()"

@@ -36,6 +36,7 @@ from mpkit.prediction.experiments.action_times import action_times, whole_model
 from mpkit.prediction.experiments.busy_ranks import BusyRanks, measure_busy, overlapped_share
 from mpkit.prediction.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scale_trace, with_starts
 from mpkit.prediction.experiments.played_training import PlayedTraining, first_samples
+from mpkit.timeline.answer import PROFILED
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Trace
 
@@ -115,7 +116,7 @@ class Profile:
                 1 + taken * copies.get((rank, kind), 0.0)
             )
 
-        return Timeline.of(scale_trace(trace, slow_down, kinds), hardware)
+        return replace(Timeline.of(scale_trace(trace, slow_down, kinds), hardware), basis=PROFILED)
 
     def train(self, plan: Plan, cluster: Cluster, *, steps: int) -> Run:
         """Start a training of the profiled model on its batch, to compare a prediction with it.
@@ -290,6 +291,6 @@ def _batch_of(data: Any) -> tuple[Any, Any]:
 
 
 def _samples(batch: tuple[Any, Any]) -> int:
-    from torch.utils._pytree import tree_leaves
+    from mpkit.common.torch_private import tree_leaves
 
     return next(int(leaf.shape[0]) for leaf in tree_leaves(batch) if hasattr(leaf, "shape"))

@@ -66,11 +66,9 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
     # ---- count, factor, predict, replay
     rows = tuple(PredictedStep(each.change, each.plan, recorded.typical(each)) for each in asked)
     # ---- memory
-    run_memory = rows[0].timeline.peak_memory
     is_played = asked[-1].plan != run.plan
-    played_memory = Timeline.of(recorded.play_plan(run.plan)).peak_memory if is_played else None
-    memory = rows[-1].timeline.peak_memory if is_played else run_memory
-    return WhatIf(rows, recorded.band(asked), run_memory, played_memory, memory)
+    played = Timeline.of(recorded.play_plan(run.plan)).memory if is_played else None
+    return WhatIf(rows, recorded.error(asked), played)
 
 
 class _Recorded:
@@ -110,7 +108,7 @@ class _Recorded:
             ]
         return sorted(found, key=lambda step: step.step_time)[(len(found) - 1) // 2]
 
-    def band(self, asked: list[ChangedPlan]) -> float | None:
+    def error(self, asked: list[ChangedPlan]) -> float | None:
         """Return how far off such predictions were; 0 for a replay, None if no runs have shown it."""
         if all(each.plan == self.plan for each in asked):
             return 0.0

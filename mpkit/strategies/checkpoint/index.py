@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mpkit.common.torch_private import _MEM_FORMAT_ENCODING, _StorageInfo
 from mpkit.strategies.checkpoint.boxes import ParameterBox, tile
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, Damaged, open_plain
 
@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
             dcp.TensorProperties,
             dcp.ChunkStorageMetadata,
             dcp.MetadataIndex,
-            dcp._MEM_FORMAT_ENCODING,
+            _MEM_FORMAT_ENCODING,
             _StorageInfo,
         )
     }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpkit.common.torch_private import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Numbered", "Wire"]
 
-_EXCLUDE: Any = torch._C._ExcludeDispatchKeyGuard
-_WATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_WATCHED = DispatchKeySet(DispatchKey.BackendSelect)
 """Where `mpkit.launch.watch` listens to calls of torch.distributed."""
 
 _ALLOCATE_NOTHING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST, Kind.SEND, Kind.RECV)
@@ -143,7 +143,7 @@ class Wire:
     def _hide_from_watch(self, kind: Kind) -> AbstractContextManager[Any]:
         """Keep `mpkit.launch.watch` from listening to a call that is recorded here: passing through it takes time."""
         unseen = self.gloo and kind in _ALLOCATE_NOTHING
-        return _EXCLUDE(_WATCHED) if unseen else nullcontext()
+        return _ExcludeDispatchKeyGuard(_WATCHED) if unseen else nullcontext()
 
     # ---- tensors as the backend takes them ----------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from mpkit.common.torch_private import DataDependentOutputException
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.ulysses import ulysses_attention

@@ -9,8 +9,8 @@ with statistics over the whole batch are equal anyway, and are not sent.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from mpkit.common.torch_private import _BatchNorm
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from mpkit.common.torch_private import _BatchNorm
 
 __all__ = ["Alone", "Gathers", "batch_norms", "has_own_forward", "over_whole_batch"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
+from mpkit.common.torch_private import _get_dispatch_mode, _TorchDispatchModeKey
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 
@@ -31,7 +31,7 @@ class SyncCost:
 
     def __init__(self, context: Context, replicas: Communicator, model: nn.Module) -> None:
         self._replicas = replicas
-        played = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        played = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
         self._says = context.rank == 0 and not played and bool(batch_norms(model))
         # With a GPU the host only enqueues the communication, and does not wait for it.
         self._times = self._says and context.device.type == "cpu"

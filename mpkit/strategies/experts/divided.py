@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.experts.finding import find_experts, number_of_experts
 from mpkit.strategies.models.experts import count_rows
@@ -98,7 +98,7 @@ def _forward(
     sends, receives = _exchange_counts(chosen, here, group)
     to, of = (list(map(sum, counts)) for counts in (sends, receives))
     # ---- dispatch
-    rows = _Exchange.apply(x[token], group, to, of)  # type: ignore[no-untyped-call]
+    rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
     # ---- experts
     padded = F.pad(rows, (0, 0, 0, 0 if sum(of) else 1))
     numbers = [expert for counts in receives for expert, count in enumerate(counts) for _ in range(count)]

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from mpkit.common.torch_private import _DropoutNd
 
 __all__ = ["check_experts_of", "chosen_experts", "find_experts", "number_of_experts"]
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
-from torch._subclasses.fake_tensor import FakeTensor
-
+from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.digest import SampleLog

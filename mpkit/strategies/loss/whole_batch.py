@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.loss.quotient import Quotient
 from mpkit.strategies.models.nested import flatten, rebuild

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from mpkit.common.torch_private import FakeTensor
 
 __all__ = ["Experts", "MixtureOfExperts", "count_rows"]
 
@@ -88,13 +89,13 @@ class Experts(nn.Module):
         """
         order = chosen.flatten().argsort(stable=True)
         token = order // chosen.shape[1]
-        parts = x[token].split(count_rows(chosen, len(self.up)))
+        parts = x.index_select(0, token).split(count_rows(chosen, len(self.up)))
         made = [
             F.linear(F.gelu(F.linear(part, up)), down)
             for part, up, down in zip(parts, self.up.unbind(), self.down.unbind(), strict=True)
         ]
         weighted = torch.cat(made) * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add(0, token, weighted)
+        return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
 
 
 def count_rows(chosen: Tensor, experts: int) -> list[int]:

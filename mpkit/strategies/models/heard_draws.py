@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.models.randomness import OtherDraws
 
 __all__ = ["DRAWING", "CannotReplay", "ForwardDraws", "GivenDraws", "HeardDraws"]

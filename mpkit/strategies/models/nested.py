@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES  # private: tests/partition/test_any_model.py guards it
+
+from mpkit.common.torch_private import SUPPORTED_NODES
 
 __all__ = ["ATOMS", "LEAF", "IsWhole", "Shape", "flatten", "is_data", "is_opaque", "rebuild"]
 

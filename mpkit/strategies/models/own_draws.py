@@ -30,10 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-)  # private; tests/training/test_own_draws guards it
 
+from mpkit.common.torch_private import _disable_current_modes
 from mpkit.strategies.models.spans import ForwardSpan
 
 __all__ = ["KeptSpans", "OwnDraws"]

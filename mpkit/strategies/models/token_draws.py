@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes  # as in own_draws
 
+from mpkit.common.torch_private import _disable_current_modes
 from mpkit.strategies.models.own_draws import OwnDraws
 
 __all__ = ["TokenDraws", "drawn_by"]

@@ -30,10 +30,9 @@ def _empty(kind: Any) -> Any:
 
 def _parametrize(module: Any, state: dict[str, Any]) -> None:
     """Turn an empty module into the parametrized one with this state."""
-    from torch.nn.utils import parametrize
+    from mpkit.common.torch_private import _inject_new_class, _inject_property
 
     module.__setstate__(state)
-    # Private: tests/training/test_hooks.py guards them.
-    parametrize._inject_new_class(module)
+    _inject_new_class(module)
     for name in module.parametrizations:
-        parametrize._inject_property(module, name)
+        _inject_property(module, name)

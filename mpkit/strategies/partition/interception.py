@@ -16,6 +16,8 @@ import torch.utils.checkpoint
 from torch.autograd import Function
 from torch.overrides import handle_torch_function
 
+from mpkit.common.torch_private import GENERATORS
+
 __all__ = ["intercept"]
 
 
@@ -26,16 +28,16 @@ class _Walk(Protocol):
 @cache
 def intercept(current_walk: Callable[[], _Walk | None]) -> None:
     """Let walks see both from now on, in this process."""
-    inner = vars(Function)["apply"].__func__
+    inner = vars(Function)["apply"].__get__  # written in Python before torch 2.14, in C from then on
     checkpoint: Any = torch.utils.checkpoint
-    around = (
-        checkpoint._checkpoint_without_reentrant_generator
-    )  # private: tests/partition/test_any_model.py guards it
+    # What checkpoint() calls: another function before torch 2.14.
+    name = next(each for each in GENERATORS if hasattr(checkpoint, each))
+    around = getattr(checkpoint, name)
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         walk = current_walk()
         if walk is None:
-            return inner(cls, *args, **kwargs)
+            return inner(None, cls)(*args, **kwargs)
         if cls is checkpoint.CheckpointFunction:
             function, _, *rest = args
             with contextmanager(_within_checkpoint)(walk):
@@ -47,7 +49,7 @@ def intercept(current_walk: Callable[[], _Walk | None]) -> None:
         return around(*args, **kwargs) if walk is None else _within_checkpoint(walk)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = around_checkpointed
+    setattr(checkpoint, name, around_checkpointed)
 
 
 def _within_checkpoint(walk: _Walk) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkit.common.torch_private import _disabled_torch_function_impl
 from mpkit.strategies.partition.boundary import Spec
 
 __all__ = ["Looked", "Value", "spec_of"]
@@ -47,7 +48,7 @@ class Value(Tensor):
         return made
 
     # `walk` intercepts operations before they get here; only questions about shapes are answered here.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

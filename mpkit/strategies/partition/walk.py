@@ -19,12 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,  # private: tests/partition/test_any_model.py guards it
-    handle_torch_function,
-)
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from mpkit.common.torch_private import _get_current_function_mode_stack
 from mpkit.strategies.models.nested import ATOMS, Shape, flatten, is_data
 from mpkit.strategies.partition.interception import intercept
 from mpkit.strategies.partition.value import Value

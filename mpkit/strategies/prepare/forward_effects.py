@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack  # private; tests/test_prepare.py guards it
 
 from mpkit.common.caught import needs_content
+from mpkit.common.torch_private import peek_interpreter_stack
 from mpkit.strategies.data.microbatch import map_tensors
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.models.nested import flatten

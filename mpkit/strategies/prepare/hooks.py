@@ -17,9 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 
 from mpkit.common.process_wide import LOCK
+from mpkit.common.torch_private import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, part
 from mpkit.strategies.job.resolved import ResolvedPlan
@@ -51,10 +56,10 @@ def check_global_hooks() -> None:
         ValueError: there is such a hook.
     """
     kinds = {
-        "register_module_forward_pre_hook": torch_modules._global_forward_pre_hooks,
-        "register_module_forward_hook": torch_modules._global_forward_hooks,
-        "register_module_full_backward_pre_hook": torch_modules._global_backward_pre_hooks,
-        "register_module_full_backward_hook": torch_modules._global_backward_hooks,
+        "register_module_forward_pre_hook": _global_forward_pre_hooks,
+        "register_module_forward_hook": _global_forward_hooks,
+        "register_module_full_backward_pre_hook": _global_backward_pre_hooks,
+        "register_module_full_backward_hook": _global_backward_hooks,
     }
     with LOCK:  # another thread that counts FLOPs has such hooks for a moment
         found = [(kind, hook) for kind, hooks in kinds.items() for hook in hooks.values()]

@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms

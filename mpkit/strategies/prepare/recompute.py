@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.common.caught import fakes_or_real
+from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.plan.checks import call_of
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.job.resolved import ResolvedPlan

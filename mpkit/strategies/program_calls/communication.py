@@ -21,6 +21,12 @@ import torch
 import torch.distributed as dist
 
 from mpkit.common.disk import write_whole
+from mpkit.common.torch_private import (
+    DispatchKey,
+    _dispatch_get_all_op_names,
+    _dispatch_keyset_full_after,
+    wait_tensor,
+)
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.tags import LIMIT
@@ -111,7 +117,7 @@ class Communication:
         return kernel
 
     def _wait_tensor(self) -> Any:
-        go_on, after = torch.ops._c10d_functional.wait_tensor.default.redispatch, _backend_keys()
+        go_on, after = wait_tensor.default.redispatch, _backend_keys()
 
         def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
             return self._completion.wait_for_output(tensor, lambda: go_on(keyset & after, tensor))
@@ -200,7 +206,7 @@ class Communication:
 
 def warn_of_unknown() -> None:
     """Warn of operators of c10d that communicate in a way unknown here."""
-    names = [name[6:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    names = [name[6:] for name in _dispatch_get_all_op_names() if name.startswith("c10d::")]
     unknown = [name for name in names if name not in OPERATORS and _place_of_group(name) >= 0]
     if unknown:
         warnings.warn(
@@ -216,4 +222,4 @@ def _place_of_group(name: str) -> int:
 
 def _backend_keys() -> Any:
     """Return the dispatch keys that come after BackendSelect: those of the backends."""
-    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    return _dispatch_keyset_full_after(DispatchKey.BackendSelect)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.own_draws import KeptSpans, OwnDraws
 from mpkit.strategies.models.randomness import OtherState

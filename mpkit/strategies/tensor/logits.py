@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpkit.common.torch_private import DisableTorchFunctionSubclass
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.tensor.operators import gather_features
 from mpkit.strategies.tensor.vocabulary import cross_entropy
@@ -107,7 +108,7 @@ class DividedLogits(Tensor):
         own = args[0] if args and isinstance(args[0], cls) else None
         if own is not None:
             if name in OF_THE_WHOLE:
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if name in OF_THE_PART:
                 result = func(own.part, *args[1:], **kwargs)
@@ -125,7 +126,7 @@ class DividedLogits(Tensor):
             result = _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
             if result is not None:
                 return result
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*_whole(args), **{key: _whole(value) for key, value in kwargs.items()})
 
     @classmethod

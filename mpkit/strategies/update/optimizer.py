@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 
+from mpkit.common.torch_private import DisableTorchFunctionSubclass
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
 from mpkit.strategies.update.several import SeveralOptimizers
 from mpkit.strategies.update.whole import WholeParameter, empty_whole, stand_in

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from mpkit.common.torch_private import _current_graph_task_id, _execution_engine, _will_engine_execute_node
 from mpkit.strategies.models.nested import flatten, is_opaque
 
 __all__ = ["ModuleBackwards"]
@@ -78,7 +79,7 @@ class ModuleBackwards:
                 )
 
     def _output(self, _gradient: Tensor) -> None:
-        if self._task == torch._C._current_graph_task_id():
+        if self._task == _current_graph_task_id():
             return
         if torch.is_grad_enabled() and not self._second:
             raise _no_second()
@@ -96,7 +97,7 @@ class ModuleBackwards:
     def _start(self) -> None:
         if torch.is_grad_enabled():
             raise _no_second()
-        self._task = torch._C._current_graph_task_id()
+        self._task = _current_graph_task_id()
         self._tasks = number = self._tasks + 1
         self._begin()
 
@@ -105,13 +106,13 @@ class ModuleBackwards:
                 self._task = -1
                 self._end()
 
-        torch.autograd.Variable._execution_engine.queue_callback(last)
+        _execution_engine.queue_callback(last)
 
 
 def _is_executed(node: Any) -> bool:
     """Return whether the backward that is running accumulates the gradient of a parameter."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(_will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad with respect to this parameter, which accumulates nothing
         return False
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.data_parallel.ddp import DDP
@@ -211,7 +212,7 @@ class FullySharded(Wrapped):
 
     def _forget_failed(self, *, now: bool = False) -> None:
         """Give up a backward that began and failed; `now` if another begins, and otherwise outside of any."""
-        if self._open is not None and (now or torch._C._current_graph_task_id() == -1):
+        if self._open is not None and (now or _current_graph_task_id() == -1):
             self._open = None
             self._shares.show()
 

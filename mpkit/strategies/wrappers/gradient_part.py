@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from mpkit.common.torch_private import DisableTorchFunctionSubclass
 
 __all__ = ["GradientPart", "mark_part", "marked_when_ready", "unmark_part"]
 
@@ -24,6 +25,7 @@ SUMS = {
 class GradientPart(Tensor):
     """A rank's part of a gradient. What is computed from it element by element is a part, too.
 
+    >>> import torch
     >>> part = mark_part(torch.ones(4))
     >>> type(part.detach() * 2).__name__, part.numel()
     ('GradientPart', 4)
@@ -39,7 +41,7 @@ class GradientPart(Tensor):
                 "clip or decide by its own. model.clip_grad_norm_(1.0), a method of the wrapped module that every rank "
                 "calls, clips by the norm over all ranks, and returns it. Of the part: part.as_subclass(torch.Tensor)"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if type(result) is not Tensor or func is Tensor.as_subclass:
                 return result

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
+from mpkit.common.torch_private import _IncompatibleKeys
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data.microbatch import batch_size, part, signature, split
 from mpkit.strategies.data_parallel.tied import TiedWeights

@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr  # private; tests/zero/test_zero_units.py guards it
 
+from mpkit.common.torch_private import _current_graph_task_id, _get_sequence_nr
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.nested import flatten, is_opaque
 from mpkit.strategies.partition.walk import around_forward
@@ -188,7 +187,7 @@ class Gathering:
 
 def _in_backward() -> bool:
     """Return whether autograd is running a backward, in which any forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)  # private; tests/zero/test_zero_units.py guards it
+    return bool(_current_graph_task_id() != -1)
 
 
 def _tensors(output: Any, module: nn.Module) -> list[Tensor]:

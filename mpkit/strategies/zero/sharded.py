@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from mpkit.common.torch_private import DisableTorchFunctionSubclass, tree_leaves
 from mpkit.errors import MpkitError
 
 __all__ = ["ShardedParameter", "on_demand", "veil"]
@@ -48,7 +47,7 @@ class ShardedParameter(nn.Parameter):
         if name != "__set__" and all(arg.__class__ is not cls or arg._gather(arg) for arg in sharded):
             is_harmless = True
         if is_harmless:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         of_shape = f" of shape {list(sharded[0].shape)}" if sharded else ""
         raise MpkitError(

@@ -10,6 +10,7 @@ exposed      communication that nothing hides
 inputs       loading of data; copies between device and host
 host         a device that waits for its host: launches, synchronizing calls
 memory       recomputation that saves nothing; memory near the limit
+bubble_words the bubble beside theory, in a sentence
 
 A rule names and explains its thresholds. What a general rule finds does not count what a special one has explained.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,10 @@ from mpkit.timeline.foreign.reading.events import IGNORED, Events
 from mpkit.timeline.foreign.reading.sound_event import text_of
 from mpkit.trace import Kind, RankTrace
 
-__all__ = ["host_of", "host_or_unknown", "notes_on", "without_layers"]
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["host_notes", "host_of", "host_or_unknown", "notes_on", "without_layers"]
 
 
 def host_of(events: Events) -> str:
@@ -62,6 +65,21 @@ def notes_on(
             "ends they could be aligned."
         )
     return notes + _unknown_payloads(comms)
+
+
+APART = 0.02
+"""How far two bubbles of one trace may be apart without a word."""
+
+
+def host_notes(recorded: Timeline, replayed: Timeline) -> list[str]:
+    """Return a sentence on why a replayed bubble is smaller than the recorded one: the host's delays count as work."""
+    if not recorded.steps or recorded.bubble - replayed.bubble < APART:
+        return []
+    return [
+        f"As recorded, the bubble is {percent(recorded.bubble)}, and here {percent(replayed.bubble)}: the time between "
+        "the kernels of a forward or backward, in which the host launches nothing, counts as work in a replay, since "
+        "another device does not change it. Compare step times, and not bubbles."
+    ]
 
 
 UNKNOWN = "a device whose events are of unknown categories"

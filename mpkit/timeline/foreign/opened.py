@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.tracebacks import public
 from mpkit.timeline.foreign.inference.infer import Inferred, infer
+from mpkit.timeline.foreign.notes import host_notes
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace
 
@@ -46,6 +47,8 @@ class OpenedTrace(Trace):
             clock = "measured"
         timeline = Timeline.of(self, hardware, clock)
         timeline.notes[:0] = self.notes
+        if "imported" in self.meta and timeline.clock == "virtual":
+            timeline.notes += host_notes(Timeline.of(self, None, "measured"), timeline)
         return timeline
 
     def __repr__(self) -> str:

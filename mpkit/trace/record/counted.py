@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from mpkit.common.torch_private import TorchDispatchMode, _disable_current_modes, _local_scalar_dense
 from mpkit.trace import HEADER, OP, Kind
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in
@@ -32,7 +32,6 @@ __all__ = ["CountedRecorder", "Counting", "Roofline"]
 _LONG = struct.Struct("<q").pack_into
 _FLOAT = struct.Struct("<d").pack_into
 _AT = {name: int(OP.fields[name][1]) for name in ("bytes", "flops", "value")}  # type: ignore[index]
-_ITEM = torch.ops.aten._local_scalar_dense
 _FROM_NUMBERS = torch.ops.aten.lift_fresh
 
 
@@ -99,7 +98,7 @@ class Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket is _ITEM:
+        if func.overloadpacket is _local_scalar_dense:
             return self._answer(args[0])
         out = func(*args, **kwargs)
         if self.device.blocked_convolutions:

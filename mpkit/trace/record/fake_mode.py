@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpkit.common.torch_private import FakeTensorMode, _grouped_mm
 
 __all__ = ["FakeMode"]
 
@@ -28,7 +29,7 @@ class FakeMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the results of an operator, without content."""
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        if func is _grouped_mm.default and args[0].dtype != torch.bfloat16:
             shape = _grouped_shape(args[0], args[1], args[2] if len(args) > 2 else (kwargs or {}).get("offs"))
             with self:
                 return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)

@@ -19,14 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (  # private: tests/record/test_flops.py guards it
-    FakeTensor,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.module_tracker import ModuleTracker
 
 from mpkit.common.process_wide import LOCK
+from mpkit.common.torch_private import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_only
 from mpkit.trace import Kind
 from mpkit.trace.record.fake_mode import FakeMode
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from mpkit.common import torch_private
+from mpkit.common.torch_private import _grouped_mm, _unsafe_view
+
 __all__ = ["flops_of", "moved_by", "tensors_in"]
 
 _MOVES_NOTHING = {  # besides operators that are declared as views
-    torch.ops.aten._unsafe_view,
+    _unsafe_view,
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
     torch.ops.aten.new_empty,
@@ -72,12 +75,12 @@ def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
 # torch has no formula for the kernel for CPUs, and before 2.13 none for queries with more heads than keys.
 _KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
 _ATTENTION = {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): formula
+    getattr(torch_private, f"_scaled_dot_product_{kernel}{suffix}"): formula
     for kernel in _KERNELS
     for suffix, formula in (("", _attention), ("_backward", _attention_backward))
 }
 _FORMULAS = {
     **flop_registry,
     **{op: shape_wrapper(f) for op, f in _ATTENTION.items()},
-    torch.ops.aten._grouped_mm: _grouped_flops,
+    _grouped_mm: _grouped_flops,
 }

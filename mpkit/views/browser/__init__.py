@@ -21,6 +21,7 @@ They are concatenated in this order, and so need not import each other. Two more
 to try:
 
     played.js    a schedule on a clock: when each action can run
+    own.js       a schedule that the reader writes, checked
     trial.js     sliders, and the panel that shows what they set
 
 Separate modules:
@@ -54,7 +55,7 @@ FILES = (
     "widget",
 )
 
-TRIAL = ("played", "trial")
+TRIAL = ("played", "own", "trial")
 
 
 def esm(more: tuple[str, ...] = ()) -> str:

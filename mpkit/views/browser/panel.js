@@ -1,7 +1,7 @@
 // The chart with what surrounds it: figures above, legend and table below, pointer and keys.
 //
 // The state it shows: {title, labels, groups, bubble, step_time, of, clock, note, live, table: {head, rows},
-// room, widest, said, waits: [{rank, start, words}], stale, has_path, path, path_shown}
+// room, widest, said, waits: [{rank, start, words}], stale, has_path, path, path_shown, ended}
 
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
 function isDark() {
@@ -29,6 +29,8 @@ function watchTheme(changed) {
 
 const KEYS = "Timeline. Arrows pan and zoom, Page Up and Page Down go from step to step, 0 shows all, "
   + "Shift and an arrow go from operation to operation, C shows the critical path.";
+
+const ENDED = "The kernel of this picture has ended or was restarted. This is the last that it sent.";
 
 /** Build everything inside `host`. */
 class Panel {
@@ -64,9 +66,10 @@ class Panel {
     ];
     this.folds = button(tools, "Fold", "show one rank of each group, or all", () => this.fold());
     this.pathed = button(tools, "Critical path", "outline the operations that decide the step, and tell the slack of the others (c)", () => this.togglePath());
-    button(tools, "−", "zoom out (-)", () => this.chart.zoom(1.6));
-    button(tools, "+", "zoom in (+)", () => this.chart.zoom(1 / 1.6));
+    button(tools, "−", "zoom out (-, or Ctrl and the wheel)", () => this.chart.zoom(1.6));
+    button(tools, "+", "zoom in (+, or Ctrl and the wheel)", () => this.chart.zoom(1 / 1.6));
     button(tools, "Fit", "show all (double-click, or 0)", () => this.fit());
+    this.ended = this.root.appendChild(node("p", "mpkit-ended"));
     this.strip = this.root.appendChild(node("div"));
     this.stage = this.root.appendChild(node("div", "mpkit-stage"));
     this.stage.tabIndex = 0;
@@ -92,8 +95,11 @@ class Panel {
   update(state) {
     const before = this.state;
     this.state = { ...before, ...state };
-    const { title, labels, groups, bubble, step_time, of, clock, note, live, table, room, stale } = this.state;
+    const { title, labels, groups, bubble, step_time, of, clock, note, table, room, stale, ended } = this.state;
+    const live = this.state.live && !ended;
     this.root.classList.toggle("mpkit-stale", Boolean(stale));
+    this.ended.textContent = ended ? ENDED : "";
+    if (ended && !before.ended) this.status.textContent = ENDED;
     this.title.textContent = title ?? "";
     this.bubble.set(bubble == null ? "" : percent(bubble), of);
     this.time.set(step_time == null ? "" : seconds(step_time), of);
@@ -104,7 +110,8 @@ class Panel {
     this.chart.waits = this.state.waits ?? [];
     this.chart.lanes.take(groups ?? []);
     if (room !== before.room) this.chart.seen.room = room ?? 0;
-    if (live !== before.live) this.chart.seen.live(live);
+    if (live !== this.live) this.chart.seen.live(live);
+    this.live = live;
     this.followed.hidden = !live;
     if (table?.head && table !== before.table) fillTable(this.table, table);
     this.showPath();

@@ -54,7 +54,7 @@ function listen(panel) {
   return () => controller.abort();
 }
 
-/** Zoom around the pointer; sideways pans. Zooming out of a picture that is whole scrolls the page. */
+/** With Ctrl (or by two fingers on a touch pad) it zooms around the pointer; sideways it pans; alone it scrolls the page. */
 function wheel(event, panel, x) {
   const { chart } = panel;
   const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
@@ -62,7 +62,7 @@ function wheel(event, panel, x) {
     if (chart.seen.whole) return;
     chart.pan(sideways / chart.width);
   } else {
-    if (event.deltaY > 0 && chart.seen.whole) return;
+    if (!event.ctrlKey && !event.metaKey) return;
     const lines = event.deltaMode === 1 ? 16 : 1; // some mice count lines, not pixels
     chart.zoom(Math.exp(Math.max(-100, Math.min(100, event.deltaY * lines)) * 0.003), x);
   }

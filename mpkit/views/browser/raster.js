@@ -102,8 +102,11 @@ class Raster {
   row(frame, row, y, height, label, within) {
     const [first, after] = row.tidy().between(frame.t0, frame.t0 + frame.width / frame.scale);
     if (after <= first) return;
-    const thin = height < THIN.height * frame.ratio && after - first > THIN.boxes;
-    if (thin || after - first > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height, within);
+    const end = frame.t0 + frame.width / frame.scale;
+    const [from, to] = within ? within.tidy().between(frame.t0, end) : [0, 0];
+    const pieces = after - first + to - from; // each wait cuts a box in two
+    const thin = height < THIN.height * frame.ratio && pieces > THIN.boxes;
+    if (thin || pieces > frame.width / (2 * frame.ratio)) this.many(frame, row, first, after, y, height, within);
     else this.few(frame, row, first, after, y, height, label, within);
   }
 

@@ -33,7 +33,8 @@ class Track {
       for (let i = key; i < levels.length; i += data.keys.length) if (levels[i]) return true;
       return false;
     }));
-    const scale = highest ? `each lane reaches to ${this.amount(highest)}` : "nothing is known yet";
+    const of = data.device ? `, ${percent(highest / data.device)} of a device's ${this.amount(data.device)}` : "";
+    const scale = highest ? `each lane reaches to ${this.amount(highest)}${of}` : "nothing is known yet";
     const state = `${scale} ${used.map(({ word }) => word)} ${panel.root.dataset.theme}`;
     if (this.head.dataset.state === state) return;
     this.head.dataset.state = state;
@@ -234,7 +235,9 @@ class Track {
     const values = data.keys.map((key, i) => [key.word, row.levels[moment * data.keys.length + i]]);
     const said = values.filter(([, value]) => value > 0).map(([word, value]) => [word, this.amount(value)]);
     const name = `${chart.labels[rank] ?? `rank ${rank}`}: ${this.amount(row.totals[moment])}`;
-    const told = [["at", seconds(time - chart.store.begin)], ...said, ["peak", this.amount(row.totals[row.peak])]];
+    const peak = row.totals[row.peak];
+    const of = data.device ? `, ${percent(peak / data.device)} of the device's ${this.amount(data.device)}` : "";
+    const told = [["at", seconds(time - chart.store.begin)], ...said, ["peak", this.amount(peak) + of]];
     tip.put(name, "", told, x, y);
     return [name, ...told.map((fact) => fact.join(" "))].join(", ");
   }

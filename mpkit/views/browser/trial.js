@@ -1,6 +1,6 @@
 // A section of a page in which readers set a schedule and its times: each is played here and drawn by a panel.
 //
-//   read    the controls' values
+//   read    the controls' values, at first those in the page's address, which always holds what is set
 //   play    played.js
 //   show    the times as spans in the panel's store, and the figures
 
@@ -22,8 +22,26 @@ class Trial {
     this.panel = new Panel(section.querySelector(".trial"), this.store, look);
     section.querySelector(".static").remove();
     section.querySelector(".controls").hidden = false;
+    this.recall();
     section.addEventListener("input", (event) => this.changed(event.target.name));
     this.changed("");
+  }
+
+  /** Set the controls as the page's address says, "#try?schedule=1f1b&ranks=4": links hold their state. */
+  recall() {
+    const [place, said] = location.hash.slice(1).split("?");
+    if (place !== "try" || !said) return;
+    for (const [name, value] of new URLSearchParams(said)) {
+      const control = this.section.querySelector(`[name="${CSS.escape(name)}"]`);
+      if (control) control.value = value;
+    }
+    this.section.scrollIntoView();
+  }
+
+  /** Put what is set into the page's address. */
+  remember() {
+    const set = [...this.section.querySelectorAll("[name]")].filter((each) => !each.closest(".control").hidden);
+    history.replaceState(null, "", `#try?${new URLSearchParams(set.map(({ name, value }) => [name, value]))}`);
   }
 
   control(name) {
@@ -42,17 +60,38 @@ class Trial {
       this.control("backward").value = this.value("input_grad") + this.value("weight_grad");
     }
     const chosen = this.control("schedule").value;
-    const schedule = readSchedule(this.data.schedules[chosen][`${this.value("ranks")} ${this.value("microbatches")}`]);
+    const own = chosen === "own";
+    const text = own ? "" : this.data.schedules[chosen][`${this.value("ranks")} ${this.value("microbatches")}`];
+    const written = this.control("own");
+    if (own && !written.value) written.value = ownText(this.text); // the reader begins with what was there
+    if (!own) written.value = "";
+    this.text = text || this.text;
+    written.closest(".control").hidden = !own;
+    let schedule;
+    try {
+      schedule = own ? readOwn(written.value) : readSchedule(text);
+      if (own) ended(schedule, play(schedule, { F: 1, B: 2, I: 1, W: 1 }, 0));
+    } catch (error) {
+      return this.wrong(error.message);
+    }
+    this.wrong("");
     const split = schedule.rows.flat().some(({ kind }) => kind === "I");
-    const shown = { backward: !split, input_grad: split, weight_grad: split };
+    const shown = { backward: !split, input_grad: split, weight_grad: split, ranks: !own, microbatches: !own };
     for (const each of this.section.querySelectorAll("input[type=range]")) {
       const [number, unit] = [Number(each.value), each.dataset.unit ?? ""];
       each.closest(".control").hidden = !(shown[each.name] ?? true);
       each.closest(".control").querySelector("output").textContent = unit ? `${number.toFixed(2)} s` : String(number);
       each.setAttribute("aria-valuetext", unit ? `${number} ${unit}` : String(number));
     }
-    this.section.querySelector(".words").textContent = this.data.words[chosen];
+    this.section.querySelector(".words").textContent = this.data.words[chosen] ?? "Your own schedule: a line per rank, played as it stands.";
     this.show(schedule);
+    if (name) this.remember();
+  }
+
+  /** Say what is wrong with what was written, and that the picture is of what was there before; "" if nothing is. */
+  wrong(message) {
+    this.section.querySelector(".wrong").textContent = message;
+    this.panel.update(message ? { stale: true, bubble: null, step_time: null, said: message } : { stale: false });
   }
 
   /** Play the schedule, and show it. */

@@ -48,9 +48,12 @@ function timelineWidget() {
         model.set("path_shown", shown);
         model.save_changes();
       };
+      // A kernel that ends takes what it sends with it; the front end marks the widget after it has told of that.
+      const ended = () => setTimeout(() => panel.update({ ended: Boolean(el.closest(".jupyter-widgets-disconnected")) }));
       panels.add(panel);
       model.on(events, update);
       model.on("change:path_head change:path_slack", path);
+      model.on("comm_live_update", ended);
       model.on("change:tracks change:tracks_head", tracks);
       update();
       tracks();
@@ -59,6 +62,7 @@ function timelineWidget() {
         model.off(events, update);
         model.off("change:tracks change:tracks_head", tracks);
         model.off("change:path_head change:path_slack", path);
+        model.off("comm_live_update", ended);
         panels.delete(panel);
         panel.destroy();
       };

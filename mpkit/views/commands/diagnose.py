@@ -6,30 +6,36 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpkit.common.command_line import Commands, add_command
+
 __all__ = ["add_diagnose", "diagnose"]
 
 
-def add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_diagnose(commands: Commands) -> None:
     """Add the command."""
-    command = commands.add_parser(
-        "diagnose",
-        help="say why a recorded run's step takes as long as it does",
-        description="Reads traces of torch.profiler, or mpkit's own (Trace.save, mpkit watch --trace), and "
-        "prints findings by "
-        "what they cost: slow ranks and links, communication that nothing hides, uneven stages, loading, launches, and "
-        "more; each with its reason, what to try and what that would gain.",
-    )
+    command = add_command(
+        commands, "diagnose", "say why a recorded step takes as long as it does",
+        "It prints findings in the order of what they cost: slow ranks and links, communication that nothing hides, "
+        "uneven stages, data loading, launches and more. Each finding has its reason, what to try, and what that "
+        "would gain.",
+        example="mpkit diagnose traces/ --html findings.html", run=_run,
+    )  # fmt: skip
     command.add_argument(
-        "paths", nargs="+", metavar="PATH", help="what mpkit open takes: files, or a folder with one per rank"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="what `mpkit open` reads: files, or a folder with one per rank",
     )
-    command.add_argument("--step", type=int, help="which step; left out: one of median length")
+    command.add_argument("--step", type=int, metavar="N", help="the step (default: one of median length)")
     command.add_argument(
-        "--hardware", help="the machine, if the trace does not name it, such as 8x-a100-nvlink"
+        "--hardware", metavar="MACHINE",
+        help="the machine that it ran on, such as 8x-a100-nvlink (default: the one that the trace names)",
+    )  # fmt: skip
+    command.add_argument(
+        "--clock", choices=("measured", "virtual"), help="the clock of the times (default: that of the run)"
     )
-    command.add_argument("--clock", choices=("measured", "virtual"), help="left out: that of the run")
     command.add_argument("--critical", action="store_true", help="print the critical path as well")
-    command.add_argument("--html", type=Path, help="where a page with pictures goes")
-    command.set_defaults(run=_run)
+    command.add_argument("--html", type=Path, metavar="FILE", help="file for a page with pictures")
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 
+from mpkit.common.command_line import Commands, add_command
+
 __all__ = ["add_open"]
 
 
-def add_open(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_open(commands: Commands) -> None:
     """Add the command to the parser's."""
-    command = commands.add_parser(
-        "open",
-        help="open traces of torch.profiler, or mpkit's own, and see their timeline",
-        description="Opens the Chrome traces that torch.profiler exported (.json or .json.gz, one file per rank, or a "
-        "folder of them), or what trace.save wrote, and prints the timeline of all ranks.",
-    )
+    command = add_command(
+        commands, "open", "show the timeline of traces that torch.profiler or mpkit wrote",
+        "It reads Chrome traces (.json or .json.gz, one file per rank, or a folder of them) and what `trace.save` "
+        "wrote, and prints the timeline of all ranks.",
+        example="mpkit open traces/ --html timeline.html", run=_open,
+    )  # fmt: skip
     command.add_argument("paths", nargs="+", metavar="PATH", help="files, or a folder with one file per rank")
-    command.add_argument("--hardware", help="replay it on a catalogued machine; mk.hardware() lists them")
-    command.add_argument("--html", help="where an interactive timeline goes")
-    command.add_argument("--perfetto", help="where all ranks go in one trace for ui.perfetto.dev")
-    command.add_argument("--trace", help="where the trace goes, for Trace.load and mpkit open")
-    command.set_defaults(run=_open)
+    command.add_argument(
+        "--hardware", metavar="MACHINE", help="replay the trace on this machine, such as 8x-h100-nvlink"
+    )
+    command.add_argument("--html", metavar="FILE", help="file for the interactive timeline")
+    command.add_argument("--perfetto", metavar="FILE", help="file for ui.perfetto.dev, with all ranks")
+    command.add_argument("--trace", metavar="FILE", help="file for the trace, which `mpkit open` reads")
 
 
 def _open(options: argparse.Namespace) -> None:

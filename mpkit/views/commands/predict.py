@@ -6,61 +6,77 @@ import argparse
 import re
 from typing import Any
 
+from mpkit.common.command_line import Commands, add_command
+
 __all__ = ["add_advise", "add_predict", "plan_of"]
 
-WORDS = "zero3+bf16, ddp, tp8+pp4+zero1+m32+bf16, pp4+zb_h1, zero2+full (recomputation), or a Plan as JSON"
+PLANS = (
+    "words joined by +, such as ddp, zero3+bf16, pp4+zb_h1, zero2+full (recomputation) or tp8+pp4+zero1+m32+bf16; or a "
+    "Plan as JSON. Replicas take the devices that are left"
+)
 
 
-def add_predict(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_predict(commands: Commands) -> None:
     """Add the commands to the parser."""
-    for name, words in (
-        ("estimate", "predict the time and memory of a training step on any machine, with an error band"),
-        ("fits", "say whether a plan fits a machine's memory, what is largest, and what to change"),
-    ):
-        command = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+    for name, does, more, example in (
+        (
+            "estimate", "predict the time and memory of a training step on any machine",
+            "It prints an error band, and where the time goes. Nothing is run.",
+            "mpkit estimate --model llama3-8b --plan zero3+bf16 --hardware 8x-h100-nvlink",
+        ),
+        (
+            "fits", "say whether a plan fits a machine's memory",
+            "It prints what is largest, and what to change if the plan does not fit. The exit status is then 1.",
+            "mpkit fits --model llama3-8b --plan zero3+bf16 --hardware 8x-a100-nvlink",
+        ),
+    ):  # fmt: skip
+        command = add_command(commands, name, does, more, example=example, run=_predict)
+        _add_model(command)
+        command.add_argument("--plan", required=True, help=PLANS)
+        _add_machine(command)
         command.add_argument(
-            "--model", required=True, help="a known name such as llama3-8b, or the path of a config.json"
-        )
-        command.add_argument(
-            "--plan", required=True, help=f"{WORDS}; replicas take the devices that are left"
-        )
-        command.add_argument("--hardware", required=True, help="such as 8x-a100-nvlink or 16x8-h100-ndr")
-        command.add_argument(
-            "--global-batch",
-            type=int,
-            help="samples per step, over all replicas; left out: one per replica and micro-batch",
-        )
-        command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
-        command.add_argument(
-            "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
-        )
-        command.set_defaults(run=_predict, what=name)
+            "--global-batch", type=int, metavar="N",
+            help="samples per step, over all replicas (default: one per replica and micro-batch)",
+        )  # fmt: skip
+        command.set_defaults(what=name)
 
 
-def add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_advise(commands: Commands) -> None:
     """Add the command to the parser."""
-    words = "say which plan is the fastest that fits a machine, and why"
-    command = commands.add_parser("advise", help=words, description=f"{words[0].upper()}{words[1:]}.")
-    command.add_argument(
-        "--model", required=True, help="a known name such as llama3-8b, or the path of a config.json"
-    )
-    command.add_argument("--hardware", required=True, help="such as 4x8-h100-ib or 8x-a100-nvlink")
-    command.add_argument(
-        "--global-batch", type=int, required=True, help="samples per step, over all replicas"
-    )
-    command.add_argument("--sequence", type=int, default=4096, help="tokens per sample (4096)")
-    command.add_argument(
-        "--stack", help="the software: pytorch, megatron, llm-foundry, torchtitan, deepspeed, ..."
-    )
-    command.add_argument(
-        "--by", choices=("time", "cost", "devices"), default="time", help="what is best: the fastest step (time), "
-        "the cheapest (cost), or the fewest devices"
+    command = add_command(
+        commands, "advise", "say which plan is the fastest that fits a machine, and why",
+        "It considers every mesh, schedule, stage of ZeRO and kind of recomputation and offload. Nothing is run.",
+        example="mpkit advise --model llama3-8b --hardware 8x-a100-nvlink --global-batch 64", run=_advise,
     )  # fmt: skip
-    command.add_argument("--price", type=float, help="of an hour of a GPU, for --by cost")
+    _add_model(command)
+    _add_machine(command)
     command.add_argument(
-        "--to", metavar="FRAMEWORK", help="print the best plan as this framework's file, and no more"
+        "--global-batch", type=int, required=True, metavar="N", help="samples per step, over all replicas"
     )
-    command.set_defaults(run=_advise)
+    command.add_argument(
+        "--by", choices=("time", "cost", "devices"), default="time",
+        help="what is best: the fastest step, the cheapest one, or the fewest devices",
+    )  # fmt: skip
+    command.add_argument("--price", type=float, help="price of a GPU per hour, for --by cost")
+    command.add_argument(
+        "--to", metavar="FRAMEWORK", help="print only the best plan, as a file or command of this framework"
+    )
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", required=True, help="a known name, such as llama3-8b, or the path of a config.json"
+    )
+
+
+def _add_machine(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--hardware", required=True, metavar="MACHINE", help="such as 8x-a100-nvlink or 16x8-h100-ndr"
+    )
+    command.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens per sample")
+    command.add_argument(
+        "--stack", help="the software, such as pytorch, megatron, torchtitan, deepspeed or llm-foundry"
+    )
 
 
 def _advise(options: argparse.Namespace) -> None:
@@ -145,7 +161,7 @@ def plan_of(words: str, devices: int, per_node: int = 8) -> Any:
         elif word == "hsdp":
             fields |= {"zero": 3, "dp_shard": per_node // (fields.get("tp", 1) * fields.get("cp", 1)) or 1}
         elif word not in {"ddp", ""}:
-            raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {WORDS}")
+            raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {PLANS}")
     others = fields.get("tp", 1) * fields.get("pp", 1) * fields.get("cp", 1)
     if devices % others and "dp" not in fields:
         raise ValueError(f"--plan {words}: {others} ranks do not divide the {devices} devices of the machine")

@@ -51,26 +51,24 @@ def _sign(value: float) -> str:
 
 
 def _error(found: WhatIf) -> str:
-    if found.band is None:
+    if found.error is None:
         return "nobody has compared such a prediction with a run"
-    if not found.band:
+    if not found.error:
         return "a replay of the run's own operations"
-    return f"predictions were within {found.band:.0%} of real runs on CPU ranks"
+    return f"predictions were within {found.error:.0%} of real runs on CPU ranks"
 
 
 def _memory(found: WhatIf) -> list[str]:
     """Say what the fullest rank holds."""
-    held = [("recorded by the run", found.run_memory)]
-    if found.played_memory is not None:
-        held += [("the run's plan, played", found.played_memory), ("predicted, played", found.memory)]
+    held = [("recorded by the run", found.before.memory)]
+    if found.played is not None:
+        held += [("the run's plan, played", found.played), ("predicted, played", found.timeline().memory)]
     lines = ["Peak memory of the fullest rank:"]
     for name, ranks in held:
-        fullest = max(ranks, key=lambda rank: rank["total"])
-        parts = ", ".join(
-            f"{what} {bytes_text(size)}" for what, size in fullest.items() if what != "total" and size
-        )
-        lines.append(f"  {name:<22} {bytes_text(fullest['total'])} ({parts})")
-    if found.played_memory is not None:
+        fullest = max(ranks, key=lambda rank: sum(rank.values()))
+        parts = ", ".join(f"{what} {bytes_text(size)}" for what, size in fullest.items() if size)
+        lines.append(f"  {name:<22} {bytes_text(sum(fullest.values()))} ({parts})")
+    if found.played is not None:
         lines.append(
             "  Played ranks count an operator's temporaries as buffers, which a run does not record."
         )

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from mpkit.common.display import image
-from mpkit.common.units import percent
 from mpkit.common.visible import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
+from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
 from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.svg import memory_svg
@@ -25,7 +25,6 @@ __all__ = [
     "sparkline",
     "starting_html",
     "static",
-    "theory",
     "trouble",
 ]
 
@@ -46,9 +45,10 @@ def head(title: str, status: str, proof: Proof | None = None) -> str:
         f"background:{_CHIPS.get(status, _CHIPS['running'])};color:#fff;border-radius:9px;padding:1px 9px;"
         "font-size:12px;margin-left:10px;vertical-align:1px"
     )
+    going = "" if status in ("finished", "stopped", "failed") else ' class="mpkit-chip-going"'
     return (
         f'<div style="font-size:15px;font-weight:600;line-height:1.7">{escape(title)}'
-        f'<span style="{chip};font-weight:500">{escape(status)}</span> {badge(proof)}</div>'
+        f'<span{going} style="{chip};font-weight:500">{escape(status)}</span> {badge(proof)}</div>'
     )
 
 
@@ -114,15 +114,6 @@ def trouble(message: str) -> str:
     )
 
 
-def theory(bubble: float) -> str:
-    """Return a sentence with the bubble according to the formula.
-
-    >>> theory(3 / 11)
-    'Bubble in theory, were all stages equal: 27.3 %.'
-    """
-    return f"Bubble in theory, were all stages equal: {percent(bubble)}."
-
-
 def charts(drawn: str) -> str:
     """Return the charts of loss and metrics as an image; "" if there are none."""
     return image(drawn, "Loss and metrics by step") if drawn else ""
@@ -137,11 +128,23 @@ def static(
     lines: Sequence[str],
     charted: str = "",
     proof: Proof | None = None,
+    note: str = "",
 ) -> str:
-    """Return the whole dashboard without a kernel: pictures as images, for a saved notebook."""
+    """Return the whole dashboard without a kernel: pictures as images, for a saved notebook.
+
+    Of a long run it shows the last step, below a strip of the whole, as the live view does. `note` is what its picture
+    cannot say, such as why its bubble is not that of theory.
+    """
     drawn = [head(title, status, proof), words, trouble(message), charted]
     fold = timeline.world_size > FOLDED
-    drawn.append(image(svg(timeline, fold=fold), summary(picture(timeline, fold=fold))))
+    step = timeline.steps[-1] if len(timeline.steps) > LEGIBLE else None
+    if step is not None:
+        strip = strip_svg(timeline)
+        drawn.append(image(strip, f"The whole run as a strip, its last step framed: step {step}"))
+    words = summary(picture(timeline, step, fold=fold))
+    drawn.append(image(svg(timeline, step=step, fold=fold), words))
+    drawn.append(f"<p>{escape(note)}</p>" if note else "")
     if len(timeline.held):
-        drawn.append(image(memory_svg(timeline), "Memory by GPU over time"))
+        shown = timeline if step is None else timeline.step(step)
+        drawn.append(image(memory_svg(shown), "Memory by GPU over time"))
     return "".join([*drawn, output(lines)])

@@ -18,6 +18,7 @@ from weakref import WeakSet
 import numpy.typing as npt
 
 from mpkit.common.needs import needs_notebook
+from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
@@ -99,10 +100,12 @@ class Dashboard:
         self.timeline.expect_tracks(gpus=gpus)
         self._memory_worker: Background[Timeline] = Background(self.timeline.set_tracks)
         self._said = Pace(SPEAK)
+        self._stop.add_class("mpkit-stop")
         line = ipywidgets.HBox([self._bar, self._stop, self._words], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
             [self._head, line, self._trouble, self.timeline, self._charts, self._output]
         )
+        self.widget.add_class("mpkit-run")
 
     # ---- filling ------------------------------------------------------------------------------------------
 
@@ -161,7 +164,8 @@ class Dashboard:
         with self._lock:
             self.timeline.replace(timeline)
             self.timeline.live = False
-            self.timeline.note = " ".join([self._note(), *timeline.notes]).strip()
+            note = self._note(timeline)
+            self.timeline.note = " ".join([note, *timeline.notes]).strip()
             if has_tracks(timeline):
                 self.set_memory(timeline)
             else:
@@ -176,7 +180,15 @@ class Dashboard:
             words = parts.progress(len(self._losses), self.steps, self._losses)
             self._static = (
                 parts.static(
-                    self.title, status, words, message, timeline, self._lines, self._charted, self._proof
+                    self.title,
+                    status,
+                    words,
+                    message,
+                    timeline,
+                    self._lines,
+                    self._charted,
+                    self._proof,
+                    note,
                 ),
                 "\n".join(
                     filter(
@@ -218,8 +230,8 @@ class Dashboard:
                 "text/plain": static[1],
             }
 
-    def _note(self) -> str:
-        return "" if self._theory is None else parts.theory(self._theory)
+    def _note(self, timeline: Timeline | None = None) -> str:
+        return "" if self._theory is None else bubble_words(self._theory, timeline)
 
     def _say(self, step: int) -> None:
         """Tell a screen reader how far the run has come."""

@@ -1,24 +1,57 @@
-"""Whether a plan fits, as a picture: a stacked bar for a rank of each stage beside the device's memory."""
+"""Memory ahead of a run, as a picture: a stacked bar for a rank of each stage beside the device's memory, in GiB.
+
+bars      by category, with the GiB of each category where it is wide enough
+totals    what the rank needs and its share of the device
+axis      round numbers of GiB; a red line where the device's memory ends
+legend    each category with its GiB on the fullest rank
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.common.units import bytes_text
+from mpkit.common.units import percent
 from mpkit.common.visible import escape
 from mpkit.prediction.cost_model.fits import MARGIN_WORD, MEANING
 from mpkit.prediction.cost_model.memory import CATEGORIES
 from mpkit.views.drawing.colours import THEMES
-from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
+from mpkit.views.drawing.sheet import MARGIN, heading, sheet
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.fits import Fits
 
-__all__ = ["fits_svg", "fits_text"]
+__all__ = ["FITS_CLASSES", "fits_svg", "fits_text", "memory_bars"]
 
-ROW, TOP, MOST = 30.0, 50.0, 16
-INKS = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#d55e00", "#f0e442", "#8a8f98")
-LIMIT = "#d1242f"
+GIB = 2**30
+LEAST = 0.05 * GIB
+"""Bytes below which a category is not in the legend."""
+
+ROW, BAR, TOP, MOST = 30.0, 20.0, 44.0, 16
+LEFT, RIGHT = MARGIN + 90, 172.0
+"""Pixels for the ranks, left of the bars, and for their totals, right of them."""
+
+INKS = {
+    "params": ("#0072b2", "#ffffff"), "grads": ("#e69f00", "#111111"), "optimizer": ("#009e73", "#ffffff"),
+    "activations": ("#56b4e9", "#111111"), "logits": ("#cc79a7", "#111111"), "gathered": ("#d55e00", "#ffffff"),
+    "buffers": ("#f0e442", "#111111"), "context": ("#8a8f98", "#111111"),
+}  # fmt: skip
+"""By category its colour, and that of numbers on it."""
+
+LIMIT = {"light": "#d1242f", "dark": "#ff7b72"}
+_RULES = {
+    **{f"f{i}": f"fill:{INKS[name][0]}" for i, name in enumerate(CATEGORIES)},
+    **{f"n{i}": f"fill:{INKS[name][1]};font-size:11px" for i, name in enumerate(CATEGORIES)},
+    "f8": "fill:#8a8f98;opacity:.45",
+}
+FITS_CLASSES = {
+    theme: {
+        **_RULES,
+        "limit": f"stroke:{LIMIT[theme]};stroke-width:2.5",
+        "over": f"fill:{LIMIT[theme]};font-weight:600",
+    }
+    for theme in THEMES
+}
+"""The colours of the bars as classes of a sheet, for each theme."""
 
 
 def fits_text(fits: Fits) -> str:
@@ -33,50 +66,116 @@ def fits_svg(fits: Fits, width: int = 960) -> str:
         fits: the answer.
         width: in pixels.
     """
-    stages = fits.estimate.stage_memory
-    shown = stages[:MOST]
-    room = width - 2 * MARGIN - 90
-    most = max(fits.available, *(sum(memory.values()) + fits.margin(memory) for memory in stages)) * 1.04
-    body = [heading(_title(fits), 26)]
-    for stage, memory in enumerate(shown):
-        body.append(_bar(fits, stage, memory, TOP + stage * ROW, room / most))
-    bottom = TOP + len(shown) * ROW
-    limit = MARGIN + 80 + fits.available * room / most
-    body.append(
-        f'<line stroke="{LIMIT}" stroke-width="2.5" x1="{limit:.1f}" x2="{limit:.1f}" y1="{TOP - 8:g}" y2="{bottom:g}">'
-        f"<title>the device's memory: {bytes_text(fits.available)}</title></line>"
-    )
-    looks = [(f'class="f{i}"', name) for i, name in enumerate(CATEGORIES)]
-    legend, _ = keys([*looks, ('class="f8"', MARGIN_WORD)], bottom + 14)
-    body += legend
-    body.append(
-        f'<text class="faint" x="{MARGIN:g}" y="{bottom + 46:g}">red line: {bytes_text(fits.available)} of a '
-        f"{escape(fits.estimate.hardware.device.name)}</text>"
-    )
-    colours = {f"f{i}": f"fill:{ink}" for i, ink in enumerate(INKS)} | {"f8": "fill:#8a8f98;opacity:.45"}
-    classes = {theme: dict(colours) for theme in THEMES}
-    return sheet("fits", _title(fits), fits.describe(), body, width, bottom + 60, classes=classes)
+    body, bottom = memory_bars(fits, TOP, width)
+    title = _title(fits)
+    return sheet("fits", title, fits.describe(), [heading(title), *body], width, bottom, classes=FITS_CLASSES)
 
 
 def _title(fits: Fits) -> str:
     name = fits.estimate.model.name or "The model"
-    return f"{name} {'fits' if fits else 'does not fit'} {fits.estimate.hardware.name}"
+    verdict = "fits" if fits else "does not fit"
+    return (
+        f"{name} {verdict} {fits.estimate.hardware.name}: {_share(fits, fits.needed)} on rank {fits.fullest}"
+    )
+
+
+def _share(fits: Fits, nbytes: float) -> str:
+    """Return bytes as GiB of the device's, and the percentage."""
+    return f"{nbytes / GIB:.1f} of {fits.available / GIB:.1f} GiB, {percent(nbytes / fits.available)}"
+
+
+def memory_bars(fits: Fits, top: float, width: float) -> tuple[list[str], float]:
+    """Draw the bars, their axis and their legend from `top` down; return the elements, and the y below them."""
+    stages = fits.estimate.stage_memory
+    room = width - LEFT - RIGHT - MARGIN
+    most = max(fits.available, *(sum(memory.values()) + fits.margin(memory) for memory in stages)) * 1.02
+    scale = room / most
+    body = []
+    for stage, memory in enumerate(stages[:MOST]):
+        body.append(_bar(fits, stage, memory, top + stage * ROW, scale))
+    bottom = top + min(len(stages), MOST) * ROW
+    body += _axis(fits, top, bottom, scale, most)
+    bottom += 40
+    if len(stages) > MOST:
+        body.append(_words(MARGIN, bottom, f"and {len(stages) - MOST} more stages", "faint"))
+        bottom += 20
+    legend, bottom = _legend(fits, bottom, width)
+    return [*body, *legend], bottom + 12
 
 
 def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: float) -> str:
     per_stage = fits.estimate.layout.ranks // fits.estimate.layout.pp
     first, last = stage * per_stage, (stage + 1) * per_stage - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-    x = MARGIN + 80
-    parts = [f'<text class="faint" x="{MARGIN:g}" y="{y + 14:g}">{ranks}</text>']
+    x, middle = LEFT, y + 14
+    parts = [_words(MARGIN, middle, ranks)]
     pieces = [(i, name, MEANING[name], memory[name]) for i, name in enumerate(CATEGORIES)]
     pieces.append((8, MARGIN_WORD, "what an allocator reserves beside it", fits.margin(memory)))
     for i, name, meaning, nbytes in pieces:
-        wide = nbytes * scale
+        wide, number = nbytes * scale, f"{nbytes / GIB:.1f}"
         if wide > 0:
             parts.append(
-                f'<rect class="f{i}" x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="20">'
-                f"<title>{name}, {meaning}: {bytes_text(nbytes)}</title></rect>"
+                f'<rect class="f{i}" x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR:g}">'
+                f"<title>{name}, {meaning}: {number} GiB</title></rect>"
             )
+            if wide > 7 * len(number) + 6 and i < len(CATEGORIES):
+                parts.append(
+                    f'<text class="n{i}" x="{x + wide / 2:.1f}" y="{middle:g}" text-anchor="middle" '
+                    f'pointer-events="none">{number}</text>'
+                )
             x += wide
-    return f'<g aria-label="{ranks}: {bytes_text(sum(memory.values()))}">{"".join(parts)}</g>'
+    needed = sum(memory.values()) + fits.margin(memory)
+    x = max(x, LEFT + fits.available * scale) + 8
+    parts.append(_words(x, middle, _share(fits, needed), "over" if needed > fits.available else "words"))
+    return f'<g aria-label="{ranks}: {_share(fits, needed)}">{"".join(parts)}</g>'
+
+
+def _axis(fits: Fits, top: float, bottom: float, scale: float, most: float) -> list[str]:
+    """Draw round numbers of GiB below the bars, and the line where the device's memory ends."""
+    limit = LEFT + fits.available * scale
+    line = (
+        f'<line class="line" x1="{LEFT:g}" x2="{LEFT + most * scale:.1f}" y1="{bottom:g}" y2="{bottom:g}"/>'
+    )
+    parts = [line]
+    step = next(step for step in (1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1 << 20) if most / GIB / step <= 6)
+    for number in range(0, int(most / GIB) + 1, step):
+        x = LEFT + number * GIB * scale
+        parts.append(f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom:g}" y2="{bottom + 4:g}"/>')
+        parts.append(
+            f'<text class="faint" x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle" font-size="11">'
+            f"{number}{' GiB' * (number == 0)}</text>"
+        )
+    device = escape(fits.estimate.hardware.device.name)
+    words = f"the memory of one {device}: {fits.available / GIB:.1f} GiB"
+    parts.append(
+        f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top - 6:g}" y2="{bottom + 4:g}">'
+        f"<title>{words}</title></line>"
+    )
+    return parts
+
+
+def _legend(fits: Fits, y: float, width: float) -> tuple[list[str], float]:
+    """Draw a square for each category that is there, with its GiB on the fullest rank; return the y below."""
+    memory = fits.memory[fits.fullest]
+    listed = [
+        (f"f{i}", f"{name} {memory[name] / GIB:.1f}")
+        for i, name in enumerate(CATEGORIES)
+        if memory[name] >= LEAST
+    ]
+    listed.append(("f8", f"{MARGIN_WORD} {fits.margin(memory) / GIB:.1f}"))
+    parts, x = [], MARGIN
+    for look, words in listed:
+        wide = 20 + 6.8 * len(words) + 14
+        if x + wide > width - MARGIN and x > MARGIN:
+            x, y = MARGIN, y + 20
+        parts.append(f'<rect class="{look}" x="{x:g}" y="{y:g}" width="14" height="12" rx="2"/>')
+        parts.append(_words(x + 20, y + 10.5, words))
+        x += wide
+    device = fits.estimate.hardware.device.name
+    told = f"GiB on rank {fits.fullest}; red line: one {device} has {fits.available / GIB:.1f} GiB"
+    parts.append(_words(MARGIN, y + 34, told, "faint"))
+    return parts, y + 40
+
+
+def _words(x: float, y: float, words: str, look: str = "words") -> str:
+    return f'<text class="{look}" x="{x:.1f}" y="{y:g}">{escape(words)}</text>'

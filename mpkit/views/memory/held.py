@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import bytes_text
+from mpkit.common.units import bytes_text, percent
+from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 
-__all__ = ["RankMemory", "fewer", "held_text", "memory_of"]
+__all__ = ["RankMemory", "device_memory", "fewer", "held_text", "memory_of", "share_text"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,32 @@ def memory_of(timeline: Timeline, rank: int, points: int = 500) -> RankMemory:
     keep = fewer(times, levels.sum(axis=1), points)
     times, levels = np.maximum(times[keep] - origin, 0.0), levels[keep]
     return RankMemory(times, levels, int(levels.sum(axis=1).argmax()))
+
+
+def device_memory(timeline: Timeline) -> tuple[int, str]:
+    """Return the bytes of memory of the device that rank 0 is on, and its name; (0, "") where the machine is not known.
+
+    >>> import mpkit as mk
+    >>> timeline = mk.simulate(mk.Plan.gpipe(2, 1))
+    >>> timeline.meta["hardware"] = "2x-titan-rtx"
+    >>> timeline.clock = "virtual"
+    >>> device_memory(timeline)
+    (24000000000, 'TITAN RTX')
+    """
+    name = str(timeline.meta.get("hardware", ""))
+    if timeline.clock == "simulated" or name not in catalogue():
+        return 0, ""
+    device = catalogue(name).device_of(0)
+    return device.memory, device.name
+
+
+def share_text(nbytes: float, device: int) -> str:
+    """Return the share of a device's memory, to put behind an amount; "" where the device's is not known.
+
+    >>> share_text(12e9, 24_000_000_000), share_text(12e9, 0)
+    (', 50.0 %', '')
+    """
+    return f", {percent(nbytes / device)}" if device else ""
 
 
 def held_text(timeline: Timeline, amount: float) -> str:

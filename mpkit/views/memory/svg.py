@@ -14,7 +14,7 @@ from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
 from mpkit.views.drawing.ticks import levels, ticks
-from mpkit.views.memory.held import RankMemory, held_text, memory_of
+from mpkit.views.memory.held import RankMemory, device_memory, held_text, memory_of, share_text
 
 __all__ = ["highest_of", "memory_svg"]
 
@@ -56,7 +56,8 @@ def memory_svg(
     panel = (width - 2 * MARGIN - BESIDE - (across - 1) * GAP) / across
     top = MARGIN + (26 if title else 0)
     tall = HEAD + PANEL + AXIS
-    peaks = [f"peak {held_text(timeline, memory.total)}" for memory in memories]
+    device, name = device_memory(timeline)
+    peaks = [f"peak {held_text(timeline, each.total)}{share_text(each.total, device)}" for each in memories]
     body = []
     for rank, memory in enumerate(memories):
         x = MARGIN + BESIDE + rank % across * (panel + GAP)
@@ -68,6 +69,10 @@ def memory_svg(
     used = [i for i in range(len(CATEGORIES)) if any(memory.levels[:, i].any() for memory in memories)]
     body.append(_legend(used, bottom + 4, timeline.world_size - shown))
     height = bottom + 30
+    if device:
+        told = f"percentages: of the {held_text(timeline, device)} of one {name}"
+        body.append(f'<text class="faint" x="{MARGIN:g}" y="{height:g}">{escape(told)}</text>')
+        height += 20
     words = "; ".join(f"{short_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
     if title:
         body.insert(0, heading(title))

@@ -23,11 +23,12 @@ from typing import Any
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.common.visible import escape
 from mpkit.timeline import metrics
-from mpkit.timeline.proof_notes import proof_notes
+from mpkit.timeline.notes import proof_notes
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
 from mpkit.views.browser import TRIAL, css, esm
 from mpkit.views.drawing.badge import badge
+from mpkit.views.drawing.clock_words import clock_words, files_words
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
 from mpkit.views.memory.held import held_text
@@ -35,7 +36,6 @@ from mpkit.views.memory.svg import highest_of, memory_svg
 from mpkit.views.page.trial import LINK, trial
 from mpkit.views.timeline.counting import BubbleCounter
 from mpkit.views.timeline.path import MOST, has_path, path_of
-from mpkit.views.timeline.picture import CLOCKS
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import pack_tracks
@@ -81,9 +81,7 @@ def html(
         raise ValueError("html({}) has no timeline to show: give a Timeline, or {name: Timeline}")
     if unknown := set(facts) - set(named):
         raise ValueError(f"facts about {sorted(unknown)}, but the timelines are {sorted(named)}")
-    title = title or (
-        "Timelines" if len(named) > 1 else f"Timeline of {next(iter(named.values())).world_size} ranks"
-    )
+    title = title or ("Timelines" if len(named) > 1 else _title(next(iter(named.values()))))
     compared = [timeline for name, timeline in named.items() if name != base] or [*named.values()]
     highest = max(map(highest_of, compared))
     common = _common_notes(named)
@@ -107,6 +105,12 @@ def html(
         look=_embed_json(look()),
         script=esm(TRIAL if try_it else ()),
     )
+
+
+def _title(timeline: Timeline) -> str:
+    """Return the heading of a page with one timeline: of an imported trace its file."""
+    ranks = f"{timeline.world_size} rank{'s' * (timeline.world_size != 1)}"
+    return f"Timeline of {files_words(timeline) or ranks}"
 
 
 def _shown_step(timeline: Timeline, step: int | None) -> Timeline:
@@ -137,11 +141,11 @@ def _section(
         "bubble": shown.bubble if works else None,
         "step_time": shown.step_time if works else None,
         "of": f"step {shown.steps[-1]}" if works and len(timeline.steps) > 1 else "",
-        "clock": CLOCKS.get(timeline.clock, timeline.clock),
+        "clock": clock_words(timeline),
         "note": " ".join(note for note in timeline.notes if note not in common),
         "live": False,
         "widest": widest,
-        "table": rank_table(timeline),
+        "table": rank_table(shown),
     }
     tracks = ""
     if len(timeline.device_samples):  # memory has pictures of its own below
@@ -150,14 +154,14 @@ def _section(
     if has_path(timeline) and len(metrics.active(shown.spans)) <= MOST:
         state["path_head"], slack = path_of(timeline, step)
         tracks += f'<script type="text/plain" data-path="{number}">{_pack_bytes(slack)}</script>'
-    still = svg(timeline, fold=timeline.world_size > FOLDED)
+    still = svg(timeline, step=step, fold=timeline.world_size > FOLDED)
     heading = f"<h2>{escape(name)}</h2>" if name else ""
     if proof_notes(timeline.meta) and set(proof_notes(timeline.meta)) <= set(
         timeline.notes
     ):  # not of a prediction
         heading += f"<p class='intro'>{badge(Proof.from_trace(timeline.meta['proof']))}</p>"
     heading += f"<p class='intro'>{escape(caption)}</p>" if caption else ""
-    memory = _memory(timeline, highest) if len(timeline.held) else ""
+    memory = _memory(shown, highest, "" if step is None else f", step {step}") if len(timeline.held) else ""
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
         f'<div class="host" data-number="{number}"><div class="static scroll">{still}</div></div>'
@@ -172,13 +176,13 @@ def _pack_bytes(values: bytes) -> str:
     return b64encode(gzip.compress(values, 6, mtime=0)).decode()
 
 
-def _memory(timeline: Timeline, highest: int) -> str:
-    """Return the memory of each GPU, drawn twice: for wide windows, and for phones, with a panel per line."""
+def _memory(timeline: Timeline, highest: int, when: str) -> str:
+    """Return the memory of each GPU while the figures are of it, drawn twice: for wide windows and for phones."""
     wide = memory_svg(timeline, 1100, highest=highest)
     narrow = memory_svg(timeline, 360, highest=highest, across=1)
     drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
     many = "" if timeline.world_size > 8 else " open"
-    return f"<details{many}><summary>Memory by GPU</summary>{drawn}</details>"
+    return f"<details{many}><summary>Memory by GPU{when}</summary>{drawn}</details>"
 
 
 def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]], base: str) -> str:

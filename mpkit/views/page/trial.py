@@ -67,6 +67,7 @@ def trial(p: int, m: int) -> str:
         f'<option value="{name}"{" selected" if name == FIRST else ""}>{escape(title(name))}</option>'
         for name in SCHEDULES
     )
+    options += '<option value="own">your own, to write</option>'
     still = svg(simulate(plan_of(FIRST, p, m)))
     return (
         '<section class="card" id="try"><h2>Try it: another schedule</h2><p class="intro">Choose a schedule, and set '
@@ -75,7 +76,11 @@ def trial(p: int, m: int) -> str:
         "for it.</p>"
         '<div class="controls" role="group" aria-label="settings of the schedule" hidden><div class="control">'
         f'<label for="try-schedule">schedule</label><select id="try-schedule" name="schedule">{options}</select></div>'
-        f"{''.join(_slider(name, slider) for name, slider in sliders.items())}</div>"
+        f"{''.join(_slider(name, slider) for name, slider in sliders.items())}"
+        '<div class="control own" hidden><label for="try-own">a line per rank: F0 is the forward of micro-batch 0, B0 '
+        "its backward, I0 and W0 its halves</label>"
+        '<textarea id="try-own" name="own" rows="6" spellcheck="false"></textarea></div></div>'
+        '<p class="wrong" role="alert"></p>'
         f'<p class="intro words">{escape(SCHEDULES[FIRST].words)}</p>'
         f'<div class="trial"><div class="static scroll">{still}</div></div>'
         f'<script type="text/plain" data-schedules>{pack_schedules()}</script></section>'

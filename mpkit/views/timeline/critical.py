@@ -16,6 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.common.visible import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
+from mpkit.views.drawing.outlines import Outline, merge_outlines
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 
@@ -113,27 +114,22 @@ def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot
     late = path.graph.begin - pic.origin
     rows = {(row.rank, row.part): number for number, row in enumerate(pic.rows)}
     lanes = path.timeline.spans["lane"]
-    boxes: list[tuple[float, float, float, float]] = []
-    parts = []
+    boxes = []
     for op in path.ops:
         part = "compute" if op.kind in NO_OPERATION else PARTS.get(Lane(lanes[op.row]), "compute")
         number = rows.get((op.rank, part))
-        if number is None:
-            continue
-        x, length = plot.left + (op.start + late) * scale, op.seconds * scale
-        y, height = tops[number], HEIGHTS[part]
-        boxes.append((x, x + length, y, y + height))
-        dashed = ' stroke-dasharray="3 2"' if op.kind == "gap" else ""
-        parts.append(
-            f'<rect class="path" x="{x:.2f}" y="{y:g}" width="{max(length, 0.5):.2f}" height="{height:g}"{dashed}>'
-            f"<title>{escape(f'critical: {op_words(path, op)}, {seconds(op.seconds)}')}</title></rect>"
-        )
-    for before, after in pairwise(boxes):
-        if before[2] != after[2]:
-            down = after[2] > before[2]
-            y1, y2 = (before[3], after[2]) if down else (before[2], after[3])
+        if number is not None:
+            x, length = plot.left + (op.start + late) * scale, op.seconds * scale
+            words = f"critical: {op_words(path, op)}, {seconds(op.seconds)}"
+            boxes.append(Outline(x, length, tops[number], HEIGHTS[part], words, op.kind == "gap"))
+    outlines = merge_outlines(boxes)
+    parts = [each.svg() for each in outlines]
+    for before, after in pairwise(outlines):
+        if before.y != after.y:
+            down = after.y > before.y
+            y1, y2 = (before.y + before.height, after.y) if down else (before.y, after.y + after.height)
             parts.append(
-                f'<line class="path" x1="{before[1]:.2f}" y1="{y1:g}" x2="{after[0]:.2f}" y2="{y2:g}"/>'
+                f'<line class="path" x1="{before.end:.2f}" y1="{y1:g}" x2="{after.x:.2f}" y2="{y2:g}"/>'
             )
     return f'<g aria-label="critical path">{"".join(parts)}</g>'
 

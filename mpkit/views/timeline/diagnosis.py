@@ -13,6 +13,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.drawing.outlines import Outline, merge_outlines
 from mpkit.views.timeline.critical import critical_svg, critical_text, page
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
@@ -99,18 +100,18 @@ def finding_svg(found: Diagnosis, each: Finding, width: int = 960) -> str:
 def _outlines(found: Diagnosis, each: Finding, pic: Picture, tops: list[float], plot: Plot) -> str:
     scale = plot.span / pic.duration if pic.duration else 0.0
     rows = {(row.rank, row.part): number for number, row in enumerate(pic.rows)}
-    spans, parts = found.path.timeline.spans, []
+    spans, boxes = found.path.timeline.spans, []
     for row in each.ops[:OUTLINES]:
         span = spans[row]
         part = PARTS.get(Lane(int(span["lane"])), "compute")
         number = rows.get((int(span["rank"]), part))
         if number is not None:
             x = plot.left + (float(span["start"]) - pic.origin) * scale
-            length = max(float(span["end"] - span["start"]) * scale, 0.5)
-            parts.append(
-                f'<rect class="path" x="{x:.2f}" y="{tops[number]:g}" width="{length:.2f}" height="{HEIGHTS[part]:g}"/>'
-            )
-    return f'<g aria-label="operations of the finding">{"".join(parts)}</g>'
+            length = float(span["end"] - span["start"]) * scale
+            boxes.append(Outline(x, length, tops[number], HEIGHTS[part]))
+    outlines = merge_outlines(sorted(boxes, key=lambda box: (box.y, box.x)))
+    drawn = "".join(outline.svg() for outline in outlines)
+    return f'<g aria-label="operations of the finding">{drawn}</g>'
 
 
 def diagnosis_panel(found: Diagnosis) -> str:

@@ -21,10 +21,10 @@ import numpy.typing as npt
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
+from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.lanes import rank_label
 from mpkit.views.gpu.samples import TRACKS, curve
 from mpkit.views.memory.held import memory_of
-from mpkit.views.timeline.picture import CLOCKS
 
 __all__ = ["perfetto"]
 
@@ -56,7 +56,7 @@ def perfetto(timeline: Timeline) -> bytes:
         *_last_arrivers(timeline, threads, origin),
         *_counters(timeline),
     ]
-    other = {"clock": CLOCKS.get(timeline.clock, timeline.clock), "notes": timeline.notes}
+    other = {"clock": clock_words(timeline), "notes": timeline.notes}
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     return json.dumps(trace, separators=(",", ":")).encode()
 

@@ -25,6 +25,7 @@ from mpkit.common.units import bytes_text, flops_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
+from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.colours import Key, key_of
 from mpkit.views.drawing.lanes import groups_of, rank_label
 from mpkit.views.timeline.idle import idle_gaps, step_extents
@@ -33,7 +34,6 @@ from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in
 
 __all__ = [
     "BOX",
-    "CLOCKS",
     "Mark",
     "Picture",
     "PictureRow",
@@ -48,12 +48,6 @@ BOX = np.dtype(
 """A box: the index of its row, its colour `Key`, whether it carries its span's number (if a span is drawn in pieces,
 the longest one does), seconds from the picture's start, and the span it shows (for idle time the first wait in it;
 -1: none)."""
-
-CLOCKS = {
-    "measured": "measured clock: the times of this machine's own clock",
-    "virtual": "virtual clock: every rank replayed on a device of its own",
-    "simulated": "simulated: from the schedule alone, nothing was run",
-}
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def picture(timeline: Timeline, step: int | None = None, *, fold: bool = False) 
 
 def figures(timeline: Timeline, step: int | None = None) -> dict[str, str]:
     """Return the row under a picture: its clock in words, and the figures of the last step (or of `step`)."""
-    shown = {"clock": CLOCKS.get(timeline.clock, timeline.clock)}
+    shown = {"clock": clock_words(timeline)}
     hardware = timeline.meta.get("hardware")
     if hardware and timeline.clock != "simulated":
         shown["hardware"] = str(hardware)

@@ -107,7 +107,8 @@ def svg(
     lines = [line for note in timeline.notes for line in wrap(note, letters)]
     notes = [_words(MARGIN, height + 20 * i, line, "faint") for i, line in enumerate(lines)]
     height += 20 * len(notes)
-    name = escape(title or f"Timeline of {timeline.world_size} ranks")
+    ranks = f"{timeline.world_size} rank{'s' * (timeline.world_size != 1)}"
+    name = escape(title or f"Timeline of {ranks}")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit" role="img" width="{width}" '

@@ -2,7 +2,7 @@
 browser takes it.
 
     head    JSON: {tracks: [{name, unit, stacked, keys: [{word, light, dark}], ranks: [[rank, moments], ...]}, ...]},
-            and `most`, what a lane reaches to at least
+            and `most`, what a lane reaches to at least; of memory `device`, the bytes of a device's, if known
     bytes   of each track, rank by rank: times, (moments,) float64 seconds; levels, (moments, keys) float64
 
 All tracks of a timeline are sent together, as one trait, so a page that is loaded again has them at once.
@@ -16,7 +16,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS
 from mpkit.views.gpu.samples import TRACKS, device_tracks, head_of
-from mpkit.views.memory.held import memory_of
+from mpkit.views.memory.held import device_memory, memory_of
 
 __all__ = ["MOMENTS", "expected_tracks", "has_tracks", "pack_tracks"]
 
@@ -68,6 +68,8 @@ def pack_tracks(timeline: Timeline, moments: int = MOMENTS) -> tuple[Head, bytes
 
 def _pack_memory(timeline: Timeline, each: int) -> tuple[Head, bytes]:
     head = _memory_head("" if timeline.clock == "simulated" else "B")
+    if device := device_memory(timeline)[0]:
+        head["device"] = device
     origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
     parts = []
     for rank in range(timeline.world_size):

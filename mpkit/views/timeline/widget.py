@@ -23,11 +23,11 @@ from mpkit.common.units import percent
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm
+from mpkit.views.drawing.clock_words import CLOCKS, clock_words
 from mpkit.views.drawing.lanes import LaneGroup, groups_of, groups_trait, rank_label
 from mpkit.views.timeline.counting import BubbleCounter
 from mpkit.views.timeline.fallback import static_bundle
 from mpkit.views.timeline.path import has_path, pack_path, path_of
-from mpkit.views.timeline.picture import CLOCKS
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import expected_tracks, pack_tracks
 from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
@@ -55,7 +55,7 @@ BACKLOG = 200_000
 
 
 class TimelineView(anywidget.AnyWidget):
-    """A timeline to look at in a notebook: zoom by wheel, pan by dragging, details by hovering.
+    """A timeline to look at in a notebook: zoom by Ctrl and the wheel, pan by dragging, details by hovering.
 
     Args:
         timeline: what to show; None for one that is filled by `append`.
@@ -180,7 +180,7 @@ class TimelineView(anywidget.AnyWidget):
             with self.hold_sync():
                 self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
                 self.groups = groups_trait(groups_of(timeline), timeline.world_size)
-                self.clock = CLOCKS.get(timeline.clock, timeline.clock)
+                self.clock = clock_words(timeline)
                 if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
                     self.clock += f", on {hardware}"
                 self.note = " ".join(timeline.notes)

@@ -183,7 +183,8 @@ def _load(data: Any) -> LoaderSpeed:
 
 def _tensors(batch: Any) -> list[Any]:
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from mpkit.common.torch_private import tree_leaves
 
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)  # private; tests/test_trace_fake.py guards it
 
 from mpkit.common.caught import one_line
+from mpkit.common.torch_private import FakeTensor, FakeTensorMode, _get_dispatch_mode, _TorchDispatchModeKey
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.models.nested import flatten
@@ -156,7 +153,7 @@ def freeze_unshared_norms(model: nn.Module, microbatches: int, replicas: int) ->
 def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:
     """Return whether the tensors of a model and a batch hold numbers: none is on the meta device, or fake."""
     tensors = (*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1]))
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    fake = _get_dispatch_mode(_TorchDispatchModeKey.FAKE)
     return fake is None and not any(tensor.is_meta for tensor in tensors)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkit.common.caught import fakes_or_real, one_line
+from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.data_parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.strategies.models.chain import layers_of

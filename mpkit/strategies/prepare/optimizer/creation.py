@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizers
 
 from mpkit.common.caught import one_line
+from mpkit.common.torch_private import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from mpkit.strategies.models.hooks import hook_name, hooks_on
 from mpkit.strategies.prepare.arguments.arguments import ADAM, a_kind_of
 from mpkit.strategies.prepare.arguments.task import Rejection
@@ -144,10 +144,7 @@ def _check_made(
 
 
 def _check_global_hooks() -> None:
-    for hooks in (
-        torch_optimizers._global_optimizer_pre_hooks,
-        torch_optimizers._global_optimizer_post_hooks,
-    ):
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in hooks.values():
             if str(getattr(hook, "__module__", "")).startswith("mpkit."):
                 continue  # a wrapper's, in a rank

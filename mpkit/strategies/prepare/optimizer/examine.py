@@ -20,9 +20,9 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # private: tests/test_trace_fake.py guards it
 
 from mpkit.common.caught import one_line, report
+from mpkit.common.torch_private import _disable_current_modes
 from mpkit.plan.plan import Plan
 from mpkit.strategies.job.resolved import ResolvedPlan
 from mpkit.strategies.prepare.arguments.arguments import ADAM

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor  # private; tests/test_trace_fake.py guards it
 
 from mpkit.common.caught import one_line, report
+from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.optimizer.trial import plain

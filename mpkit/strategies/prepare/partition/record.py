@@ -12,9 +12,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack  # private; tests/test_prepare.py guards it
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpkit.common.torch_private import TorchDispatchMode, peek_interpreter_stack
 from mpkit.strategies.data.microbatch import Value as Data
 from mpkit.strategies.models.containers import Containers, bring_back
 from mpkit.strategies.models.nested import flatten, rebuild

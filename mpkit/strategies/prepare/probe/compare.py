@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mpkit.common.caught import one_line, report
+from mpkit.common.torch_private import TorchDispatchMode, tree_leaves
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
 
 __all__ = ["ROUNDING", "SINGLE", "are_apart", "differ", "far", "same_rows"]

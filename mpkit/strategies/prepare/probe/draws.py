@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.common.torch_private import TorchDispatchMode
 
 __all__ = ["SameDraws"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mpkit.common.caught import fakes_or_real, one_line
+from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.inside import ContextParallel
 from mpkit.strategies.context.positions import shift_positions

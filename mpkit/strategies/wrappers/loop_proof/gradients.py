@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.strategies.models.hooks import hooks_on, is_ours
 from mpkit.strategies.models.nested import flatten, rebuild
 from mpkit.strategies.tensor.logits import DividedLogits
@@ -93,12 +94,12 @@ class StepGradients:
     def _ready(self, name: str, gradient: Tensor) -> None:
         """Hear a gradient that autograd is about to accumulate."""
         if not self._open:
-            if torch._C._current_graph_task_id() != self._early_task:
-                self._early_task, self._early = torch._C._current_graph_task_id(), {}
+            if _current_graph_task_id() != self._early_task:
+                self._early_task, self._early = _current_graph_task_id(), {}
             add_gradients(self._early, {name: wide(gradient)})
             return
         add_gradients(self._total_now, {name: wide(gradient)})
-        if torch._C._current_graph_task_id() != self._task:  # of a reentrant checkpoint in the module
+        if _current_graph_task_id() != self._task:  # of a reentrant checkpoint in the module
             add_gradients(self._inside_now, {name: wide(gradient)})
 
     def hear_outputs(
@@ -134,7 +135,7 @@ class StepGradients:
                 self.why_not = (
                     "second derivatives (create_graph=True) reach the parameters past the model's outputs"
                 )
-            task = self._received.setdefault(torch._C._current_graph_task_id(), {})
+            task = self._received.setdefault(_current_graph_task_id(), {})
             gradient = gradient.detach().clone()
             if isinstance(output, DividedLogits):
                 gradient = torch.cat([part.to(gradient.device) for part in of_all(gradient.cpu())], -1)
@@ -179,7 +180,7 @@ class StepGradients:
 
     def begin(self) -> None:
         """Begin a backward."""
-        self._task, self._open = torch._C._current_graph_task_id(), True
+        self._task, self._open = _current_graph_task_id(), True
         self._inside_now = {}
         self._total_now = self._early if self._early_task == self._task else {}
         self.heard = {

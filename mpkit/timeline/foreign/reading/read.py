@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.unzip import Unzip
 from mpkit.errors import TraceError
+from mpkit.timeline.foreign.reading.unzip import Unzip
 
 __all__ = ["EventStream", "looks_like_json", "looks_like_trace", "other_kind"]
 

@@ -1,0 +1,158 @@
+"""Answers: what every call that says how long a step takes, or what memory it needs, returns.
+
+    Timeline     of a run, a replay, a simulation, a dry run or a profile's prediction
+    Estimate     `mk.estimate`; `mk.fits` and `mk.advise` answer with the estimate of their plan
+    WhatIf       `run.what_if`
+
+They differ in what was measured and what is assumed (`Answer.basis`), not in how they are asked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["DRY_RUN", "PROFILED", "SIMULATED", "Answer", "Basis", "Delegated", "HasTimeline", "basis_of"]
+
+
+class Basis(NamedTuple):
+    """What an answer rests on, in words.
+
+    Attributes:
+        measured: what was measured.
+        assumed: what is assumed.
+    """
+
+    measured: str
+    assumed: str
+
+
+WALL = Basis("the time of every operation", "nothing")
+VIRTUAL = Basis("the time of every operation", "a link model and a core per rank")
+REPLAYED = Basis(
+    "which operations there are, their FLOPs and bytes, and who waits for whom",
+    "the times: a roofline, and published figures of devices and links",
+)
+IMPORTED = Basis("what the files hold", "notes on the timeline say what is missing")
+SIMULATED = Basis("nothing", "the times that you give, by default 1 per action and free messages")
+DRY_RUN = Basis(
+    "nothing; the strategy's own code runs on tensors without content", "times, by a roofline per operator"
+)
+PROFILED = Basis(
+    "the whole model's forward, backward and update; the link",
+    "how a plan's operators compare with the whole model's",
+)
+
+
+def basis_of(clock: str, meta: Mapping[str, Any], *, elsewhere: bool = False) -> Basis:
+    """Return what the times of a timeline rest on.
+
+    >>> basis_of("virtual", {}).assumed
+    'a link model and a core per rank'
+
+    Args:
+        clock: "measured", "virtual" or "simulated".
+        meta: that of its trace.
+        elsewhere: whether it was replayed on hardware that was asked for.
+    """
+    if clock == "simulated":
+        return SIMULATED
+    if "fake" in meta:
+        return DRY_RUN
+    if elsewhere:
+        return REPLAYED
+    if "imported" in meta:
+        return IMPORTED
+    return WALL if clock == "measured" else VIRTUAL
+
+
+class Answer(ABC):
+    """How long a step takes, what it holds, and why; of all ranks, by the words that every answer has.
+
+    >>> import mpkit as mk
+    >>> machine = mk.hardware("8x-a100-nvlink")
+    >>> guess = mk.estimate("llama3-8b", mk.Plan.zero(3, 8), machine, global_batch=16, sequence=4096)
+    >>> for answer in (guess, mk.simulate(mk.Plan.gpipe(4, 8))):
+    ...     print(round(answer.step_time, 1), answer.band is None, round(answer.bubble, 3), next(iter(answer.because)))
+    4.5 False 0.0 layers
+    33.0 True 0.273 work
+    """
+
+    @abstractmethod
+    def timeline(self) -> Timeline:
+        """Return the step as a timeline."""
+
+    @property
+    @abstractmethod
+    def basis(self) -> Basis:
+        """What was measured, and what is assumed."""
+
+    @property
+    def step_time(self) -> float:
+        """Seconds per step."""
+        return self.timeline().step_time
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The seconds between which such steps were in comparisons with real runs; None where there were none."""
+        return None
+
+    @property
+    def memory(self) -> Sequence[Mapping[str, float]]:
+        """Bytes by rank and category when the rank holds most; they add up to its peak."""
+        return self.timeline().memory
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the step, averaged over ranks (GPipe's definition)."""
+        return self.timeline().bubble
+
+    @property
+    def because(self) -> Mapping[str, float]:
+        """Where the time goes: seconds by cause, which add up to the step, the longest first."""
+        return self.timeline().because
+
+
+class Delegated(Answer):
+    """An answer that is another one's: that of a plan's estimate, or of a timeline."""
+
+    @property
+    @abstractmethod
+    def answer(self) -> Answer:
+        """The other one."""
+
+    @property
+    def step_time(self) -> float:
+        """Seconds per step."""
+        return self.answer.step_time
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The seconds between which such steps were in comparisons with real runs; None where there were none."""
+        return self.answer.band
+
+    @property
+    def memory(self) -> Sequence[Mapping[str, float]]:
+        """Bytes by rank and category when the rank holds most."""
+        return self.answer.memory
+
+    @property
+    def because(self) -> Mapping[str, float]:
+        """Where the time goes: seconds by cause, the longest first."""
+        return self.answer.because
+
+    def timeline(self) -> Timeline:
+        """Return the step as a timeline."""
+        return self.answer.timeline()
+
+
+@runtime_checkable
+class HasTimeline(Protocol):
+    """A Run, or an answer."""
+
+    def timeline(self) -> Timeline:
+        """Return its timeline."""

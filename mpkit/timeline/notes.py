@@ -1,0 +1,106 @@
+"""What a reader should know of a timeline: its proof, its clocks, its samples, the machine that it was replayed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpkit.common.units import seconds
+from mpkit.devices.hardware import Hardware
+from mpkit.devices.unwise import across_nodes, out_of_memory
+from mpkit.trace import Trace
+from mpkit.trace.proof import Proof
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
+
+__all__ = ["clock_notes", "placement_notes", "proof_notes", "sample_notes"]
+
+REPEATED = (
+    "Memory was measured in the first steps, until one repeated another; each later step of that kind is drawn as it "
+    "was measured then."
+)
+
+
+def proof_notes(meta: Mapping[str, Any]) -> list[str]:
+    """Return the line of the run's proof; none for a trace without one.
+
+    >>> proof_notes({"proof": {"steps": [1, 2], "loss": 0.0, "weights": 1e-16}})
+    ['Equal to serial training in steps 1 and 2: loss within 0, weights within 1e-16.']
+    """
+    proof = Proof.from_trace(meta.get("proof"))
+    if proof is None or proof.why_not == "verify=False":
+        return []
+    line = str(proof)
+    return [f"{line[:1].upper()}{line[1:]}."]
+
+
+def clock_notes(meta: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on how the nodes' clocks were put on rank 0's; none for a run on one machine.
+
+    >>> clock_notes({"clocks": [{"node": "1", "host": "b", "offset": -0.3, "residual": 5e-5, "drift": 0.0}]})
+    ["The clock of b (0.3 s ahead) was put on rank 0's, to within 50.0 µs (half of a round trip through the store)."]
+    """
+    clocks = meta.get("clocks")
+    if not isinstance(clocks, list) or not clocks:
+        return []
+    each, worst = [], 0.0
+    for clock in clocks:
+        offset, drift = float(clock["offset"]), float(clock["drift"])
+        worst = max(worst, float(clock["residual"]))
+        way = f"{_spelt(abs(offset))} {'ahead' if offset < 0 else 'behind'}"
+        each.append(f"{clock['host']} ({way}{f', {seconds(drift)} of drift' if drift else ''})")
+    whose = "The clock of" if len(each) == 1 else "The clocks of"
+    was = "was" if len(each) == 1 else "were"
+    names = ", ".join(each[:3]) + (f" and {len(each) - 3} more hosts" if len(each) > 3 else "")
+    return [
+        f"{whose} {names} {was} put on rank 0's, to within {seconds(worst)} (half of a round trip through the store)."
+    ]
+
+
+def _spelt(offset: float) -> str:
+    return f"{offset:.4g} s" if offset >= 0.1 else seconds(offset)
+
+
+def sample_notes(trace: Trace, elsewhere: bool) -> list[str]:
+    """Return sentences on samples of GPUs that a reader might expect, and on memory that is not measured anew.
+
+    >>> sample_notes(Trace([], {"gpus_not_sampled": "GPUs were not sampled: ..."}), elsewhere=False)
+    ['GPUs were not sampled: ...']
+
+    Args:
+        trace: the trace of the run.
+        elsewhere: whether it is replayed on other hardware.
+    """
+    watched = trace.meta.get("watched") and any(len(rank.memory) for rank in trace.ranks)
+    repeated = [REPEATED] if watched else []
+    if elsewhere and any(len(rank.samples) for rank in trace.ranks):
+        return [
+            *repeated,
+            "Samples of GPUs belong to the machine of the run: mk.Timeline.of(trace).device_samples has them, without "
+            "hardware=.",
+        ]
+    why = trace.meta.get("gpus_not_sampled", "")
+    return repeated + ([str(why)] if why and not elsewhere else [])
+
+
+def placement_notes(timeline: Timeline, hardware: Hardware) -> list[str]:
+    """Return a sentence for tensor parallelism across nodes, and one for the rank that its device cannot hold.
+
+    Args:
+        timeline: replayed on the machine.
+        hardware: the machine.
+    """
+    notes = []
+    mesh = timeline.mesh
+    if mesh is not None and mesh.tp > 1 and (words := across_nodes(mesh.groups("tp"), hardware)):
+        notes.append(words)
+    peaks = [sum(held.values()) for held in timeline.memory]
+    excess = {rank: peak - hardware.device_of(rank).memory for rank, peak in enumerate(peaks)}
+    known = {rank: over for rank, over in excess.items() if hardware.device_of(rank).memory and over > 0}
+    if known:
+        rank = max(known, key=known.__getitem__)
+        held = timeline.memory[rank]
+        words = out_of_memory(peaks[rank], hardware.device_of(rank).memory, max(held, key=held.__getitem__))
+        notes.append(f"Rank {rank} does not fit its {hardware.device_of(rank).name}: {words}.")
+    return notes

@@ -1,0 +1,182 @@
+"""Private names of torch: all in one module, each there in the torch that runs the tests, each missing one named.
+
+`python -m scripts.gate.torch_versions` runs this with the oldest and the newest torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpkit
+from mpkit.common import torch_private
+from mpkit.common.torch_private import ATTRIBUTES, GENERATORS, NAMES, SEEN, current
+from mpkit.errors import MpkitError
+
+PACKAGE = Path(mpkit.__file__).parent
+HOME = PACKAGE / "common" / "torch_private.py"
+
+ALONE = ("strategies/reference/", "course/exercises/")
+"""Code that learners read and run by itself: it imports nothing of mpkit's inside."""
+
+NOT_YET = (
+    "course/lab/accelerator.py", "course/framework/memory.py", "strategies/proof/draws.py",
+    "strategies/proof/rounding.py",
+)  # fmt: skip
+
+OF_OTHERS = {
+    "_asdict", "_clear", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace", "_run_exitfuncs",
+    "_shutdown", "_can_record_outputs",
+}  # fmt: skip
+"""Private attributes of Python's library, and of transformers."""
+
+LISTED = {name for row in NAMES for name in row.names}
+ON_OBJECTS = {name for row in ATTRIBUTES for name in row.names}
+
+
+def is_private(path: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def private_uses(source: str) -> Iterator[str]:
+    """Yield each private name of torch that a source imports or reads from a module, and attributes of its objects.
+
+    >>> list(private_uses("import torch.nn as t\\nfrom torch._C import a\\nt._b(x._c, self._d)"))
+    ['torch._C.a', 'torch.nn._b', '._c']
+    """
+    tree = ast.parse(source)
+    known, own = {"torch": "torch"}, set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names if _of_torch(alias.name) and is_private(alias.name))
+                known |= {alias.asname: alias.name for alias in names if alias.asname}
+            case ast.ImportFrom(module=str(module), names=names):
+                paths = {alias.asname or alias.name: f"{module}.{alias.name}" for alias in names}
+                yield from (path for path in paths.values() if _of_torch(path) and is_private(path))
+                known |= paths
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")):
+                own.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                own.add(name)
+    if not any(
+        _of_torch(path) for name, path in known.items() if name != "torch" or "import torch" in source
+    ):
+        return
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and is_private(node.attr)):
+            continue
+        start, *rest = ast.unparse(node).split(".")
+        path = ".".join([known.get(start, ""), *rest])
+        if _of_torch(path) and path.removesuffix(node.attr)[:-1] in _MODULES:
+            yield path
+        elif start not in ("self", "cls") and node.attr not in own | OF_OTHERS:
+            yield f".{node.attr}"
+
+
+def _of_torch(path: str) -> bool:
+    return path.partition(".")[0] == "torch"
+
+
+_MODULES = {"torch", "torch.nn", "torch.ops", "torch.ops.aten"} | {
+    path.relative_to(Path(torch.__file__).parent.parent)
+    .with_suffix("")
+    .as_posix()
+    .removesuffix("/__init__")
+    .replace("/", ".")
+    for path in Path(torch.__file__).parent.rglob("*.py")
+    if "_inductor" not in path.parts
+}
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if path != HOME and not name.startswith(ALONE + NOT_YET):
+            yield name, path.read_text(encoding="utf-8")
+
+
+def test_no_other_module_of_mpkit_imports_or_reads_a_private_name_of_torch() -> None:
+    found = [(name, use) for name, text in sources() for use in private_uses(text)]
+    assert [each for each in found if each[1].removeprefix(".") not in ON_OBJECTS] == []
+
+
+def test_each_listed_name_is_used() -> None:
+    text = "\n".join(text for _, text in sources())
+    alone = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / ALONE[0]).rglob("*.py"))
+    elsewhere = {name for name in LISTED if name.startswith("_scaled_dot_product_")} | {*GENERATORS}
+    assert {name for name in (LISTED | ON_OBJECTS) - elsewhere if name not in text + alone} == set()
+
+
+@pytest.mark.parametrize("name", sorted(LISTED))
+def test_this_torch_has_each_listed_name(name: str) -> None:
+    assert current(name) is not None
+
+
+def examples() -> dict[str, Any]:
+    """An object of each class whose attributes only its objects have."""
+    linear = nn.Linear(1, 1)
+    return {
+        "torch.nn:Module": linear,
+        "torch.optim:Optimizer": torch.optim.SGD(linear.parameters()),
+        "torch._ops:OpOverload": torch.ops.aten.add_.Tensor,
+        "torch.utils.data.dataloader:_BaseDataLoaderIter": iter(torch.utils.data.DataLoader([1])),  # type: ignore[arg-type]
+    }
+
+
+HERE = ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(row.place, name) for row in ATTRIBUTES for name in row.names if HERE in row.seen or HERE not in SEEN],
+)
+def test_objects_of_this_torch_have_each_listed_attribute(kind: str, name: str) -> None:
+    from pkgutil import resolve_name
+
+    owner = examples().get(kind) or resolve_name(kind)
+    if name == "_pg_registry":  # set where the mesh is made, for which there are ranks: tests/launch
+        assert name in Path(str(torch.distributed.device_mesh.__file__)).read_text(encoding="utf-8")
+    else:
+        assert hasattr(owner, name)
+
+
+def test_a_release_of_torch_without_a_name_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.modules.loss, "_Loss")
+    with pytest.raises(MpkitError) as caught:
+        from mpkit.common.torch_private import _Loss  # noqa: F401
+    assert str(caught.value) == (
+        f"torch {torch.__version__} has no _Loss in torch.nn.modules.loss, with which mpkit would tell losses from "
+        f"layers in watched programs; torch {', '.join(SEEN)} have it."
+    )
+
+
+def test_a_name_that_no_row_lists_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="lists no private name '_nothing' of torch"):
+        _ = torch_private._nothing
+
+
+def test_type_checkers_see_the_names_where_the_rows_say_they_are() -> None:
+    tree = ast.parse(HOME.read_text(encoding="utf-8"))
+    typed = [each for node in tree.body if isinstance(node, ast.If) for each in node.body]
+    places = {
+        (alias.name, node.module)
+        for node in typed
+        for alias in node.names
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert places and places <= {(name, row.place) for row in NAMES for name in row.names}
+
+
+def test_pyproject_and_the_readme_say_which_releases_of_torch_mpkit_runs_with() -> None:
+    root = PACKAGE.parent
+    assert f'"torch>={SEEN[0]}"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"torch {SEEN[0]} to {SEEN[-1]}" in (root / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,126 @@
+"""Pictures of what is predicted, of long runs and of somebody else's traces: each says what its numbers say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mpkit as mk
+from mpkit.timeline.diagnosis.bubble_words import bubble_words
+from mpkit.views.comparison.estimate import estimate_svg
+from mpkit.views.dashboard.html import static
+from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
+from mpkit.views.drawing.clock_words import clock_words
+from mpkit.views.memory.fits import fits_svg
+from mpkit.views.memory.held import device_memory
+from mpkit.views.memory.svg import memory_svg
+from mpkit.views.page.html import html
+from mpkit.views.timeline.tracks import pack_tracks
+from tests.kineto.program import ddp_program, write_ranks
+
+ASKED = {"global_batch": 8, "sequence": 4096}
+PLAN = mk.Plan.zero(3, 8, precision="bf16")
+
+
+def drawn_words(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+@pytest.mark.parametrize("machine", ["8x-a100-nvlink", "8x-rtx-4090"])
+def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: str) -> None:
+    found = mk.fits("llama3-8b", PLAN, machine, **ASKED)
+    picture, text = fits_svg(found), str(found)
+    (needed,) = re.findall(r": ([\d.]+ of [\d.]+ GiB) on rank 0", text)
+    words = drawn_words(picture)
+    assert words[0].startswith(f"llama3-8b {'fits' if found else 'does not fit'} {machine}: {needed}, ")
+    assert sum(each.startswith(f"{needed}, ") for each in words) == 1  # at its bar
+    for number, category in re.findall(r" +([\d.]+) GiB  (\w+):", text):
+        assert float(number) < 0.05 or f"{category} {number}" in words
+    assert not re.search(r"\d (GB|MB)\b", "".join(words))
+    over = re.findall(r'class="over"', picture)
+    assert len(over) == (0 if found else 1)
+
+
+def test_a_bar_for_each_stage_with_its_own_total() -> None:
+    plan = mk.Plan(pp=4, dp=2, schedule="1f1b", microbatches=8)
+    found = mk.fits("gpt3-1.3b", plan, "8x-rtx-4090", global_batch=64, sequence=2048)
+    words = drawn_words(fits_svg(found))
+    assert [each for each in words if each.startswith("ranks")] == [
+        f"ranks {2 * i}-{2 * i + 1}" for i in range(4)
+    ]
+    gib = [sum(memory.values()) + found.margin(memory) for memory in found.estimate.stage_memory]
+    assert [each for each in words if "%" in each and "of" in each][1:] == [
+        f"{each / 2**30:.1f} of {found.available / 2**30:.1f} GiB, {100 * each / found.available:.1f} %"
+        for each in gib
+    ]
+
+
+def test_an_estimate_is_a_picture_in_a_notebook_with_the_numbers_of_its_text() -> None:
+    found = mk.estimate("llama3-8b", PLAN, "8x-a100-nvlink", **ASKED)
+    bundle = found._repr_mimebundle_()
+    assert bundle["text/plain"] == str(found) and bundle["text/html"].startswith("<img alt=")
+    words = drawn_words(estimate_svg(found))
+    assert all(
+        number in "".join(words) for number in re.findall(r"[\d.,]+ (?:ms|s|tokens/s|TFLOP/s)\b", str(found))
+    )
+    (because,) = (line for line in str(found).splitlines() if line.startswith("because"))
+    for cause, share in re.findall(r"(?:^because +|, )([\w -]+) ([\d.]+ %)", because):
+        assert any(each.startswith(cause) and each.endswith(f", {share}") for each in words), cause
+
+
+def test_a_finished_run_stays_on_its_last_step_below_a_strip_of_the_whole() -> None:
+    long = mk.simulate(mk.Plan.gpipe(4, 8), 1e-3, 2e-3, 2e-3, 1e-4, steps=LEGIBLE + 1)
+    assert drawn_words(strip_svg(long)) == ["the whole run: 9 steps in 500 ms; below: step 8"]
+    page = static("GPipe", "finished", "", "", long, [], note="A note.")
+    assert page.count("<img ") == 3 and "step 8" in page and "<p>A note.</p>" in page
+    assert static("GPipe", "finished", "", "", long.step(8), []).count("<img ") == 2  # no strip of one step
+
+
+def test_a_bubble_beyond_theory_is_split_to_the_digit() -> None:
+    timeline = mk.simulate(mk.Plan.gpipe(4, 4), forward=[1, 1, 1, 3], hop=0.5)
+    words = bubble_words(3 / 7, timeline)
+    whole, *parts = [float(share) for share in re.findall(r"([\d.]+) %", words)[1:]]
+    assert whole == pytest.approx(100 * timeline.bubble, abs=0.05) == pytest.approx(sum(parts), abs=0.11)
+    assert "communication (pp)" in words and "imbalance" in words
+
+
+def test_messages_of_another_axis_are_named_by_it() -> None:
+    """Two ranks whose hops are exposed: along pp, or along tp where the plan in the meta says so."""
+    slow = mk.simulate(mk.Plan.gpipe(2, 4), hop=1.0)
+    assert "communication (pp)" in bubble_words(
+        0.2, replace(slow, meta={"plan": mk.Plan.gpipe(2, 4).to_json()})
+    )
+    assert "communication (tp)" in bubble_words(0.2, replace(slow, meta={"plan": mk.Plan.tp(2).to_json()}))
+
+
+def test_somebody_elses_trace_names_its_file_clock_and_device(tmp_path: Path) -> None:
+    trace = mk.open(write_ranks(tmp_path, [ddp_program(rank) for rank in range(2)]))
+    measured, replayed = trace.timeline(), trace.timeline("2x-titan-rtx")
+    assert "this machine" not in html(measured)
+    for timeline in (measured, replayed):
+        words = clock_words(timeline)
+        assert trace.meta["imported"]["files"][0] in words and words in html(timeline)
+    assert f"<h1>Timeline of {trace.meta['imported']['files'][0]}" in html(measured)
+
+
+def test_memory_says_its_share_of_the_device_where_the_machine_is_known() -> None:
+    timeline = mk.simulate(mk.Plan.gpipe(2, 2))
+    assert "device" not in pack_tracks(timeline)[0]["tracks"][0] and "percentages" not in memory_svg(timeline)
+    known = replace(timeline, clock="virtual", meta={"hardware": "2x-titan-rtx"})
+    known.held["total"] *= 6_000_000_000
+    assert device_memory(known) == (24_000_000_000, "TITAN RTX")
+    assert pack_tracks(known)[0]["tracks"][0]["device"] == 24_000_000_000
+    words = drawn_words(memory_svg(known))
+    assert (
+        words.count("peak 12.0 GB, 50.0 %") == 2 and "percentages: of the 24.0 GB of one TITAN RTX" in words
+    )
+
+
+def test_a_path_of_many_operations_is_no_slab() -> None:
+    timeline = mk.simulate(mk.Plan.gpipe(2, 400))
+    path = timeline.critical_path()
+    assert len(path.ops) > 700
+    assert path.to_svg().count('class="path"') < 20
