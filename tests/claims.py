@@ -83,7 +83,7 @@ class Outputs:
         for line in self.text.splitlines():
             rest: str | None = line
             for label in labels:
-                found = re.search(rf"(?<!\w){re.escape(label)}(?!\w)", rest or "")
+                found = re.search(rf"(?<![\w.]){re.escape(label)}(?![\w.])", rest or "")
                 rest = rest[found.end() :] if found and rest is not None else None
             if rest is not None:
                 return [float(each.replace(",", "")) for each in re.findall(NUMBER, rest)]
