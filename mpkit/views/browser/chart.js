@@ -1,5 +1,6 @@
 // The canvas: what lies under a point, and how one frame is drawn.
 
+const EXPECTED = ["layers", "comm"]; // what nearly every run has
 const AROUND = 0.25; // of the screen's height, drawn above and below it
 
 class Chart {
@@ -94,7 +95,9 @@ class Chart {
       const edge = this.dark ? ink.edge_dark : ink.edge_light;
       return { fill, edge, on: this.dark ? ink.on_dark : ink.on_light, rgb: rgb(fill) };
     });
-    const parts = PARTS.filter((part) => this.store.parts.has(part));
+    // Of a run that has just begun the rows of what will come have their place, so that nothing moves down when it does.
+    const begins = this.live && this.store.steps.size < 2;
+    const parts = PARTS.filter((part) => this.store.parts.has(part) || (begins && EXPECTED.includes(part)));
     this.placed = this.lanes.layout(this.labels.length, parts, this.store.steps.size > 1);
     const placed = this.inView(this.placed);
     const context = this.canvas.getContext("2d");
