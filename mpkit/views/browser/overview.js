@@ -18,7 +18,7 @@ class Overview {
   draw() {
     const { chart } = this;
     const several = chart.store.steps.size > 1;
-    this.box.hidden = !several && !chart.live; // of a run that goes on its place is kept, so that nothing moves down later
+    this.box.hidden = !several && !chart.keeps;
     this.box.style.visibility = several ? "" : "hidden";
     if (!several || !chart.inks) return;
     const { begin, end } = chart.seen;

@@ -111,7 +111,8 @@ class Panel {
     this.chart.lanes.take(groups ?? []);
     if (room !== before.room) this.chart.seen.room = room ?? 0;
     if (Boolean(live) !== Boolean(this.live)) this.chart.seen.live(live);
-    this.live = this.chart.live = Boolean(live);
+    this.live = Boolean(live);
+    this.chart.keeps ||= this.live;
     this.followed.hidden = !live;
     if (table?.head && table !== before.table) fillTable(this.table, table);
     this.showPath();
