@@ -24,13 +24,16 @@ ROOT = Path(__file__).parents[1]
 UV = "pip install --torch-backend={torch} -c constraints.txt -e .[notebook]"
 
 WAYS = {
-    "uv": ("{python} -m venv env", f"uv {UV} --python env/bin/python"),
-    "pip": ("{python} -m venv env", "env/bin/python -m pip install -q -c constraints.txt -e .[notebook]"),
-    "conda": ("conda env create -q -f environment.yml -p env", f"env/bin/uv {UV} --python env/bin/python"),
+    "uv": ("{python} -m venv {env}", f"uv {UV} --python {{env}}/bin/python"),
+    "pip": ("{python} -m venv {env}", "{env}/bin/python -m pip install -q -c constraints.txt -e .[notebook]"),
+    "conda": (
+        "conda env create -q -f environment.yml -p {env}",
+        f"{{env}}/bin/uv {UV} --python {{env}}/bin/python",
+    ),
 }
-"""The commands of each way, in README's order; `env` is the environment in the clean home folder."""
+"""The commands of each way, in README's order; {env} is the environment in the clean home folder."""
 
-FIRST = "env/bin/python -c 'import mpkit as mk; print(mk.simulate(mk.Plan.gpipe(4, 8)).bubble)'"
+FIRST = "{env}/bin/python -c 'import mpkit as mk; print(mk.simulate(mk.Plan.gpipe(4, 8)).bubble)'"
 """The first line that a student runs: it imports mpkit and draws nothing."""
 
 
@@ -58,8 +61,7 @@ def measure(way: str, torch: str) -> str:
         settings = {"HOME": place, "PATH": os.environ["PATH"], "LANG": os.environ.get("LANG", "C.UTF-8")}
         before, began = received(), time.monotonic()
         for command in (*WAYS[way], FIRST):
-            line = command.format(python=sys.executable, torch=torch).replace("env/", f"{place}/env/")
-            line = line.replace(" env", f" {place}/env")
+            line = command.format(python=sys.executable, torch=torch, env=f"{place}/env")
             done = subprocess.run(line, shell=True, cwd=ROOT, env=settings, capture_output=True, text=True)
             if done.returncode:
                 return f"{way:8}failed: {(done.stderr.strip().splitlines() or ['?'])[-1][:100]}"

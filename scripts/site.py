@@ -75,13 +75,13 @@ GALLERY = (
     ),
     Shown(
         "estimate", "How long will it take?", "A step by cause, with the band that the prediction keeps within.",
-        'mk.estimate("llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), "8x-a100-nvlink",\n'
-        "            global_batch=8, sequence=4096)",
+        'mk.estimate(\n    "llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), "8x-a100-nvlink", '
+        "global_batch=8, sequence=4096\n)",
     ),
     Shown(
         "placement", "Who talks to whom", "Which rank holds which part of the model, and over which link it talks.",
-        'mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4).placement(\n'
-        '    GPT(layers=8), hardware="8x-a100-nvlink")',
+        'mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4)'
+        '.placement(GPT(layers=8), hardware="8x-a100-nvlink")',
     ),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ class Chart {
     this.seen = new Seen(store);
     this.pointed = null; // {row, index, place}: what the pointer rests on
     this.selected = null; // {rank, span}: the rank that is selected, and its operation, if it is one
+    this.keeps = false; // whether this was live once: it keeps a place for what comes later
     this.path = null; // the critical path that is shown
     this.waits = []; // of ranks that hang: [{rank, start, words}]
     this.cursor = null; // the time under the pointer
@@ -94,8 +95,10 @@ class Chart {
       const edge = this.dark ? ink.edge_dark : ink.edge_light;
       return { fill, edge, on: this.dark ? ink.on_dark : ink.on_light, rgb: rgb(fill) };
     });
-    const parts = PARTS.filter((part) => this.store.parts.has(part));
-    this.placed = this.lanes.layout(this.labels.length, parts, this.store.steps.size > 1);
+    // What is drawn while a run goes on has a place for what nearly every run has, so that nothing moves when it comes.
+    const talks = this.keeps && this.labels.length > 1;
+    const parts = PARTS.filter((part) => this.store.parts.has(part) || (talks && part === "comm"));
+    this.placed = this.lanes.layout(this.labels.length, parts, this.store.steps.size > 1 || this.keeps);
     const placed = this.inView(this.placed);
     const context = this.canvas.getContext("2d");
     const [top, bottom] = this.view;

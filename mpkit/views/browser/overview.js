@@ -17,8 +17,10 @@ class Overview {
   /** Draw: the run if there is more of it, and the frame. */
   draw() {
     const { chart } = this;
-    this.box.hidden = !(chart.store.steps.size > 1);
-    if (this.box.hidden || !chart.inks) return;
+    const several = chart.store.steps.size > 1;
+    this.box.hidden = !several && !chart.keeps;
+    this.box.style.visibility = several ? "" : "hidden";
+    if (!several || !chart.inks) return;
     const { begin, end } = chart.seen;
     const [t0, t1] = chart.times;
     const share = (time) => Math.min(Math.max((time - begin) / (end - begin), 0), 1);

@@ -110,8 +110,9 @@ class Panel {
     this.chart.waits = this.state.waits ?? [];
     this.chart.lanes.take(groups ?? []);
     if (room !== before.room) this.chart.seen.room = room ?? 0;
-    if (live !== this.live) this.chart.seen.live(live);
-    this.live = live;
+    if (Boolean(live) !== Boolean(this.live)) this.chart.seen.live(live);
+    this.live = Boolean(live);
+    this.chart.keeps ||= this.live;
     this.followed.hidden = !live;
     if (table?.head && table !== before.table) fillTable(this.table, table);
     this.showPath();

@@ -46,8 +46,11 @@ def head(title: str, status: str, proof: Proof | None = None) -> str:
         "font-size:12px;margin-left:10px;vertical-align:1px"
     )
     going = "" if status in ("finished", "stopped", "failed") else ' class="mpkit-chip-going"'
+    # One line, however long its words become: nothing below may move while a run goes on.
+    line = "font-size:15px;font-weight:600;line-height:1.7;white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+    words = f' title="{escape(proof.badge, quote=True)}"' if proof is not None and proof.badge else ""
     return (
-        f'<div style="font-size:15px;font-weight:600;line-height:1.7">{escape(title)}'
+        f'<div{words} style="{line}">{escape(title)}'
         f'<span{going} style="{chip};font-weight:500">{escape(status)}</span> {badge(proof)}</div>'
     )
 
