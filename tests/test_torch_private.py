@@ -25,11 +25,6 @@ HOME = PACKAGE / "common" / "torch_private.py"
 ALONE = ("strategies/reference/", "course/exercises/")
 """Code that learners read and run by itself: it imports nothing of mpkit's inside."""
 
-NOT_YET = (
-    "course/lab/accelerator.py", "course/framework/memory.py", "strategies/proof/draws.py",
-    "strategies/proof/rounding.py",
-)  # fmt: skip
-
 OF_OTHERS = {
     "_asdict", "_clear", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace", "_run_exitfuncs",
     "_shutdown", "_can_record_outputs",
@@ -100,7 +95,7 @@ _MODULES = {"torch", "torch.nn", "torch.ops", "torch.ops.aten"} | {
 def sources() -> Iterator[tuple[str, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        if path != HOME and not name.startswith(ALONE + NOT_YET):
+        if path != HOME and not name.startswith(ALONE):
             yield name, path.read_text(encoding="utf-8")
 
 

@@ -24,9 +24,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mpkit.common.torch_private import TorchDispatchMode, tree_leaves
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from mpkit.common.torch_private import TorchDispatchMode, tree_leaves
 
 __all__ = ["Accelerator", "LabSource", "ReadBatch"]
 

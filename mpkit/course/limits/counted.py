@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mpkit.common.torch_private import TorchDispatchMode, tree_leaves
 from mpkit.trace.record.operators import flops_of
 
 __all__ = ["Counter", "Usage"]

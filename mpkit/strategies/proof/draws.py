@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.plan.plan import Plan
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import shares, split
@@ -86,7 +87,7 @@ class StepDraws:
         blocks: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
         for (dp, m, cp, tp), drawn in self._lines.items():
             if number >= len(drawn):
-                if torch._C._current_graph_task_id() >= 0:
+                if _current_graph_task_id() >= 0:
                     raise CannotReplay("a forward that a backward repeats draws random numbers")
                 raise SharedDraws(
                     f"the ranks draw {len(drawn)} times in a forward, and serial training draws once more: they "

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkit.common.torch_private import TorchDispatchMode
 
 __all__ = ["SPREADS", "Rounded", "coarsest", "distance", "few_of", "largest"]
 
