@@ -71,14 +71,15 @@ def basis_of(clock: str, meta: Mapping[str, Any], *, elsewhere: bool = False) ->
 
 
 class Answer(ABC):
-    """How long a step takes, what it holds, and why; of all ranks, by the words that every answer has.
+    """How long a step takes, what the ranks hold, and why, under the names that every answer has.
 
     >>> import mpkit as mk
     >>> machine = mk.hardware("8x-a100-nvlink")
-    >>> guess = mk.estimate("llama3-8b", mk.Plan.zero(3, 8), machine, global_batch=16, sequence=4096)
+    >>> guess = mk.estimate("llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), machine, global_batch=16,
+    ...                     sequence=4096)
     >>> for answer in (guess, mk.simulate(mk.Plan.gpipe(4, 8))):
     ...     print(round(answer.step_time, 1), answer.band is None, round(answer.bubble, 3), next(iter(answer.because)))
-    4.5 False 0.0 layers
+    2.5 False 0.0 products
     33.0 True 0.273 work
     """
 
