@@ -98,9 +98,9 @@ def _in_order(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
 def whole(case: Case) -> list[Tensor]:
     """Return every layer's parameters."""
     generator = case.generator(555)
-    scale = 1.5 / WIDTH**0.5
+    scale, layers = 1.5 / WIDTH**0.5, case.sizes.get("layers", LAYERS)
     return [
-        torch.randn(WIDTH * WIDTH, generator=generator, dtype=torch.float64) * scale for _ in range(LAYERS)
+        torch.randn(WIDTH * WIDTH, generator=generator, dtype=torch.float64) * scale for _ in range(layers)
     ]
 
 
@@ -131,7 +131,7 @@ def expected(case: Case) -> list[Tensor]:
 
 EXERCISE = OnRanks(
     solution=prefetch,
-    cases=(Case(2, seed=41), Case(3, seed=42), Case(4, seed=43)),
+    cases=(Case(2, seed=41), Case(3, seed=42), Case(4, seed=43, sizes={"layers": 5})),
     play=play,
     expected=expected,
     result="the outputs",
