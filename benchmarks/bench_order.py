@@ -17,7 +17,7 @@ import torch
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.prediction.advice.try_out import Tried, every_plan, try_plans
+from mpkit.prediction.advice.try_out import PlanTrials, every_plan, try_plans
 
 PLANS = {4: None, 8: 40}
 """Plans to run by ranks; None: all. Of 8 ranks there are 161 plans, of which each takes some seconds on two cores."""
@@ -57,7 +57,7 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=3e-4)
 
 
-def _row(ranks: int, tried: Tried, possible: int) -> dict[str, Any]:
+def _row(ranks: int, tried: PlanTrials, possible: int) -> dict[str, Any]:
     ratios = [guess / ran for guess, ran in zip(tried.predicted, tried.ran, strict=True)]
     return {
         "name": f"order: {len(tried.plans)} of {possible} plans on {ranks} ranks",

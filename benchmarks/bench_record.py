@@ -22,7 +22,7 @@ from mpkit.models import GPT
 from mpkit.trace import Kind
 from mpkit.trace.record.hooks import watch
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 OPS = 2000
 PAIRS, WARM_UP, STEPS = 20, 3, 15

@@ -25,7 +25,7 @@ import numpy as np
 import mpkit as mk
 from mpkit.views.browser import css, esm
 from mpkit.views.page.html import html
-from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.wire import SpanBatches, look
 
 LANES, MICROBATCHES, WANTED_HZ = 1024, 64, 30.0

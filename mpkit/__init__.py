@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from mpkit.common.display import look_in
-from mpkit.common.needs import lacks_torch, needs_torch
+from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.common.tracebacks import public
 from mpkit.strategies.comm.release import free_groups
 

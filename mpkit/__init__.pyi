@@ -22,7 +22,7 @@ from mpkit.prediction.compare import compare as compare
 from mpkit.prediction.cost_model.calibrate import calibrate as calibrate
 from mpkit.prediction.cost_model.estimate import estimate as estimate
 from mpkit.prediction.cost_model.fits import fits as fits
-from mpkit.prediction.cutting import find_cut as find_cut
+from mpkit.prediction.cuts import find_cut as find_cut
 from mpkit.prediction.dry_run import trace_fake as trace_fake
 from mpkit.prediction.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy
 from mpkit.prediction.experiments.profile import profile as profile
@@ -40,7 +40,7 @@ from mpkit.strategies.wrappers.fully_shard import fully_shard as fully_shard
 from mpkit.strategies.wrappers.pipeline import pipeline as pipeline
 from mpkit.strategies.wrappers.tensor_parallel import tensor_parallel as tensor_parallel
 from mpkit.strategies.wrappers.zero_optimizer import zero_optimizer as zero_optimizer
-from mpkit.timeline.foreign.opening import open as open
+from mpkit.timeline.foreign.open_trace import open as open
 from mpkit.timeline.simulation import simulate as simulate
 from mpkit.timeline.timeline import Timeline as Timeline
 from mpkit.trace import Trace as Trace

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.checks import CHECKS, find_rejection
 from mpkit.strategies.prepare.prepare import prepare
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import mpkit as mk
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import mpkit as mk
-from mpkit.common.caught import fakes_or_real, one_line
+from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.launch_folder import read_error, reserve
 from mpkit.course.tell import _shows
 from mpkit.launch.process.fork_server import import_installed
@@ -87,7 +87,7 @@ def test_nothing_is_caught_in_silence() -> None:
         for line in silent(path.read_text(encoding="utf-8"))
     ]
     assert not found, (
-        "name the exceptions, raise, or report what was caught (mpkit.common.caught): " + ", ".join(found)
+        "name the exceptions, raise, or report what was caught (mpkit.common.exceptions): " + ", ".join(found)
     )
 
 

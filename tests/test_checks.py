@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare import checks
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.checks import CHECKS, Check

@@ -12,11 +12,11 @@ import torch
 
 import mpkit as mk
 from mpkit.common.launch_folder import Settings
-from mpkit.devices.local import ask as local
-from mpkit.devices.local.choose import Chosen, choose
+from mpkit.devices.local import queries as local
+from mpkit.devices.local.choose import DeviceChoice, choose
 from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import Gpu
-from mpkit.devices.local.visible import visible
+from mpkit.devices.local.visibility import visible
 from mpkit.launch.external.node_devices import all_alone, check_named, tell
 from mpkit.launch.process.payload import settings_here
 from mpkit.launch.process.rank import device_of
@@ -55,15 +55,15 @@ FOUR = machine(A100)
 def test_devices_as_people_write_them(
     devices: object, ranks: int | None, numbers: tuple[int, ...], count: int
 ) -> None:
-    assert choose(devices, ranks, FOUR) == Chosen("cuda", numbers, count)
+    assert choose(devices, ranks, FOUR) == DeviceChoice("cuda", numbers, count)
 
 
 def test_each_rank_has_a_device_of_its_own_or_shares_one() -> None:
-    assert Chosen("cuda", (2, 0)).one_each(2)
-    assert not Chosen("cuda", (2, 0)).one_each(3)
-    assert not Chosen("cuda", (0, 0)).one_each(2)
-    assert not Chosen("cpu").one_each(2)
-    assert [Chosen("cuda", (2, 0)).number_of(rank) for rank in range(4)] == [2, 0, 2, 0]
+    assert DeviceChoice("cuda", (2, 0)).one_each(2)
+    assert not DeviceChoice("cuda", (2, 0)).one_each(3)
+    assert not DeviceChoice("cuda", (0, 0)).one_each(2)
+    assert not DeviceChoice("cpu").one_each(2)
+    assert [DeviceChoice("cuda", (2, 0)).number_of(rank) for rank in range(4)] == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import mpkit as mk
-from mpkit.devices.unwise import TP_INSIDE
+from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.launch.session.launched_cluster import warn_of_nodes
 
 NODES = ["node-a", "node-a", "node-b", "node-b"]

@@ -9,7 +9,7 @@ import torch
 
 import mpkit as mk
 from mpkit.data import text_batches
-from mpkit.devices.local.choose import Chosen
+from mpkit.devices.local.choose import DeviceChoice
 from mpkit.devices.local.inventory import Inventory, LocalDevice
 from mpkit.models import GPT, MLP, next_token_loss
 from mpkit.prediction.memory_ahead import memory_at_hand, memory_warning, warn_of_memory
@@ -62,20 +62,20 @@ def test_of_any_other_model_the_states_alone_are_counted() -> None:
 
 @pytest.mark.parametrize(("ranks", "each"), [(1, 80), (2, 24), (3, 24), (4, 12)])
 def test_ranks_that_share_a_device_share_its_memory(ranks: int, each: int) -> None:
-    assert memory_at_hand([80, 24], Chosen("cuda", (0, 1)), ranks) == each
+    assert memory_at_hand([80, 24], DeviceChoice("cuda", (0, 1)), ranks) == each
 
 
 def test_the_job_of_a_training_is_warned_of_at_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpkit.devices.local import ask
+    from mpkit.devices.local import queries
 
     small = Inventory("cuda", (LocalDevice("a small GPU", memory=2**20),) * 2, fake="2 small GPUs")
-    monkeypatch.setattr(ask, "inventory_of", lambda kind: small if kind == "cuda" else None)
+    monkeypatch.setattr(queries, "inventory_of", lambda kind: small if kind == "cuda" else None)
     how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 1}
     model, data = GPT(layers=2, width=64, heads=2, length=16), text_batches(batch=4, length=16, steps=1)
     job = prepare(model, data, mk.Plan.ddp(2), ranks=2, **how)
     with pytest.warns(
         mk.errors.UnwisePlan, match=r"Plan\(dp=2\) is estimated to need .* GiB on rank 0"
     ) as caught:
-        warn_of_memory(job, Chosen("cuda", (0, 1)), 2)
+        warn_of_memory(job, DeviceChoice("cuda", (0, 1)), 2)
     assert caught[0].filename == __file__
-    warn_of_memory(job, Chosen("xpu", (0, 1)), 2)  # of which nothing is known
+    warn_of_memory(job, DeviceChoice("xpu", (0, 1)), 2)  # of which nothing is known

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.devices.unwise import TP_INSIDE
+from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.models import GPT, next_token_loss
 from mpkit.prediction.advice.rules import rules_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text, seconds
-from mpkit.common.visible import escape
 
 if TYPE_CHECKING:
     from examples.flexflow.result import LayerChoice, LayerStrategies

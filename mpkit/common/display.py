@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.disk import write_whole
-from mpkit.common.needs import needs_notebook
-from mpkit.common.visible import escape
+from mpkit.common.missing_packages import needs_notebook
+from mpkit.common.safe_text import escape
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "Charted",
+    "ChartedResult",
     "Drawn",
     "HasChart",
     "data_frame",
@@ -111,7 +111,7 @@ class HasChart:
         return {**bundle, "text/plain": str(self)}
 
 
-class Charted(HasChart, Drawn):
+class ChartedResult(HasChart, Drawn):
     """A result that has a picture as well, which is shown instead of the chart where there is no plotly."""
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

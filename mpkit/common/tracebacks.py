@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
-from mpkit.common.needs import lacks_torch, needs_torch
+from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.errors import MpkitError
 
 __all__ = [

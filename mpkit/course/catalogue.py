@@ -21,7 +21,7 @@ from inspect import getsource
 from pathlib import Path
 from types import ModuleType
 
-from mpkit.common.needs import lacks_torch
+from mpkit.common.missing_packages import lacks_torch
 from mpkit.course.framework.exercise import HOMES, Exercise
 from mpkit.course.framework.source import ExerciseSource, given_in
 from mpkit.course.framework.variants import Variant, varies, vary_module

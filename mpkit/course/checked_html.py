@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import image
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.course.checked_text import MOST_LINES, verdict
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, svg

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.progress import ExerciseProgress
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mpkit.common.bounded import read_json, read_text
+from mpkit.common.size_limits import read_json, read_text
 
 __all__ = ["FILE", "ExerciseProgress", "Progress", "StudentPrediction"]
 

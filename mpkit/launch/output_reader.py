@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
 from mpkit.launch.process.output import cut_note
 
 __all__ = ["OutputReader", "flush_stdout"]

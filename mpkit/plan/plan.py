@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
-from mpkit.common.provided import provide_method
 from mpkit.common.tracebacks import public
+from mpkit.common.upward_calls import provide_method
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options

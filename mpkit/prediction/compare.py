@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
-from mpkit.common.provided import provide_method
 from mpkit.common.tracebacks import public
+from mpkit.common.upward_calls import provide_method
 from mpkit.timeline.comparison import Comparison, compare_timelines
 
 if TYPE_CHECKING:

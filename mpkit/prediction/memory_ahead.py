@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.caught import report
+from mpkit.common.exceptions import report
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
@@ -22,7 +22,7 @@ from mpkit.prediction.cost_model.known_models import NoArchitecture, architectur
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpkit.devices.local.choose import Chosen
+    from mpkit.devices.local.choose import DeviceChoice
     from mpkit.strategies.job.job import TrainJob
 
 __all__ = ["memory_at_hand", "memory_warning", "warn_of_memory"]
@@ -30,9 +30,9 @@ __all__ = ["memory_at_hand", "memory_warning", "warn_of_memory"]
 GIB = 2**30
 
 
-def warn_of_memory(job: TrainJob, chosen: Chosen, ranks: int) -> None:
+def warn_of_memory(job: TrainJob, chosen: DeviceChoice, ranks: int) -> None:
     """Warn, with an `UnwisePlan`, if the devices of a training have less memory than it is estimated to need."""
-    from mpkit.devices.local.ask import inventory_of
+    from mpkit.devices.local.queries import inventory_of
     from mpkit.strategies.job.feed import WholeBatches
 
     inventory = inventory_of(chosen.kind)
@@ -46,7 +46,7 @@ def warn_of_memory(job: TrainJob, chosen: Chosen, ranks: int) -> None:
         report(message)
 
 
-def memory_at_hand(memory: Sequence[int], chosen: Chosen, ranks: int) -> int:
+def memory_at_hand(memory: Sequence[int], chosen: DeviceChoice, ranks: int) -> int:
     """Return the bytes that the rank with least has of its device; 0 where they are not known.
 
     Args:
@@ -54,8 +54,8 @@ def memory_at_hand(memory: Sequence[int], chosen: Chosen, ranks: int) -> int:
         chosen: which ranks are on which device.
         ranks: the number of ranks.
 
-    >>> from mpkit.devices.local.choose import Chosen
-    >>> memory_at_hand([80, 24], Chosen("cuda", (0, 1)), 4)  # two ranks on each
+    >>> from mpkit.devices.local.choose import DeviceChoice
+    >>> memory_at_hand([80, 24], DeviceChoice("cuda", (0, 1)), 4)  # two ranks on each
     12
     """
     on = [chosen.number_of(rank) for rank in range(ranks)]

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["DRY_RUN", "PROFILED", "SIMULATED", "Answer", "Basis", "Delegated", "HasTimeline", "basis_of"]
+__all__ = [
+    "DRY_RUN",
+    "PROFILED",
+    "SIMULATED",
+    "Answer",
+    "Basis",
+    "DelegatedAnswer",
+    "HasTimeline",
+    "basis_of",
+]
 
 
 class Basis(NamedTuple):
@@ -118,7 +127,7 @@ class Answer(ABC):
         return self.timeline().because
 
 
-class Delegated(Answer):
+class DelegatedAnswer(Answer):
     """An answer that is another one's: that of a plan's estimate, or of a timeline."""
 
     @property

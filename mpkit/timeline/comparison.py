@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.common.display import Drawn, HasChart, data_frame, draw
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
 from mpkit.plan.plan import Plan
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import Answer, HasTimeline

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.units import seconds
 from mpkit.devices.hardware import Hardware
-from mpkit.devices.unwise import across_nodes, out_of_memory
+from mpkit.devices.placement_notes import across_nodes, out_of_memory
 from mpkit.trace import Trace
 from mpkit.trace.proof import Proof
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.plan.schedule import Schedule
-from mpkit.plan.schedule.play import Timed
+from mpkit.plan.schedule.play import TimedAction
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import CATEGORIES, Kind, Lane, lane_of
 
@@ -37,13 +37,13 @@ class PlayedActions(NamedTuple):
     kind: Array  # Kind
     stage: Array
     microbatch: Array
-    free: Array  # seconds, as in `mpkit.plan.schedule.play.Timed`
+    free: Array  # seconds, as in `mpkit.plan.schedule.play.TimedAction`
     start: Array
     end: Array
     left: Array
 
     @classmethod
-    def from_rows(cls, rows: list[list[Timed]]) -> PlayedActions:
+    def from_rows(cls, rows: list[list[TimedAction]]) -> PlayedActions:
         """Make the columns from what `mpkit.plan.schedule.play.time_actions` returns."""
         ranks, actions, *times = zip(*(each for row in rows for each in row), strict=True)
         kinds, stages, microbatches = zip(*actions, strict=True)

@@ -21,7 +21,7 @@ from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
 from mpkit.timeline.breakdown import Breakdown, breakdown
 from mpkit.timeline.figures import Figures
 from mpkit.timeline.notes import clock_notes, placement_notes, proof_notes, sample_notes
-from mpkit.timeline.replay import Replayed, replay
+from mpkit.timeline.replay import ReplayResult, replay
 from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind, Lane
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from mpkit.devices.hardware import Hardware
-    from mpkit.timeline.dependencies.critical import CriticalPath
+    from mpkit.timeline.dependencies.critical_path import CriticalPath
     from mpkit.timeline.findings.diagnosis import Diagnosis
     from mpkit.timeline.traffic import CommMatrix
     from mpkit.timeline.volume import CommVolume
@@ -40,7 +40,7 @@ __all__ = ["Timeline"]
 
 @public
 @dataclass(repr=False)
-class Timeline(Replayed, Figures, Answer):
+class Timeline(ReplayResult, Figures, Answer):
     """The operations of a run or a simulation, with their times.
 
     The figures are those of the last step that all ranks completed; `t.step(2)` is the timeline of step 2, with
@@ -92,7 +92,7 @@ class Timeline(Replayed, Figures, Answer):
         return timeline
 
     @classmethod
-    def from_replay(cls, replayed: Replayed, *, elsewhere: bool = False) -> Timeline:
+    def from_replay(cls, replayed: ReplayResult, *, elsewhere: bool = False) -> Timeline:
         """Make a Timeline from the result of a replay, with figures and views."""
         return cls(**vars(replayed), basis=basis_of(replayed.clock, replayed.meta, elsewhere=elsewhere))
 
@@ -194,7 +194,7 @@ class Timeline(Replayed, Figures, Answer):
         Raises:
             ValueError: there is no such step.
         """
-        from mpkit.timeline.dependencies.critical import critical_path
+        from mpkit.timeline.dependencies.critical_path import critical_path
 
         number = self.steps[-1] if step is None and self.steps else step
         return critical_path(self if number is None else self.step(number), -1 if number is None else number)
@@ -237,7 +237,7 @@ class Timeline(Replayed, Figures, Answer):
         >>> print(found[0].words)
         Rank 2 with stage 2 has 1.43 times the mean time of a rank: it works 92.0 % of the step, the others 55.2 %.
         """
-        from mpkit.common.provided import provide_method
+        from mpkit.common.upward_calls import provide_method
 
         found: Diagnosis = provide_method("Timeline.diagnose")(self, step, hardware)
         return found

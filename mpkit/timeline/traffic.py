@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import Charted, data_frame
+from mpkit.common.display import ChartedResult, data_frame
 from mpkit.devices.hardware import wire_factor
 from mpkit.plan.mesh import TABLE, Mesh
 from mpkit.plan.mesh_of_trace import axis_of, place_text
@@ -140,7 +140,7 @@ def _order(axis: str) -> tuple[int, list[int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class CommMatrix(Charted):
+class CommMatrix(ChartedResult):
     """Bytes from rank to rank: prints as tables, shows itself as heatmaps in a notebook.
 
     The chart (`figure`) has one heatmap per axis.

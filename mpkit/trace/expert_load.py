@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mpkit.common.display import Drawn, data_frame
 from mpkit.trace.files import RankTrace
-from mpkit.trace.sound import check_steps
+from mpkit.trace.validation import check_steps
 
 if TYPE_CHECKING:
     import pandas as pd

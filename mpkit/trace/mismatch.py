@@ -16,7 +16,7 @@ import numpy as np
 from mpkit.trace.files import RankTrace
 from mpkit.trace.records import Kind
 
-__all__ = ["Issued", "find_issued", "fits", "why_not"]
+__all__ = ["IssuedCall", "find_issued", "fits", "why_not"]
 
 ROOT_ARGUMENT = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.REDUCE: "dst", Kind.GATHER: "dst"}
 """The name of the argument for the root."""
@@ -25,7 +25,7 @@ FIRST_COMM, LAST_COMM = 32, 63
 
 
 @dataclass(frozen=True)
-class Issued:
+class IssuedCall:
     """A communication that a rank issued.
 
     Attributes:
@@ -49,8 +49,8 @@ class Issued:
     where: str
 
     @classmethod
-    def from_record(cls, rank: int, trace: RankTrace, op: Any) -> Issued:
-        """Make an `Issued` from a record of a rank's trace."""
+    def from_record(cls, rank: int, trace: RankTrace, op: Any) -> IssuedCall:
+        """Make an `IssuedCall` from a record of a rank's trace."""
         return cls(
             rank, Kind(int(op["kind"])), trace.name(int(op["group"])), int(op["number"]), int(op["peer"]),
             trace.name(int(op["name"])), int(op["bytes"]), trace.name(int(op["where"])),
@@ -100,18 +100,18 @@ class Issued:
         return f" at {self.where}" if self.where else ""
 
 
-def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> Issued | None:
+def find_issued(rank: int, trace: RankTrace, group: str, number: int) -> IssuedCall | None:
     """Return what this rank issued as the `number`-th communication of `group`; None if it has not got there."""
     ops = trace.ops
     kind = ops["kind"]
     issues = ((kind >= FIRST_COMM) & (kind <= LAST_COMM)) | (kind == Kind.WAIT)
     for op in ops[np.flatnonzero((ops["number"] == number) & issues)]:
         if trace.name(int(op["group"])) == group:
-            return Issued.from_record(rank, trace, op)
+            return IssuedCall.from_record(rank, trace, op)
     return None
 
 
-def fits(a: Issued, b: Issued) -> bool:
+def fits(a: IssuedCall, b: IssuedCall) -> bool:
     """Return whether two ranks' ends of one communication match; by size, if dtype and shape were not recorded."""
     same = a.text == b.text if a.text and b.text else a.nbytes == b.nbytes
     if a.is_message or b.is_message:
@@ -119,11 +119,11 @@ def fits(a: Issued, b: Issued) -> bool:
     return same and a.kind == b.kind and (a.kind not in ROOT_ARGUMENT or a.peer == b.peer)
 
 
-def why_not(a: Issued, b: Issued) -> str:
+def why_not(a: IssuedCall, b: IssuedCall) -> str:
     """Explain why two ranks' ends of one communication do not match, on which lines, and what would work.
 
-    >>> sent = Issued(0, Kind.SEND, "0>1#0", 0, 1, "int64[2]", 16, "train.py:3 in step")
-    >>> received = Issued(1, Kind.RECV, "0>1#0", 0, 0, "float32[4]", 16, "train.py:7 in step")
+    >>> sent = IssuedCall(0, Kind.SEND, "0>1#0", 0, 1, "int64[2]", 16, "train.py:3 in step")
+    >>> received = IssuedCall(1, Kind.RECV, "0>1#0", 0, 0, "float32[4]", 16, "train.py:7 in step")
     >>> print(why_not(sent, received))
     rank 1 receives float32[4] at train.py:7 what rank 0 sent as int64[2] at train.py:3. Receive into a buffer of the
     dtype and shape that is sent, such as ctx.comm.recv(torch.empty(2, dtype=torch.int64), src=0).
@@ -140,7 +140,7 @@ def why_not(a: Issued, b: Issued) -> str:
     )
 
 
-def _message_advice(sent: Issued, received: Issued) -> str:
+def _message_advice(sent: IssuedCall, received: IssuedCall) -> str:
     tensor, buffer = _Tensor.parse(sent.text), _Tensor.parse(received.text)
     if tensor is None or buffer is None:
         return "A receive buffer has the dtype and shape of what is sent."
@@ -152,7 +152,7 @@ def _message_advice(sent: Issued, received: Issued) -> str:
     return f"Receive into a buffer of the dtype and shape that is sent, {such}."
 
 
-def _collective_advice(a: Issued, b: Issued) -> str:
+def _collective_advice(a: IssuedCall, b: IssuedCall) -> str:
     if Kind.WAIT in (a.kind, b.kind):
         return (
             "Every rank of the run makes the same groups, members or not, in the same order and before or after the "
@@ -196,7 +196,7 @@ def _collective_advice(a: Issued, b: Issued) -> str:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor as `Issued.text` describes it."""
+    """A tensor as `IssuedCall.text` describes it."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.common.bounded import read_json
 from mpkit.common.disk import write_whole
+from mpkit.common.size_limits import read_json
 from mpkit.errors import TraceError
 from mpkit.trace.expert_load import ExpertLoad, expert_load_of
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
 from mpkit.trace.proof import PROOF
 from mpkit.trace.records import MEMORY, OP, SAMPLE, VALUE, Kind
-from mpkit.trace.sound import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
+from mpkit.trace.validation import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
 __all__ = ["Trace"]
 

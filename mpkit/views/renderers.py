@@ -18,9 +18,9 @@ RENDERERS = {
         "html": "mpkit.views.timeline.breakdown:breakdown_html",
     },
     "CriticalPath": {
-        "text": "mpkit.views.timeline.critical:critical_text",
-        "svg": "mpkit.views.timeline.critical:critical_svg",
-        "html": "mpkit.views.timeline.critical:critical_html",
+        "text": "mpkit.views.timeline.critical_path:critical_text",
+        "svg": "mpkit.views.timeline.critical_path:critical_svg",
+        "html": "mpkit.views.timeline.critical_path:critical_html",
         "widget": "mpkit.views.timeline.widget:show_path",
     },
     "Diagnosis": {

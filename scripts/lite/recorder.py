@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mpkit.timeline.foreign.opening as opening
+import mpkit.timeline.foreign.open_trace as opening
 from mpkit.launch.launch import Launch
 from mpkit.launch.session.run import Run
 from mpkit.plan.plan import Plan

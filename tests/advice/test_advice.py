@@ -11,7 +11,7 @@ import pytest
 import mpkit as mk
 from mpkit.cli import main
 from mpkit.common.display import draw
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.prediction.advice.advice import Advice
 
 GIB = 2**30

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.strategies.checkpoint.files import digest
-from mpkit.strategies.checkpoint.head import Damaged, seal
+from mpkit.strategies.checkpoint.head import DamagedCheckpoint, seal
 from mpkit.strategies.checkpoint.index import read_index
 from mpkit.strategies.prepare.resume import check_saving, find_checkpoint
 
@@ -407,7 +407,7 @@ def test_loading_runs_no_code_from_the_index(saved: Path, tmp_path: Path) -> Non
     for bad in (pickle.dumps(Malice(trap)), pickle.dumps(index), b"cos\nsystem\n(S'true'\ntR.", good[:-20]):
         (folder / ".metadata").write_bytes(bad)
         reseal(folder)
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedCheckpoint):
             read_index(folder)
         with pytest.raises(ValueError, match=r"\.metadata"):
             find_checkpoint(folder)
@@ -418,12 +418,12 @@ def test_loading_runs_no_code_from_the_index(saved: Path, tmp_path: Path) -> Non
         torch.distributed.checkpoint.metadata.BytesStorageMetadata()
     )
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(Damaged, match="BytesStorageMetadata"):
+    with pytest.raises(DamagedCheckpoint, match="BytesStorageMetadata"):
         read_index(folder)
     index = pickle.loads(good)
     next(iter(index.storage_data.values())).relative_path = "../../secret"
     (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(Damaged, match="not an index"):
+    with pytest.raises(DamagedCheckpoint, match="not an index"):
         read_index(folder)
 
 

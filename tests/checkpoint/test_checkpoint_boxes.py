@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.checkpoint.boxes import ParameterBox, boxes_of, disjoint, rows_and_columns, tile
-from mpkit.strategies.checkpoint.head import Damaged
+from mpkit.strategies.checkpoint.head import DamagedCheckpoint
 from mpkit.strategies.checkpoint.index import read_index
 from mpkit.strategies.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
 from mpkit.strategies.stage.shard import Shard
@@ -333,5 +333,5 @@ def test_a_spoilt_index_is_refused(halves: Path, tmp_path: Path, what: str) -> N
     assert set(read_index(tmp_path).state_dict_metadata) == {"0/6x4"}
     spoil(what, index)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(Damaged, match="not an index of tensors"):
+    with pytest.raises(DamagedCheckpoint, match="not an index of tensors"):
         read_index(tmp_path)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.positions import positions_of
 from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, sequence_part
 from mpkit.strategies.models.gpt import GPT

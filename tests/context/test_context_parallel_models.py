@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value

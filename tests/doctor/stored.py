@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.ask import CommandOutput
+from mpkit.common.evidence import CommandOutput
 from mpkit.launch.doctor.doctor import judge
 from mpkit.launch.doctor.parsers.facts import Unknown
 from mpkit.launch.doctor.probes.evidence import COMMANDS, ProbeAnswers, Process

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.common.ask import ask, read
+from mpkit.common.evidence import ask, read
 from mpkit.launch.doctor.probes.measure import measure
 from tests.limits import PROGRAM, wait_until_gone
 

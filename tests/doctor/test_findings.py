@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpkit.common.ask import ask
+from mpkit.common.evidence import ask
 from mpkit.launch.doctor.doctor import judge
 from mpkit.launch.doctor.parsers.facts import Unknown
 from mpkit.launch.doctor.probes.evidence import COMMANDS

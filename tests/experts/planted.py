@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.data_parallel.replicated import Replicated
-from mpkit.strategies.experts import divided
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
+from mpkit.strategies.experts import divided_experts
 from mpkit.strategies.update.update import Update
 from tests.proof.planted import Planted
 
@@ -18,12 +18,12 @@ __all__ = ["EXPERT_FAULTS", "PlantedInExperts"]
 
 def of_all_replicas(rank: int) -> None:
     """Gradients of different experts are summed, as if all replicas held the same ones."""
-    Replicated.replicas_of = lambda self, parameter: self.replicas  # type: ignore[method-assign]
+    ReplicatedPart.replicas_of = lambda self, parameter: self.replicas  # type: ignore[method-assign]
 
 
 def by_other_experts(rank: int) -> None:
     """A rank's experts compute each other's rows."""
-    original = divided._forward
+    original = divided_experts._forward
 
     def forward(compute: Callable[..., Tensor], names: Any, here: int, *rest: Any, **kwargs: Any) -> Tensor:
         def computed(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def by_other_experts(rank: int) -> None:
 
         return original(computed, names, here, *rest, **kwargs)
 
-    divided._forward = forward
+    divided_experts._forward = forward
 
 
 def without_gradient(rank: int) -> None:
@@ -40,7 +40,7 @@ def without_gradient(rank: int) -> None:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient.new_zeros(sum(ctx.sends), *gradient.shape[1:]), None, None, None
 
-    divided._Exchange.backward = staticmethod(backward)  # type: ignore[method-assign]
+    divided_experts._Exchange.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 def counted_by_each(rank: int) -> None:

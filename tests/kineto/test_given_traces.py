@@ -8,9 +8,9 @@ import pytest
 
 import mpkit as mk
 from mpkit.timeline.breakdown import breakdown
-from mpkit.timeline.foreign.about import read_header
 from mpkit.timeline.foreign.communication import communications
 from mpkit.timeline.foreign.lanes import gpu_time
+from mpkit.timeline.foreign.rank_identity import read_header
 from mpkit.timeline.foreign.reading.events import Events
 from mpkit.timeline.foreign.reading.reader import read_events
 from mpkit.trace import Kind

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.timeline.foreign.inference.infer import Inferred
+from mpkit.timeline.foreign.inference.infer import InferredStrategy
 from tests.kineto.program import ENGINE, HOST, Program, write_ranks
 
 WORLD = 4
@@ -62,7 +62,7 @@ def annotated(name: str) -> Event:
 
 def inferred(
     folder: Path, forward: Event = nothing, backward: Event = nothing, after: Event = nothing, **more: str
-) -> Inferred:
+) -> InferredStrategy:
     programs = [Program(rank, WORLD) for rank in range(WORLD)]
     for program in programs:
         for number in range(2):

@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.strategies.comm.wire import Numbered, Wire
+from mpkit.strategies.comm.wire import CallNumber, Wire
 from mpkit.trace import Kind, Trace
 from mpkit.trace.record.recorder import Recorder
 
@@ -195,7 +195,7 @@ def test_starting_what_is_waited_for_at_once_is_no_work(tmp_path: Path, waits: b
             next(clock)  # another process has the core
 
     with recorder.span("mine"):
-        wire.issue(Numbered(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=waits).wait()
+        wire.issue(CallNumber(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=waits).wait()
     recorder.close()
     ops = Trace.load(tmp_path).ranks[0].ops
     barrier, wait = (ops[ops["kind"] == kind][0] for kind in (Kind.BARRIER, Kind.WAIT))
@@ -210,7 +210,7 @@ def test_what_cannot_be_started_is_not_waited_for(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no such tensor"):
         Wire(0, 2, recorder, torch.device("cpu"), "gloo").issue(
-            Numbered(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=True
+            CallNumber(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=True
         )
     assert not recorder.busy
     recorder.close()

@@ -12,7 +12,7 @@ import pytest
 import mpkit as mk
 from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 from mpkit.launch.output_reader import OutputReader
-from mpkit.launch.process.output import Labelled
+from mpkit.launch.process.output import LabelledOutput
 from tests.limits import PROGRAM
 
 
@@ -63,7 +63,7 @@ def test_a_torn_record_costs_itself_only(tmp_path: Path) -> None:
     """A rank that is killed, or has no room, while it writes."""
     log = os.open(tmp_path / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     reader = OutputReader(tmp_path, 2)
-    one, other = Labelled(log, 0, 1), Labelled(log, 1, 1)
+    one, other = LabelledOutput(log, 0, 1), LabelledOutput(log, 1, 1)
     one.write("whole\n")
     os.write(log, OUTPUT.pack(MAGIC, 0, 1, 1000) + b"torn")
     other.write("next\n")

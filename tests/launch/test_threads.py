@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.prepare.hooks import check_global_hooks
 from mpkit.trace.record.flops import count
 from tests.limits import EVENT

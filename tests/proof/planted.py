@@ -15,7 +15,7 @@ from mpkit.strategies.models.randomness import Randomness
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.train import Training
 from mpkit.strategies.stage.gradient_sync import GradientSync
-from mpkit.strategies.stage.partitioned import PartitionedStage
+from mpkit.strategies.stage.partitioned_stage import PartitionedStage
 from mpkit.strategies.update.update import Update
 from mpkit.strategies.zero.zero import Zero
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.proof.rounding import Rounded
+from mpkit.strategies.proof.rounding import RoundingMode
 from mpkit.trace.proof import Proof
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
@@ -152,7 +152,7 @@ def test_roundings_leave_the_updates_of_running_statistics(name: str) -> None:
     x = torch.randn(8, 4, 16)
     rounded, exact = (getattr(nn, name)(4, track_running_stats=True) for _ in range(2))
     exact(x)
-    with Rounded(0):
+    with RoundingMode(0):
         rounded(x)
     for got, wanted in zip(rounded.buffers(), exact.buffers(), strict=True):
         torch.testing.assert_close(got, wanted)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mpkit.trace import CATEGORIES, Kind, read_rank
 from mpkit.trace.record import recorder as module
-from mpkit.trace.record.allocated import Allocated
+from mpkit.trace.record.allocator import DeviceAllocator
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 
 class FakeCuda:
@@ -42,7 +42,7 @@ class FakeCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(
-        module, "allocated_on", lambda device, ledger: Allocated(fake, torch.device("cpu"), ledger)
+        module, "allocated_on", lambda device, ledger: DeviceAllocator(fake, torch.device("cpu"), ledger)
     )
     return fake
 
@@ -109,7 +109,7 @@ def test_after_each_action_the_ledger_holds_what_is_allocated(
 ) -> None:
     folder, fake = tmp_path_factory.mktemp("ranks"), FakeCuda()
     record = Recorder(folder, 0)
-    record.allocated = Allocated(fake, torch.device("cpu"), record.ledger)
+    record.allocated = DeviceAllocator(fake, torch.device("cpu"), record.ledger)
     named: list[int] = []
     most = 0
     for what, nbytes in acts:

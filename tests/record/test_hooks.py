@@ -10,7 +10,7 @@ from torch import nn
 from mpkit.trace import Kind, read_rank
 from mpkit.trace.record.hooks import layers_of, watch
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 
 class Tied(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from mpkit.trace import CATEGORIES, Kind, read_rank
 from mpkit.trace.record.hooks import watch
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 BATCH = 3
 

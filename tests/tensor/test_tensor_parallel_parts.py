@@ -26,7 +26,7 @@ from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, gather
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import count
 from mpkit.trace.record.hooks import watch
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 Clusters = Callable[[int], mk.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}

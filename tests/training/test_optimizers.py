@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.update.optimizer import UpdatedPart, make_optimizer
-from mpkit.strategies.update.whole import WholeParameter
+from mpkit.strategies.update.whole_model import WholeParameter
 from tests.serial import Train, check_equal
 
 SGD, AdamW, Optimizer = torch.optim.SGD, torch.optim.AdamW, torch.optim.Optimizer

@@ -15,7 +15,7 @@ from mpkit.views.dashboard.html import static
 from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
 from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.memory.fits import fits_svg
-from mpkit.views.memory.held import device_memory
+from mpkit.views.memory.series import device_memory
 from mpkit.views.memory.svg import memory_svg
 from mpkit.views.page.html import html
 from mpkit.views.timeline.tracks import pack_tracks

@@ -6,7 +6,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.plan.schedule import NAMES
-from mpkit.views.explorer.explored import ExplorerSetting
+from mpkit.views.explorer.exploration import ExplorerSetting
 
 
 @pytest.mark.parametrize("name", NAMES)

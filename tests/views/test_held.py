@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.timeline.replay.spans import HELD
 from mpkit.trace import CATEGORIES
-from mpkit.views.memory.held import memory_of
+from mpkit.views.memory.series import memory_of
 from mpkit.views.memory.svg import memory_svg
 
 CHANGES = st.lists(

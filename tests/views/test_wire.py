@@ -9,7 +9,7 @@ import mpkit as mk
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.views.browser import esm
 from mpkit.views.drawing.colours import Key
-from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.wire import COLUMNS, SpanBatches, look
 from tests.wire import unpack
 

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 import mpkit as mk
 from mpkit.models import GPT
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import Completed
+from mpkit.strategies.comm.process_group import CompletedWork
 from mpkit.strategies.data_parallel.buffers import StatefulBuffers
 from mpkit.strategies.tensor import by_hand, operators
-from mpkit.strategies.wrappers.averaged import Averaged
+from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.fully_sharded import FullySharded
-from mpkit.strategies.wrappers.pipelined import PipelineParallel
+from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
 from mpkit.strategies.wrappers.shares import ShardedParameters
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -246,7 +246,7 @@ def nothing(self: Any, original: Callable[..., None], *args: Any) -> None:
 def not_reduced(
     self: Any, original: Any, tensor: Tensor, *args: Any, async_op: bool = False, **how: Any
 ) -> Any:
-    return Completed(tensor) if async_op else tensor
+    return CompletedWork(tensor) if async_op else tensor
 
 
 def on_rank_1(fault: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,9 +275,9 @@ def planted(
 ZERO = partial(mk.fully_shard, stage=2)
 BF16 = partial(mk.fully_shard, stage=3, precision="bf16")
 FAULTS: dict[str, tuple[type, str, Any, Wrap, Callable[[], nn.Module], int, str]] = {
-    "scale": (Averaged, "finish", scaled, mk.ddp, Toy, 1, "All gradients are 2 times as large"),
+    "scale": (AveragedGradients, "finish", scaled, mk.ddp, Toy, 1, "All gradients are 2 times as large"),
     "one rank's scale": (
-        Averaged,
+        AveragedGradients,
         "finish",
         on_rank_1(scaled),
         mk.ddp,
@@ -285,7 +285,7 @@ FAULTS: dict[str, tuple[type, str, Any, Wrap, Callable[[], nn.Module], int, str]
         1,
         "on rank 1 the gradient of",
     ),
-    "element": (Averaged, "finish", element, mk.ddp, Toy, 1, "the gradient of"),
+    "element": (AveragedGradients, "finish", element, mk.ddp, Toy, 1, "the gradient of"),
     "no all-reduce": (
         Communicator,
         "all_reduce",

@@ -10,7 +10,7 @@ import traceback
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import needs_torch
+from mpkit.common.missing_packages import needs_torch
 from mpkit.course.framework.exercise import Case
 from mpkit.course.framework.room import PackedAnswer, Play, Room, error_and_line
 from mpkit.course.framework.sealed import plain

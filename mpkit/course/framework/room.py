@@ -160,7 +160,7 @@ def _send_exercises_by_value() -> None:
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
     from mpkit.course.limits.counted import Counter
-    from mpkit.strategies.program_calls.compared import compare_calls
+    from mpkit.strategies.program_calls.comparison import compare_calls
 
     # ---- limit
     limit_memory(limits.memory)

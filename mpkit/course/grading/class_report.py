@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from mpkit.common.visible import escape, visible
+from mpkit.common.safe_text import escape, visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.frugal import LOOP, WASTEFUL
 from mpkit.course.grading.kept import Grade

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from mpkit.common.safe_text import visible
 from mpkit.common.undumpable import make_undumpable
-from mpkit.common.visible import visible
 from mpkit.course.grading.class_report import ClassReport
 from mpkit.course.grading.grader import Grader
 from mpkit.course.grading.handed_in import HandedIn, handed_in

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.disk import write_whole
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.report import page_names

@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from mpkit.common.bounded import read_json
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
+from mpkit.common.size_limits import read_json
 from mpkit.course.catalogue import ExerciseEntry, find, of_family
 from mpkit.course.framework.variants import Variant, plainly
 from mpkit.course.grading.reading import NoNotebook, checks_in, code_cells, read_file

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.bounded import read_json
+from mpkit.common.size_limits import read_json
 
 __all__ = [
     "LARGEST", "NoNotebook", "all_cells", "calls_in", "checks_in", "code_cells", "dicts", "read_file", "text_of",

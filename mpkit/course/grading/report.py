@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.variants import plainly
 from mpkit.course.grading.class_report import ClassReport, class_report

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, time, timedelta
 from pathlib import Path
 
-from mpkit.common.bounded import read_text
+from mpkit.common.size_limits import read_text
 from mpkit.course.framework.variants import plainly
 
 __all__ = ["Roster", "due_date", "late_text", "moment", "read_roster"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeGuard
 
-from mpkit.common.bounded import read_json
+from mpkit.common.size_limits import read_json
 from mpkit.course.framework.variants import Variant
 from mpkit.course.grading.reading import NoNotebook, all_cells, calls_in, checks_in, dicts, text_of
 from mpkit.course.judge import CHECKED

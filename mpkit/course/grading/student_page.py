@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.checked_html import checked_html
 from mpkit.course.grading.kept import Grade

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import needs_torch
+from mpkit.common.missing_packages import needs_torch
 from mpkit.devices.catalogue import hardware
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import needs_notebook
-from mpkit.common.visible import escape
+from mpkit.common.missing_packages import needs_notebook
+from mpkit.common.safe_text import escape
 from mpkit.course.predictions.amounts import EXAMPLES, spell_amount
 
 if TYPE_CHECKING:

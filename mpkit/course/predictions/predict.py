@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.course.predictions.amounts import EXAMPLES, amount, spell_amount
 from mpkit.course.predictions.questions import PredictionQuestion, question
 from mpkit.course.progress import Progress, StudentPrediction

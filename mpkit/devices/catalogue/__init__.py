@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import overload
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.devices.catalogue.clusters import build_machine, by_name
 from mpkit.devices.catalogue.machines import MACHINES
 from mpkit.devices.hardware import Device, Hardware

@@ -13,14 +13,14 @@ from difflib import get_close_matches
 
 from mpkit.devices.local.inventory import KINDS, Inventory
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["DeviceChoice", "choose"]
 
 LIKE = "such as mk.Cluster(devices=[2, 0]) or mk.Cluster(devices='cuda:1')"
 ALSO = {"gpu": "cuda", "rocm": "cuda", "hip": "cuda"}
 
 
 @dataclass(frozen=True)
-class Chosen:
+class DeviceChoice:
     """The devices that ranks are put on.
 
     Attributes:
@@ -42,22 +42,22 @@ class Chosen:
     def one_each(self, ranks: int) -> bool:
         """Return whether each of so many ranks has a device of its own.
 
-        >>> Chosen("cuda", (2, 0)).one_each(2), Chosen("cuda", (1, 1)).one_each(2)
+        >>> DeviceChoice("cuda", (2, 0)).one_each(2), DeviceChoice("cuda", (1, 1)).one_each(2)
         (True, False)
         """
         return len({self.number_of(rank) for rank in range(ranks)}) == ranks if self.numbers else False
 
 
-def choose(devices: object, ranks: int | None, inventory: Callable[[str], Inventory | None]) -> Chosen:
+def choose(devices: object, ranks: int | None, inventory: Callable[[str], Inventory | None]) -> DeviceChoice:
     """Return the devices that were asked for.
 
     >>> from mpkit.devices.local.inventory import LocalDevice
     >>> four = Inventory("cuda", (LocalDevice("A100"),) * 4, fake="4 A100")
     >>> machine = {"cuda": four}.get
     >>> choose([2, 0], None, machine)
-    Chosen(kind='cuda', numbers=(2, 0), ranks=2)
+    DeviceChoice(kind='cuda', numbers=(2, 0), ranks=2)
     >>> choose("cuda:1", 2, machine)
-    Chosen(kind='cuda', numbers=(1,), ranks=2)
+    DeviceChoice(kind='cuda', numbers=(1,), ranks=2)
 
     Args:
         devices: what was asked.
@@ -79,7 +79,7 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
     kind = kinds[0] if kinds else next((each for each in KINDS if inventory(each) is not None), "cuda")
     if kind == "cpu":
         named = 0 if isinstance(devices, str) else len(asked)
-        return Chosen("cpu", (), _fitting_ranks(devices, ranks, named), named)
+        return DeviceChoice("cpu", (), _fitting_ranks(devices, ranks, named), named)
     there = inventory(kind)
     if there is None:
         raise ValueError(_none(devices, kind, ranks or len(asked), inventory))
@@ -92,7 +92,7 @@ def choose(devices: object, ranks: int | None, inventory: Callable[[str], Invent
         if number >= len(there.devices):
             raise ValueError(_explain_missing(devices, number, there))
     named = sum(one is not None for _, one in asked)
-    return Chosen(kind, tuple(numbers), _fitting_ranks(devices, ranks, len(numbers)), named)
+    return DeviceChoice(kind, tuple(numbers), _fitting_ranks(devices, ranks, len(numbers)), named)
 
 
 def _each(devices: object) -> list[object]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpkit.devices.local.nvidia_smi import Gpu
-from mpkit.devices.local.visible import visible
+from mpkit.devices.local.visibility import visible
 
 __all__ = ["HIDERS", "KINDS", "Inventory", "LocalDevice", "inventory_of_gpus", "unnamed_devices"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mpkit.common.visible import escape, visible
-from mpkit.devices.local import ask
-from mpkit.devices.local.choose import Chosen
+from mpkit.common.safe_text import escape, visible
+from mpkit.devices.local import queries
+from mpkit.devices.local.choose import DeviceChoice
 from mpkit.devices.local.inventory import Inventory, LocalDevice
 
 __all__ = ["DeviceRow", "devices_html", "devices_text", "html_table", "row_of", "text_table"]
@@ -24,23 +24,23 @@ class DeviceRow(NamedTuple):
     memory: str
 
 
-def devices_text(chosen: Chosen, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
+def devices_text(chosen: DeviceChoice, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
     """Return the table of ranks as text; `told` has their rows where a launcher has started them."""
-    inventory = ask.inventory_of(chosen.kind)
+    inventory = queries.inventory_of(chosen.kind)
     return _text(told or [row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
-def devices_html(chosen: Chosen, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
+def devices_html(chosen: DeviceChoice, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
     """Return the table of ranks as HTML; `told` has their rows where a launcher has started them."""
-    inventory = ask.inventory_of(chosen.kind)
+    inventory = queries.inventory_of(chosen.kind)
     return _html(told or [row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
-def text_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
+def text_table(chosen: DeviceChoice, ranks: int, inventory: Inventory | None) -> str:
     """Return the table as text; below it, which variable decided and what may surprise.
 
     >>> pair = Inventory("cuda", (LocalDevice("T4", "GPU-0a", 15 << 30, 0), LocalDevice("T4", "GPU-1a", 15 << 30, 1)))
-    >>> print(text_table(Chosen("cuda", (1, 0)), 2, pair))
+    >>> print(text_table(DeviceChoice("cuda", (1, 0)), 2, pair))
     rank  device  name  UUID or bus id  memory
     0     cuda:1  T4    GPU-1a          15 GiB
     1     cuda:0  T4    GPU-0a          15 GiB
@@ -49,12 +49,12 @@ def text_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
     return _text([row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
-def html_table(chosen: Chosen, ranks: int, inventory: Inventory | None) -> str:
+def html_table(chosen: DeviceChoice, ranks: int, inventory: Inventory | None) -> str:
     """Return the table as HTML."""
     return _html([row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
-def row_of(chosen: Chosen, rank: int, inventory: Inventory | None) -> DeviceRow:
+def row_of(chosen: DeviceChoice, rank: int, inventory: Inventory | None) -> DeviceRow:
     """Return the row of a rank, which is its number on its node where a launcher has started it."""
     there = inventory.devices if inventory is not None else ()
     number = chosen.number_of(rank)

@@ -8,7 +8,7 @@ from mpkit.launch.doctor.findings.finding import CheckupFinding
 from mpkit.launch.doctor.findings.gpus import gpus
 from mpkit.launch.doctor.findings.host import cpus, limits, memory, ports, shared_memory
 from mpkit.launch.doctor.findings.links import links, pci
-from mpkit.launch.doctor.findings.measured import find_measured
+from mpkit.launch.doctor.findings.measurements import find_measured
 from mpkit.launch.doctor.findings.software import software
 from mpkit.launch.doctor.findings.variables import variables
 from mpkit.launch.doctor.parsers.facts import Facts

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpkit.launch.process.joined import OWN
+from mpkit.launch.process.launcher_environment import OWN
 
 __all__ = ["LAUNCHERS", "LauncherPlace", "first_host", "is_launched", "place_here", "within_cluster"]
 

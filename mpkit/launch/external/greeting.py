@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from mpkit.common.caught import report
+from mpkit.common.exceptions import report
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import LauncherPlace
 from mpkit.launch.external.secret import Secret

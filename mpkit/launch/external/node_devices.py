@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpkit.devices.local import ask
-from mpkit.devices.local.choose import Chosen
+from mpkit.devices.local import queries
+from mpkit.devices.local.choose import DeviceChoice
 from mpkit.devices.local.table import row_of
 
 __all__ = ["all_alone", "check_named", "tell"]
 
 
-def tell(chosen: Chosen, local_rank: int) -> dict[str, Any]:
+def tell(chosen: DeviceChoice, local_rank: int) -> dict[str, Any]:
     """Return what other processes have to know of this one's device, of JSON types.
 
     A launcher may let each process see one GPU only (srun --gpus-per-task=1): then all are on cuda:0, and only the
@@ -25,7 +25,7 @@ def tell(chosen: Chosen, local_rank: int) -> dict[str, Any]:
     """
     if not chosen.numbers:
         return {"device": chosen.kind, "named": chosen.named, "is": "", "row": []}
-    row = row_of(chosen, local_rank, ask.inventory_of(chosen.kind))
+    row = row_of(chosen, local_rank, queries.inventory_of(chosen.kind))
     which = row.device if row.identity == "?" else row.identity
     return {"device": chosen.kind, "named": chosen.named, "is": which, "row": list(row)}
 

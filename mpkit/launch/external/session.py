@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mpkit.devices.local.choose import Chosen
+from mpkit.devices.local.choose import DeviceChoice
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import LauncherPlace, place_here
 from mpkit.launch.external.greeting import greet
@@ -50,7 +50,7 @@ class Session:
         MpkitError: not all processes came.
     """
 
-    def __init__(self, chosen: Chosen) -> None:
+    def __init__(self, chosen: DeviceChoice) -> None:
         self.place: LauncherPlace = place_here()
         use_interface_to(self.place.address)
         self.store = rendezvous(self.place)

@@ -1,8 +1,8 @@
 """Detecting and explaining ranks that wait.
 
 progress     which ranks have made progress since the last look
-waiting      which rank the others wait for: a one-line notice, before any rank is given up
+stragglers   which rank the others wait for: a one-line notice, before any rank is given up
 unmatched    calls that no peer will ever answer, proved from the trace
 hang         whether the ranks wait for each other forever
-why          the calls that do not match, in words
+causes       the calls that do not match, in words
 """

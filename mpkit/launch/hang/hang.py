@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from mpkit.common.tracebacks import fold_stack
+from mpkit.launch.hang.causes import reasons
 from mpkit.launch.hang.cells import in_cells
 from mpkit.launch.hang.progress import FINISHED, Sight
+from mpkit.launch.hang.stragglers import stopped_words
 from mpkit.launch.hang.unmatched import missing_ranks, never, waited_for
-from mpkit.launch.hang.waiting import stopped_words
-from mpkit.launch.hang.why import reasons
 from mpkit.trace import Kind, RankTrace, Trace
 
 __all__ = ["GRACE", "LIMIT", "LOOK_EVERY", "Patience", "explain"]

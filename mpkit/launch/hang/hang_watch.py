@@ -17,23 +17,23 @@ from mpkit.errors import CommMismatch, Deadlock
 from mpkit.launch.hang.ask_stacks import ask_stacks
 from mpkit.launch.hang.hang import LIMIT, Patience, explain
 from mpkit.launch.hang.progress import FINISHED, RankWatch, Sight
+from mpkit.launch.hang.stragglers import IDLE, NOTICE_AFTER, WaitWatch, ranks_spelt, stopped_words
 from mpkit.launch.hang.unmatched import first_mismatch
-from mpkit.launch.hang.waiting import IDLE, NOTICE_AFTER, WaitWatch, ranks_spelt, stopped_words
 from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.launch.process.stacks import place_of
 from mpkit.trace import Trace
 
-__all__ = ["HangWatch", "Watched"]
+__all__ = ["HangWatch", "LaunchSignals"]
 
 SAID_RANKS = 4
 """The number of awaited ranks whose location is reported."""
 
 
 Ask = Callable[[Sequence[int], Callable[[float], bool]], dict[int, str] | None]
-"""Takes ranks and `Watched.goes_on`; returns their stacks, or None if the launch ends meanwhile."""
+"""Takes ranks and `LaunchSignals.goes_on`; returns their stacks, or None if the launch ends meanwhile."""
 
 
-class Watched(Protocol):
+class LaunchSignals(Protocol):
     """What a HangWatch asks of a launch."""
 
     @property
@@ -77,7 +77,7 @@ class HangWatch:
         """Whether some rank had made progress when they were looked at last."""
         return self._patience.still == 0.0
 
-    def look(self, launch: Watched) -> bool:
+    def look(self, launch: LaunchSignals) -> bool:
         """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
         sights = self._watch.look_at_all()
         trace = launch.trace if self._patience.wants_trace(sights) else None
@@ -95,7 +95,7 @@ class HangWatch:
         return False
 
     def _notice(
-        self, launch: Watched, waiting: list[int], others: list[int], sights: Sequence[Sight]
+        self, launch: LaunchSignals, waiting: list[int], others: list[int], sights: Sequence[Sight]
     ) -> None:
         stacks = self._ask(others, launch.goes_on)
         if stacks is None:
@@ -123,7 +123,7 @@ class HangWatch:
             idle = "" if self._patience.timeout else " without CPU time"
             launch.say(f"mpkit: {self.waiting_for}. (An error after {limit:g} s{idle}: timeout=...)")
 
-    def verdict(self, launch: Watched) -> CommMismatch | Deadlock | None:
+    def verdict(self, launch: LaunchSignals) -> CommMismatch | Deadlock | None:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
         trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped_pids()
         still = self._patience.still

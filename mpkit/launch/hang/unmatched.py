@@ -15,7 +15,7 @@ import numpy as np
 from mpkit.errors import CommMismatch
 from mpkit.launch.hang.cells import in_cells
 from mpkit.trace import Kind, RankTrace, Trace
-from mpkit.trace.mismatch import Issued, find_issued, fits, why_not
+from mpkit.trace.mismatch import IssuedCall, find_issued, fits, why_not
 
 __all__ = ["first_mismatch", "members", "missing_ranks", "never", "unanswered_calls", "waited_for"]
 
@@ -43,23 +43,23 @@ def first_mismatch(trace: Trace) -> CommMismatch | None:
     return CommMismatch(in_cells(why_not(mine, theirs)), rank=mine.rank, other=theirs.rank, **place)
 
 
-def _open(rank: int, recorded: RankTrace) -> Iterator[tuple[int, Issued]]:
+def _open(rank: int, recorded: RankTrace) -> Iterator[tuple[int, IssuedCall]]:
     """Yield what a rank has issued and not seen completed, each with its start time."""
     ops = recorded.ops
     kind = ops["kind"]
     issues = ((kind >= 32) & (kind < 64)) | ((kind == Kind.WAIT) & (ops["number"] >= 0))
     for op in ops[np.flatnonzero(issues & (ops["end"] == 0))]:
-        yield int(op["start"]), Issued.from_record(rank, recorded, op)
+        yield int(op["start"]), IssuedCall.from_record(rank, recorded, op)
 
 
-def members(call: Issued) -> list[int]:
+def members(call: IssuedCall) -> list[int]:
     """Return the ranks that take part in a call; none if the trace was cut before its group's name."""
     if call.is_message:
         return sorted((call.rank, call.peer))
     return [int(rank) for rank in call.group.split(",") if rank.isdigit()]
 
 
-def waited_for(rank: int, recorded: RankTrace) -> Issued | None:
+def waited_for(rank: int, recorded: RankTrace) -> IssuedCall | None:
     """Return the communication that a rank waits for, or None if it is doing something else."""
     if recorded.state == "finished" or not len(recorded.ops):
         return None
@@ -67,16 +67,16 @@ def waited_for(rank: int, recorded: RankTrace) -> Issued | None:
     if last["kind"] != Kind.WAIT or last["end"] != 0:
         return None
     if last["ref"] >= 0:
-        return Issued.from_record(rank, recorded, recorded.ops[last["ref"]])
-    return Issued.from_record(rank, recorded, last) if last["number"] >= 0 else None
+        return IssuedCall.from_record(rank, recorded, recorded.ops[last["ref"]])
+    return IssuedCall.from_record(rank, recorded, last) if last["number"] >= 0 else None
 
 
-def unanswered_calls(rank: int, trace: Trace) -> list[Issued]:
+def unanswered_calls(rank: int, trace: Trace) -> list[IssuedCall]:
     """Return what a rank has issued and some other rank has not reached, the newest first."""
     return [call for _, call in reversed(list(_open(rank, trace.ranks[rank]))) if missing_ranks(call, trace)]
 
 
-def missing_ranks(call: Issued, trace: Trace) -> list[int]:
+def missing_ranks(call: IssuedCall, trace: Trace) -> list[int]:
     """Return the ranks of a call that have not reached it, or whose own call does not match and was not started."""
     others = [rank for rank in members(call) if rank != call.rank]
     theirs = [find_issued(rank, trace.ranks[rank], call.group, call.number) for rank in others]
@@ -100,7 +100,7 @@ def never(trace: Trace) -> set[int]:
         stuck -= moving
 
 
-def _needs(call: Issued, trace: Trace) -> set[int]:
+def _needs(call: IssuedCall, trace: Trace) -> set[int]:
     """Return the ranks that this call cannot complete without and that have not reached it."""
     absent = set(missing_ranks(call, trace))
     if len(members(call)) == 2:  # nothing is delivered to a rank that has not posted a receive

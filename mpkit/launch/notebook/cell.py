@@ -7,7 +7,7 @@ import linecache
 import traceback
 from typing import Any
 
-from mpkit.common.caught import one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.common.tracebacks import fold_chain
 from mpkit.launch.notebook.exchange import Reply
 

@@ -24,9 +24,9 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from mpkit.common.tracebacks import public
 from mpkit.launch.notebook.completion import add_matcher
+from mpkit.launch.notebook.replies import CellFailed, failure, show_values
 from mpkit.launch.notebook.selection import is_selection, ranks_of, spelt
 from mpkit.launch.notebook.session import RankSession
-from mpkit.launch.notebook.show import CellFailed, failure, show_values
 
 __all__ = ["RankMagics", "load"]
 

@@ -1,7 +1,7 @@
 """RankSession: ranks that stay, and run one cell after another; variables persist on each rank.
 
-It is one long launch whose function takes requests (`serve`). Between cells nobody looks at the launch: ranks sleep,
-and an idle group is no hang. While a cell runs, the notebook's own thread looks at it as at any run:
+It is one long launch whose function takes requests (`request_loop`). Between cells nobody looks at the launch: ranks
+sleep, and an idle group is not a hang. While a cell runs, the notebook's own thread looks at it as at any run:
 
     ask         write the request, wake the chosen ranks
     wait        show their output; look for hangs; collect answers
@@ -23,8 +23,8 @@ from mpkit.common.tracebacks import public
 from mpkit.errors import Deadlock, MpkitError
 from mpkit.launch.launch import Launch
 from mpkit.launch.notebook.exchange import Reply, Request, read_answer, wake, write_request
+from mpkit.launch.notebook.request_loop import serve
 from mpkit.launch.notebook.selection import spelt
-from mpkit.launch.notebook.serve import serve
 from mpkit.launch.session.cluster import Cluster
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, RankTrace, Trace
@@ -215,7 +215,7 @@ class RankSession:
 
     def _explain_end(self, ranks: list[int], answers: dict[int, Reply]) -> Exception:
         """Return why the session is over; what a rank raised before comes first, since others then waited in vain."""
-        from mpkit.launch.notebook.show import failure
+        from mpkit.launch.notebook.replies import failure
 
         error = self._launch.error
         why = str(error) if error is not None else "the ranks were ended"

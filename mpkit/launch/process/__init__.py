@@ -9,7 +9,7 @@ payload               the user's function and arguments, by value
 rank                  the rank's half of a launch
 context               the first argument of a function on a rank
 seal                  signatures on what ranks tell each other over sockets
-leaving               how a program ends on a rank
+program_exit          how a program ends on a rank
 output                what a rank prints
 stacks, vitals        where a rank is, and what the system reports about its process
 """

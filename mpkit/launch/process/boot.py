@@ -23,7 +23,7 @@ from typing import Any
 __all__ = ["boot_command", "boot_environment"]
 
 
-class Pinned(MetaPathFinder):
+class PinnedFinder(MetaPathFinder):
     """Finds packages by their file in the launching process."""
 
     def __init__(self, files: dict[str, str]) -> None:
@@ -78,7 +78,7 @@ def _script_folder() -> str | None:
 
 def _boot(settings: dict[str, Any]) -> None:
     sys.path[:] = settings["path"]
-    sys.meta_path.insert(0, Pinned(settings["files"]))
+    sys.meta_path.insert(0, PinnedFinder(settings["files"]))
     module, function = settings["entry"].split(":")
     getattr(importlib.import_module(module), function)(*settings["arguments"])
 

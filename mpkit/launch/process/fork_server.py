@@ -249,7 +249,7 @@ def warm_up() -> None:
         "mpkit.launch.process.rank",
         "mpkit.strategies.packing.packing",
         "mpkit.strategies.runtime.train",
-        "mpkit.strategies.program_calls.compared",
+        "mpkit.strategies.program_calls.comparison",
     ):
         importlib.import_module(name)
     # Creating the first optimizer imports many modules (torch._dynamo).

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT
 
-__all__ = ["Labelled", "cut_note"]
+__all__ = ["LabelledOutput", "cut_note"]
 
 UNFINISHED_LIMIT = 1_000_000
 """Characters of an unfinished line that are kept before it is sent."""
@@ -30,7 +30,7 @@ def cut_note() -> str:
 class _Bytes(io.BufferedIOBase):
     """A rank's sys.stdout.buffer: bytes are shown as the UTF-8 text that they are, or nearly are."""
 
-    def __init__(self, text: Labelled) -> None:
+    def __init__(self, text: LabelledOutput) -> None:
         self._text = text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -56,7 +56,7 @@ class _Bytes(io.BufferedIOBase):
         self.flush()
 
 
-class Labelled(io.TextIOBase):
+class LabelledOutput(io.TextIOBase):
     """A rank's sys.stdout or sys.stderr: whole lines, each a record of output.log.
 
     Args:

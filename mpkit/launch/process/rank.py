@@ -29,21 +29,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpkit.common.caught import one_line
 from mpkit.common.disk import FULL, full_disk, write_whole
+from mpkit.common.exceptions import one_line
 from mpkit.common.launch_folder import UNREPORTED, Settings, part, write_error, write_note
 from mpkit.common.private import NO_LINK, create
 from mpkit.common.tracebacks import fold_chain
 from mpkit.errors import CommMismatch
-from mpkit.launch.process.joined import as_torchrun, join
-from mpkit.launch.process.leaving import own_process, refuse_exec
-from mpkit.launch.process.output import Labelled
+from mpkit.launch.process.launcher_environment import as_torchrun, join
+from mpkit.launch.process.output import LabelledOutput
+from mpkit.launch.process.program_exit import own_process, refuse_exec
 from mpkit.launch.process.seal import Seal, sign_objects
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.current import note_group
+from mpkit.strategies.comm.own_process import note_group
 from mpkit.strategies.comm.wire import Wire
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
@@ -108,12 +108,12 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
         reason = full_disk(error, folder) if error.errno in FULL else error
         write_note(folder, rank, f"mpkit: what rank {rank} printed after this is lost: {reason.strerror}")
 
-    sys.stdout, sys.stderr = (Labelled(log, rank, stream, say_where_output_ends) for stream in (1, 2))
+    sys.stdout, sys.stderr = (LabelledOutput(log, rank, stream, say_where_output_ends) for stream in (1, 2))
     stack = answer_requests(folder, rank)
     faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
 
     refuse_exec()
-    atexit._clear()  # the fork server's; a program's own are called at its end (`leaving`)
+    atexit._clear()  # the fork server's; a program's own are called at its end (`program_exit`)
     for name, value in settings.environment.items():
         if value is None:
             os.environ.pop(name, None)

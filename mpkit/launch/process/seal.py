@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 from mpkit.errors import MpkitError
 
 __all__ = ["EXPORT", "Seal", "sign_objects"]
@@ -105,7 +105,7 @@ class Seal:
         return hmac.digest(self._key, struct.pack("<q", len(place)) + place + value, "sha256")
 
 
-def sign_objects(seal: Seal) -> Replaced:
+def sign_objects(seal: Seal) -> Replacements:
     """Let torch.distributed sign the objects that it pickles and check those that it unpickles, until restored."""
 
     class Pickler:
@@ -122,7 +122,7 @@ def sign_objects(seal: Seal) -> Replaced:
         def load(self) -> Any:
             return seal.loads(seal.check(OBJECT, self._file.read()))
 
-    replaced = Replaced()
+    replaced = Replacements()
     replaced.put(c10d, "_pickler", Pickler)
     replaced.put(c10d, "_unpickler", Unpickler)
     return replaced

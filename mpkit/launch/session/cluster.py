@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
-from mpkit.common.needs import require_torch
-from mpkit.common.provided import provide_method
+from mpkit.common.missing_packages import require_torch
 from mpkit.common.tracebacks import public
+from mpkit.common.upward_calls import provide_method
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import is_launched, place_here
-from mpkit.launch.external.launched import refuse_second_launcher
+from mpkit.launch.external.launcher import refuse_second_launcher
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
 from mpkit.launch.process.fork_server_client import ForkServerClient
@@ -240,7 +240,7 @@ class Cluster:
             from mpkit.launch.session.watched_run import run_watched
 
             return run_watched(self.launch, fn, args, watch, timeout)
-        from mpkit.strategies.program_calls.compared import ComparedFunction
+        from mpkit.strategies.program_calls.comparison import ComparedFunction
 
         launch = self.launch(ComparedFunction(fn), args, timeout=timeout, sink=print)
         launch.work()
@@ -331,7 +331,7 @@ class Cluster:
         Warn if the plan's features work against each other, if it is estimated to need more memory than GPUs have, or
         if tensor parallelism spans nodes.
         """
-        from mpkit.strategies.prepare.unwise import warn_if_unwise
+        from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
 
         if self._session is None:
             job = make_job()

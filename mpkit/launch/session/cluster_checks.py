@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, Any
 
-from mpkit.devices.local.choose import Chosen, choose
+from mpkit.devices.local.choose import DeviceChoice, choose
 from mpkit.devices.local.inventory import KINDS
 from mpkit.errors import ArgumentError
 from mpkit.plan.checks import real, whole
@@ -66,7 +66,7 @@ def check_ranks(ranks: Any) -> int:
     return number
 
 
-def place_ranks(ranks: Any, device: Any, devices: Any) -> Chosen:
+def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
     """Return the devices of a Cluster's ranks, and how many ranks there are.
 
     Raises:
@@ -82,9 +82,9 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> Chosen:
     number = None if ranks is None else check_ranks(ranks)
     if one is None:
         kind, count = choose_device(device)
-        chosen = Chosen(kind, tuple(range(count)), number)
+        chosen = DeviceChoice(kind, tuple(range(count)), number)
     else:
-        from mpkit.devices.local.ask import inventory_of
+        from mpkit.devices.local.queries import inventory_of
 
         chosen = choose(one, number, inventory_of)
         there = inventory_of(chosen.kind) if chosen.numbers else None

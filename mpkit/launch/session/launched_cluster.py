@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.caught import report
+from mpkit.common.exceptions import report
 from mpkit.common.units import percent, seconds
-from mpkit.devices.unwise import spans_nodes
+from mpkit.devices.placement_notes import spans_nodes
 from mpkit.launch.external.rendezvous import wait_for
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.stream import Stream

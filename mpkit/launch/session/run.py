@@ -19,14 +19,14 @@ from mpkit.launch.session.launched_cluster import ProgressLine, provable_here
 from mpkit.launch.session.observer import Observer, Observers
 from mpkit.launch.session.run_list import keep
 from mpkit.launch.session.run_results import RunResults
+from mpkit.strategies.checkpoint.foreign_files import lock_folder
 from mpkit.strategies.checkpoint.lock import FolderLock
-from mpkit.strategies.checkpoint.others import lock_folder
-from mpkit.strategies.proof.proving import Proving
+from mpkit.strategies.proof.proof_thread import ProofThread
 from mpkit.trace.proof import Proof
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
-    from mpkit.strategies.data.feeding import Feeder
+    from mpkit.strategies.data.feeder import Feeder
     from mpkit.strategies.prepare.prepare import TrainJob
 
 __all__ = ["Observer", "Run"]
@@ -69,7 +69,7 @@ class Run(RunResults):
         show: bool | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
-        from mpkit.launch.process.installed import installed_modules
+        from mpkit.launch.process.installed_modules import installed_modules
         from mpkit.strategies.runtime.train import train
 
         self._observers = Observers(observers)
@@ -90,7 +90,7 @@ class Run(RunResults):
             self._saves_alone = self._lock()
             if isinstance(launch, ExternalLaunch):
                 job = provable_here(job, launch)
-            self._proving = Proving(job, launch.folder, lambda: launch.losses)
+            self._proving = ProofThread(job, launch.folder, lambda: launch.losses)
             self._feeder = self._fed_by(job)
             if isinstance(launch, ExternalLaunch):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
@@ -230,7 +230,7 @@ class Run(RunResults):
 
         if not isinstance(job.what.batches, Stream) or not self._launch.feeds:
             return None
-        from mpkit.strategies.data.feeding import Feeder
+        from mpkit.strategies.data.feeder import Feeder
 
         steps = range(job.how.first_step, job.how.steps)
         return Feeder(job.what.batches, self._launch.folder, steps, self._launch.feeds)

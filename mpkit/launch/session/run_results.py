@@ -231,7 +231,7 @@ class RunResults:
         >>> [change for change, seconds in found.causes]
         ['link x2', 'schedule 1f1b']
         """
-        from mpkit.common.provided import provide_method
+        from mpkit.common.upward_calls import provide_method
 
         own = self._cluster
         helper = own.resized(1) if own.device == "cpu" and own.fork_server_pid is not None else None
@@ -250,7 +250,7 @@ class RunResults:
         Raises:
             ValueError: the model's sizes cannot be read, its inputs are no tokens, or a single step ran.
         """
-        from mpkit.common.provided import provide_method
+        from mpkit.common.upward_calls import provide_method
 
         return provide_method("Run.measured_step")(self, self._job, hardware)
 

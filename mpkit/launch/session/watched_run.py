@@ -31,7 +31,7 @@ def run_watched(
         launch: `Cluster.launch`.
         fn, args, watch, timeout: as in `Cluster.run`.
     """
-    from mpkit.launch.watch.watched import NEEDED, check_watch, watch_function
+    from mpkit.launch.watch.rank_program import NEEDED, check_watch, watch_function
 
     observers, shown = Observers(), in_notebook()
     launched = launch(

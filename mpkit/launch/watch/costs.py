@@ -2,7 +2,7 @@
 
 A step's actions are known by their sequence: each one's kind, name and shapes of inputs, after those before it.
 
-    measure    steps are measured (`mpkit.launch.watch.measuring`) until one repeats another: in the first, the
+    measure    steps are measured (`mpkit.launch.watch.measured_step`) until one repeats another: in the first, the
                optimizer makes its states; from the second on, a step leaves memory as it found it
     reuse      an action of such a step costs what it cost when it was measured: its FLOPs are recorded when it begins,
                its peak of memory and what it leaves when it is over. What is new is measured from there on
@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mpkit.common.torch_private import _get_current_dispatch_mode
-from mpkit.launch.watch.measuring import Measuring
+from mpkit.launch.watch.measured_step import StepMeasurement
 from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.trace import Kind
 from mpkit.trace.record.operators import tensors_in
@@ -66,7 +66,7 @@ class WatchedCosts:
         self._known: dict[int, Cost] = {}  # of the last action of a sequence
         self._sequence = 0
         self._new = True  # whether this step has had an action that no earlier one had
-        self._mode: Measuring | None = None
+        self._mode: StepMeasurement | None = None
         self._kind = Kind.COMPUTE
         self._before: tuple[float, int, dict[str, int]] | None = None
 
@@ -148,7 +148,7 @@ class WatchedCosts:
         self._ledger.clear()
         self._count_what_is_held()
         self._sort()
-        self._mode = Measuring(self._ledger, self._category)
+        self._mode = StepMeasurement(self._ledger, self._category)
         self._mode.__enter__()
 
     def _stop(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.autograd
 import torch.autograd.graph
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 from mpkit.common.torch_private import current
 
 __all__ = ["EngineRuns"]
@@ -24,7 +24,7 @@ class EngineRuns:
 
     def __init__(self, begins: Callable[[Any], None], ends: Callable[[], None]) -> None:
         self._begins, self._ends = begins, ends
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     def install(self) -> None:
         """Begin to see backwards."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 from mpkit.common.torch_private import _BaseDataLoaderIter
 from mpkit.launch.watch.actions import Actions
 from mpkit.trace import Kind
@@ -23,7 +23,7 @@ class WatchedLoaders:
 
     def __init__(self, record: Recorder, actions: Actions) -> None:
         self._record, self._actions = record, actions
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     def install(self) -> None:
         """Begin to see batches being loaded."""

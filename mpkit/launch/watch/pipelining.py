@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 from mpkit.common.torch_private import _PipelineStageBase
 from mpkit.launch.watch.actions import Actions
 from mpkit.trace import Kind
@@ -28,7 +28,7 @@ class ProgramStages:
 
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     def install(self) -> None:
         """Begin to see what schedules run."""

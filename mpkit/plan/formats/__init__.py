@@ -1,6 +1,6 @@
 """Configurations of other frameworks, written from a Plan and read back (docs/formats.md).
 
-asked      what a Plan leaves open and a file has to say: batch, machines, addresses
+request    what a Plan leaves open and a file has to say: batch, machines, addresses
 keys       Key and Format: a table of their keys beside our fields, from which both directions follow
 syntax     JSON and YAML, written and read;  command  command lines and batch scripts;  python_code  Python
 accelerate, deepspeed, fsdp, megatron, tf_config, torchrun, torchtitan, trainer

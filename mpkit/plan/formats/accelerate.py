@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -23,6 +22,7 @@ from mpkit.plan.formats.keys import (
     number,
     number_of,
 )
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
 from mpkit.plan.formats.trainer import legacy_fsdp
 from mpkit.plan.plan import Plan

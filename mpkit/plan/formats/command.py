@@ -44,7 +44,7 @@ def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Synta
 def options(page: Page, array: str, names: Sequence[str]) -> str:
     """Return a bash array of those options that are on the page.
 
-    >>> from mpkit.plan.formats.asked import ExportRequest
+    >>> from mpkit.plan.formats.request import ExportRequest
     >>> from mpkit.plan.plan import Plan
     >>> page = Page(ExportRequest.from_plan(Plan(), "torchrun", {}), {"--nnodes": 1}, {"--nnodes": "machines"}, [])
     >>> print(options(page, "LAUNCH", ["--nnodes", "--rdzv-id"]))

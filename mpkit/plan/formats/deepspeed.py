@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from mpkit.plan.checks import call_of
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import (
     LARGEST,
     Fields,
@@ -21,6 +20,7 @@ from mpkit.plan.formats.keys import (
     number,
     number_of,
 )
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import JSON
 
 __all__ = ["DEEPSPEED"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from mpkit.plan.checks import call_of
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -21,6 +20,7 @@ from mpkit.plan.formats.keys import (
     number_of,
 )
 from mpkit.plan.formats.python_code import assignments, python_code
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 
 __all__ = ["FSDP"]

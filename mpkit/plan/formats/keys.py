@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpkit.plan.checks import whole
-from mpkit.plan.formats.asked import ExportRequest
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax
 from mpkit.plan.formats.text.word import Word, shorten
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpkit.plan.checks import call_of
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.command import command, options
 from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, context, flag, number, number_of
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.torchrun import FLAGS, LAUNCH, ranks_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B

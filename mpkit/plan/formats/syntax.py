@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from mpkit.common.bounded import read_json
-from mpkit.plan.formats.asked import ExportRequest
+from mpkit.common.size_limits import read_json
+from mpkit.plan.formats.request import ExportRequest
 
 __all__ = ["JSON", "YAML", "Page", "Syntax", "flat", "is_json", "nest_keys"]
 

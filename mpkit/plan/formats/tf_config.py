@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import Fields, Format, Values, context
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import JSON
 from mpkit.plan.formats.torchrun import RANKS_ONLY
 

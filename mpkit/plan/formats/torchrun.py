@@ -5,9 +5,9 @@ Neither says what the ranks do: read back, it is a plan of as many replicas.
 
 from __future__ import annotations
 
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.command import command, options
 from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, context, number_of
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 
 __all__ = ["FLAGS", "LAUNCH", "SLURM", "TORCHRUN", "ranks_of"]

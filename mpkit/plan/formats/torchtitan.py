@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -17,6 +16,7 @@ from mpkit.plan.formats.keys import (
     number_of,
 )
 from mpkit.plan.formats.python_code import assignments, python_code
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.text.word import Word
 from mpkit.plan.plan import Plan

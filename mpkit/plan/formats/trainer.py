@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -19,6 +18,7 @@ from mpkit.plan.formats.keys import (
     number,
     number_of,
 )
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
 
 __all__ = ["TRAINER", "legacy_fsdp"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from mpkit.common.tracebacks import level_of_user
 from mpkit.plan.config import Config
-from mpkit.plan.formats.asked import ExportRequest
 from mpkit.plan.formats.keys import Format
+from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import FORMATS
 from mpkit.plan.plan import Plan

@@ -25,7 +25,7 @@ from mpkit.plan.schedule.all_forward import gpipe, looped_bfs, naive
 from mpkit.plan.schedule.catalogue import NAMES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.grid import draw
-from mpkit.plan.schedule.lower import lower
+from mpkit.plan.schedule.lowering import lower
 from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
 from mpkit.plan.schedule.play import play
 from mpkit.plan.schedule.v_shaped import dualpipev, zbv

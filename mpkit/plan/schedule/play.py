@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SLOTS",
     "Order",
-    "Placed",
-    "Played",
-    "Timed",
+    "PlacedAction",
+    "PlayResult",
+    "TimedAction",
     "end_times",
     "input_grad",
     "lengths_of",
@@ -35,7 +35,7 @@ SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """How long an action takes by default: a backward takes twice as long as a forward."""
 
 
-class Placed(NamedTuple):
+class PlacedAction(NamedTuple):
     """An action with its time."""
 
     start: float
@@ -44,14 +44,14 @@ class Placed(NamedTuple):
     action: Action
 
 
-class Played(NamedTuple):
+class PlayResult(NamedTuple):
     """The result of `play`: the actions that could run, and by rank where it was stuck and on what."""
 
-    placed: list[Placed]
+    placed: list[PlacedAction]
     stuck: dict[int, tuple[Action, Action]]
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """An action with all its times.
 
     Attributes:
@@ -70,7 +70,9 @@ class Timed(NamedTuple):
     left: float
 
 
-def play(schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOTS, hop: float = 0) -> Played:
+def play(
+    schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOTS, hop: float = 0
+) -> PlayResult:
     """Run a schedule on paper: each rank runs its row in order, each action as soon as what it needs is there.
 
     If a schedule cannot finish, `stuck` gives, for each rank that did not, the action that it is at and the one that
@@ -83,13 +85,13 @@ def play(schedule: Schedule, slots: Mapping[str, float | Sequence[float]] = SLOT
 
     >>> from mpkit.plan.schedule import Schedule
     >>> play(Schedule(["0F0 0B0", "1F0 1B0"])).placed
-    [Placed(start=0, end=1, rank=0, action=0F0), Placed(start=1, end=2, rank=1, action=1F0),
-     Placed(start=2, end=4, rank=1, action=1B0), Placed(start=4, end=6, rank=0, action=0B0)]
+    [PlacedAction(start=0, end=1, rank=0, action=0F0), PlacedAction(start=1, end=2, rank=1, action=1F0),
+     PlacedAction(start=2, end=4, rank=1, action=1B0), PlacedAction(start=4, end=6, rank=0, action=0B0)]
     """
     rows, stuck = time_actions(schedule, slots, hop)
-    placed = [Placed(t.start, t.end, t.rank, t.action) for row in rows for t in row]
+    placed = [PlacedAction(t.start, t.end, t.rank, t.action) for row in rows for t in row]
     placed.sort()
-    return Played(placed, stuck)
+    return PlayResult(placed, stuck)
 
 
 def time_actions(
@@ -97,7 +99,7 @@ def time_actions(
     slots: Mapping[str, float | Sequence[float]] = SLOTS,
     hop: float = 0,
     again: Sequence[float] = (),
-) -> tuple[list[list[Timed]], dict[int, tuple[Action, Action]]]:
+) -> tuple[list[list[TimedAction]], dict[int, tuple[Action, Action]]]:
     """Play a schedule as `play` does; return all times of each action, by rank in program order, and the stuck ranks.
 
     Args:
@@ -108,12 +110,12 @@ def time_actions(
     lengths = lengths_of(slots, stages)
     lead = lengths_of({"B": again, "I": again}, stages) if again else [0] * len(lengths)
     ends = end_times(order, lengths, hop, lead)
-    times: list[list[Timed]] = [[] for _ in schedule.rows]
+    times: list[list[TimedAction]] = [[] for _ in schedule.rows]
     columns = order.rank, order.action, order.slot, order.before, order.need
     for number, (rank, action, slot, before, need) in enumerate(zip(*columns, strict=True), FIRST):
         start = max(ends[before] + lead[slot], ends[need] + hop)
         left = ends[order.leaves.get(number, number)]
-        times[rank].append(Timed(rank, action, ends[before], start, ends[number], left))
+        times[rank].append(TimedAction(rank, action, ends[before], start, ends[number], left))
     return times, order.stuck
 
 

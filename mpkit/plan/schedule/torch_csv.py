@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from mpkit.common.bounded import read_text
+from mpkit.common.size_limits import read_text
 from mpkit.plan.schedule.action import COMMUNICATION, Action
 
 __all__ = ["fields_of", "lines_of", "text_of"]

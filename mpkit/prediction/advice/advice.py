@@ -32,21 +32,21 @@ from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.preset import Preset, preset_for
 from mpkit.prediction.cost_model.stack import Stack, stack_of
-from mpkit.timeline.answer import Basis, Delegated
+from mpkit.timeline.answer import Basis, DelegatedAnswer
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
     from mpkit.launch.session.cluster import Cluster
-    from mpkit.prediction.advice.try_out import Tried
+    from mpkit.prediction.advice.try_out import PlanTrials
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Advice", "advise"]
 
 
 @dataclass(frozen=True)
-class Advice(HasChart, Delegated):
+class Advice(HasChart, DelegatedAnswer):
     """The plans that fit, the best first; it prints the best of them with reasons.
 
     A notebook shows a sortable table as well (`table`), a chart of step time against memory with the frontier marked
@@ -180,7 +180,7 @@ class Advice(HasChart, Delegated):
         self, best: int, cluster: Cluster, model: torch.nn.Module, data: Any, *,
         loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
         clock: str = "virtual",
-    ) -> Tried:  # fmt: skip
+    ) -> PlanTrials:  # fmt: skip
         """Train the best few plans and a bad one on the ranks at hand, and set predicted beside measured.
 
         The prediction is that of `mk.profile` on this machine, in full precision: it says how far to trust the order.

@@ -16,7 +16,7 @@ from mpkit.prediction.advice.search import (
     PLAYED,
     FoundLayout,
     LayoutPrices,
-    Searched,
+    SearchResult,
     best_played,
     search,
 )
@@ -49,7 +49,7 @@ class Objective:
             return took * devices * self.price / 3600, took
         return (float(devices), took) if self.by == "devices" else (took, took)
 
-    def search(self, priced: LayoutPrices) -> Searched:
+    def search(self, priced: LayoutPrices) -> SearchResult:
         """Return the layouts that fit, the best first."""
         machine = priced.hardware
         found: list[FoundLayout] = []
@@ -67,7 +67,7 @@ class Objective:
             return self.value_of(each.seconds * priced.handicap(each.layout), each.layout.ranks)
 
         best = best_played(priced, found, least)
-        return Searched(best, best_played(priced, tight, least, FEW if best else PLAYED), considered)
+        return SearchResult(best, best_played(priced, tight, least, FEW if best else PLAYED), considered)
 
     def words(self, best: FoundLayout, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpkit.common.units import percent, seconds
-from mpkit.devices.unwise import TP_INSIDE
+from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
 from mpkit.prediction.cost_model.layout import Layout
 

@@ -35,7 +35,7 @@ from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.prediction.cost_model.step import StepTime, screened_time, step_time
 
-__all__ = ["FEW", "PLAYED", "SHOWN", "FoundLayout", "LayoutPrices", "Searched", "best_played", "search"]
+__all__ = ["FEW", "PLAYED", "SHOWN", "FoundLayout", "LayoutPrices", "SearchResult", "best_played", "search"]
 
 HEADROOM = 0.92
 """The share of a device's memory that a plan may take: predictions of memory are within 5 %, and batches differ."""
@@ -65,7 +65,7 @@ class FoundLayout:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -171,10 +171,10 @@ class LayoutPrices:
         )  # fmt: skip
 
 
-def search(priced: LayoutPrices, devices: int) -> Searched:
+def search(priced: LayoutPrices, devices: int) -> SearchResult:
     """Return the layouts that fit so many devices, with about their seconds."""
     room = float(priced.hardware.device.memory)
-    searched = Searched([], [], 0)
+    searched = SearchResult([], [], 0)
     found, tight, considered = searched.found, searched.tight, 0
     offers = offers_of(priced.stack.name)
     for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):

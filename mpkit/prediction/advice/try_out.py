@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
     from mpkit.prediction.experiments.profile import Profile
 
-__all__ = ["Tried", "every_plan", "try_plans"]
+__all__ = ["PlanTrials", "every_plan", "try_plans"]
 
 STEPS = 5
 TRIED = ((GPIPE, 1), (ONE_F_ONE_B, 1), (ZB_H1, 1), (INTERLEAVED_1F1B, 2))
 
 
 @dataclass(frozen=True)
-class Tried:
+class PlanTrials:
     """Plans that were predicted, and then run.
 
     Attributes:
@@ -75,7 +75,9 @@ class Tried:
         return "\n".join(lines)
 
 
-def try_plans(profile: Profile, plans: Sequence[Plan], cluster: Cluster, *, clock: str = "virtual") -> Tried:
+def try_plans(
+    profile: Profile, plans: Sequence[Plan], cluster: Cluster, *, clock: str = "virtual"
+) -> PlanTrials:
     """Predict each plan, run it, and compare.
 
     Args:
@@ -99,7 +101,7 @@ def try_plans(profile: Profile, plans: Sequence[Plan], cluster: Cluster, *, cloc
         timeline = profile.train(plan, cluster, steps=STEPS).wait().timeline(clock=clock)
         ran.append(median(timeline.step(step).step_time for step in timeline.steps[1:]))
     # ---- compare
-    return Tried(chosen, [guesses[plan] for plan in chosen], ran, refused, clock)
+    return PlanTrials(chosen, [guesses[plan] for plan in chosen], ran, refused, clock)
 
 
 def every_plan(ranks: int, microbatches: int) -> Iterator[Plan]:

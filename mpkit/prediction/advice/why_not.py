@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.units import percent, seconds
-from mpkit.devices.unwise import out_of_memory
+from mpkit.devices.placement_notes import out_of_memory
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.offers import missing_feature
 from mpkit.prediction.cost_model.check import check_plan

@@ -27,7 +27,7 @@ from mpkit.prediction.cost_model.estimate import Estimate, estimate, estimate_ch
 from mpkit.prediction.cost_model.memory import CATEGORIES
 from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack
-from mpkit.timeline.answer import Basis, Delegated
+from mpkit.timeline.answer import Basis, DelegatedAnswer
 
 __all__ = ["MARGIN_WORD", "MEANING", "Fits", "Remedy", "fits"]
 
@@ -68,7 +68,7 @@ FOLLOW: dict[str, str | None] = {"pytorch": None, "pytorch-fp32": None, "mpkit":
 
 
 @dataclass(frozen=True)
-class Fits(Drawn, Delegated):
+class Fits(Drawn, DelegatedAnswer):
     """Whether a plan fits; true if it does. It prints, and is a picture in a notebook.
 
     Attributes:

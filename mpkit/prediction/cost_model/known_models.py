@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.bounded import read_json, read_text
+from mpkit.common.size_limits import read_json, read_text
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.configs import WIDTHS, NoArchitecture, read_config
 

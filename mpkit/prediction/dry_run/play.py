@@ -4,7 +4,7 @@ Phases:
 
     build     the model and its batches, under the mode of no content: shapes and no memory
     join      leave the real process group, and join a fake one of as many ranks as the plan takes
-    count     every operator advances the rank's clock by its time on the device (`mpkit.trace.record.counted`)
+    count     every operator advances the rank's clock by its time on the device (`mpkit.trace.record.counted_clock`)
     train     the strategy's own code, as real ranks run it; the replay puts communication on the clock
 
 In the fake group (torch.testing._internal.distributed.fake_pg) every call returns at once and changes nothing.
@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpkit.common.patches import Replacements
 from mpkit.common.process_wide import LOCK
-from mpkit.common.replaced import Replaced
 from mpkit.common.torch_private import (
     FakeStore,
     FakeTensor,
@@ -45,7 +45,7 @@ from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.train import train
 from mpkit.trace import RankTrace
 from mpkit.trace.files import read_rank
-from mpkit.trace.record.counted import CountedRecorder, Counting
+from mpkit.trace.record.counted_clock import CountedRecorder, CountingMode
 from mpkit.trace.record.fake_mode import FakeMode
 
 __all__ = ["PlayedScript", "Script", "play"]
@@ -131,7 +131,7 @@ class FakeCommunicator(Communicator):
     """
 
     def __init__(
-        self, wire: Wire, counting: Counting, said: Said, ranks: tuple[int, ...] | None = None
+        self, wire: Wire, counting: CountingMode, said: Said, ranks: tuple[int, ...] | None = None
     ) -> None:
         super().__init__(wire, ranks)
         self._counting, self._said = counting, said
@@ -159,7 +159,7 @@ class FakeCommunicator(Communicator):
 
 def _play_one(rank: int, script: Script, job: TrainJob, mode: FakeMode, said: Said) -> RankTrace:
     plan, device = script.plan, torch.device("cpu")
-    counting = Counting(script.device)
+    counting = CountingMode(script.device)
     with tempfile.TemporaryDirectory(prefix="mpkit-fake-") as folder:
         recorder = CountedRecorder(Path(folder), rank, counting)
         with mode:
@@ -181,7 +181,7 @@ def _taken_for_real() -> Iterator[None]:
     They make causal masks where they are traced by FX or a compiler, for which they take tensors without content; a
     training makes none if no token is padding, and then another kernel computes attention.
     """
-    replaced, module = Replaced(), sys.modules.get("transformers.utils.import_utils")
+    replaced, module = Replacements(), sys.modules.get("transformers.utils.import_utils")
     if hasattr(module, "is_fake_tensor"):
         replaced.put(module, "is_fake_tensor", lambda _: False)
     try:

@@ -16,13 +16,13 @@ import torch
 
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
-from mpkit.devices.catalogue.enough import check_enough, enough_a100
+from mpkit.devices.catalogue.capacity import check_enough, enough_a100
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.borrowed_cluster import borrow_cluster
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.mirror import RankMirror
-from mpkit.strategies.prepare.unwise import warn_if_unwise
+from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
 from mpkit.trace import Trace
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ The functions are imported when they are first used, since some of them work wit
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import lacks_torch, needs_torch
+from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.common.tracebacks import public
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mpkit.common.display import Charted, data_frame
+from mpkit.common.display import ChartedResult, data_frame
 from mpkit.common.tracebacks import public
 from mpkit.launch.session.borrowed_cluster import borrow_clusters
 from mpkit.launch.session.cluster import Cluster
@@ -69,7 +69,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class MemoryByStrategy(Charted):
+class MemoryByStrategy(ChartedResult):
     """What each rank holds by strategy: prints as a table, shows itself as a chart in a notebook.
 
     The chart (`figure`) has a stacked bar per rank, and the formula as a line across it.

@@ -4,7 +4,7 @@
     speed-up     throughput divided by that of the fewest ranks
     efficiency   speed-up divided by the ratio of the numbers of ranks; 1 is ideal
 
-What no machine here has is predicted from what was measured (`mpkit.prediction.experiments.beyond`), with a band.
+Larger machines are predicted from what was measured (`mpkit.prediction.experiments.extrapolation`), with a band.
 
 Strong scaling keeps the batch, so each rank has less and less to do (Amdahl 1967); weak scaling keeps the work per
 rank, so the batch grows (Gustafson 1988).
@@ -23,7 +23,7 @@ from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.borrowed_cluster import borrow_clusters
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
-from mpkit.prediction.experiments.beyond import Beyond, beyond_of
+from mpkit.prediction.experiments.extrapolation import Beyond, beyond_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, Damaged, open_plain, read_told
+from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint, open_plain, read_told
 
 __all__ = [
     "PARTIAL",
@@ -78,7 +78,7 @@ def read_head(folder: Path) -> CheckpointHead:
     """Return a checkpoint's head after checking its files against it.
 
     Raises:
-        Damaged: a file differs, or the head holds something that no training could have written.
+        DamagedCheckpoint: a file differs, or the head holds something that no training could have written.
     """
     head = read_told(folder)
     for name, (nbytes, sha) in head.files.items():
@@ -86,11 +86,11 @@ def read_head(folder: Path) -> CheckpointHead:
         try:
             size, there = digest(path, nbytes)
         except OSError as error:
-            raise Damaged(f"{name} is missing ({error.strerror})") from None
+            raise DamagedCheckpoint(f"{name} is missing ({error.strerror})") from None
         if size != nbytes:
-            raise Damaged(f"{name} has {size} bytes, and had {nbytes} when it was written")
+            raise DamagedCheckpoint(f"{name} has {size} bytes, and had {nbytes} when it was written")
         if there != sha:
-            raise Damaged(f"{name} is not what was written: its SHA-256 differs")
+            raise DamagedCheckpoint(f"{name} is not what was written: its SHA-256 differs")
     return head
 
 
@@ -126,7 +126,7 @@ def number_of(path: Path) -> int:
     """Return a checkpoint's number in its folder; -1 if its head cannot be read."""
     try:
         return read_told(path).number
-    except Damaged:
+    except DamagedCheckpoint:
         return -1
 
 
@@ -134,7 +134,7 @@ def is_own(path: Path, training: str) -> bool:
     """Return whether this training wrote the checkpoint."""
     try:
         return not path.is_symlink() and read_told(path).training == training != ""
-    except Damaged:
+    except DamagedCheckpoint:
         return False
 
 

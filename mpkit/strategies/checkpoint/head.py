@@ -20,10 +20,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.bounded import read_json
+from mpkit.common.size_limits import read_json
 from mpkit.plan.plan import Plan
 
-__all__ = ["FORMAT", "HEAD", "CheckpointHead", "Damaged", "open_plain", "read_told"]
+__all__ = ["FORMAT", "HEAD", "CheckpointHead", "DamagedCheckpoint", "open_plain", "read_told"]
 
 FORMAT = 4
 """1: each parameter flattened, before tensor parallelism; 2: without a digest of its own; 3: without its training."""
@@ -33,7 +33,7 @@ LARGEST, MOST_VALUES = 256 * 2**20, 10_000_000
 """Largest mpkit.json, in bytes and in values of JSON: a parameter takes about a hundred and three."""
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """Raised for a checkpoint that is not complete and unchanged; the message says why."""
 
 
@@ -101,26 +101,30 @@ def read_told(folder: Path) -> CheckpointHead:
     """Return a checkpoint's head without reading any other file.
 
     Raises:
-        Damaged: there is no head, it was changed since it was written, or no training could have written it.
+        DamagedCheckpoint: there is no head, it was changed since it was written, or no training could have written it.
     """
     try:
         with open_plain(folder / HEAD) as file:
             if (size := os.fstat(file.fileno()).st_size) > LARGEST:
-                raise Damaged(f"its {HEAD} has {size:,} bytes, which no training writes")
+                raise DamagedCheckpoint(f"its {HEAD} has {size:,} bytes, which no training writes")
             data = file.read(LARGEST)
     except OSError as error:
-        raise Damaged(f"it has no {HEAD} ({error.strerror})") from None
+        raise DamagedCheckpoint(f"it has no {HEAD} ({error.strerror})") from None
     try:
         text = data.decode()
         values = read_json(text, MOST_VALUES)
     except ValueError as error:
-        raise Damaged(f"its {HEAD} cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
+        raise DamagedCheckpoint(
+            f"its {HEAD} cannot be read ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
     if not isinstance(values, dict) or not _is_count(values.get("format")):
-        raise Damaged(f"its {HEAD} is not one that mpkit wrote")
+        raise DamagedCheckpoint(f"its {HEAD} is not one that mpkit wrote")
     _check_format(values["format"])
     values.pop("sha256", None)
     if seal(values) != text:
-        raise Damaged(f"its {HEAD} was changed or damaged after it was written: its SHA-256 differs")
+        raise DamagedCheckpoint(
+            f"its {HEAD} was changed or damaged after it was written: its SHA-256 differs"
+        )
     values.setdefault("training", "")
     _check_fields(values)
     return CheckpointHead(**values)
@@ -128,10 +132,10 @@ def read_told(folder: Path) -> CheckpointHead:
 
 def _check_format(number: int) -> None:
     if number > FORMAT:
-        raise Damaged(f"a later mpkit wrote it (format {number}; this one reads format {FORMAT})")
+        raise DamagedCheckpoint(f"a later mpkit wrote it (format {number}; this one reads format {FORMAT})")
     if number < OLDEST:
         before = "before tensor parallelism" if number < 2 else f"before {HEAD} had a digest of its own"
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"an mpkit from {before} wrote it (format {number}; this one reads format {OLDEST} on). That one can go on "
             "from it, and its run.state_dict() takes the weights here"
         )
@@ -143,20 +147,28 @@ def _check_format(number: int) -> None:
 def _check_fields(values: dict[str, Any]) -> None:
     if set(values) != {each.name for each in fields(CheckpointHead)}:
         odd = sorted(set(values) ^ {each.name for each in fields(CheckpointHead)})
-        raise Damaged(f"its {HEAD} is not one that mpkit wrote: of its fields {', '.join(odd)[:200]} are odd")
+        raise DamagedCheckpoint(
+            f"its {HEAD} is not one that mpkit wrote: of its fields {', '.join(odd)[:200]} are odd"
+        )
     for name, (is_right, wanted) in _FIELDS.items():
         if not is_right(values[name]):
-            raise Damaged(f"its {HEAD} says {name}={values[name]!r:.100}: {wanted} is wanted there")
+            raise DamagedCheckpoint(f"its {HEAD} says {name}={values[name]!r:.100}: {wanted} is wanted there")
     try:
         ranks = Plan.from_json(values["plan"]).ranks
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"its {HEAD} has a plan that is none ({str(error)[:200]})") from None
+        raise DamagedCheckpoint(f"its {HEAD} has a plan that is none ({str(error)[:200]})") from None
     if ranks != values["world_size"]:
-        raise Damaged(f"its {HEAD} says world_size={values['world_size']}, and its plan has {ranks} ranks")
+        raise DamagedCheckpoint(
+            f"its {HEAD} says world_size={values['world_size']}, and its plan has {ranks} ranks"
+        )
     if values["skipped"] > values["step"]:
-        raise Damaged(f"its {HEAD} says that {values['skipped']} of {values['step']} steps were skipped")
+        raise DamagedCheckpoint(
+            f"its {HEAD} says that {values['skipped']} of {values['step']} steps were skipped"
+        )
     if unknown := [name for name in values["layout"] if name not in values["facts"]["trained"]]:
-        raise Damaged(f"its {HEAD} has {unknown[0]!r:.100} in its layout, which is no parameter of its model")
+        raise DamagedCheckpoint(
+            f"its {HEAD} has {unknown[0]!r:.100} in its layout, which is no parameter of its model"
+        )
 
 
 def _is_count(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from mpkit.common.torch_private import _MEM_FORMAT_ENCODING, _StorageInfo
 from mpkit.strategies.checkpoint.boxes import ParameterBox, tile
-from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, Damaged, open_plain
+from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint, open_plain
 
 __all__ = ["check_told", "read_index"]
 
@@ -27,30 +27,32 @@ def read_index(folder: Path) -> dcp.Metadata:
     """Read DCP's index of a checkpoint without running anything that is in it.
 
     Raises:
-        Damaged: it is not an index, or not a complete one.
+        DamagedCheckpoint: it is not an index, or not a complete one.
     """
     index: Any
     try:
         with open_plain(folder / ".metadata") as file:
             data = file.read()
         index = _Unpickler(io.BytesIO(data)).load()
-    except Damaged:
+    except DamagedCheckpoint:
         raise
     except Exception as error:
-        raise Damaged(f"its .metadata cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
+        raise DamagedCheckpoint(
+            f"its .metadata cannot be read ({type(error).__name__}: {str(error)[:100]})"
+        ) from None
     try:
         if isinstance(index, dcp.Metadata) and _is_sound(index, folder):
             return index
     except (AttributeError, TypeError):  # raised by an object whose fields its class does not make
         pass
-    raise Damaged("its .metadata is not an index of tensors that mpkit wrote")
+    raise DamagedCheckpoint("its .metadata is not an index of tensors that mpkit wrote")
 
 
 def check_told(head: CheckpointHead, index: dcp.Metadata) -> None:
     """Check that a checkpoint has the tensors that its head names: parameters, buffers and random states.
 
     Raises:
-        Damaged: a tensor is missing, or has another size.
+        DamagedCheckpoint: a tensor is missing, or has another size.
     """
     wanted = {
         f"{kind}/{name}": prod(map(int, form[1 : form.index("]")].split(", "))) if form[1] != "]" else 1
@@ -61,10 +63,10 @@ def check_told(head: CheckpointHead, index: dcp.Metadata) -> None:
     for name, numel in wanted.items():
         there = prod(tensors[name].size) if name in tensors else 0
         if there != numel:
-            raise Damaged(f"its {HEAD} tells of {numel} elements of {name}, and {there} are there")
+            raise DamagedCheckpoint(f"its {HEAD} tells of {numel} elements of {name}, and {there} are there")
     for rank in range(head.world_size):
         if f"random/{rank}" not in tensors:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"its {HEAD} tells of {head.world_size} ranks; rank {rank}'s random state is not there"
             )
 
@@ -93,7 +95,7 @@ class _Unpickler(pickle.Unpickler):
             return _layout
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"its .metadata asks for {module}.{name}, which an index has no use for: reading it could run code that "
             "somebody put there. Nothing of it was run; throw the checkpoint away, unless you know who wrote it"
         )
@@ -101,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
-        raise Damaged(f"its .metadata has a tensor of layout {name!r}")
+        raise DamagedCheckpoint(f"its .metadata has a tensor of layout {name!r}")
     return torch.strided
 
 

@@ -1,7 +1,7 @@
 """Collectives in which every rank of a group both contributes and receives.
 
-Those with a root are in `mpkit.strategies.comm.rooted`. With `async_op=True` a collective returns at once, with a
-`Work` whose `wait()` returns the result.
+Those with a root are in `mpkit.strategies.comm.rooted_collectives`. With `async_op=True` a collective returns at
+once, with a `Work` whose `wait()` returns the result.
 
 Payload is counted as in nccl-tests: the tensor for all-reduce, and the whole (gathered or not yet scattered) tensor
 for the others; of an all-to-all of uneven parts what this rank sends.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible, uneven_parts
-from mpkit.strategies.comm.direct import start_all_gather, start_reduce_scatter
+from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduce_scatter
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 

@@ -7,7 +7,7 @@ a rank that waits has an open WAIT, and a rank that never made the call has no o
 The methods are written as functions, by concept:
 
     collectives     every rank of the group plays the same role
-    rooted          one rank of it sends or receives
+    rooted_collectives   one rank of it sends or receives
     messages        from one rank to another
     groups          which ranks form a communicator
 
@@ -30,8 +30,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.comm import collectives, groups, messages, rooted
-from mpkit.strategies.comm.wire import Numbered, Wire
+from mpkit.strategies.comm import collectives, groups, messages, rooted_collectives
+from mpkit.strategies.comm.wire import CallNumber, Wire
 from mpkit.trace import Kind
 
 __all__ = ["Communicator"]
@@ -91,10 +91,10 @@ class Communicator:
     all_to_all = collectives.all_to_all
     barrier = collectives.barrier
     # ---- collectives with a root
-    broadcast = rooted.broadcast
-    reduce = rooted.reduce
-    gather = rooted.gather
-    scatter = rooted.scatter
+    broadcast = rooted_collectives.broadcast
+    reduce = rooted_collectives.reduce
+    gather = rooted_collectives.gather
+    scatter = rooted_collectives.scatter
     # ---- messages
     send = messages.send
     recv = messages.recv
@@ -108,7 +108,7 @@ class Communicator:
     def next_collective(
         self, kind: Kind, tensor: Tensor, root: int = -1, reduction: str = "",
         *, parts: tuple[list[int], list[int]] | None = None,
-    ) -> Numbered:  # fmt: skip
+    ) -> CallNumber:  # fmt: skip
         """Return this group's next collective, which takes its number.
 
         Args:
@@ -127,7 +127,7 @@ class Communicator:
                 call = checks.exchange(self.ranks, number, tensor, *parts)
             else:
                 call = checks.collective(self.ranks, number, kind, tensor, root, reduction)
-        return Numbered(kind, self.name, number, root, call)
+        return CallNumber(kind, self.name, number, root, call)
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:
         """Return a new communicator of some of the ranks; `group` and `adopt` keep one for each set of ranks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpkit.strategies.comm.arguments import peer
 from mpkit.strategies.comm.tags import tag_number
-from mpkit.strategies.comm.wire import Numbered, Wire
+from mpkit.strategies.comm.wire import CallNumber, Wire
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 
@@ -63,7 +63,7 @@ def recv(self: Communicator, buffer: Tensor, src: int, tag: int | str = 0) -> Te
     return self.irecv(buffer, src, tag).wait()
 
 
-def _next_message(wire: Wire, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> Numbered:
+def _next_message(wire: Wire, kind: Kind, other: int, tag: int | str, tensor: Tensor) -> CallNumber:
     """Return the next message to or from a global rank, which takes its number in the channel."""
     tag_number(tag)  # raises if the tag is malformed
     src, dst = (wire.rank, other) if kind == Kind.SEND else (other, wire.rank)
@@ -73,4 +73,4 @@ def _next_message(wire: Wire, kind: Kind, other: int, tag: int | str, tensor: Te
     call = None
     if wire.checks is not None:
         call = wire.checks.message(kind, channel, number, other, tag, tensor)
-    return Numbered(kind, channel, number, other, call)
+    return CallNumber(kind, channel, number, other, call)

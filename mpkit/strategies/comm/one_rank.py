@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import Completed
+from mpkit.strategies.comm.process_group import CompletedWork
 from mpkit.strategies.comm.wire import Wire
 
 __all__ = ["OneRank"]
@@ -31,7 +31,7 @@ class OneRank(Communicator):
         self, tensor: Tensor, group: Communicator | None = None, async_op: bool = False, *, op: str = "sum"
     ) -> Any:
         """Return the tensor."""
-        return Completed(tensor) if async_op else tensor
+        return CompletedWork(tensor) if async_op else tensor
 
     def all_gather(
         self,
@@ -43,7 +43,7 @@ class OneRank(Communicator):
     ) -> Any:
         """Return the tensor, or `out` with a copy of it."""
         whole = _copy_into(out, tensor)
-        return Completed(whole) if async_op else whole
+        return CompletedWork(whole) if async_op else whole
 
     def reduce_scatter(
         self,
@@ -55,7 +55,7 @@ class OneRank(Communicator):
     ) -> Any:
         """Return the tensor, or `out` with a copy of it."""
         part = _copy_into(out, tensor)
-        return Completed(part) if async_op else part
+        return CompletedWork(part) if async_op else part
 
     def broadcast(self, tensor: Tensor, src: int = 0, group: Communicator | None = None) -> Tensor:
         """Return the tensor."""

@@ -9,17 +9,17 @@ from typing import Literal, NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-__all__ = ["AtOnce", "Completed", "FakeGroup", "Pending", "ProcessGroup"]
+__all__ = ["AtOnce", "CompletedWork", "FakeGroup", "PendingWork", "ProcessGroup"]
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """A communication in progress, such as a `Work`."""
 
     def wait(self) -> Tensor:
         """Wait until the communication is complete and return its result."""
 
 
-class Completed(NamedTuple):
+class CompletedWork(NamedTuple):
     """A communication without a partner: it is complete at once."""
 
     result: Tensor
@@ -45,22 +45,22 @@ class ProcessGroup(Protocol):
     @overload
     def all_reduce(self, tensor: Tensor, *, async_op: Literal[False] = ..., op: str = ...) -> Tensor: ...
     @overload
-    def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> Pending: ...
-    def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Tensor | Pending:
+    def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> PendingWork: ...
+    def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Tensor | PendingWork:
         """Reduce over the group with a sum (or "max", "min", "mean"), in place."""
 
     @overload
     def all_gather(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
     @overload
-    def all_gather(self, tensor: Tensor, *, async_op: Literal[True]) -> Pending: ...
-    def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | Pending:
+    def all_gather(self, tensor: Tensor, *, async_op: Literal[True]) -> PendingWork: ...
+    def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | PendingWork:
         """Gather (k, ...) from every rank into (n k, ...), in the order of their places."""
 
     @overload
     def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
     @overload
-    def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[True]) -> Pending: ...
-    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | Pending:
+    def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[True]) -> PendingWork: ...
+    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | PendingWork:
         """Sum the ranks' (n k, ...) and return this rank's part (k, ...)."""
 
     def all_to_all(
@@ -68,10 +68,10 @@ class ProcessGroup(Protocol):
     ) -> Tensor:
         """Exchange parts: part j of rank i's (n k, ...) becomes part i of rank j's; parts of `sends` rows, if given."""
 
-    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Pending:
+    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> PendingWork:
         """Start sending to the rank at place `dst`."""
 
-    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Pending:
+    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> PendingWork:
         """Start receiving from the rank at place `src` into a contiguous buffer."""
 
 
@@ -93,29 +93,31 @@ class AtOnce(ABC):
     @overload
     def all_reduce(self, tensor: Tensor, *, async_op: Literal[False] = ..., op: str = ...) -> Tensor: ...
     @overload
-    def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> Completed: ...
-    def all_reduce(self, tensor: Tensor, *, async_op: bool = False, op: str = "sum") -> Tensor | Completed:
+    def all_reduce(self, tensor: Tensor, *, async_op: Literal[True], op: str = ...) -> CompletedWork: ...
+    def all_reduce(
+        self, tensor: Tensor, *, async_op: bool = False, op: str = "sum"
+    ) -> Tensor | CompletedWork:
         """Reduce over the group, in place."""
         reduced = self._all_reduce(tensor, op)
-        return Completed(reduced) if async_op else reduced
+        return CompletedWork(reduced) if async_op else reduced
 
     @overload
     def all_gather(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
     @overload
-    def all_gather(self, tensor: Tensor, *, async_op: Literal[True]) -> Completed: ...
-    def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | Completed:
+    def all_gather(self, tensor: Tensor, *, async_op: Literal[True]) -> CompletedWork: ...
+    def all_gather(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | CompletedWork:
         """Gather (k, ...) from every rank into (n k, ...)."""
         gathered = self._all_gather(tensor)
-        return Completed(gathered) if async_op else gathered
+        return CompletedWork(gathered) if async_op else gathered
 
     @overload
     def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[False] = ...) -> Tensor: ...
     @overload
-    def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[True]) -> Completed: ...
-    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | Completed:
+    def reduce_scatter(self, tensor: Tensor, *, async_op: Literal[True]) -> CompletedWork: ...
+    def reduce_scatter(self, tensor: Tensor, *, async_op: bool = False) -> Tensor | CompletedWork:
         """Sum the ranks' (n k, ...) and return this rank's part (k, ...)."""
         part = self._reduce_scatter(tensor)
-        return Completed(part) if async_op else part
+        return CompletedWork(part) if async_op else part
 
 
 class FakeGroup(AtOnce):
@@ -157,10 +159,10 @@ class FakeGroup(AtOnce):
         """Return the tensor."""
         return tensor
 
-    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
+    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> CompletedWork:
         """Send nothing."""
-        return Completed(tensor)
+        return CompletedWork(tensor)
 
-    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Completed:
+    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> CompletedWork:
         """Return the buffer unchanged."""
-        return Completed(buffer)
+        return CompletedWork(buffer)

@@ -29,7 +29,7 @@ from mpkit.trace.record.recorder import Recorder
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["Numbered", "Wire"]
+__all__ = ["CallNumber", "Wire"]
 
 _WATCHED = DispatchKeySet(DispatchKey.BackendSelect)
 """Where `mpkit.launch.watch` listens to calls of torch.distributed."""
@@ -38,7 +38,7 @@ _ALLOCATE_NOTHING = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.BROADCAST, Kind.SEND
 """The kinds whose start makes no tensors in gloo: what makes tensors passes through the same key."""
 
 
-class Numbered(NamedTuple):
+class CallNumber(NamedTuple):
     """A communication as its ranks identify it: the group or the channel, and the number in it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Wire:
 
     def issue(
         self,
-        numbered: Numbered,
+        numbered: CallNumber,
         nbytes: int,
         start: Callable[[], Any],
         result: Callable[[], Tensor],

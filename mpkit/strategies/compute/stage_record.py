@@ -12,7 +12,7 @@ from mpkit.strategies.stage.stage import Stage, track
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import Saved, count_saved
+from mpkit.trace.record.saved_tensors import SavedTensors, count_saved
 
 __all__ = ["StageRecord"]
 
@@ -71,7 +71,7 @@ class StageRecord:
         """Count what a computation has made as activations, for as long as it lives."""
         track(made, self.recorder)
 
-    def watch_saved(self, key: Hashable, *, split: bool) -> Saved:
+    def watch_saved(self, key: Hashable, *, split: bool) -> SavedTensors:
         """Return a context manager that counts what a forward saves for its backward.
 
         Args:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpkit.strategies.compute.kept_forward import KeptForward
+from mpkit.strategies.compute.forward_state import KeptForward
 from mpkit.strategies.compute.stage_forward import StageForward
 from mpkit.strategies.compute.stage_record import StageRecord
 from mpkit.strategies.data.microbatch import Value

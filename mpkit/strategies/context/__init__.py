@@ -1,11 +1,11 @@
 """Context parallelism: one sequence divided over the ranks of the axis "cp".
 
-    sequence    which part of a sequence a rank has: contiguous, or in zigzag order
-    block       attention of some queries to some keys, and how two such results are merged
-    ring        attention to the whole sequence: keys and values are passed around a ring of ranks
-    ulysses     the same, where ranks divide the heads during attention, in place of the sequence
-    inside      replaces a model's own calls of scaled_dot_product_attention by one of these
-    positions   gives a model the positions of its tokens in the sequence
+    sequence           which part of a sequence a rank has: contiguous, or in zigzag order
+    block              attention of some queries to some keys, and how two such results are merged
+    ring               attention to the whole sequence: keys and values are passed around a ring of ranks
+    ulysses            the same, where ranks divide the heads during attention, in place of the sequence
+    divided_attention  replaces a model's own calls of scaled_dot_product_attention by one of these
+    positions          gives a model the positions of its tokens in the sequence
 
 The gradients of the weights on a rank come from its own tokens, and so are summed over the axis like those of replicas.
 """

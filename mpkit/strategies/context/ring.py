@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mpkit.strategies.comm.process_group import Pending, ProcessGroup
+from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
 from mpkit.strategies.context.block import attend, gradients, merge, wide
 from mpkit.strategies.context.sequence import pieces
 
@@ -205,10 +205,10 @@ class _Moving:
     """
 
     def __init__(self, group: ProcessGroup, tensor: Tensor, tag: str) -> None:
-        def send() -> Pending:
+        def send() -> PendingWork:
             return group.isend(tensor, (group.index + 1) % group.size, tag)
 
-        def receive() -> Pending:
+        def receive() -> PendingWork:
             return group.irecv(torch.empty_like(tensor), (group.index - 1) % group.size, tag)
 
         if group.index % 2:

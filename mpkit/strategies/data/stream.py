@@ -4,7 +4,7 @@
     first        the batches that are inspected before the start
     read         all batches, in order
 
-Batches are read in the caller's process and sent to the ranks on request (`mpkit.strategies.data.feeding`).
+Batches are read in the caller's process and sent to the ranks on request (`mpkit.strategies.data.feeder`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from mpkit.strategies.data.fed import FedBatches
+from mpkit.strategies.data.fed_batches import FedBatches
 from mpkit.strategies.data.microbatch import Value, batch_size, signature
 from mpkit.strategies.data.pairs import checked_batch
 

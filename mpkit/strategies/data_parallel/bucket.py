@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from mpkit.strategies.comm.process_group import Pending
+    from mpkit.strategies.comm.process_group import PendingWork
 
 __all__ = ["Bucket", "fill_buckets", "zeros_for"]
 
@@ -39,7 +39,7 @@ class Bucket:
         parts = self.flat.split([parameter.numel() for parameter in parameters])
         self.views = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
         self.missing: set[nn.Parameter] = set()
-        self.work: Pending | None = None
+        self.work: PendingWork | None = None
 
     def begin(self) -> None:
         """Zero all gradients and mark them as missing, at the beginning of a step."""

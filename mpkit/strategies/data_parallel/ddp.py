@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from mpkit.strategies.data_parallel.broadcast import broadcast_tensors
 from mpkit.strategies.data_parallel.bucket import Bucket, fill_buckets, zeros_for
 from mpkit.strategies.data_parallel.buffers import StatefulBuffers
-from mpkit.strategies.data_parallel.replicated import Replicated
-from mpkit.strategies.data_parallel.unused import unused_error
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
+from mpkit.strategies.data_parallel.unused_parameters import unused_error
 from mpkit.strategies.stage.gradient_sync import GradientSync, Half
 
 __all__ = ["DDP"]
@@ -48,7 +48,7 @@ class DDP(GradientSync):
 
     reduction = "sum"
 
-    def __init__(self, held: Replicated) -> None:
+    def __init__(self, held: ReplicatedPart) -> None:
         super().__init__(held.stages)
         self._replicas, self._ledger = held.replicas, held.context.record.ledger
         self._replicas_of, self._experts = held.replicas_of, held.expert_parameters

@@ -27,7 +27,7 @@ from mpkit.strategies.stage.gradient_sync import GradientSync, Piece, named_para
 from mpkit.strategies.stage.stage import Stage
 
 if TYPE_CHECKING:
-    from mpkit.strategies.partition.boundary import Shared
+    from mpkit.strategies.partition.boundary import SharedWeight
     from mpkit.strategies.rank_context import Context
 
 __all__ = ["TiedWeights", "tied_parameters"]
@@ -48,7 +48,7 @@ class TiedWeights:
     """
 
     def __init__(
-        self, context: Context, shared: Sequence[Shared], rank_of: Sequence[int], sync: GradientSync
+        self, context: Context, shared: Sequence[SharedWeight], rank_of: Sequence[int], sync: GradientSync
     ) -> None:
         self._comm, self._device, self._ledger = context.comm, context.device, context.record.ledger
         mine = {piece.name: piece for piece in (*sync.pieces, *sync.frozen)}
@@ -114,7 +114,7 @@ class TiedWeights:
         return buffer
 
 
-def tied_parameters(stages: dict[int, Stage], shared: Sequence[Shared]) -> list[nn.Parameter]:
+def tied_parameters(stages: dict[int, Stage], shared: Sequence[SharedWeight]) -> list[nn.Parameter]:
     """Return the parameters whose gradients come from several stages, here or elsewhere.
 
     Args:

@@ -20,7 +20,7 @@ from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.digest import SampleLog
-from mpkit.strategies.data.fed import FedBatches
+from mpkit.strategies.data.fed_batches import FedBatches
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
 from mpkit.strategies.job.loader import Loader, Parts
 

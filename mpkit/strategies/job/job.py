@@ -21,11 +21,11 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.hooks import Hook
 
 if TYPE_CHECKING:
-    from mpkit.strategies.data.fed import FedBatches
+    from mpkit.strategies.data.fed_batches import FedBatches
     from mpkit.strategies.data.stream import Stream
 
 __all__ = ["EvaluationData", "Problem", "Procedure", "TrainJob", "due"]

@@ -1,4 +1,4 @@
-"""Guarded: a loss that is correct only while no target is masked, and checks batches not seen before the start."""
+"""GuardedLoss: a loss that is correct only while no target is masked, and checks batches not seen before the start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.data.microbatch import Value, leaves
 
-__all__ = ["Guarded", "Masked"]
+__all__ = ["GuardedLoss", "MaskRule"]
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskRule:
     """How to recognize masked data.
 
     Attributes:
@@ -44,7 +44,7 @@ class Masked:
         return bool(((leaf != 1) if self.number is None else (leaf == self.number)).any())
 
 
-class Guarded:
+class GuardedLoss:
     """A loss with a check of each micro-batch before a rank computes it.
 
     Args:
@@ -53,7 +53,7 @@ class Guarded:
         message: the error message for such data.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], masked: list[Masked], message: str) -> None:
+    def __init__(self, loss: Callable[[Any, Any], Any], masked: list[MaskRule], message: str) -> None:
         self.loss, self.masked, self.message = loss, masked, message
 
     def __call__(self, outputs: Any, targets: Any) -> Any:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["MeanLoss", "Reduced", "mean_loss"]
+__all__ = ["MeanLoss", "SummedMeans", "mean_loss"]
 
 INDEXED = (F.cross_entropy, F.nll_loss)
 """Means over targets that may be ignored, or weighted by class."""
@@ -93,7 +93,7 @@ class MeanLoss:
         Raises:
             ValueError: the function modifies the result of the loss, or calls no loss that is known.
         """
-        with Reduced(self.ignore_index, self.weight) as reduced:
+        with SummedMeans(self.ignore_index, self.weight) as reduced:
             value = self.fn(outputs, targets)
         pair: tuple[Tensor, Tensor] | None = reduced.pair_of(value)
         if pair is None:
@@ -115,7 +115,7 @@ class MeanLoss:
         return total / count.where(~empty, 1) + torch.where(empty, torch.nan, 0.0)
 
 
-class Reduced(TorchFunctionMode):
+class SummedMeans(TorchFunctionMode):
     """A mode in which torch's means return sums and the divisors are recorded.
 
     Args:

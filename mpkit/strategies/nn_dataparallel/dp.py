@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
-from mpkit.strategies.data_parallel.unused import unused_error
+from mpkit.strategies.data_parallel.unused_parameters import unused_error
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws

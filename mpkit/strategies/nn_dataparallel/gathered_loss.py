@@ -15,7 +15,7 @@ from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
 from mpkit.strategies.stage.stage import Stage, onto_device, track
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context

@@ -14,7 +14,7 @@
     classes of torch's C++ part whose qualified name is not where they are, such as SDPBackend
         They are sent by the name in their module.
     parametrized modules
-        See `mpkit.strategies.packing.parametrized`.
+        See `mpkit.strategies.packing.parametrizations`.
 
 Classes and functions of notebooks and scripts are pickled by value, as cloudpickle always does.
 """
@@ -33,7 +33,7 @@ from typing import IO, Any
 import cloudpickle
 from torch import Tensor, nn
 
-from mpkit.strategies.packing.parametrized import taken_apart
+from mpkit.strategies.packing.parametrizations import taken_apart
 
 __all__ = ["Packer", "dumps"]
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mpkit.common.caught import one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.packing.patches import Patch, find_patches
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpkit.trace.record.flops import Flops
 
-__all__ = ["Boundary", "LayerNumbers", "Route", "Shared", "Spec"]
+__all__ = ["Boundary", "LayerNumbers", "Route", "SharedWeight", "Spec"]
 
 
 class Spec(NamedTuple):
@@ -72,7 +72,7 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedWeight:
     """A weight that several stages compute with, and so train together.
 
     Attributes:

@@ -22,7 +22,7 @@ from mpkit.strategies.models.randomness import Draws
 from mpkit.strategies.models.spans import spans_at
 from mpkit.strategies.partition.boundary import Spec
 from mpkit.strategies.partition.graph import CallNode, Constant, Division, Leaf, PassedArgument
-from mpkit.strategies.partition.value import Looked, Value, spec_of
+from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
 
 __all__ = ["Forward"]
@@ -98,7 +98,7 @@ class Forward(ForwardWalk):
         if type(func) is not OriginalForward:
             try:
                 return func(*args, **kwargs)
-            except Looked:
+            except ValueLooked:
                 pass
         raise _another_way(f"{name} happened instead of {'the end' if due is None else due.name}")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpkit.strategies.models.nested import Shape
-from mpkit.strategies.partition.boundary import Route, Shared, Spec
+from mpkit.strategies.partition.boundary import Route, SharedWeight, Spec
 from mpkit.trace.record.flops import Flops, total
 
 __all__ = ["CallNode", "Constant", "Division", "Graph", "Leaf", "New", "PartitionedModel", "PassedArgument"]
@@ -149,10 +149,10 @@ class PartitionedModel:
     starts: list[tuple[str, int]]
 
     @property
-    def shared_weights(self) -> list[Shared]:
+    def shared_weights(self) -> list[SharedWeight]:
         """The weights that several stages compute with."""
         at: dict[str, dict[int, str]] = {}
         for stage, names in enumerate(self.held):
             for name in names:
                 at.setdefault(name, {})[stage] = name
-        return [Shared(names) for names in at.values() if len(names) > 1]
+        return [SharedWeight(names) for names in at.values() if len(names) > 1]

@@ -14,10 +14,10 @@ from torch import Tensor
 from mpkit.common.torch_private import _disabled_torch_function_impl
 from mpkit.strategies.partition.boundary import Spec
 
-__all__ = ["Looked", "Value", "spec_of"]
+__all__ = ["Value", "ValueLooked", "spec_of"]
 
 
-class Looked(Exception):
+class ValueLooked(Exception):
     """Raised when the numbers of a Value are needed."""
 
 
@@ -54,7 +54,7 @@ class Value(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise Looked(str(func))
+        raise ValueLooked(str(func))
 
 
 def spec_of(tensor: Tensor) -> Spec:

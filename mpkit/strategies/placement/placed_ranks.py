@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import Drawn
-from mpkit.devices.unwise import across_nodes
+from mpkit.devices.placement_notes import across_nodes
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.strategies.placement.zero_shares import Share
@@ -158,7 +158,7 @@ def place(
         ValueError: the machine has fewer devices than there are ranks.
     """
     from mpkit.devices.catalogue import hardware as find
-    from mpkit.devices.catalogue.enough import check_enough
+    from mpkit.devices.catalogue.capacity import check_enough
 
     machine = None if hardware is None else find(hardware)
     if machine is not None:

@@ -42,7 +42,7 @@ def placement(
 def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
     """Describe what each tp rank holds of a model's parameters, by the parameter's name."""
     from mpkit.strategies.comm.process_group import FakeGroup
-    from mpkit.strategies.tensor.finding import find_tensor_plan
+    from mpkit.strategies.tensor.known_plans import find_tensor_plan
     from mpkit.strategies.tensor.resolve import check
     from mpkit.strategies.tensor.shards import shards_of
 

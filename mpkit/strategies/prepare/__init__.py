@@ -9,6 +9,6 @@ checks        the table; its rows are in `layers`, `hooks`, `recompute`, `output
                   tensor_plan/   do the shards compute what the whole model computes?
                   optimizer/     is a step on parts of the model part of a step on the whole?
                   probe/         is a batch the sum of its parts?
-proof_steps   which steps the run compares with serial training
-unwise        warnings
+proof_steps    which steps the run compares with serial training
+plan_warnings  warnings
 """

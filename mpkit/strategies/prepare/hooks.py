@@ -27,7 +27,7 @@ from mpkit.common.torch_private import (
 )
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, part
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.hooks import (
     Hook,
     backward_hooks,
@@ -38,7 +38,7 @@ from mpkit.strategies.models.hooks import (
 )
 from mpkit.strategies.models.nested import flatten
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
-from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.stage.stage import call
 
 __all__ = ["check_global_hooks", "check_gradient_hooks", "check_state_hooks", "check_wrapped_layers"]

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import needs_content, one_line, report
+from mpkit.common.exceptions import needs_content, one_line, report
 from mpkit.strategies.data.microbatch import map_tensors, part
-from mpkit.strategies.data_parallel.unused import unused_message
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.data_parallel.unused_parameters import unused_message
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
-from mpkit.strategies.prepare.dry_run.copying import without_content
+from mpkit.strategies.prepare.dry_run.copies import without_content
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 

@@ -20,7 +20,7 @@ from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
 from mpkit.strategies.data.stream import Stream, is_stream
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.quotient import Quotient
 from mpkit.strategies.models.hooks import parameter_hooks
 from mpkit.strategies.prepare.arguments.arguments import (
@@ -32,12 +32,13 @@ from mpkit.strategies.prepare.arguments.arguments import (
     check_update,
 )
 from mpkit.strategies.prepare.arguments.batches import check_split, of_every_size, take_batches
-from mpkit.strategies.prepare.arguments.between_steps import check_ema, check_on_step, take_evaluation
+from mpkit.strategies.prepare.arguments.step_hooks import check_ema, check_on_step, take_evaluation
 from mpkit.strategies.prepare.arguments.task import Task, TrainOptions, raise_rejection
 from mpkit.strategies.prepare.checks import find_rejection
-from mpkit.strategies.prepare.dry_run.copying import ready_to_travel
-from mpkit.strategies.prepare.dry_run.quiet import on_threads, quiet
+from mpkit.strategies.prepare.dry_run.copies import ready_to_travel
+from mpkit.strategies.prepare.dry_run.isolation import on_threads, quiet
 from mpkit.strategies.prepare.hooks import check_global_hooks
+from mpkit.strategies.prepare.plan_warnings import warn_if_nothing_recomputed
 from mpkit.strategies.prepare.proof_steps import SpecialValues, check_verify, with_proof
 from mpkit.strategies.prepare.recompute import count_recomputed
 from mpkit.strategies.prepare.resolve.metadata import describe_run
@@ -49,7 +50,6 @@ from mpkit.strategies.prepare.resume import (
     name_training,
     take_up,
 )
-from mpkit.strategies.prepare.unwise import warn_if_nothing_recomputed
 from mpkit.strategies.update.average import with_average
 
 __all__ = ["TrainJob", "prepare"]

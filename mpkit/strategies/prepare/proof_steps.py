@@ -25,8 +25,8 @@ from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.feed import BatchSource, WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
-from mpkit.strategies.job.resolved import ResolvedPlan
-from mpkit.strategies.prepare.dry_run.copying import has_content
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.prepare.dry_run.copies import has_content
 
 __all__ = ["SpecialValues", "check_verify", "telling_steps", "with_proof"]
 

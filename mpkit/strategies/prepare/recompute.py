@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpkit.common.caught import fakes_or_real
+from mpkit.common.exceptions import fakes_or_real
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.plan.checks import call_of
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.containers import Containers
 from mpkit.strategies.models.nested import flatten, is_opaque
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
-from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
+from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
 from mpkit.strategies.stage.block_recompute import blocks_to_recompute, chosen_blocks, without_caches
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from mpkit.strategies.checkpoint.files import PARTIAL, CheckpointSaving, Resume, candidates, read_head
-from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, Damaged
+from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
 from mpkit.strategies.checkpoint.index import check_told, read_index
-from mpkit.strategies.job.resolved import ResolvedPlan
-from mpkit.strategies.prepare.arguments.task import Examined, Rejection, Task
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.prepare.arguments.task import OptimizerTraits, Rejection, Task
 
 __all__ = ["check_saved_state", "check_saving", "facts_of", "find_checkpoint", "name_training", "take_up"]
 
@@ -97,7 +97,7 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
     if (path / HEAD).exists() or (path / ".metadata").exists():
         try:
             return _whole(path)
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             raise ValueError(
                 f"resume_from={str(path)!r} is a damaged checkpoint: {damage}. "
                 f"resume_from={str(path.parent)!r} takes the newest whole one beside it, if there is one."
@@ -106,7 +106,7 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
     for candidate in candidates(path, doubtful_first=True):
         try:
             checkpoint = _whole(candidate)
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             damages.append(f"{candidate.name}: {damage}")
             continue
         for line in damages:
@@ -126,7 +126,7 @@ def _whole(path: Path) -> Resume:
 # ---- does it fit ---------------------------------------------------------------------------------------------
 
 
-def facts_of(model: nn.Module, examined: Examined) -> dict[str, Any]:
+def facts_of(model: nn.Module, examined: OptimizerTraits) -> dict[str, Any]:
     """Return what a checkpoint and a training must have in common: names, shapes and dtypes; the optimizer's kind."""
     parameters = dict(model.named_parameters())
     buffers = {

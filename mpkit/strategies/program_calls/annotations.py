@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 
 __all__ = ["Annotations"]
 
@@ -21,7 +21,7 @@ class Annotations:
     def __init__(self) -> None:
         self.innermost = ""
         self._around: list[str] = []
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     def install(self) -> None:
         """Begin to see annotations."""

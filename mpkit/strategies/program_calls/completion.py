@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 from mpkit.strategies.comm.call_checks import CheckedCall
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
@@ -58,7 +58,7 @@ class Completion:
         self._unseen: dict[int, Any] = {}  # handles that C++ may wait for
         self.backwards = 0
         self._wait: Callable[..., Any] = dist.Work.wait
-        self._replaced = Replaced()
+        self._replaced = Replacements()
 
     # ---- begin and end of watching
 

@@ -1,7 +1,7 @@
 """The proof of a run: while the ranks train, some of their steps are computed again in plain PyTorch, and compared.
 
     steps        which steps are verified
-    assembled    what all ranks have of a step, put together
+    whole_step   what all ranks have of a step, put together
     draws        the random numbers that the ranks drew, for the serial step to use
     rounding     how far two correct results may be apart
     causes       why a step is not equal: more comparisons, until one explains it

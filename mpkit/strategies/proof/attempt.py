@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import Value, part
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.python_state import PythonState
-from mpkit.strategies.prepare.dry_run.copying import without_graphs
+from mpkit.strategies.prepare.dry_run.copies import without_graphs
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
-from mpkit.strategies.proof.rounding import SPREADS, Rounded, coarsest, distance
+from mpkit.strategies.proof.rounding import SPREADS, RoundingMode, coarsest, distance
 from mpkit.strategies.reference.serial import Serial
 
 __all__ = ["Attempt", "Found", "Noise", "copy_of", "run_user_code"]
@@ -92,7 +92,7 @@ class Attempt:
         """
         serial = self.begin_again()
         attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
-        with nullcontext() if seed is None else Rounded(seed):
+        with nullcontext() if seed is None else RoundingMode(seed):
             loss, found = attempt.run(serial)
         buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
         return loss, {**found, **buffers}

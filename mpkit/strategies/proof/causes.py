@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import batch_size, leaves, part
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.job import TrainJob

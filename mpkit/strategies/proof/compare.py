@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.proof.assembled import Assembled
 from mpkit.strategies.proof.attempt import Attempt, Noise
 from mpkit.strategies.proof.causes import cause_of_update
 from mpkit.strategies.proof.rounding import distance, few_of, largest
+from mpkit.strategies.proof.whole_step import WholeStep
 from mpkit.strategies.reference.serial import Serial
 
 __all__ = ["Difference", "compare_buffers", "compare_gradients", "compare_weights", "same"]
@@ -49,7 +49,7 @@ def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], 
 
 
 def compare_gradients(
-    found: Assembled, gradients: dict[str, Tensor | None], noise: Noise, few: float
+    found: WholeStep, gradients: dict[str, Tensor | None], noise: Noise, few: float
 ) -> None:
     """Compare each rank's gradients with those of the whole batch; `few`: as by `few_of`."""
     for where, got, _ in found.held:
@@ -66,7 +66,7 @@ def compare_gradients(
         same(what, got, where.take(wanted, count), allowed, partial(noise.bound_of, where.name))
 
 
-def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
+def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
     """Compare what ranks have updated; return the largest difference, relative to the largest weight of its tensor."""
     most = 0.0
     for where, _, after in found.held:
@@ -89,7 +89,7 @@ def compare_weights(job: TrainJob, serial: Serial, found: Assembled) -> float:
 
 
 def compare_buffers(
-    job: TrainJob, serial: Serial, found: Assembled, attempt: Attempt, noise: Noise, few: float
+    job: TrainJob, serial: Serial, found: WholeStep, attempt: Attempt, noise: Noise, few: float
 ) -> str:
     """Compare buffers; return words about one that is not that of the whole batch, but of the parts of the plan."""
     wanted = dict(serial.model.named_buffers())

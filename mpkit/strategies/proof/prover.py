@@ -28,9 +28,7 @@ from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.proof.assembled import Assembled, assemble_step, files_of
 from mpkit.strategies.proof.attempt import Attempt, Noise, copy_of, run_user_code
-from mpkit.strategies.proof.beside import on_device
 from mpkit.strategies.proof.causes import cause_of
 from mpkit.strategies.proof.compare import (
     Difference,
@@ -40,7 +38,9 @@ from mpkit.strategies.proof.compare import (
     same,
 )
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
+from mpkit.strategies.proof.gpu_serial_step import on_device
 from mpkit.strategies.proof.rounding import coarsest, few_of, largest
+from mpkit.strategies.proof.whole_step import WholeStep, assemble_step, files_of
 from mpkit.strategies.reference.serial import Serial
 from mpkit.strategies.runtime.evidence import lost_of
 from mpkit.strategies.stage.stage import PRECISIONS
@@ -122,7 +122,7 @@ class Prover:
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
 
-    def _compare(self, step: int, loss: float, found: Assembled, batch: tuple[Value, Value]) -> None:
+    def _compare(self, step: int, loss: float, found: WholeStep, batch: tuple[Value, Value]) -> None:
         serial = self._serial
         # ---- gradients
         found.gradients = {
@@ -173,7 +173,7 @@ class Prover:
             return source.first[step]
         return cast(BatchSource, source).part(step, slice(0, source.size(step)))
 
-    def _start(self, step: int, found: Assembled) -> tuple[Value, Value]:
+    def _start(self, step: int, found: WholeStep) -> tuple[Value, Value]:
         """Begin the step where the ranks began it, and return its batch."""
         if found.other_draws:
             raise CannotReplay(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import TorchDispatchMode
 
-__all__ = ["SPREADS", "Rounded", "coarsest", "distance", "few_of", "largest"]
+__all__ = ["SPREADS", "RoundingMode", "coarsest", "distance", "few_of", "largest"]
 
 FEW = 8.0
 """Roundings of the largest element by which two results may differ without further questions."""
@@ -74,7 +74,7 @@ DECOMPOSES = (
 """How the names of operators begin that decompose, solve or transform, and round too."""
 
 
-class Rounded(TorchDispatchMode):
+class RoundingMode(TorchDispatchMode):
     """A mode in which every operator that rounds has inputs and outputs that are one rounding off, at random.
 
     Args:

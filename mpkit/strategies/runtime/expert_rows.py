@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.experts.finding import chosen_experts, find_experts, number_of_experts
+from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 

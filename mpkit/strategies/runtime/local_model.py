@@ -20,20 +20,20 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.core import Schedule
 from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.positions import shift_positions
-from mpkit.strategies.experts.divided import divide_experts
-from mpkit.strategies.experts.finding import find_experts
+from mpkit.strategies.experts.divided_experts import divide_experts
+from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import TokenDraws
-from mpkit.strategies.tensor import Sharded, shard_model
+from mpkit.strategies.tensor import ShardedModel, shard_model
 
 __all__ = ["attention_over", "localize"]
 
 
 def localize(
     model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup, ep: ProcessGroup
-) -> Sharded:
+) -> ShardedModel:
     """Shard a model in place, and give it the positions of its tokens.
 
     Args:

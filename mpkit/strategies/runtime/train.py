@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated import Replicated, expert_replicas, shard_groups
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart, expert_replicas, shard_groups
 from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.strategies.data_parallel.sync_cost import SyncCost
 from mpkit.strategies.data_parallel.tied import TiedWeights, tied_parameters
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.guard import Guarded
+from mpkit.strategies.loss.guard import GuardedLoss
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.blocks import repeated_blocks
@@ -34,7 +34,7 @@ from mpkit.strategies.models.randomness import seed_all
 from mpkit.strategies.models.spans import spans_at
 from mpkit.strategies.nn_dataparallel.dp import DP
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
-from mpkit.strategies.program_calls.compared import compare_calls
+from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.runtime.after_step import AfterStep
 from mpkit.strategies.runtime.checkpoints import Checkpoints
 from mpkit.strategies.runtime.evidence import RankEvidence
@@ -43,12 +43,12 @@ from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.stage.block_recompute import RecomputedBlock, recompute_blocks
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
-from mpkit.strategies.stage.partitioned import place_parts
+from mpkit.strategies.stage.partitioned_stage import place_parts
 from mpkit.strategies.stage.shard import PartOfWhole
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import narrow
 from mpkit.strategies.update.update import Update
-from mpkit.strategies.update.whole import free, trained_parameters
+from mpkit.strategies.update.whole_model import free, trained_parameters
 from mpkit.strategies.zero import zero_sync
 from mpkit.trace.record.hooks import watch
 
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
 
-__all__ = ["Trained", "Training", "place_stages", "train", "watch_stages"]
+__all__ = ["TrainedState", "Training", "place_stages", "train", "watch_stages"]
 
 
-class Trained(NamedTuple):
+class TrainedState(NamedTuple):
     """A rank's part of the trained model's state dict, on the CPU; and of the same with averaged weights, if asked."""
 
     state: dict[str, Tensor | PartOfWhole]
     averaged: dict[str, Tensor | PartOfWhole] | None
 
 
-def train(context: Context, job: TrainJob) -> Trained:
+def train(context: Context, job: TrainJob) -> TrainedState:
     """Run this rank's part of a training; `Cluster.train` calls this on every rank.
 
     What the user's functions communicate between steps is compared between ranks; the strategies' own calls are not.
@@ -78,7 +78,7 @@ def train(context: Context, job: TrainJob) -> Trained:
         return _train(context, job, checks)
 
 
-def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) -> Trained:
+def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) -> TrainedState:
     training = Training(context, job, checks)
     if training.sync_cost is not None:
         training.sync_cost.begin()
@@ -94,10 +94,10 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
     training.feed.close()
     state = training.state_dict()
     if job.how.ema is None:
-        return Trained(state, None)
+        return TrainedState(state, None)
     state = {name: _copy_state(value) for name, value in state.items()}  # they may be the model's own memory
     training.update.take_average()
-    return Trained(state, training.state_dict())
+    return TrainedState(state, training.state_dict())
 
 
 def _copy_state(value: Any) -> Any:
@@ -150,7 +150,7 @@ class Training:
         self.evidence.begin(number)
         with self._record.step(number):
             batch = self.feed.take(number)
-            if isinstance(self._job.what.loss, Guarded) and self.pipeline.computes_loss:
+            if isinstance(self._job.what.loss, GuardedLoss) and self.pipeline.computes_loss:
                 for microbatch in batch:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)
             self._expert_rows.begin(batch)
@@ -226,7 +226,7 @@ def assemble(
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)
-    held = Replicated(
+    held = ReplicatedPart(
         context,
         plan,
         stages,

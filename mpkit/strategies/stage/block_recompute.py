@@ -33,7 +33,7 @@ from mpkit.strategies.stage.recomputed_call import (
     BlockCall,
     ForwardContext,
     PassedThrough,
-    Recomputed,
+    RecomputedCall,
 )
 from mpkit.strategies.stage.second_forward import SecondForward, StartingPoint
 
@@ -155,7 +155,7 @@ class RecomputedBlock:
         anchor = torch.zeros((), requires_grad=not any(tensor.requires_grad for tensor in tensors))
         setting = ForwardContext.now(tensors, self._draws, others=self._draws_others is not False)
         call = BlockCall(self, compute, setting)
-        results = Recomputed.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
+        results = RecomputedCall.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         if self._draws_others is None and setting.others is not None:
             self._draws_others = not setting.others.is_now()
         made = iter(results if isinstance(results, tuple) else (results,))

@@ -18,12 +18,12 @@ from mpkit.strategies.stage.second_forward import StartingPoint
 from mpkit.strategies.stage.split_backward import WeightGrads, input_grads
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 if TYPE_CHECKING:
     from mpkit.strategies.stage.block_recompute import RecomputedBlock
 
-__all__ = ["MADE", "Around", "BlockCall", "ForwardContext", "PassedThrough", "Recomputed"]
+__all__ = ["MADE", "Around", "BlockCall", "ForwardContext", "PassedThrough", "RecomputedCall"]
 
 
 @dataclass
@@ -197,7 +197,7 @@ class BlockCall:
         return [next(grads) if x.requires_grad else None for x in inputs]
 
 
-class Recomputed(torch.autograd.Function):
+class RecomputedCall(torch.autograd.Function):
     """A call of a block that keeps only its inputs."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from torch import Tensor
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.models.own_draws import OwnDraws
 
-__all__ = ["PartOfWhole", "Shard", "Sharded", "evenly", "put_together", "put_together_by_name"]
+__all__ = ["PartOfWhole", "Shard", "ShardedModel", "evenly", "put_together", "put_together_by_name"]
 
 
 def evenly(count: int, t: int) -> list[range]:
@@ -80,7 +80,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedModel:
     """The result of sharding a model's parameters, on one rank.
 
     Attributes:

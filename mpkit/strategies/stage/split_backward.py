@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpkit.strategies.stage.graph_cut import GraphCut
-from mpkit.trace.record.saved import Packed
+from mpkit.trace.record.saved_tensors import PackedTensor
 
 __all__ = ["WeightGrads", "input_grads"]
 
@@ -182,7 +182,7 @@ def _let_go(node: Node) -> None:
         saved_values = getattr(node, name)
         for saved in saved_values if isinstance(saved_values, tuple) else (saved_values,):
             held = saved.data
-            if isinstance(held, Packed):
+            if isinstance(held, PackedTensor):
                 held.drop()
             elif isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter):
                 with suppress(RuntimeError):  # what was packed otherwise, such as by checkpointing, stays

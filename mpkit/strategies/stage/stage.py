@@ -16,7 +16,7 @@ from mpkit.strategies.models.chain import prefix_of
 from mpkit.strategies.models.nested import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws, may_draw
 from mpkit.strategies.stage.block_recompute import Around, RecomputedBlock
-from mpkit.strategies.stage.shard import Sharded
+from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
@@ -46,12 +46,12 @@ class Stage:
         device: torch.device,
         *,
         in_place: bool = False,
-        sharded: Sharded | None = None,
+        sharded: ShardedModel | None = None,
         blocks: Collection[nn.Module] | None = None,
         spans: Sequence[tuple[str, ...]] | None = None,
     ) -> None:
         self.number = number
-        self.sharded = sharded or Sharded()
+        self.sharded = sharded or ShardedModel()
         self.names = [name for name, _ in layers]
         # An nn.Module allows no dots in a name, and no empty one.
         named = OrderedDict((name.replace(".", "/") or "model", layer) for name, layer in layers)

@@ -6,7 +6,7 @@ region        a running region: column layers, what is between, row layer
 vocabulary    embedding and cross-entropy with a divided vocabulary
 logits        logits with a divided vocabulary, for any loss
 sequence      what is between regions, divided by tokens of the sequence
-finding       plans of known models
+known_plans   plans of known models
 resolve       a plan's patterns matched with a model's names, and checked
 sharding      a model, sharded in place
 by_hand       the same in a function of your own
@@ -14,8 +14,16 @@ by_hand       the same in a function of your own
 
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.tensor.by_hand import tensor_parallel
-from mpkit.strategies.tensor.finding import find_tensor_plan
+from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.sharding import Sharded, shard_model
+from mpkit.strategies.tensor.sharding import ShardedModel, shard_model
 
-__all__ = ["Region", "Sharded", "TensorPlan", "check", "find_tensor_plan", "shard_model", "tensor_parallel"]
+__all__ = [
+    "Region",
+    "ShardedModel",
+    "TensorPlan",
+    "check",
+    "find_tensor_plan",
+    "shard_model",
+    "tensor_parallel",
+]

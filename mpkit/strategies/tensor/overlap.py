@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.strategies.comm.process_group import Pending, ProcessGroup
+from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
 from mpkit.strategies.tensor.operators import by_parts, from_parts, join_sequence
 
 __all__ = ["RegionInput", "Weights", "enter", "linear"]
@@ -74,8 +74,8 @@ class _Flight:
     def __init__(self, group: ProcessGroup, *, sequence: bool) -> None:
         self.group, self.sequence = group, sequence
         self.weights = 0  # number of weights that need a gradient, and so x
-        self._sum: Pending | None = None
-        self._again: Pending | None = None
+        self._sum: PendingWork | None = None
+        self._again: PendingWork | None = None
         self._x: Tensor | None = None
         self._left = 0
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.models.own_draws import OwnDraws
-from mpkit.strategies.stage.shard import Sharded, evenly
-from mpkit.strategies.tensor.finding import find_tensor_plan
+from mpkit.strategies.stage.shard import ShardedModel, evenly
+from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.logits import DividedLogits
 from mpkit.strategies.tensor.operators import gather_features
 from mpkit.strategies.tensor.region import Finish, RegionAtWork
@@ -30,7 +30,7 @@ from mpkit.strategies.tensor.sequence import divide_sequence, modules_between
 from mpkit.strategies.tensor.shards import Shards, localize, partial_sums, shards_of
 from mpkit.strategies.tensor.vocabulary import divide_embedding
 
-__all__ = ["Sharded", "shard_model"]
+__all__ = ["ShardedModel", "shard_model"]
 
 
 def shard_model(
@@ -41,7 +41,7 @@ def shard_model(
     sequence: bool = False,
     overlap: bool = True,
     whole: Collection[str] = (),
-) -> Sharded:
+) -> ShardedModel:
     """Shard a model in place for the rank at `group.index`, and let its forward work together with the other ranks'.
 
     >>> from mpkit.models import GPT
@@ -65,7 +65,7 @@ def shard_model(
         ValueError: as for `check`.
     """
     if group.size == 1:
-        return Sharded()
+        return ShardedModel()
     # ---- resolve
     plan = check(model, group.size, find_tensor_plan(model) if plan is None else plan, sequence=sequence)
     plan = replace(plan, regions=tuple(region for region in plan.regions if region.entry not in whole))
@@ -90,7 +90,7 @@ def shard_model(
     _divide_vocabulary(modules, group, plan, shards, overlap=overlap)
     if sequence and plan.sequence is not None:
         divide_sequence(model, group, draws, *plan.sequence)
-    return Sharded(shards.found, sums, plan, draws)
+    return ShardedModel(shards.found, sums, plan, draws)
 
 
 def _finishes(region: Region, group: ProcessGroup, shards: Shards) -> dict[str, Finish]:

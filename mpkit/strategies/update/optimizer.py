@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import DisableTorchFunctionSubclass
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
-from mpkit.strategies.update.several import SeveralOptimizers
-from mpkit.strategies.update.whole import WholeParameter, empty_whole, stand_in
+from mpkit.strategies.update.optimizers import SeveralOptimizers
+from mpkit.strategies.update.whole_model import WholeParameter, empty_whole, stand_in
 
 __all__ = [
     "OptimizerFunction",

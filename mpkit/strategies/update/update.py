@@ -28,7 +28,7 @@ from mpkit.strategies.update.average import KEY
 from mpkit.strategies.update.loss_scaler import LossScaler
 from mpkit.strategies.update.master_weights import Masters
 from mpkit.strategies.update.optimizer import Take, UpdatedPart, make_optimizer
-from mpkit.strategies.update.whole import WholeParameter
+from mpkit.strategies.update.whole_model import WholeParameter
 from mpkit.trace.record.hooks import watch_optimizer
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ zero_optimizer    `mk.zero_optimizer(cls, params)` each rank updates some of the
 tensor_parallel   `mk.tensor_parallel(module)`     each layer divided by width
 pipeline          `mk.pipeline(module, schedule)`  stages on different ranks
 
-What they share: `wrapped` (a module around the user's), `backward` (when a backward begins and ends), `replicas` (the
+What they share: `wrapper` (a module around the user's), `backward` (when a backward begins and ends), `replicas` (the
 ranks that work together), `loop_proof` (the first steps
 compared with plain PyTorch, `prove=`). The strategies themselves are those of `mpkit.strategies`.
 """

@@ -1,7 +1,7 @@
 """mk.ddp: distributed data parallelism around a module, as torch's DistributedDataParallel.
 
 forward     as the module's; buffers that have changed are the first rank's
-backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged`)
+backward    gradients are averaged over the ranks in buckets, while autograd goes on (`averaged_gradients`)
 then        optimizer.step(), on each rank the same
 """
 
@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.layers import find_wrong_embedding
-from mpkit.strategies.proof.assembled import Elements
+from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.stage import Stage
-from mpkit.strategies.wrappers.averaged import Averaged
+from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.backward import ModuleBackwards
-from mpkit.strategies.wrappers.held import HeldParameters
-from mpkit.strategies.wrappers.loop_proof.checked import checked_prove
+from mpkit.strategies.wrappers.held_parameters import HeldParameters
+from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
-from mpkit.strategies.wrappers.wrapped import Wrapped
+from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 from mpkit.trace import Kind
 
 __all__ = ["DataParallel", "ddp"]
@@ -92,7 +92,7 @@ def ddp(
     )
 
 
-class DataParallel(Wrapped):
+class DataParallel(ModuleWrapper):
     """A module whose gradients are averaged over ranks; made by `mk.ddp`."""
 
     def __init__(
@@ -116,8 +116,8 @@ class DataParallel(Wrapped):
         self._backwards = ModuleBackwards(
             module.parameters(), self._begin, self._end, alone=self._refuse_alone
         )
-        self._sync = Averaged(
-            Replicated(
+        self._sync = AveragedGradients(
+            ReplicatedPart(
                 context, plan, {0: stage}, replicas, allow_unused="find_unused_parameters=True in mk.ddp"
             )
         )

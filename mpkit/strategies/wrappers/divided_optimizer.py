@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.strategies.prepare.optimizer.creation import ELEMENTWISE
 from mpkit.strategies.wrappers.gradient_part import mark_part, unmark_part
 

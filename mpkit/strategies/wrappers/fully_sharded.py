@@ -10,7 +10,7 @@ Parameters with one dimension (biases, weights of norms) stay whole on each rank
 (`stage3_param_persistence_threshold`): there is little to save, and layers can use them at any time. Their gradients
 are averaged as in `mk.ddp`, in one bucket at the end of the backward.
 
-The stages are those of `mpkit.strategies.zero`; `half` computes in 16 bits.
+The stages are those of `mpkit.strategies.zero`; `half_precision` computes in 16 bits.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.layers import find_wrong_embedding
-from mpkit.strategies.proof.assembled import Elements
+from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import Masters, narrow
 from mpkit.strategies.wrappers.backward import ModuleBackwards
-from mpkit.strategies.wrappers.half import Half
-from mpkit.strategies.wrappers.held import HeldParameters
+from mpkit.strategies.wrappers.half_precision import Half
+from mpkit.strategies.wrappers.held_parameters import HeldParameters
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.norm import clip
 from mpkit.strategies.wrappers.replicas import Group, context_for, replicas_of, shard_groups_of
 from mpkit.strategies.wrappers.shares import ShardedParameters
-from mpkit.strategies.wrappers.wrapped import Wrapped
+from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 from mpkit.strategies.zero.stages import zero_sync
 from mpkit.trace import Kind
 
@@ -57,7 +57,7 @@ class FlatNamedModule(nn.Module):
         self._parameters.update(named)
 
 
-class FullySharded(Wrapped):
+class FullySharded(ModuleWrapper):
     """A module of which each rank keeps its shard; made by `mk.fully_shard`.
 
     Args:
@@ -93,7 +93,7 @@ class FullySharded(Wrapped):
         # ---- shard what is large, replicate what is small
         stage = Stage(0, [("", module)], context.device)
         self._sync = zero_sync(
-            Replicated(
+            ReplicatedPart(
                 context,
                 plan,
                 {0: stage},
@@ -104,7 +104,7 @@ class FullySharded(Wrapped):
             )
         )
         own = Stage(0, [("", FlatNamedModule(small))], context.device)
-        self._small = DDP(Replicated(context, plan, {0: own}, self._replicas, allow_unused=UNUSED))
+        self._small = DDP(ReplicatedPart(context, plan, {0: own}, self._replicas, allow_unused=UNUSED))
         # ---- share
         in_zero = [piece for pieces in self._sync.pieces_of.values() for piece in pieces]
         rest = [piece for piece in self._sync.frozen if piece not in in_zero and piece.name not in small]

@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.current import current_communicator
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.one_rank import OneRank
-from mpkit.strategies.data_parallel.replicated import ShardGroups, shard_groups
+from mpkit.strategies.comm.own_process import current_communicator
+from mpkit.strategies.data_parallel.replicated_part import ShardGroups, shard_groups
 from mpkit.strategies.rank_context import Context
-from mpkit.strategies.wrappers.wrapped import Wrapped
+from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 
 __all__ = ["Group", "check_module", "context_for", "context_on", "replicas_of", "shard_groups_of", "size_of"]
 
@@ -109,7 +109,7 @@ def shard_groups_of(context: Context, group: Group, plan: Plan) -> ShardGroups |
     return shard_groups(plan, MeshAxes(context.comm, context.device, plan.mesh))
 
 
-def check_module(module: nn.Module, what: str, within: tuple[type[Wrapped], ...] = ()) -> nn.Module:
+def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> nn.Module:
     """Return the module, if it can be wrapped.
 
     Args:
@@ -126,7 +126,7 @@ def check_module(module: nn.Module, what: str, within: tuple[type[Wrapped], ...]
             "torch.nn.Module. In Cluster.run the rank's context is not passed on"
         )
     for name, inner in module.named_modules():
-        if isinstance(inner, (Wrapped, DistributedDataParallel)) and not isinstance(inner, within):
+        if isinstance(inner, (ModuleWrapper, DistributedDataParallel)) and not isinstance(inner, within):
             where = f"{name} in it is" if name else "it is"
             raise ValueError(
                 f"{what}: {where} wrapped already ({type(inner).__name__}), and its gradients would be reduced "

@@ -20,22 +20,22 @@ from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.layers import find_wrong_embedding
-from mpkit.strategies.proof.assembled import Elements
+from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.shard import Shard, put_together
 from mpkit.strategies.tensor import by_hand
-from mpkit.strategies.tensor.finding import find_tensor_plan
+from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
 from mpkit.strategies.tensor.shards import partial_sums, shards_of
 from mpkit.strategies.wrappers.backward import ModuleBackwards
 from mpkit.strategies.wrappers.divided_optimizer import mark_divided
 from mpkit.strategies.wrappers.gradient_part import marked_when_ready
-from mpkit.strategies.wrappers.held import HeldParameters
-from mpkit.strategies.wrappers.loop_proof.checked import checked_prove
+from mpkit.strategies.wrappers.held_parameters import HeldParameters
+from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.norm import clip
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
-from mpkit.strategies.wrappers.wrapped import Wrapped
+from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -45,7 +45,7 @@ __all__ = ["TensorParallel", "tensor_parallel"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class TensorParallel(Wrapped):
+class TensorParallel(ModuleWrapper):
     """A module of which each rank holds a part of each layer; made by `mk.tensor_parallel`.
 
     Args:

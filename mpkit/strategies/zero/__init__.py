@@ -9,15 +9,15 @@ shard       ZeRO for your own training loop
 
 What they share:
 
-zero        states in flat tensors, of which each replica updates its shard
-units       flatten: which parameters share a flat tensor, and the layers that use them
-flat        flatten: parameters side by side in one tensor, cut into equal shards
-gradients   reduce: a unit's gradients, accumulated whole or sharded
-reducer     reduce: in which order, while the backward goes on
-gather      gather: the hooks of stage 3 around forward and backward
-prefetch    gather: which layers are next
-whole       gather: what is whole at the moment
-sharded     a parameter while it is not gathered
+zero               states in flat tensors, of which each replica updates its shard
+units              flatten: which parameters share a flat tensor, and the layers that use them
+flat               flatten: parameters side by side in one tensor, cut into equal shards
+gradients          reduce: a unit's gradients, accumulated whole or sharded
+reducer            reduce: in which order, while the backward goes on
+gather             gather: the hooks of stage 3 around forward and backward
+prefetch           gather: which layers are next
+residency          gather: what is whole at the moment
+sharded_parameter  a parameter while it is not gathered
 """
 
 from mpkit.strategies.zero.shard import shard

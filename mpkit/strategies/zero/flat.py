@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import Pending
+from mpkit.strategies.comm.process_group import PendingWork
 from mpkit.trace.record.recorder import Recorder
 
 __all__ = ["Flat", "FlatLayout", "ShardedFlat"]
@@ -115,7 +115,7 @@ class Flat:
         """This rank's part of the whole tensor, (k,)."""
         return self.whole[self.layout.begin : self.layout.end]
 
-    def start_all_gather(self) -> Pending:
+    def start_all_gather(self) -> PendingWork:
         """Start gathering all ranks' shards into the whole tensor, which has memory."""
         return self.shard_group.all_gather(self.shard, async_op=True, out=self.whole)
 

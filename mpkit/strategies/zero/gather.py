@@ -29,13 +29,13 @@ from mpkit.strategies.models.nested import flatten, is_opaque
 from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.zero.flat import Flat
 from mpkit.strategies.zero.prefetch import CallOrder
+from mpkit.strategies.zero.residency import WholeParameters
 from mpkit.strategies.zero.units import Site
-from mpkit.strategies.zero.whole import WholeParameters
 
-__all__ = ["Gathering"]
+__all__ = ["GatherHooks"]
 
 
-class Gathering:
+class GatherHooks:
     """The hooks that gather parameters and free them.
 
     Args:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import Pending
+from mpkit.strategies.comm.process_group import PendingWork
 from mpkit.strategies.zero.flat import Flat, FlatLayout, ShardedFlat
 from mpkit.trace.record.recorder import Recorder
 
@@ -66,9 +66,9 @@ class Gradients(ABC):
         self.ready: set[nn.Parameter] = set()
         self.missing: set[nn.Parameter] = set()
         self.several = False
-        self._work: Pending | None = None
+        self._work: PendingWork | None = None
         self._is_replicated = False  # whether the sum over the groups has been started in this step
-        self._replicating: Pending | None = None
+        self._replicating: PendingWork | None = None
         self.flat = self._new_flat(record)
         self.flat.drop()
         self._views = dict(zip(layout.parameters, self.flat.views, strict=True))

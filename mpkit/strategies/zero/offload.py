@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpkit.strategies.comm.process_group import Pending
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.comm.process_group import PendingWork
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.zero.flat import ShardedFlat
 from mpkit.strategies.zero.zero3 import Zero3
 from mpkit.trace import Kind
@@ -28,7 +28,7 @@ class OffloadedFlat(ShardedFlat):
         # Pinned, so that the device can read it without the CPU.
         return torch.zeros(self.layout.k, dtype=self.whole.dtype, device="cpu", pin_memory=self.whole.is_cuda)
 
-    def start_all_gather(self) -> Pending:
+    def start_all_gather(self) -> PendingWork:
         """Copy the shard to its place on the device, and start gathering the others."""
         op = self._record.begin(Kind.COPY_TO_DEVICE, nbytes=self.shard.nbytes)
         self.mine.copy_(self.shard, non_blocking=True)
@@ -45,7 +45,7 @@ class OffloadedZero3(Zero3):
 
     flat_params = OffloadedFlat
 
-    def __init__(self, held: Replicated) -> None:
+    def __init__(self, held: ReplicatedPart) -> None:
         super().__init__(held)
         self._host = [torch.empty_like(grads.flat.shard, device="cpu") for grads in self._grads]
         self._gradient_of = self._pair(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.data_parallel.unused import unused_error
+from mpkit.strategies.data_parallel.unused_parameters import unused_error
 from mpkit.strategies.zero.gradients import Gradients
 
 __all__ = ["Reducer"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.data_parallel.replicated import Replicated, shard_groups
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart, shard_groups
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.zero.stages import zero_sync
@@ -66,5 +66,5 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
     stages = {0: Stage(0, layers_of(model), context.device)}
     axes = MeshAxes(context.comm, context.device, plan.mesh)
     return zero_sync(
-        Replicated(context, plan, stages, axes.communicator_of("dp"), groups=shard_groups(plan, axes))
+        ReplicatedPart(context, plan, stages, axes.communicator_of("dp"), groups=shard_groups(plan, axes))
     )

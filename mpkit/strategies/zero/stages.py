@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.zero.offload import OffloadedZero3
 from mpkit.strategies.zero.zero import Zero
 from mpkit.strategies.zero.zero1 import Zero1
@@ -13,7 +13,7 @@ from mpkit.strategies.zero.zero3 import Zero3
 
 __all__ = ["STAGES", "zero_sync"]
 
-STAGES: dict[tuple[int, bool], Callable[[Replicated], Zero]] = {
+STAGES: dict[tuple[int, bool], Callable[[ReplicatedPart], Zero]] = {
     (1, False): Zero1,
     (2, False): Zero2,
     (3, False): Zero3,
@@ -22,7 +22,7 @@ STAGES: dict[tuple[int, bool], Callable[[Replicated], Zero]] = {
 """By the plan's `zero`, and whether it offloads parameters."""
 
 
-def zero_sync(held: Replicated) -> Zero:
+def zero_sync(held: ReplicatedPart) -> Zero:
     """Return the stage of ZeRO that the plan asks for.
 
     Args:

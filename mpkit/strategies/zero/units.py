@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mpkit.strategies.data_parallel.bucket import FIRST_BYTES
-from mpkit.strategies.stage.partitioned import LooseParameters
+from mpkit.strategies.stage.partitioned_stage import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
 __all__ = ["Site", "Unit", "by_bucket", "by_site", "sites_of"]

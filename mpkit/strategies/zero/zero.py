@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data_parallel.buffers import StatefulBuffers
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.stage.gradient_sync import GradientSync, Piece, named_parameters
 from mpkit.strategies.zero.flat import Flat, FlatLayout
 from mpkit.strategies.zero.gradients import AccumulatedGradients, Gradients
@@ -66,7 +66,7 @@ class Zero(GradientSync):
     flat_params: ClassVar[type[Flat]]
     flat_grads: ClassVar[type[Gradients]]
 
-    def __init__(self, held: Replicated, units: list[Unit]) -> None:
+    def __init__(self, held: ReplicatedPart, units: list[Unit]) -> None:
         super().__init__(held.stages)
         self._replicas, self._record = held.replicas, held.context.record
         self._first_of_replicas = held.first_of_replicas
@@ -90,7 +90,7 @@ class Zero(GradientSync):
             allows_unused=held.allows_unused, allow_unused=held.allow_unused,
         )  # fmt: skip
 
-    def _flatten(self, unit: Unit, held: Replicated) -> Flat:
+    def _flatten(self, unit: Unit, held: ReplicatedPart) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
         shard_group, _ = held.groups_of(unit.parameters[0])
         layout = FlatLayout(unit.parameters, shard_group.index, shard_group.size)
@@ -104,7 +104,7 @@ class Zero(GradientSync):
         flat.free()
         return flat
 
-    def _broadcast_rest(self, held: Replicated) -> None:
+    def _broadcast_rest(self, held: ReplicatedPart) -> None:
         """Broadcast the first replica's buffers, and parameters that are not sharded."""
         sharded = {parameter for flat in self._params for parameter in flat.layout.parameters}
         for replicas, tensors in held.by_replicas():

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.stage.gradient_sync import Half
 from mpkit.strategies.zero.flat import Flat
 from mpkit.strategies.zero.gradients import AccumulatedGradients
@@ -38,7 +38,7 @@ class Zero1(Zero):
     flat_params = Flat
     flat_grads = AccumulatedGradients
 
-    def __init__(self, held: Replicated) -> None:
+    def __init__(self, held: ReplicatedPart) -> None:
         sites = sites_of(held.stages, held.whole)
         super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds))
 

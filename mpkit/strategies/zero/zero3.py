@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mpkit.strategies.data_parallel.replicated import Replicated
+from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.stage.gradient_sync import Half
 from mpkit.strategies.zero.flat import ShardedFlat
-from mpkit.strategies.zero.gather import Gathering
+from mpkit.strategies.zero.gather import GatherHooks
 from mpkit.strategies.zero.gradients import ShardedGradients
 from mpkit.strategies.zero.units import by_site, sites_of
 from mpkit.strategies.zero.zero import Zero
@@ -39,11 +39,11 @@ class Zero3(Zero):
     flat_params = ShardedFlat
     flat_grads = ShardedGradients
 
-    def __init__(self, held: Replicated) -> None:
+    def __init__(self, held: ReplicatedPart) -> None:
         sites = sites_of(held.stages, held.whole)
         super().__init__(held, by_site(sites, held.tied, held.unit_kinds))
         # From here on hooks gather a layer's parameters before its forward and its backward, and free them after.
-        self._gathering = Gathering(sites, self._params, prefetch=held.plan.prefetch)
+        self._gathering = GatherHooks(sites, self._params, prefetch=held.plan.prefetch)
 
     @contextmanager
     def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:

@@ -1,15 +1,15 @@
 """What each operation of a step had to wait for: a graph of the step, which can be played again.
 
-lane       what one rank did, in order: pieces of operations, waits, and the points at which it issued communication
-build      the pieces of all ranks joined by their messages and collectives
-graph      StepGraph: when each piece ends, given how long all of them take; how late each may end
-critical   CriticalPath: the chain of operations that decides how long the step takes
+lane           what one rank did, in order: pieces of operations, waits, and the points at which it issued communication
+build          the pieces of all ranks joined by their messages and collectives
+graph          StepGraph: when each piece ends, given how long all of them take; how late each may end
+critical_path  CriticalPath: the chain of operations that decides how long the step takes
 """
 
 from __future__ import annotations
 
 from mpkit.timeline.dependencies.build import graph_of
-from mpkit.timeline.dependencies.critical import CriticalPath, PathOp, critical_path
+from mpkit.timeline.dependencies.critical_path import CriticalPath, PathOp, critical_path
 from mpkit.timeline.dependencies.graph import Node, StepGraph
 
 __all__ = ["CriticalPath", "Node", "PathOp", "StepGraph", "critical_path", "graph_of"]

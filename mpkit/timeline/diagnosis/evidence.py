@@ -14,9 +14,9 @@ from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
-from mpkit.timeline.dependencies.critical import CriticalPath
+from mpkit.timeline.dependencies.blame import StepWaiting
+from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.dependencies.waiting import StepWaiting
 from mpkit.timeline.findings.finding import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane

@@ -12,7 +12,7 @@ from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.diagnosis.buckets import late_buckets
 from mpkit.timeline.diagnosis.evidence import Evidence, Rule
-from mpkit.timeline.diagnosis.exposed import exposed_communication
+from mpkit.timeline.diagnosis.exposed_communication import exposed_communication
 from mpkit.timeline.diagnosis.host import host_bound, synchronizing_calls
 from mpkit.timeline.diagnosis.inputs import copies, slow_loading
 from mpkit.timeline.diagnosis.links import slow_links, small_messages

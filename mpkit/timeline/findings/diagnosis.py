@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.display import Drawn, data_frame, draw, write_text
-from mpkit.timeline.dependencies.critical import CriticalPath
+from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.findings.finding import Finding
 
 __all__ = ["Diagnosis"]

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.foreign.about import About
 from mpkit.timeline.foreign.collectives import CollectiveCall, call_of, ends_of, kind_of, payload_of_shapes
 from mpkit.timeline.foreign.lanes import communication_kernels
+from mpkit.timeline.foreign.rank_identity import About
 from mpkit.timeline.foreign.reading.events import Events
 from mpkit.timeline.foreign.reading.sound_event import whole_of
 from mpkit.trace import Kind

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.common.units import percent, seconds
-from mpkit.timeline.foreign.about import About
 from mpkit.timeline.foreign.clocks import ClockAlignment
 from mpkit.timeline.foreign.communication import Comm
 from mpkit.timeline.foreign.lanes import covered_times, length
 from mpkit.timeline.foreign.phases import cut_steps, profiled_steps
 from mpkit.timeline.foreign.rank import MOST
+from mpkit.timeline.foreign.rank_identity import About
 from mpkit.timeline.foreign.reading.events import IGNORED, Events
 from mpkit.timeline.foreign.reading.sound_event import text_of
 from mpkit.trace import Kind, RankTrace

@@ -1,27 +1,27 @@
 """Replay: a Trace on a clock.
 
-program    one rank's ops on the axis of its own work, and from there on the clock
-network    which ranks have issued which communication, and when the links serve it
-core       Replay: ranks and network, as records arrive
-memory     what each rank holds, on that clock
-samples    what its GPU was doing, on either clock
-spans      operations with their times; Replayed
-costs      how long ops take on the chosen machine
-measured   the wall clock
+program     one rank's ops on the axis of its own work, and from there on the clock
+network     which ranks have issued which communication, and when the links serve it
+core        Replay: ranks and network, as records arrive
+memory      what each rank holds, on that clock
+samples     what its GPU was doing, on either clock
+spans       operations with their times; Replayed
+costs       how long ops take on the chosen machine
+wall_clock  the wall clock
 """
 
 from __future__ import annotations
 
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.core import Replay
-from mpkit.timeline.replay.measured import as_measured
-from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Replayed
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, ReplayResult
+from mpkit.timeline.replay.wall_clock import as_measured
 from mpkit.trace import TIMED_BY_EVENTS, Trace
 
-__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "Replay", "Replayed", "replay"]
+__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "Replay", "ReplayResult", "replay"]
 
 
-def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> Replayed:
+def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | None = None) -> ReplayResult:
     """Put a trace on a clock.
 
     Args:

@@ -26,8 +26,8 @@ from mpkit.timeline.replay.network import ReplayNetwork
 from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.rank import RankReplay
 from mpkit.timeline.replay.samples import placed_samples
-from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Names, Replayed
-from mpkit.timeline.replay.waiting import waiting_ranks
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Names, ReplayResult
+from mpkit.timeline.replay.waits_in_vain import waiting_ranks
 from mpkit.trace import TIMED_BY_EVENTS
 
 __all__ = ["Replay"]
@@ -151,7 +151,7 @@ class Replay:
             self._meta["waiting"] = waiting_ranks(self._ranks)
         return spans
 
-    def collect(self) -> Replayed:
+    def collect(self) -> ReplayResult:
         """Return everything so far."""
         spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
         order = np.lexsort((ops, spans["start"], spans["rank"]))
@@ -161,7 +161,7 @@ class Replay:
         spans["cause"] = row[spans["cause"]]
         held = np.concatenate(self._held)
         held = held[np.argsort(held["rank"], kind="stable")]
-        return Replayed(
+        return ReplayResult(
             spans, list(self.names), held, len(self._ranks), "virtual", dict(self._meta), list(self.notes),
             device_samples=self._device_samples(spans, ops[order]),
         )  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
 from mpkit.trace import SAMPLE
 
-__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "NameLines", "Names", "Replayed", "spans_of"]
+__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "NameLines", "Names", "ReplayResult", "spans_of"]
 
 Array = npt.NDArray[Any]
 
@@ -57,7 +57,7 @@ DEVICE_SAMPLE = np.dtype(
 
 
 @dataclass(repr=False)
-class Replayed:
+class ReplayResult:
     """The result of a replay; see `mpkit.timeline.timeline.Timeline`, which has these fields and explains them."""
 
     spans: Array

@@ -2,7 +2,7 @@
 
 A hook on each parameter sees its gradient as soon as it is made. Since it is called between two kernels, with none of
 its code in any cache, it is slow, and a model has many parameters. So the hooks exist only while a backward is
- measured (`mpkit.trace.record.saved`); afterwards the gradients are collected when a backward is over.
+ measured (`mpkit.trace.record.saved_tensors`); afterwards the gradients are collected when a backward is over.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mpkit.trace import Kind
 from mpkit.trace.record.gradients import RecordedGradients
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved import count_saved
+from mpkit.trace.record.saved_tensors import count_saved
 
 __all__ = ["HookHandles", "count_saved", "layers_of", "watch", "watch_optimizer"]
 

@@ -29,7 +29,7 @@ _PASSING = _NUMBER["buffers"]
 
 
 class Claim:
-    """The storages that a forward saved and that were not in the ledger before; see `mpkit.trace.record.saved`.
+    """The storages that a forward saved and that were not in the ledger before; see `mpkit.trace.record.saved_tensors`.
 
     Attributes:
         nbytes: bytes of all these storages.

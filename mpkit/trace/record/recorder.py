@@ -23,12 +23,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, lane_of
-from mpkit.trace.record.allocated import allocated_on
+from mpkit.trace.record.allocator import allocated_on
 from mpkit.trace.record.clock import clock_for
 from mpkit.trace.record.contexts import Current, RecordedSpan, Step
 from mpkit.trace.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.trace.record.ledger import Ledger
-from mpkit.trace.record.saved import Savings
+from mpkit.trace.record.saved_tensors import Savings
 from mpkit.trace.record.values import Values
 
 __all__ = ["Current", "Recorder"]
@@ -70,7 +70,7 @@ class Recorder:
         folder: the folder of its files.
         ledger: the memory that this rank holds, by category.
         allocated: the device's allocator, to which the ledger is brought up after each action; None on the CPU.
-        savings: what forwards save for their backwards; see `mpkit.trace.record.saved`.
+        savings: what forwards save for their backwards; see `mpkit.trace.record.saved_tensors`.
         values: what `log` writes.
         layers: whether hooks are to record every layer within an action as well.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.launch.doctor.findings.finding import CheckupFinding, Level
 from mpkit.views.checkup.text import verdict
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mpkit.common.visible import visible
+from mpkit.common.safe_text import visible
 from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
 
 if TYPE_CHECKING:

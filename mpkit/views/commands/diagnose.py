@@ -63,7 +63,7 @@ def diagnose(
         ValueError: there is no such step or hardware.
         TraceError: the file is no trace.
     """
-    from mpkit.timeline.foreign.opening import open
+    from mpkit.timeline.foreign.open_trace import open
     from mpkit.timeline.timeline import Timeline
 
     found = Timeline.of(open(paths), clock=clock).diagnose(step, hardware=hardware)

@@ -27,7 +27,7 @@ def add_open(commands: Commands) -> None:
 
 
 def _open(options: argparse.Namespace) -> None:
-    from mpkit.timeline.foreign.opening import open
+    from mpkit.timeline.foreign.open_trace import open
 
     trace = open(options.paths)
     timeline = trace.timeline(options.hardware)

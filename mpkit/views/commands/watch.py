@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mpkit.common.replaced import Replaced
+from mpkit.common.patches import Replacements
 from mpkit.launch.external.environment import is_launched, within_cluster
-from mpkit.launch.process.leaving import finish
+from mpkit.launch.process.program_exit import finish
 from mpkit.launch.session.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class _Ended(BaseException):
     """The program has called os._exit(0)."""
 
 
-def _exit_by_exception() -> Replaced:
+def _exit_by_exception() -> Replacements:
     """Let os._exit(0) end the program in the main thread, as a success, and not the rank, for which its peers wait."""
-    replaced, real, own = Replaced(), os._exit, os.getpid()
+    replaced, real, own = Replacements(), os._exit, os.getpid()
 
     def leave(status: int) -> NoReturn:
         if status or os.getpid() != own or threading.current_thread() is not threading.main_thread():

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import image
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
+from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.common.visible import escape
 from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
 from mpkit.views.drawing.sortable import Cell, Column, SortableTable

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.common.visible import escape
 from mpkit.prediction.experiments.compare_bubbles import BubbleCurve
 from mpkit.views.drawing.colours import INKS, THEMES, Key
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import image
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import seconds
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.comparison.svg import bars_svg

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.common.visible import escape
 from mpkit.prediction.cost_model.fits import Fits
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet

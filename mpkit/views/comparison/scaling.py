@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import seconds
-from mpkit.common.visible import escape
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.sheet import keys, sheet

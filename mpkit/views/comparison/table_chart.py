@@ -6,7 +6,7 @@ from itertools import cycle
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text, percent, seconds
-from mpkit.common.visible import escape
 from mpkit.views.comparison.svg import comparison_svg
 
 if TYPE_CHECKING:

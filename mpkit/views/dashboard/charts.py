@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.trace.metrics import Metrics
 from mpkit.views.drawing.colours import INKS, THEMES, Key
 from mpkit.views.drawing.sheet import MARGIN, sheet

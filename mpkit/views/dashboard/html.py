@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mpkit.common.display import image
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard.strip import LEGIBLE, strip_svg

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import numpy.typing as npt
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.trace.proof import Proof
 
 __all__ = ["badge"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mpkit.common.display import Drawn
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.views.drawing.matrix_svg import BOTH, Box, both_ranks, matrix, rank_classes
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.views.drawing.colours import INKS, Key
 
 __all__ = ["BOTH", "Box", "both_ranks", "matrix", "rank_classes"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 
 __all__ = ["Outline", "merge_outlines"]
 

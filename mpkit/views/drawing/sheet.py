@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS, FONT, THEMES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.views.browser import slider_names
 
 try:

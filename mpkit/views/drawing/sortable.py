@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.common.needs import needs_notebook
-from mpkit.common.visible import escape
+from mpkit.common.missing_packages import needs_notebook
+from mpkit.common.safe_text import escape
 from mpkit.views.browser import sortable
 
 try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, ZB_H1
-from mpkit.views.explorer.explored import ExplorerSetting
+from mpkit.views.explorer.exploration import ExplorerSetting
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import image
-from mpkit.common.needs import needs_notebook, require_torch
-from mpkit.common.visible import escape
+from mpkit.common.missing_packages import needs_notebook, require_torch
+from mpkit.common.safe_text import escape
 from mpkit.errors import MpkitError
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.timeline.comparison import compare_timelines
 from mpkit.views.drawing.slider_names import SliderNames
-from mpkit.views.explorer.explored import Explored, ExplorerSetting
+from mpkit.views.explorer.exploration import Exploration, ExplorerSetting
 from mpkit.views.timeline.widget import TimelineView
 
 try:
@@ -88,7 +88,7 @@ class Side:
         )
         self.train = ipywidgets.Button(description="run on ranks", tooltip="train a model by this schedule")
         self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
-        self.explored: Explored | None = None
+        self.explored: Exploration | None = None
         self.stale = False
         self.schedule.observe(self._on_choice, names="value")
         self.apply.on_click(self._on_apply)

@@ -14,7 +14,7 @@ from mpkit.common.units import bytes_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label
-from mpkit.views.memory.held import fewer
+from mpkit.views.memory.series import fewer
 
 __all__ = ["TRACKS", "DeviceTrack", "curve", "device_lines", "device_tracks", "head_of"]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.prediction.experiments.compare_memory import MemoryByPlan
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
 from mpkit.views.drawing.ticks import levels
-from mpkit.views.memory.held import held_text, memory_of
+from mpkit.views.memory.series import held_text, memory_of
 
 __all__ = ["by_plan_svg", "by_plan_text"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
 from mpkit.views.drawing.lanes import short_label
-from mpkit.views.memory.held import held_text, memory_of
+from mpkit.views.memory.series import held_text, memory_of
 
 try:
     import plotly.graph_objects as go

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import percent
-from mpkit.common.visible import escape
 from mpkit.prediction.cost_model.fits import MARGIN_WORD, MEANING
 from mpkit.prediction.cost_model.memory import CATEGORIES
 from mpkit.views.drawing.colours import THEMES

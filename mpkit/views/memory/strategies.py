@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.chart_look import LINE, LOOK
 from mpkit.views.memory.strategies_svg import shown_of

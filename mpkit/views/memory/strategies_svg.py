@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
-from mpkit.common.visible import escape
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
 

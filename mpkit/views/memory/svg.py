@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
 from mpkit.views.drawing.ticks import levels, ticks
-from mpkit.views.memory.held import RankMemory, device_memory, held_text, memory_of, share_text
+from mpkit.views.memory.series import RankMemory, device_memory, held_text, memory_of, share_text
 
 __all__ = ["highest_of", "memory_svg"]
 

@@ -20,8 +20,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text, percent, seconds
-from mpkit.common.visible import escape
 from mpkit.timeline import metrics
 from mpkit.timeline.notes import proof_notes
 from mpkit.timeline.timeline import Timeline
@@ -31,10 +31,10 @@ from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.clock_words import clock_words, files_words
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
-from mpkit.views.memory.held import held_text
+from mpkit.views.memory.series import held_text
 from mpkit.views.memory.svg import highest_of, memory_svg
 from mpkit.views.page.trial import LINK, trial
-from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.path import MOST, has_path, path_of
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table

@@ -14,7 +14,7 @@ import json
 from base64 import b64encode
 from typing import NamedTuple
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, SCHEDULES
 from mpkit.timeline.simulation import simulate

@@ -13,7 +13,7 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.strategies.placement.placed_ranks import Talk, brief
 from mpkit.views.drawing.axes import ink_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.strategies.placement.zero_shares import STATES, Share, sharded_states
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.sheet import MARGIN

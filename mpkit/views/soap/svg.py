@@ -11,8 +11,8 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
-from mpkit.common.visible import escape
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.matrix_svg import BOTH, both_ranks, matrix, rank_classes
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet

@@ -6,15 +6,15 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import image
+from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.common.visible import escape
 from mpkit.timeline.idleness import CAUSES, causes_of
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.drawing.outlines import Outline, merge_outlines
-from mpkit.views.timeline.critical import critical_svg, critical_text, page
+from mpkit.views.timeline.critical_path import critical_svg, critical_text, page
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
-from mpkit.views.timeline.critical import heading
+from mpkit.views.timeline.critical_path import heading
 
 if TYPE_CHECKING:
-    from mpkit.timeline.dependencies.critical import CriticalPath
+    from mpkit.timeline.dependencies.critical_path import CriticalPath
 
 __all__ = ["MOST", "has_path", "pack_path", "path_of"]
 

@@ -24,7 +24,7 @@ from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.lanes import rank_label
 from mpkit.views.gpu.samples import TRACKS, curve
-from mpkit.views.memory.held import memory_of
+from mpkit.views.memory.series import memory_of
 
 __all__ = ["perfetto"]
 

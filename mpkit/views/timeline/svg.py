@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.common.visible import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import FONT, INKS, THEMES, Key, outline
 from mpkit.views.drawing.ticks import ticks

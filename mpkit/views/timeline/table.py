@@ -11,7 +11,7 @@ from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import INKS, Key, key_of
 from mpkit.views.drawing.lanes import rank_label
-from mpkit.views.memory.held import held_text
+from mpkit.views.memory.series import held_text
 
 __all__ = ["rank_table"]
 

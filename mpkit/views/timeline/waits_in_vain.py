@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpkit.common.visible import escape
+from mpkit.common.safe_text import escape
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import percent
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm
 from mpkit.views.drawing.clock_words import CLOCKS, clock_words
 from mpkit.views.drawing.lanes import LaneGroup, groups_of, groups_trait, rank_label
-from mpkit.views.timeline.counting import BubbleCounter
+from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.fallback import static_bundle
 from mpkit.views.timeline.path import has_path, pack_path, path_of
 from mpkit.views.timeline.table import rank_table
@@ -34,7 +34,7 @@ from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
 from mpkit.views.timeline.wire import SpanBatches, look
 
 if TYPE_CHECKING:
-    from mpkit.timeline.dependencies.critical import CriticalPath
+    from mpkit.timeline.dependencies.critical_path import CriticalPath
 
 try:
     import anywidget

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.common.needs import needs_notebook
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, tint
 from mpkit.views.drawing.chart_look import LOOK

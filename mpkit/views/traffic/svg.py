@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import ceil, log2, sqrt
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
-from mpkit.common.visible import escape
 from mpkit.views.drawing.axes import ink_of, legible_on, tint
 from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.sheet import MARGIN, heading, sheet

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
-from mpkit.common.visible import escape
 from mpkit.views.drawing.axes import ink_of
 
 if TYPE_CHECKING:

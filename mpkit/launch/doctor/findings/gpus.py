@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mpkit.devices.local.visible import visible
+from mpkit.devices.local.visibility import visible
 from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, gigabytes, plural
 from mpkit.launch.doctor.parsers.facts import Facts, Unknown
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.plan.checks import real, whole
 from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan

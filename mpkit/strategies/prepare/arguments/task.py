@@ -18,7 +18,7 @@ from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.loss.quotient import Quotient
 
-__all__ = ["Examined", "ProbedLoss", "Rejection", "Task", "TrainOptions", "raise_rejection"]
+__all__ = ["OptimizerTraits", "ProbedLoss", "Rejection", "Task", "TrainOptions", "raise_rejection"]
 
 
 Loss = Callable[[Any, Any], Any]
@@ -42,7 +42,7 @@ def raise_rejection(rejection: Rejection | None) -> None:
 
 
 @dataclass(frozen=True)
-class Examined:
+class OptimizerTraits:
     """What is known about an optimizer that was tried.
 
     Attributes:
@@ -95,7 +95,7 @@ class Task:
     optimizer: Callable[[Any], Any]
     scheduled: bool = False
     saves: bool = False
-    examined: Examined = Examined()
+    examined: OptimizerTraits = OptimizerTraits()
     probed: ProbedLoss | None = None
 
     @property

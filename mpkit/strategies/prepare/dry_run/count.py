@@ -13,13 +13,13 @@ from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.partition.boundary import Boundary, LayerNumbers
 from mpkit.trace.record.flops import Flops, count
 
-__all__ = ["Passed", "count_layers", "make"]
+__all__ = ["LayerOutput", "count_layers", "make"]
 
 
 UNKNOWN = Flops(why="what the layer before it returns is not known before the run")
 
 
-class Passed(NamedTuple):
+class LayerOutput(NamedTuple):
     """A layer's output, None if it cannot be sent, and whether the layer writes into its inputs."""
 
     output: Boundary | None
@@ -27,7 +27,11 @@ class Passed(NamedTuple):
 
 
 def count_layers(
-    model: nn.Module, inputs: Value, targets: Value, loss: Callable[[Any, Any], Any], passed: list[Passed]
+    model: nn.Module,
+    inputs: Value,
+    targets: Value,
+    loss: Callable[[Any, Any], Any],
+    passed: list[LayerOutput],
 ) -> list[LayerNumbers]:
     """Return the FLOPs and bytes of each layer, and last those of the loss; 0 where they cannot be counted.
 

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import fakes_or_real, one_line
+from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.data_parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.partition.boundary import Boundary, LayerNumbers
 from mpkit.strategies.prepare.arguments.arguments import CROSS_ENTROPY
-from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
-from mpkit.strategies.prepare.dry_run.count import Passed, count_layers
-from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
+from mpkit.strategies.prepare.dry_run.count import LayerOutput, count_layers
+from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
 from mpkit.trace.record.fake_mode import FakeMode
 from mpkit.trace.record.flops import Flops
@@ -78,12 +78,12 @@ def dry_run(
             numbers[key] = (
                 count_layers(model, x, y, loss, passed)
                 if counts
-                else [LayerNumbers(Flops(), *each) for each in (*passed, Passed(None, False))]
+                else [LayerNumbers(Flops(), *each) for each in (*passed, LayerOutput(None, False))]
             )
     return numbers
 
 
-def _walk_parts(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[Passed]:
+def _walk_parts(fakes: _Fakes, model: nn.Module, x: Value, y: Value, loss: Loss) -> list[LayerOutput]:
     # If the model refuses its inputs, it does so again on real tensors, with the error that the user knows.
     return fakes_or_real(
         lambda: fakes.walk(x, y, loss),
@@ -115,7 +115,7 @@ class _Fakes:
         self._mode = FakeMode()
         self._copy: nn.Module | None = None
 
-    def walk(self, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
+    def walk(self, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
         """Return the output of each layer; fails where the model fails or needs the tensors' content."""
         with self._mode, _DoubtDtypes():  # type: ignore[no-untyped-call]
             if self._copy is None:
@@ -144,13 +144,13 @@ class _DoubtDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
+def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
     held = copy_model(model)
     x, y = (map_tensors(torch.clone, value) for value in (inputs, targets))
     return _walk(held, x, y, loss)
 
 
-def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[Passed]:
+def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
     """Run layer after layer and then the loss; return each output and whether the layer writes into its inputs."""
     passed = []
     value: Any = inputs
@@ -164,7 +164,7 @@ def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[P
                 f"The model refuses {whole}: layer {i} ({name or 'the model'}, {type(layer).__name__}) was given "
                 f"{_describe(given)} and said: {one_line(error)}"
             ) from None
-        passed.append(Passed(Boundary.from_output(value), _versions(given) != before))
+        passed.append(LayerOutput(Boundary.from_output(value), _versions(given) != before))
     _check_loss(loss, value, targets)
     return passed
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.common.torch_private import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from mpkit.strategies.models.hooks import hook_name, hooks_on
 from mpkit.strategies.prepare.arguments.arguments import ADAM, a_kind_of
@@ -15,8 +15,8 @@ from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.optimizer.groups import as_sent, check_grouped
 from mpkit.strategies.update.average import Average
 from mpkit.strategies.update.optimizer import describe_optimizer
-from mpkit.strategies.update.several import SeveralOptimizers, kind_of, parts_of
-from mpkit.strategies.update.whole import stand_in, trained_parameters
+from mpkit.strategies.update.optimizers import SeveralOptimizers, kind_of, parts_of
+from mpkit.strategies.update.whole_model import stand_in, trained_parameters
 
 __all__ = ["create_optimizer", "is_elementwise"]
 

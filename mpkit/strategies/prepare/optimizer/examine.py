@@ -21,19 +21,19 @@ from typing import Any
 
 from torch import Tensor
 
-from mpkit.common.caught import one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import _disable_current_modes
 from mpkit.plan.plan import Plan
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.arguments import ADAM
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
-from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.prepare.optimizer.creation import create_optimizer, is_elementwise
 from mpkit.strategies.prepare.optimizer.trial import SCALES, Division, OptimizerTrial
 from mpkit.strategies.stage.shard import Shard
 from mpkit.strategies.update.optimizer import OptimizerFunction, describe_optimizer
-from mpkit.strategies.update.several import kind_of
-from mpkit.strategies.update.whole import stand_in, trained_parameters
+from mpkit.strategies.update.optimizers import kind_of
+from mpkit.strategies.update.whole_model import stand_in, trained_parameters
 
 __all__ = ["check_optimizer"]
 

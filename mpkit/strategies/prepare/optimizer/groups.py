@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.common.caught import one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.prepare.arguments.task import Rejection

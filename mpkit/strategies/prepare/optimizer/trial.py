@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpkit.strategies.prepare.arguments.task import Examined
+from mpkit.strategies.prepare.arguments.task import OptimizerTraits
 from mpkit.strategies.update.optimizer import OptimizerFunction, Take, UpdatedPart, make_optimizer
-from mpkit.strategies.update.several import SeveralOptimizers, kind_of
-from mpkit.strategies.update.whole import WholeParameter, make_like
+from mpkit.strategies.update.optimizers import SeveralOptimizers, kind_of
+from mpkit.strategies.update.whole_model import WholeParameter, make_like
 
 __all__ = ["SCALES", "Division", "OptimizerTrial", "plain"]
 
@@ -51,7 +51,7 @@ class OptimizerTrial:
         examined: what the steps of an optimizer with all parameters change; set by a `run` without a division.
     """
 
-    examined = Examined()
+    examined = OptimizerTraits()
 
     def __init__(
         self, function: OptimizerFunction, whole: Sequence[WholeParameter], steps: int = len(SCALES)
@@ -133,11 +133,11 @@ def _relative_error(expected: Tensor, actual: Tensor, reach: float) -> float:
     return min(difference / reach, 1.0) if reach else float(difference > 0)
 
 
-def _examine(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> Examined:
+def _examine(made: torch.optim.Optimizer, before: Mapping[str, Any]) -> OptimizerTraits:
     after = _other_state(made)
     changed = [name for name in after if after[name] != before.get(name)]
     states = {str(key) for state in made.state.values() if isinstance(state, dict) for key in state}
-    return Examined(kind_of(made), tuple(sorted(states)), ", ".join(changed))
+    return OptimizerTraits(kind_of(made), tuple(sorted(states)), ", ".join(changed))
 
 
 def _other_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

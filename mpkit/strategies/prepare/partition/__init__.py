@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import fakes_or_real, one_line, report
+from mpkit.common.exceptions import fakes_or_real, one_line, report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.models.hooks import with_backward_hooks
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.partition.graph import Graph, PartitionedModel
 from mpkit.strategies.partition.walk import prepare_modules
-from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.dry_run.dry_run import narrow_copy, of_wide_outputs, whole
 from mpkit.strategies.prepare.partition.blocks import PartitionChoice, choose, stages_of_blocks, starts
 from mpkit.strategies.prepare.partition.cannot_cut import CannotCut, EnteredFromOutside, tell_if_entered

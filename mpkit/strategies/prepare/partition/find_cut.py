@@ -21,7 +21,7 @@ from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.prepare.arguments.arguments import check_loss, check_model
 from mpkit.strategies.prepare.arguments.batches import check_split, take_batches
 from mpkit.strategies.prepare.dry_run.dry_run import dry_run, quiet
-from mpkit.strategies.prepare.dry_run.quiet import on_threads
+from mpkit.strategies.prepare.dry_run.isolation import on_threads
 from mpkit.strategies.prepare.partition import partition_model
 from mpkit.strategies.prepare.partition.blocks import calls_of, groups_of
 from mpkit.strategies.prepare.partition.timing import CallCost, Timing

@@ -18,7 +18,7 @@ from mpkit.strategies.data.microbatch import Value as Data
 from mpkit.strategies.models.containers import Containers, bring_back
 from mpkit.strategies.models.nested import flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
-from mpkit.strategies.partition.value import Looked, Value, spec_of
+from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
 from mpkit.strategies.prepare.partition.cannot_cut import CannotCut
 from mpkit.strategies.stage.stage import call
@@ -43,9 +43,9 @@ def record(
         CannotCut: something between the blocks cannot be divided.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    with Recording(names, device) as recording:
+    with NodeRecording(names, device) as recording:
         outputs = call(model, inputs, first=True)
-    with Wanted(recording) as wanted:
+    with LossValues(recording) as wanted:
         result = loss(outputs, targets)
     wanted.see([result])
     graph: Graph = recording.graph
@@ -54,7 +54,7 @@ def record(
     return graph
 
 
-class Recording(ForwardWalk):
+class NodeRecording(ForwardWalk):
     """A walk that records every node."""
 
     def __init__(self, parameters: dict[int, str], device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Recording(ForwardWalk):
         try:
             with watch:
                 result = func(*real_args, **real_kwargs)
-        except Looked:
+        except ValueLooked:
             raise CannotCut(
                 scope,
                 f"{name} computes with what other layers made in place of its parameters (functional_call)",
@@ -148,7 +148,7 @@ class Recording(ForwardWalk):
         """Answer a question about shapes; values can answer only those."""
         try:
             return func(*args, **kwargs)
-        except Looked:
+        except ValueLooked:
             raise CannotCut(
                 self.scopes[-1], f"{name} looks at the numbers of a tensor that a block made"
             ) from None
@@ -226,7 +226,7 @@ class Recording(ForwardWalk):
 class OperatorWatch(TorchDispatchMode):
     """Observes the operators of a node: FLOPs, random numbers, and tensors of other blocks that bypass the graph."""
 
-    def __init__(self, recording: Recording, node: int, given: list[Any], operation: str = "") -> None:
+    def __init__(self, recording: NodeRecording, node: int, given: list[Any], operation: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._node, self._operation = recording, node, operation
         self._given = {_storage(leaf) for leaf in given if isinstance(leaf, Tensor)}
@@ -269,10 +269,10 @@ class OperatorWatch(TorchDispatchMode):
         return out
 
 
-class Wanted(ForwardWalk):
+class LossValues(ForwardWalk):
     """A walk that records which values the loss uses."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: NodeRecording) -> None:
         super().__init__(recording._parameters)
         self.numbers: dict[int, None] = {}
         self.watch = OperatorWatch(recording, -1, [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpkit.common.caught import report
+from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.probe.compare import SINGLE, differ, far

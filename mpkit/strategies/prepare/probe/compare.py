@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.common.caught import one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import TorchDispatchMode, tree_leaves
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
 

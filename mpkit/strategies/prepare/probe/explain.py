@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import batch_size
 from mpkit.strategies.models.nested import flatten

@@ -1,6 +1,6 @@
 """Try a loss on data in which some targets do not count; where that matters, look for such data.
 
-A list of batches is inspected here, batches that are loaded later by the ranks (`Guarded`).
+A list of batches is inspected here, batches that are loaded later by the ranks (`GuardedLoss`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.common.caught import report
+from mpkit.common.exceptions import report
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
-from mpkit.strategies.loss.guard import Guarded, Masked
+from mpkit.strategies.loss.guard import GuardedLoss, MaskRule
 from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.probe.compare import ROUNDING, are_apart, differ
 from mpkit.strategies.prepare.probe.messages import for_masked, for_model_loss, for_untried
@@ -37,7 +37,7 @@ def try_masked(
     batches: Any,
     at_once: Made,
     apart: Made,
-) -> Guarded | None:
+) -> GuardedLoss | None:
     """Try data in which some targets do not count; return a guarded loss if only the ranks can look for such data.
 
     Args:
@@ -50,9 +50,9 @@ def try_masked(
         Rejection: the loss of such data is wrong in parts, and the batches have such data.
     """
     # ---- try
-    minding: list[Masked] = []
-    passed: set[Masked] = set()
-    failed: dict[Masked, Exception] = {}
+    minding: list[MaskRule] = []
+    passed: set[MaskRule] = set()
+    failed: dict[MaskRule, Exception] = {}
     for variant in variants(loss, trial.data):
         if variant.masked in minding:
             continue
@@ -68,7 +68,7 @@ def try_masked(
     say = for_model_loss if any(masked.side == 0 for masked in minding) else for_masked
     if not isinstance(batches, list):  # where the loss fails on later data, that ends the run
         message = say(plan, minding[0].number, "such came in this micro-batch") if minding else ""
-        return Guarded(loss, minding, message) if minding else None
+        return GuardedLoss(loss, minding, message) if minding else None
     for i, (inputs, targets) in enumerate(batches):
         for masked in minding:
             if masked.counts_unevenly(inputs, targets):
@@ -103,7 +103,7 @@ class MaskedData:
     """
 
     data: tuple[Value, Value]
-    masked: Masked
+    masked: MaskRule
 
 
 def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[MaskedData]:
@@ -116,16 +116,18 @@ def variants(loss: Any, data: tuple[Value, Value]) -> Iterator[MaskedData]:
             called = str(name or "").lower()
             labels = side == 1 or "label" in called or "target" in called
             if leaf.dtype == torch.bool and (labels or "mask" in called):
-                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), Masked(side, place, None))
+                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), MaskRule(side, place, None))
             elif leaf.is_floating_point() and labels:
-                yield MaskedData(_change_leaf(data, side, place, _weight_samples), Masked(side, place, None))
-                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), Masked(side, place, None))
+                yield MaskedData(
+                    _change_leaf(data, side, place, _weight_samples), MaskRule(side, place, None)
+                )
+                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), MaskRule(side, place, None))
             elif labels and not leaf.is_floating_point() and not leaf.is_complex():
                 for number in numbers:
                     changed = _change_leaf(data, side, place, partial(_fill_uneven, number=number))
-                    yield MaskedData(changed, Masked(side, place, number))
+                    yield MaskedData(changed, MaskRule(side, place, number))
             elif "mask" in called and side == 0:
-                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), Masked(side, place, None))
+                yield MaskedData(_change_leaf(data, side, place, _zero_uneven), MaskRule(side, place, None))
 
 
 def _change_leaf(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.loss.mean import INDEXED, Reduced
+from mpkit.strategies.loss.mean import INDEXED, SummedMeans
 
 __all__ = ["MeanLossDetector"]
 
@@ -31,7 +31,7 @@ class MeanLossDetector:
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Return (total, count) if it is known, otherwise what the loss returns."""
-        with Reduced() as reduced:
+        with SummedMeans() as reduced:
             value = self.loss(outputs, targets)
         self.pair, self._targets = reduced.pair_of(value), targets
         if self.pair is None:

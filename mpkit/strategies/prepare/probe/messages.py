@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 
 __all__ = ["for_layer", "for_loss", "for_masked", "for_model_loss", "for_untried"]

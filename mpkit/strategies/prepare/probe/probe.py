@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import batch_size, part
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.quotient import nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
@@ -30,7 +30,7 @@ from mpkit.strategies.prepare.probe.parts import Parts, division, scatter_sample
 from mpkit.strategies.prepare.probe.sequences import check_sequence_loss
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
 
-__all__ = ["MOST", "Probe", "Untried", "copy_loss", "of_samples"]
+__all__ = ["MOST", "Probe", "TrialFailure", "copy_loss", "of_samples"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -38,7 +38,7 @@ MOST = 2e12
 """The most FLOPs of a probe: more would delay the start of a training on a few cores by minutes."""
 
 
-class Untried(Exception):
+class TrialFailure(Exception):
     """The model or the loss fails on parts of a batch; `__cause__` is the error."""
 
 
@@ -74,7 +74,7 @@ class Probe:
         heard = MeanLossDetector(self.trial.loss)
         try:
             whole = self._hear(heard)
-        except Untried:
+        except TrialFailure:
             return self._try_whole_batch() or self.plain
         objective = self._form(heard, whole)
         # ---- the model, and the loss of it
@@ -85,7 +85,7 @@ class Probe:
             judged = first, split
             if self.gathers:
                 first, split = self._check(self.trial.with_loss(of_samples), self.parts)
-        except Untried:
+        except TrialFailure:
             return self._try_whole_batch() or objective
         if self.plan.cp > 1:
             check_sequence_loss(self.plan, self.trial.loss, whole.outputs[0], self.data[1])
@@ -108,13 +108,13 @@ class Probe:
         """Return the result for all samples at once, with what this loss hears.
 
         Raises:
-            Untried: the model or the loss fails.
+            TrialFailure: the model or the loss fails.
         """
         hearing = self.trial if isinstance(self.loss, WholeBatchLoss) else self.trial.with_loss(heard)
         try:
             whole = hearing.run(self.all, gradients=True)
         except Exception as error:  # perhaps since there are fewer samples than in the dry run
-            raise Untried from error
+            raise TrialFailure from error
         self.trial.still = hearing.still
         return whole
 
@@ -153,7 +153,7 @@ class Probe:
 
         Raises:
             Rejection: they differ.
-            Untried: the model or the loss fails on the parts.
+            TrialFailure: the model or the loss fails on the parts.
         """
 
         def run_both(tried: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
@@ -163,7 +163,7 @@ class Probe:
             known = None if whole is None else (whole, trial.run(parts, gradients=True))
             before, after, differs = differ(trial, run_both, known)
         except Exception as error:  # perhaps parts of a size that the dry run did not have
-            raise Untried from error
+            raise TrialFailure from error
         whole, split = before, after
         if differs and not trial.still:  # it draws from its own generator
             trial = trial.without_randomness()

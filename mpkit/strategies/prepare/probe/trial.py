@@ -21,7 +21,7 @@ from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.models.chain import layers_of
-from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.probe.draws import SameDraws
 from mpkit.strategies.stage.stage import call
 

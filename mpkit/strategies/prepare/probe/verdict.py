@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mpkit.strategies.data.microbatch import batch_size
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.quotient import Quotient, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.prepare.arguments.task import ProbedLoss, Rejection, Task
-from mpkit.strategies.prepare.dry_run.copying import has_content
+from mpkit.strategies.prepare.dry_run.copies import has_content
 from mpkit.strategies.prepare.probe.probe import Probe
 
 __all__ = ["check_parts", "check_whole_batch_loss"]

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from mpkit.common.caught import fakes_or_real
+from mpkit.common.exceptions import fakes_or_real
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.models.chain import layers_of
-from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
-from mpkit.strategies.prepare.dry_run.quiet import quiet
+from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
+from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
-from mpkit.strategies.experts.finding import check_experts_of
-from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.experts.known_experts import check_experts_of
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.runtime.local_model import attention_over, localize
-from mpkit.strategies.stage.shard import Sharded
+from mpkit.strategies.stage.shard import ShardedModel
 
 __all__ = ["LocalCopy", "local_copies"]
 
@@ -40,7 +40,7 @@ class LocalCopy:
     """
 
     model: nn.Module
-    sharded: Sharded
+    sharded: ShardedModel
     cut: Callable[[Value], Value]
     attention: Callable[[], AbstractContextManager[Any]]
     tp: FakeGroup
@@ -92,7 +92,7 @@ def _copy_for(
         check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.cp_method)
     check_experts_of(model, plan)
     tp, cp, ep = FakeGroup(plan.tp, place), FakeGroup(plan.cp), FakeGroup(plan.ep)
-    sharded = Sharded()
+    sharded = ShardedModel()
     if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
         # The tensors remain the caller's: shards are copies, and nothing else is written into.
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

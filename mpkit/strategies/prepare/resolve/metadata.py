@@ -11,10 +11,10 @@ from torch import nn
 
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.prepare.resolve.routed import routed_rows
-from mpkit.strategies.stage.shard import Sharded
+from mpkit.strategies.prepare.resolve.routed_rows import routed_rows
+from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 
 __all__ = ["describe_run"]
@@ -71,7 +71,7 @@ def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: Resolve
     }
 
 
-def _regions(model: nn.Module, sharded: Sharded, held: Sequence[Sequence[str]]) -> list[int]:
+def _regions(model: nn.Module, sharded: ShardedModel, held: Sequence[Sequence[str]]) -> list[int]:
     """Return, by stage, the number of a transformer's regions with f and g, all of which map b s h to b s h.
 
     For other models the list is empty: no paper gives a formula for what their regions send.
@@ -99,7 +99,7 @@ def _share_sizes(size: int, microbatches: int, replicas: int) -> list[int]:
     return [len(range(size)[which]) for each in shares(size, microbatches, replicas) for which in each]
 
 
-def _stream_of_sample(inputs: Value, sharded: Sharded) -> int:
+def _stream_of_sample(inputs: Value, sharded: ShardedModel) -> int:
     """Return the elements of one sample's activations between divided layers (s h), of the whole sequence."""
     rows = [f"{region.row}.weight" for region in sharded.plan.regions]
     row = next((name for name in rows if name in sharded.shards), None)
@@ -170,7 +170,7 @@ def _split(schedule: Schedule) -> list[float]:
     return [row.count("W") / max(1, row.count("F")) for row in rows]
 
 
-def _describe_shards(sharded: Sharded) -> dict[str, str]:
+def _describe_shards(sharded: ShardedModel) -> dict[str, str]:
     """Describe how each divided parameter is sharded: how many of its rows, columns or experts one rank has."""
     return {
         name: f"{len(shard.ranges[0]) * len(shard.ranges)} of {shard.whole[shard.dim]} "

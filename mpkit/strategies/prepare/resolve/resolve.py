@@ -22,16 +22,16 @@ from mpkit.plan.mesh import Mesh
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
-from mpkit.strategies.job.resolved import LocalNumbers, ResolvedPlan
+from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan
 from mpkit.strategies.models.chain import is_chain, layers_of
 from mpkit.strategies.models.cut import cut
-from mpkit.strategies.partition.boundary import LayerNumbers, Shared
+from mpkit.strategies.partition.boundary import LayerNumbers, SharedWeight
 from mpkit.strategies.partition.graph import PartitionedModel
-from mpkit.strategies.prepare.dry_run.copying import freeze_unshared_norms
+from mpkit.strategies.prepare.dry_run.copies import freeze_unshared_norms
 from mpkit.strategies.prepare.dry_run.dry_run import dry_run
 from mpkit.strategies.prepare.partition import partition_for_draws, partition_model
 from mpkit.strategies.prepare.resolve.local_copy import LocalCopy, local_copies
-from mpkit.strategies.stage.shard import Sharded
+from mpkit.strategies.stage.shard import ShardedModel
 
 __all__ = ["cut_stages", "resolve", "shared_weights"]
 
@@ -146,14 +146,14 @@ def _partitions(
     return partitions
 
 
-def _layout_of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[Shared, ...]]:
+def _layout_of_partition(partition: PartitionedModel) -> tuple[Names, Names, tuple[SharedWeight, ...]]:
     """Return the blocks and the parameters of each stage, and the tied weights."""
     return tuple(partition.placed), tuple(partition.held), tuple(partition.shared_weights)
 
 
 def _layout_of_chain(
     layers: list[tuple[str, nn.Module]], stages: list[range]
-) -> tuple[Names, Names, tuple[Shared, ...]]:
+) -> tuple[Names, Names, tuple[SharedWeight, ...]]:
     """Return the layers and the parameters of each stage, and the tied weights."""
     placed = tuple(tuple(layers[i][0] for i in stage) for stage in stages)
     held = tuple(
@@ -171,7 +171,7 @@ def _layout_of_chain(
 
 
 def _trained_by_rank(
-    model: nn.Module, mesh: Mesh, schedule: Schedule, held: Names, sharded: Sequence[Sharded]
+    model: nn.Module, mesh: Mesh, schedule: Schedule, held: Names, sharded: Sequence[ShardedModel]
 ) -> tuple[int, ...]:
     """Return, by rank, the elements of the trained parameters that it would hold if ZeRO sharded nothing."""
     whole = dict(model.named_parameters(remove_duplicate=False))
@@ -225,7 +225,7 @@ def _numel(layer: LayerNumbers) -> float:
     return float(sum(prod(spec.shape) for spec in specs))
 
 
-def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[Shared]:
+def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> list[SharedWeight]:
     """Return the tied weights of a chain that more than one stage computes with.
 
     Raises:
@@ -245,4 +245,4 @@ def shared_weights(layers: list[tuple[str, nn.Module]], stages: list[range]) -> 
                         "stage would change a copy of its own. What works: a cut that leaves both in one stage, "
                         "buffers that are not shared, or Plan.serial(). (Shared weights may be anywhere.)"
                     )
-    return [Shared(held) for held in names.values() if len(held) > 1]
+    return [SharedWeight(held) for held in names.values() if len(held) > 1]

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import fakes_or_real, one_line
+from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import check_sequences, sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
 from mpkit.strategies.models.chain import layers_of
-from mpkit.strategies.prepare.dry_run.copying import copy_model, without_content
+from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpkit.common.caught import one_line, report
+from mpkit.common.exceptions import one_line, report
 from mpkit.plan.plan import Plan
-from mpkit.strategies.job.resolved import ResolvedPlan
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.tensor_plan.thread_group import TensorExchange, ThreadGroup
 from mpkit.strategies.prepare.tensor_plan.whole_model import (
@@ -33,7 +33,7 @@ from mpkit.strategies.prepare.tensor_plan.whole_model import (
     train,
     unknown,
 )
-from mpkit.strategies.stage.shard import Sharded, put_together
+from mpkit.strategies.stage.shard import ShardedModel, put_together
 from mpkit.strategies.tensor import shard_model
 
 __all__ = ["check_tensor_plan"]
@@ -90,7 +90,7 @@ class _ShardGradients:
         self._plan, self._whole = plan, whole.model
         self._batch = whole.x, whole.y, loss
         self._exchange = TensorExchange(plan.tp)
-        self._found: dict[int, tuple[Sharded, Gradients]] = {}
+        self._found: dict[int, tuple[ShardedModel, Gradients]] = {}
         self._errors: list[Exception] = []
 
     def combine(self) -> Gradients:

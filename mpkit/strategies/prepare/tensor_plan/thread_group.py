@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpkit.strategies.comm.process_group import AtOnce, Completed
+from mpkit.strategies.comm.process_group import AtOnce, CompletedWork
 
 __all__ = ["PATIENCE", "TensorExchange", "ThreadGroup"]
 
@@ -65,10 +65,10 @@ class ThreadGroup(AtOnce):
         brought = self._exchange.exchange(self.index, tensor)
         return torch.cat([each.chunk(self.size)[self.index] for each in brought])
 
-    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> Completed:
+    def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> CompletedWork:
         """Refuse: tensor parallelism sends nothing point to point."""
         raise NotImplementedError("tensor parallelism sends nothing to one rank")
 
-    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> Completed:
+    def irecv(self, buffer: Tensor, src: int, tag: int | str = 0) -> CompletedWork:
         """Refuse: tensor parallelism receives nothing point to point."""
         raise NotImplementedError("tensor parallelism sends nothing to one rank")

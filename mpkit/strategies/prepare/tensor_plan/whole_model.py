@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.caught import one_line
+from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.stage.stage import call

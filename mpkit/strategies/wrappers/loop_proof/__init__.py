@@ -1,6 +1,6 @@
 """The proof in a loop of one's own: the first steps of a wrapped module are compared with plain PyTorch (`prove=`).
 
-    checked         what may be given
+    arguments       what may be given
     proof           what a wrapper calls before and after a forward, a backward and a step
     plain_copy      the plain module beside the wrapped one: each forward and backward again
     attributes      what modules keep besides parameters and buffers, and where tensors are in what they return

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.nested import flatten, rebuild
-from mpkit.strategies.prepare.dry_run.copying import copy_model
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.proof.draws import StepDraws
-from mpkit.strategies.proof.rounding import Rounded, coarsest, distance, largest
+from mpkit.strategies.proof.rounding import RoundingMode, coarsest, distance, largest
 from mpkit.strategies.stage.stage import call, cast
 from mpkit.strategies.wrappers.loop_proof.attributes import (
     apart_from_graph,
@@ -206,7 +206,7 @@ class PlainCopy:
                 total: Gradients = {}
                 for seen, received, scale in step:
                     outputs, seen.outputs = seen.outputs, self._forward_rounded(seed, seen)
-                    with Rounded(seed):
+                    with RoundingMode(seed):
                         self.backward(seen, received, scale)
                     seen.outputs = outputs
                     add_gradients(total, self.take(scale))
@@ -216,7 +216,7 @@ class PlainCopy:
         return spread
 
     def _forward_rounded(self, seed: int, seen: PlainForward) -> list[Tensor]:
-        with Rounded(seed):
+        with RoundingMode(seed):
             return self.forward(seen)
 
     @contextmanager

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from mpkit.strategies.proof.assembled import Elements
+from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.runtime.evidence import digest_of
 from mpkit.strategies.wrappers.loop_proof.agreement import Agreement
 

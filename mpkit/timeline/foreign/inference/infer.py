@@ -21,16 +21,16 @@ import numpy as np
 
 from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.inference.layers import note_all_to_alls, tensor_of
-from mpkit.timeline.foreign.inference.observed import AxisEvidence, Observed
+from mpkit.timeline.foreign.inference.observations import AxisEvidence, ObservedSteps
 from mpkit.timeline.foreign.inference.pipeline import InferredPipeline, pipeline_of
 from mpkit.timeline.foreign.inference.replicas import replicas_of
 from mpkit.trace import Kind, Trace
 
-__all__ = ["Inferred", "infer"]
+__all__ = ["InferredStrategy", "infer"]
 
 
 @dataclass(frozen=True)
-class Inferred:
+class InferredStrategy:
     """What `infer` found.
 
     Attributes:
@@ -46,7 +46,7 @@ class Inferred:
         return "\n".join([head, *(f"- {sentence}" for sentence in self.evidence)])
 
 
-def infer(trace: Trace) -> Inferred:
+def infer(trace: Trace) -> InferredStrategy:
     """Return the plan of a trace of torch.profiler's, and what it follows from.
 
     The sizes are those of the communications' groups, so that a few ranks of many tell them as well.
@@ -54,7 +54,7 @@ def infer(trace: Trace) -> Inferred:
     Args:
         trace: an imported trace.
     """
-    seen = Observed(trace)
+    seen = ObservedSteps(trace)
     pipeline = pipeline_of(seen.ranks)
     replicas = replicas_of(seen)
     parts = {
@@ -70,15 +70,15 @@ def infer(trace: Trace) -> Inferred:
     try:
         plan = Plan(**options)
     except ValueError as error:
-        return Inferred(None, [*evidence, f"These do not make a plan of mpkit's: {error}"])
+        return InferredStrategy(None, [*evidence, f"These do not make a plan of mpkit's: {error}"])
     if plan.ranks > seen.world:
-        return Inferred(None, evidence)
+        return InferredStrategy(None, evidence)
     if trace.meta.get("imported", {}).get("world_size") and plan.ranks < seen.world:
         evidence.append(
             f"This explains {plan.ranks} of {seen.world} ranks: what divides the others does not show in the files at "
             "hand."
         )
-    return Inferred(plan, evidence)
+    return InferredStrategy(plan, evidence)
 
 
 def _within_world(parts: Mapping[str, AxisEvidence], world: int) -> tuple[dict[str, Any], list[str]]:
@@ -118,7 +118,7 @@ def _of_pipeline(pipeline: InferredPipeline) -> AxisEvidence:
     return AxisEvidence(options, list(pipeline.evidence), announced=True)
 
 
-def _of_accumulation(seen: Observed) -> AxisEvidence:
+def _of_accumulation(seen: ObservedSteps) -> AxisEvidence:
     counts = []
     for rank in seen.ranks:
         actions = rank.ops[
@@ -135,7 +135,7 @@ def _of_accumulation(seen: Observed) -> AxisEvidence:
     return AxisEvidence({"microbatches": each}, [words])
 
 
-def _of_recomputation(seen: Observed) -> AxisEvidence:
+def _of_recomputation(seen: ObservedSteps) -> AxisEvidence:
     again = sum(each["recomputed"] for each in seen.library_facts)
     if not again:
         return AxisEvidence()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mpkit.timeline.foreign.inference.observed import AxisEvidence, Observed
+from mpkit.timeline.foreign.inference.observations import AxisEvidence, ObservedSteps
 from mpkit.trace import Kind
 
 __all__ = ["note_all_to_alls", "tensor_of"]
 
 
-def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
+def tensor_of(seen: ObservedSteps, *, sharded: bool) -> AxisEvidence:
     """Find all-reduces within forwards, equally many of one size: those that end a layer divided by rows.
 
     Args:
@@ -40,7 +40,7 @@ def tensor_of(seen: Observed, *, sharded: bool) -> AxisEvidence:
     return AxisEvidence()
 
 
-def note_all_to_alls(seen: Observed) -> list[str]:
+def note_all_to_alls(seen: ObservedSteps) -> list[str]:
     """Return a sentence on all-to-alls within forwards; what they are for does not show."""
     for number in range(len(seen.ranks)):
         found = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_TO_ALL,))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline.foreign.inference.buckets import describe_buckets, fits_gradients
-from mpkit.timeline.foreign.inference.observed import AxisEvidence, Observed, some
+from mpkit.timeline.foreign.inference.observations import AxisEvidence, ObservedSteps, some
 from mpkit.trace import Kind
 
 __all__ = ["replicas_of"]
@@ -21,12 +21,12 @@ __all__ = ["replicas_of"]
 Array = npt.NDArray[np.void]
 
 
-def replicas_of(seen: Observed) -> AxisEvidence:
+def replicas_of(seen: ObservedSteps) -> AxisEvidence:
     """Return what a trace says of its replicas."""
     return _fsdp(seen) or _divided_optimizer(seen) or _all_reduced(seen) or AxisEvidence()
 
 
-def _fsdp(seen: Observed) -> AxisEvidence | None:
+def _fsdp(seen: ObservedSteps) -> AxisEvidence | None:
     layers = {layer: count for each in seen.library_facts for layer, count in each["fsdp"]["gathers"].items()}
     if not layers:
         return None
@@ -48,7 +48,7 @@ def _fsdp(seen: Observed) -> AxisEvidence | None:
     return AxisEvidence({"dp": shards * replicas, "zero": zero, **groups}, evidence, announced=True)
 
 
-def _hybrid(seen: Observed, size: int) -> tuple[int, int]:
+def _hybrid(seen: ObservedSteps, size: int) -> tuple[int, int]:
     """Return among how many ranks parameters are sharded, and how many ranks have the same shard.
 
     After each reduce-scatter of the backward hybrid shards have an all-reduce of the shard, which is so many times
@@ -65,7 +65,7 @@ def _hybrid(seen: Observed, size: int) -> tuple[int, int]:
     return shards, max(replicas, 1)
 
 
-def _divided_optimizer(seen: Observed) -> AxisEvidence | None:
+def _divided_optimizer(seen: ObservedSteps) -> AxisEvidence | None:
     """Find gradients that are reduced to shards in the backward, and new weights that are gathered after the update."""
     for number in range(len(seen.ranks)):
         scatters = seen.reductions(number, Kind.REDUCE_SCATTER)
@@ -85,7 +85,7 @@ def _divided_optimizer(seen: Observed) -> AxisEvidence | None:
     return None
 
 
-def _all_reduced(seen: Observed) -> AxisEvidence | None:
+def _all_reduced(seen: ObservedSteps) -> AxisEvidence | None:
     reduced = [_without_mirrored(seen, number) for number in range(len(seen.ranks))]
     size, called = seen.usual_size(reduced), sum(each["ddp"] for each in seen.library_facts)
     if size < 2:
@@ -114,7 +114,7 @@ def _all_reduced(seen: Observed) -> AxisEvidence | None:
     return AxisEvidence({"dp": size, **zero}, evidence, announced=bool(called))
 
 
-def _without_mirrored(seen: Observed, number: int) -> Array:
+def _without_mirrored(seen: ObservedSteps, number: int) -> Array:
     """Return a rank's all-reduces of the backward but for those of a size that its forwards reduce as well.
 
     Those are of layers that are divided, whose backward reduces the gradients of their inputs.

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpkit.trace.sound import MOST_RANKS
+from mpkit.trace.validation import MOST_RANKS
 
 __all__ = ["count_of", "is_text", "show_value", "sound_args", "text_of", "time_of", "whole_of"]
 

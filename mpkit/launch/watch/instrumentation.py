@@ -1,0 +1,115 @@
+"""Instrumentation: a program that knows nothing of mpkit leaves a Trace like any other.
+
+    communication    every operator of c10d                          `communication`, `completion`
+    actions          forward, loss, backward, optimizer, steps       `modules`, `engine`, `optimizers`, `actions`
+    stages           stage and micro-batch, under torch's pipelining  `pipelining`
+    data             the time until samples are there                `loading`
+    costs            FLOPs, bytes and memory of each action            `costs`, `measured_step`
+    names            what the program says it is doing               `annotations`
+
+Nothing of the program changes: torch offers a place to listen at each of these, and `ProgramRecording` takes its
+listeners away at the end.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+
+from mpkit.launch.watch.actions import Actions
+from mpkit.launch.watch.costs import WatchedCosts
+from mpkit.launch.watch.engine import EngineRuns
+from mpkit.launch.watch.loading import WatchedLoaders
+from mpkit.launch.watch.modules import Modules
+from mpkit.launch.watch.optimizers import Optimizers
+from mpkit.launch.watch.pipelining import ProgramStages
+from mpkit.launch.watch.step import WATCHED
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.program_calls.annotations import Annotations
+from mpkit.strategies.program_calls.communication import Communication, warn_of_unknown
+from mpkit.strategies.program_calls.completion import Completion
+from mpkit.strategies.program_calls.lines import SourceLines
+from mpkit.trace import Kind
+
+__all__ = ["ProgramRecording"]
+
+
+class ProgramRecording:
+    """The context in which one rank's program is recorded.
+
+    Args:
+        comm: the communicator of all ranks, with the rank's recorder.
+        depth: how deep modules are recorded; None: repeated blocks and the modules beside them.
+    """
+
+    def __init__(self, comm: Communicator, depth: int | None = None) -> None:
+        record = comm.wire.record
+        lines, self.annotations = SourceLines(), Annotations()
+        self.completion = Completion(record)
+        self.communication = Communication(comm, self.completion, lines, self.annotations)
+        roots: WeakSet[nn.Module] = WeakSet()
+        optimizers: WeakSet[Optimizer] = WeakSet()
+        self.costs = WatchedCosts(record, self.annotations, roots, optimizers)
+        self.actions = Actions(record, self.costs, self.completion.settle)
+        self.actions.alone = str(comm.rank)
+        self.modules = Modules(record, self.actions, roots, depth)
+        self.actions.step_ended = self.modules.step_ended
+        self.optimizers = Optimizers(self.actions, optimizers)
+        self.backwards = EngineRuns(self._backward_begins, self._backward_ends)
+        self.loading = WatchedLoaders(record, self.actions)
+        self.stages = ProgramStages(self.actions)
+        self._backward_ops: list[int] = []
+
+    def __enter__(self) -> Self:
+        warn_of_unknown()
+        for part in self._parts():
+            part.install()
+        self._token = WATCHED.set(self.actions)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        WATCHED.reset(self._token)
+        for part in reversed(self._parts()):
+            part.uninstall()
+        if kind is None:
+            self.actions.end_step()
+
+    def _parts(
+        self,
+    ) -> tuple[
+        Annotations
+        | Completion
+        | Communication
+        | Modules
+        | Optimizers
+        | EngineRuns
+        | WatchedCosts
+        | WatchedLoaders
+        | ProgramStages,
+        ...,
+    ]:
+        return (
+            self.annotations, self.completion, self.communication, self.modules, self.optimizers, self.backwards,
+            self.costs, self.loading, self.stages,
+        )  # fmt: skip
+
+    def _backward_begins(self, outputs: Any) -> None:
+        self.modules.backward_begins()
+        self.actions.begin_backward(outputs)
+        self._backward_ops.append(self.actions.begin(Kind.BACKWARD, "backward"))
+        self.actions.backwards += 1
+        self.completion.backwards += 1
+
+    def _backward_ends(self) -> None:
+        self.actions.backwards -= 1
+        self.completion.backwards -= 1
+        if not self.actions.backwards:
+            self.modules.backward_ends()
+            self.completion.settle()
+        self.actions.end(self._backward_ops.pop())

@@ -1,0 +1,160 @@
+"""ReplicatedPart: the part of the model that several ranks would hold alike. DDP keeps it equal, ZeRO shards it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from mpkit.plan.plan import Plan
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.stage.gradient_sync import named_parameters
+from mpkit.strategies.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from mpkit.strategies.rank_context import Context
+
+__all__ = ["ExpertReplicas", "ReplicatedPart", "ShardGroups", "expert_replicas", "shard_groups"]
+
+
+class ShardGroups(NamedTuple):
+    """Hybrid sharding, from one rank's point of view.
+
+    Attributes:
+        shard: the ranks of its group, among which ZeRO shards.
+        replicate: the ranks of the other groups that hold the same shard, and this one.
+    """
+
+    shard: Communicator
+    replicate: Communicator
+
+
+def shard_groups(plan: Plan, axes: MeshAxes) -> ShardGroups | None:
+    """Return this rank's groups under hybrid sharding; None if ZeRO shards among all replicas.
+
+    Every rank makes this call at the same time.
+    """
+    if plan.dp_shard is None:
+        return None
+    return ShardGroups(axes.communicator_of("dp_shard", "cp"), axes.communicator_of("dp_replicate"))
+
+
+class ExpertReplicas(NamedTuple):
+    """The ranks that hold the same experts, from one rank's point of view.
+
+    Attributes:
+        replicas: all of them.
+        groups: these by groups, in hybrid sharding.
+    """
+
+    replicas: Communicator
+    groups: ShardGroups | None
+
+
+def expert_replicas(plan: Plan, axes: MeshAxes) -> ExpertReplicas | None:
+    """Return the ranks that hold the same experts; None if all replicas do.
+
+    Every rank makes this call at the same time.
+    """
+    if plan.ep == 1:
+        return None
+    groups = None
+    if plan.dp_shard is not None:
+        groups = ShardGroups(axes.communicator_of("edp"), axes.communicator_of("dp_replicate"))
+    return ExpertReplicas(axes.communicator_of("dp_replicate", "edp"), groups)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicatedPart:
+    """A rank's part of the model, and the ranks that hold the same part.
+
+    Attributes:
+        context: this rank's context.
+        plan: read for zero, offload, bucket_mb, prefetch, unused and batchnorm.
+        stages: this rank's part of the model by number of the stage, on its device.
+        replicas: the ranks that hold the same part, or would without ZeRO.
+        groups: the replicas by groups, where ZeRO shards within each; None: it shards among all replicas.
+        tied: parameters that several stages of the model use, whose gradients are complete only after all backwards.
+        whole: parameters that ZeRO leaves alone; something else keeps them equal.
+        allow_unused: what lets a parameter have no gradient, for the error that asks for it.
+        experts: the ranks that hold the same experts; None if all replicas do.
+    """
+
+    context: Context
+    plan: Plan
+    stages: dict[int, Stage]
+    replicas: Communicator
+    tied: Collection[nn.Parameter] = ()
+    whole: Collection[nn.Parameter] = ()
+    allow_unused: str = "unused='allow' in the Plan"
+    groups: ShardGroups | None = None
+    experts: ExpertReplicas | None = None
+
+    @cached_property
+    def expert_parameters(self) -> set[nn.Parameter]:
+        """The parameters that are divided by expert."""
+        names = next(iter(self.stages.values())).sharded.experts
+        return {parameter for name, parameter in named_parameters(self.stages).items() if name in names}
+
+    def replicas_of(self, parameter: nn.Parameter) -> Communicator:
+        """Return the ranks that hold the parameter, or would without ZeRO."""
+        if self.experts is not None and parameter in self.expert_parameters:
+            return self.experts.replicas
+        return self.replicas
+
+    def groups_of(self, parameter: nn.Parameter) -> tuple[Communicator, Communicator | None]:
+        """Return the ranks among which ZeRO shards the parameter, and those that hold the same shard, if any do."""
+        of_experts = self.experts is not None and parameter in self.expert_parameters
+        groups = self.experts.groups if self.experts is not None and of_experts else self.groups
+        return (groups.shard, groups.replicate) if groups else (self.replicas_of(parameter), None)
+
+    def by_replicas(self) -> Iterator[tuple[Communicator, list[Tensor]]]:
+        """Yield all parameters and buffers, with the ranks that hold them."""
+        own, module = self.expert_parameters if self.experts else set(), self.module
+        yield (
+            self.replicas,
+            [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own],
+        )
+        if self.experts:
+            yield self.experts.replicas, [parameter for parameter in module.parameters() if parameter in own]
+
+    def first_of_replicas(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the entries of a state dict of which this rank is the first holder."""
+        names = next(iter(self.stages.values())).sharded.experts
+        experts = self.experts.replicas if self.experts else self.replicas
+        return {
+            name: value for name, value in state.items()
+            if (experts if name in names else self.replicas).index == 0
+        }  # fmt: skip
+
+    @property
+    def module(self) -> nn.ModuleList:
+        """The layers of all stages."""
+        return nn.ModuleList(stage.layers for stage in self.stages.values())
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The most bytes that are sent together."""
+        return int(self.plan.bucket_mb * 2**20)
+
+    @property
+    def allows_unused(self) -> bool:
+        """Whether a parameter may have no gradient in a step."""
+        return self.plan.unused == "allow"
+
+    @property
+    def unit_kinds(self) -> dict[nn.Parameter, str]:
+        """The parameters that share no flat tensor with others: those that tp leaves whole, and experts."""
+        kinds: dict[nn.Parameter, str] = dict.fromkeys(self.unsharded_parameters, "unsharded")
+        return kinds | dict.fromkeys(self.expert_parameters, "experts")
+
+    @property
+    def unsharded_parameters(self) -> set[nn.Parameter]:
+        """The parameters that tensor parallelism leaves whole on each of its ranks."""
+        sharded = next(iter(self.stages.values())).sharded
+        divided = sharded.shards.keys() - sharded.experts
+        return {parameter for name, parameter in named_parameters(self.stages).items() if name not in divided}

@@ -1,0 +1,140 @@
+"""Experts divided over ranks: each rank holds E/n of a layer's experts, and two all-to-alls carry the tokens.
+
+    permute     a row per token and choice, sorted by expert, so that those for one rank are side by side
+    count       an all-to-all of E numbers: how many rows each rank sends to each expert
+    dispatch    an all-to-all with uneven parts brings each row to the rank of its expert
+    experts     the layer's own forward computes them, with the experts that are here
+    return      the same all-to-all the other way
+    combine     weighted, and summed over each token's choices
+
+The gradients take both all-to-alls the other way. Every rank takes part in each of them, with however few tokens, so
+that none waits in vain: a rank that receives no row computes one of zeros, whose result it drops.
+
+No token is dropped, whatever the routing: each rank receives as many rows as there are. So the result is that of the
+whole layer. `mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
+
+Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
+section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, for the ranks that divide them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mpkit.common.torch_private import FakeTensor
+from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.experts.known_experts import find_experts, number_of_experts
+from mpkit.strategies.models.experts import count_rows
+from mpkit.strategies.stage.shard import Shard
+
+__all__ = ["divide_experts"]
+
+
+def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
+    """Leave this rank its part of each layer's experts, in place; their forwards exchange tokens with the group.
+
+    >>> from mpkit.models import GPT
+    >>> from mpkit.strategies.comm.process_group import FakeGroup
+    >>> model = GPT(layers=1, width=8, heads=2, experts=4)
+    >>> divide_experts(model, FakeGroup(2, 1))["block0.mlp.experts.up"].ranges, model.block0.mlp.experts.up.shape
+    ((range(2, 4),), torch.Size([2, 32, 8]))
+
+    Args:
+        model: the whole model.
+        group: the ranks that divide the experts, whose number divides theirs.
+
+    Returns:
+        The shards of the experts' parameters, by every name that they have.
+    """
+    shards: dict[str, Shard] = {}
+    aliases: dict[int, list[str]] = {}  # of parameters that have several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    parts: dict[int, nn.Parameter] = {}
+    for name, module in find_experts(model).items() if group.size > 1 else ():
+        here = number_of_experts(module) // group.size
+        mine = range(group.index * here, (group.index + 1) * here)
+        for inner, parameter in list(module.named_parameters(name)):
+            shard = Shard(tuple(parameter.shape), 0, (mine,))
+            shards |= dict.fromkeys(aliases[id(parameter)], shard)
+            if id(parameter) not in parts:
+                parts[id(parameter)] = nn.Parameter(shard.take(parameter.detach()), parameter.requires_grad)
+            owner, _, key = inner.removeprefix(f"{name}.").rpartition(".")
+            module.get_submodule(owner)._parameters[key] = parts[id(parameter)]
+        if hasattr(module, "num_experts"):
+            setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
+        compute, names = module.forward, inspect.signature(module.forward)
+        exchanging: Any = partial(_forward, compute, names, here, group)
+        exchanging.__signature__ = names
+        module.forward = exchanging
+    return shards
+
+
+def _forward(
+    compute: Callable[..., Tensor], names: inspect.Signature, here: int, group: ProcessGroup, *args: Any, **kwargs: Any
+) -> Tensor:  # fmt: skip
+    """Return what the whole layer makes of this rank's tokens.
+
+    Args:
+        compute: the layer's own forward, with the experts that are here.
+        names: its signature.
+        here: the number of these.
+        group: the ranks that divide the experts.
+        args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
+    """
+    x, chosen, weights = names.bind(*args, **kwargs).args[:3]
+    # ---- permute
+    order = chosen.flatten().argsort(stable=True)
+    token = order // chosen.shape[1]
+    # ---- count
+    sends, receives = _exchange_counts(chosen, here, group)
+    to, of = (list(map(sum, counts)) for counts in (sends, receives))
+    # ---- dispatch
+    rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
+    # ---- experts
+    padded = F.pad(rows, (0, 0, 0, 0 if sum(of) else 1))
+    numbers = [expert for counts in receives for expert, count in enumerate(counts) for _ in range(count)]
+    expert = torch.tensor(numbers or [0], dtype=chosen.dtype, device=x.device)[:, None]
+    made = compute(padded, expert, torch.ones_like(expert, dtype=weights.dtype))[: len(rows)]
+    # ---- return
+    returned = _Exchange.apply(made, group, of, to)  # type: ignore[no-untyped-call]
+    # ---- combine
+    weighted = returned * weights.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
+
+
+def _exchange_counts(
+    chosen: Tensor, here: int, group: ProcessGroup
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return how many rows this rank sends to each rank's experts, and how many it receives from each for its own."""
+    n = group.size
+    sends = torch.tensor(count_rows(chosen, n * here), device=chosen.device)
+    receives = group.all_to_all(sends)
+    if isinstance(chosen, FakeTensor) or chosen.is_meta:  # without values: as if routing were uniform
+        even = count_rows(chosen, n * here)
+        sent = [even[i * here : (i + 1) * here] for i in range(n)]
+        return sent, sent
+    return sends.view(n, here).tolist(), receives.view(n, here).tolist()
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks of their experts, or back; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, sends: list[int], receives: list[int]) -> Tensor:
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        return group.all_to_all(rows.contiguous(), sends=sends, receives=receives)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back = ctx.group.all_to_all(gradient.contiguous(), sends=ctx.receives, receives=ctx.sends)
+        return back, None, None, None

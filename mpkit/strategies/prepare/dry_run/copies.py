@@ -1,0 +1,187 @@
+"""Copies of a model whose functions refer to the copy.
+
+`copy.deepcopy` does not copy functions. A forward or a hook that was attached to a model and refers to it (`lambda x:
+model.head(x)`) would still refer to the original model; after pickling it refers to the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.common.exceptions import one_line
+from mpkit.common.torch_private import FakeTensor, FakeTensorMode, _get_dispatch_mode, _TorchDispatchModeKey
+from mpkit.strategies.data.microbatch import Value, leaves
+from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
+from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.partition.walk import HOOKS
+
+__all__ = [
+    "copy_model",
+    "freeze_unshared_norms",
+    "has_content",
+    "ready_to_travel",
+    "without_content",
+    "without_graphs",
+]
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy of the model.
+
+    >>> def doubled(model):
+    ...     model.forward = lambda x: nn.Linear.forward(model, x) * 2
+    ...     return model
+    >>> model = doubled(nn.Linear(2, 2))
+    >>> copy_model(model).forward.__closure__[0].cell_contents is model
+    False
+
+    Args:
+        memo: maps the id of an object in the model to its replacement in the copy.
+
+    Raises:
+        ValueError: the model holds something that cannot be copied, such as a lock.
+    """
+    memo = {} if memo is None else memo
+    for buffer in model.buffers():
+        if isinstance(buffer, FakeTensor):  # which has no memory that deepcopy could copy
+            memo.setdefault(id(buffer), buffer.clone())
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        which, reason = "The model", error
+        for name, child in model.named_children():
+            if (refused := _refusal(child)) is not None:
+                which, reason = f"The model's {name}", refused
+                break
+        raise ValueError(
+            f"{which} cannot be copied, and so not sent to the ranks: {one_line(reason)}. Locks, open files, "
+            "generators and the like belong to this process: make them when they are first used, on the rank, or leave "
+            "them out (__getstate__)."
+        ) from None
+    for before, after in zip(model.parameters(), made.parameters(), strict=True):
+        if issubclass(type(before), nn.Parameter):  # deepcopy leaves out what its author added to a parameter
+            vars(after).update(vars(before) | vars(after))
+    for module in made.modules():
+        _rebind(vars(module), [name for name in ("forward",) if name in vars(module)], memo)
+        for name in HOOKS:
+            hooks = vars(module)[name]
+            _rebind(hooks, list(hooks), memo)
+    return made
+
+
+def _refusal(module: nn.Module) -> Exception | None:
+    """Return what a module raises when it is copied; None if it can be copied."""
+    try:
+        copy.deepcopy(module)
+    except Exception as error:
+        return error
+    return None
+
+
+def ready_to_travel(model: nn.Module) -> nn.Module:
+    """Return the model itself, or a copy if some of it is on a GPU or belongs to a graph.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    model = without_graphs(model)
+    if all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    return copy_model(model).cpu()
+
+
+def without_graphs(model: nn.Module) -> nn.Module:
+    """Return the model itself, or a copy if a tensor that it keeps belongs to a graph.
+
+    A tensor that a module keeps from a forward, as `torch.nn.utils.weight_norm` keeps the weight that it computes, can
+    be neither copied nor sent together with its graph.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    kept = [
+        leaf
+        for module in model.modules()
+        for value in vars(module).values()
+        for leaf in flatten(value)[0]
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    if kept:
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        return copy_model(model, memo | {id(tensor): tensor.detach() for tensor in kept})
+    return model
+
+
+def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a copy of the model whose tensors have no content."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer)
+    return copy_model(model, memo)
+
+
+def freeze_unshared_norms(model: nn.Module, microbatches: int, replicas: int) -> nn.Module:
+    """Return the model, or a copy in which BatchNorms that cannot share statistics as planned take none of a batch.
+
+    `check_batchnorms` rejects them by name. A single sample, of which there are no statistics, must not stop a dry run
+    before.
+    """
+    norms = {
+        name: norm
+        for name, norm in batch_norms(model).items()
+        if microbatches > 1 or (replicas > 1 and has_own_forward(norm))
+    }
+    model = copy_model(model) if norms else model
+    for name, norm in norms.items():
+        frozen = model.get_submodule(name).eval()
+        if norm.running_mean is None:
+            frozen.running_mean, frozen.running_var = (
+                torch.zeros(norm.num_features),
+                torch.ones(norm.num_features),
+            )
+    return model
+
+
+def has_content(model: nn.Module, batch: tuple[Value, Value]) -> bool:
+    """Return whether the tensors of a model and a batch hold numbers: none is on the meta device, or fake."""
+    tensors = (*model.parameters(), *model.buffers(), *leaves(batch[0]), *leaves(batch[1]))
+    fake = _get_dispatch_mode(_TorchDispatchModeKey.FAKE)
+    return fake is None and not any(tensor.is_meta for tensor in tensors)
+
+
+def _rebind(functions: dict[Any, Any], names: Iterable[Any], memo: dict[int, Any]) -> None:
+    """Make functions use the copies of the modules that they closed over."""
+    for name in names:
+        function = functions[name]
+        if not isinstance(function, FunctionType) or not function.__closure__:
+            continue
+        cells = [_cell(cell, memo) for cell in function.__closure__]
+        if all(a is b for a, b in zip(cells, function.__closure__, strict=True)):
+            continue
+        made = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        )
+        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        made.__module__ = function.__module__
+        functions[name] = made
+
+
+def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # the cell is still empty
+        return cell
+    if isinstance(content, MethodType) and isinstance(content.__self__, nn.Module):
+        owner = memo.get(id(content.__self__))
+        return cell if owner is None else CellType(MethodType(content.__func__, owner))
+    if isinstance(content, nn.Module) and id(content) in memo:
+        return CellType(memo[id(content)])
+    return cell

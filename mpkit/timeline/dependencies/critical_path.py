@@ -1,0 +1,218 @@
+"""CriticalPath: the operations that decide how long a step takes, and how much longer every other one might.
+
+From the end of the step back to its begin: before an operation comes whatever ended last of all that it needed, which
+is the rank's own previous operation, or a communication; and before a communication comes the rank that issued it last.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.display import Drawn, data_frame, draw, write_text
+from mpkit.timeline.dependencies.blame import StepWaiting, waiting_of
+from mpkit.timeline.dependencies.build import graph_of
+from mpkit.timeline.dependencies.graph import Node, StepGraph
+from mpkit.timeline.replay.spans import ReplayResult
+from mpkit.trace import Kind
+
+__all__ = ["CriticalPath", "PathOp", "critical_path"]
+
+Array = npt.NDArray[Any]
+WORDS = {Node.GAP: "gap", Node.BEFORE: "before the step"}
+
+
+@dataclass(frozen=True)
+class PathOp:
+    """A part of the critical path.
+
+    Attributes:
+        row: the row of its span in `timeline.spans` of the step; of a gap, the operation after it.
+        rank: the rank that it is on.
+        kind: the word of its kind, such as "forward"; "gap" where the rank did nothing known; "before the step" where
+            it had not begun the step yet.
+        stage, microbatch: -1: none.
+        name: its name; "" if it has none.
+        start, end: seconds from the begin of the step.
+    """
+
+    row: int
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How much of the step it is."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class CriticalPath(Drawn):
+    """The operations that decide a step. It prints as a table, and is drawn over the timeline in a notebook.
+
+    Attributes:
+        timeline: the step's own timeline.
+        step: its number; -1 if the timeline has no steps.
+        ops: the operations in order; their lengths add up to the step.
+        graph: the step as a graph.
+
+    >>> import mpkit as mk
+    >>> path = mk.simulate(mk.Plan.gpipe(2, 2), forward=[1, 3]).critical_path()
+    >>> [(op.rank, op.kind, op.seconds) for op in path.ops][:3]
+    [(0, 'forward', 1.0), (1, 'forward', 3.0), (1, 'forward', 3.0)]
+    >>> path.step_time, path.if_free(kind="forward"), path.slack_of(rank=0, kind="forward").tolist()
+    (13.0, 7.0, [0.0, 2.0])
+    """
+
+    timeline: ReplayResult
+    step: int
+    ops: tuple[PathOp, ...]
+    graph: StepGraph = field(repr=False)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of the step."""
+        return self.graph.step_time
+
+    @property
+    def by_rank(self) -> dict[int, float]:
+        """Seconds of the path on each rank."""
+        return self._sums("rank")
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of the path by kind of operation, the most first."""
+        sums = self._sums("kind")
+        return dict(sorted(sums.items(), key=lambda each: -each[1]))
+
+    @cached_property
+    def waiting(self) -> StepWaiting:
+        """Who waits for whom: each wait is charged to the rank that came last, until it came."""
+        return waiting_of(self.graph, self.timeline.spans)
+
+    def _sums(self, column: str) -> dict[Any, float]:
+        sums: dict[Any, float] = {}
+        for op in self.ops:
+            key = getattr(op, column)
+            sums[key] = sums.get(key, 0.0) + op.seconds
+        return dict(sorted(sums.items()))
+
+    @property
+    def slack(self) -> Array:
+        """Seconds that each span of the step may take longer without the step taking longer, (spans,).
+
+        It is nan for spans that are no operations of their own: waits, steps, layers within an action.
+        """
+        slack = np.full(len(self.timeline.spans), np.nan)
+        for row, nodes in self.graph.of_row.items():
+            slack[row] = self.graph.slack[nodes].min()
+        return slack
+
+    def slack_of(self, *, rank: int | None = None, kind: str | None = None) -> Array:
+        """Return the slack in seconds of a rank's operations, or of those of one kind, by rank, then by start.
+
+        Raises:
+            ValueError: there are no such operations.
+        """
+        return np.asarray(self.slack[self._rows(rank, kind)])
+
+    def if_free(
+        self, *, rank: int | None = None, kind: str | None = None, rows: Array | None = None
+    ) -> float:
+        """Return by how many seconds the step would be shorter if some operations took no time.
+
+        A communication takes no time on all of its ranks then.
+
+        Args:
+            rank: those of this rank; None: of all.
+            kind: those of this kind, such as "forward" or "all_reduce"; None: of all.
+            rows: those of these spans of the step.
+
+        Raises:
+            ValueError: there are no such operations.
+        """
+        nodes = self.graph.nodes_of(self._rows(rank, kind) if rows is None else rows)
+        return self.step_time - self.graph.time_with(self.graph.durations_without(nodes))
+
+    def _rows(self, rank: int | None, kind: str | None) -> Array:
+        spans = self.timeline.spans
+        rows = np.array(sorted(self.graph.of_row), int)
+        if rank is not None:
+            rows = rows[spans["rank"][rows] == rank]
+        if kind is not None:
+            words = {each.word: int(each) for each in Kind}
+            rows = rows[spans["kind"][rows] == words.get(kind, -1)]
+        if not len(rows):
+            there = sorted({Kind(int(k)).word for k in spans["kind"][sorted(self.graph.of_row)]})
+            raise ValueError(
+                f"rank={rank!r}, kind={kind!r}: the step has no such operations. It has the ranks 0 to "
+                f"{self.timeline.world_size - 1} and {', '.join(there)}."
+            )
+        return rows
+
+    def to_dataframe(self) -> Any:
+        """Return one row per operation of the path: rank, kind, stage, microbatch, name, start and end in seconds.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        columns = ["rank", "kind", "stage", "microbatch", "name", "start", "end"]
+        return data_frame(([getattr(op, name) for name in columns] for op in self.ops), columns)
+
+    def show(self) -> Any:
+        """Return the interactive timeline of the step with the path over it, for a notebook.
+
+        Raises:
+            ImportError: anywidget is not installed.
+        """
+        return draw(self, "widget")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle: dict[str, Any] = {}
+        with suppress(ImportError):  # then the picture has to do
+            shown = self.show()._repr_mimebundle_()
+            bundle = dict(shown[0] if isinstance(shown, tuple) else shown)
+        return bundle | super()._repr_mimebundle_(include, exclude)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return a page with the path over the timeline and its table; write it to `path` as well if given."""
+        return write_text(draw(self, "html"), path)
+
+
+def critical_path(timeline: ReplayResult, step: int) -> CriticalPath:
+    """Return the critical path of a timeline that holds one step."""
+    graph = graph_of(timeline.spans, timeline.world_size, timeline.clock)
+    ends = graph.ends.tolist()
+    ops: list[PathOp] = []
+    for piece in graph.chain():
+        took = float(graph.took[piece])
+        if took <= 0 and ends[piece] - took <= 0:
+            continue
+        op = _op(timeline, graph, piece, ends[piece] - took, ends[piece])
+        if op.seconds <= 0:
+            continue
+        if ops and (ops[-1].row, ops[-1].kind) == (op.row, op.kind):
+            op = PathOp(op.row, op.rank, op.kind, op.stage, op.microbatch, op.name, ops.pop().start, op.end)
+        ops.append(op)
+    return CriticalPath(timeline, step, tuple(ops), graph)
+
+
+def _op(timeline: ReplayResult, graph: StepGraph, piece: int, start: float, end: float) -> PathOp:
+    row, kind = int(graph.row[piece]), Node(int(graph.kind[piece]))
+    span = timeline.spans[row]
+    word = WORDS.get(kind) or Kind(int(span["kind"])).word
+    name = timeline.names[span["name"]]
+    return PathOp(
+        row, int(graph.rank[piece]), word, int(span["stage"]), int(span["microbatch"]), name, start, end
+    )

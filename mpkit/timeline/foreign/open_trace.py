@@ -1,0 +1,139 @@
+"""`mk.open`: traces from files, whoever wrote them.
+
+a folder or files of torch.profiler     imported: a file per rank
+what `Trace.save` wrote                 loaded as it is
+the folder of a run                     loaded as far as it is written
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mpkit.common.tracebacks import public
+from mpkit.errors import TraceError
+from mpkit.timeline.foreign.inference.mesh_fit import plan_of_mesh
+from mpkit.timeline.foreign.opened_trace import OpenedTrace
+from mpkit.timeline.foreign.reading.read import looks_like_json, looks_like_trace, other_kind
+from mpkit.timeline.foreign.torch_profiler import import_traces
+from mpkit.trace import Trace
+
+__all__ = ["open"]
+
+_LARGE = 32 << 20
+"""Bytes from which on reading shows a progress bar."""
+
+TAKES = (
+    "mk.open takes .json and .json.gz files of torch.profiler (export_chrome_trace), a folder of them, and what "
+    "trace.save wrote"
+)
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@public
+def open(path: Paths) -> OpenedTrace:
+    """Open traces: torch.profiler's of one rank or many, JSON of other tools in Chrome's format, or mpkit's own.
+
+    The result is a `Trace`, and shows itself as its timeline. What is known of it besides (which ranks of how many,
+    what was fixed, how clocks were aligned) is in `notes`.
+
+    Args:
+        path: a file, a folder of files with one per rank, a folder of such folders with one file each, or several
+            files. JSON may be zipped by gzip; JSON in a folder that is no trace is left out.
+
+    Raises:
+        TraceError: there is no such file, or it cannot be read as a trace.
+
+    >>> import json, pathlib, tempfile
+    >>> import mpkit as mk
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "spans.json")
+    ...     _ = path.write_text(json.dumps([{"ph": "X", "name": "load", "pid": 1, "tid": 1, "ts": 0, "dur": 5}]))
+    ...     mk.open(path)
+    <OpenedTrace of 1 rank, 1 ops, spans.json>
+    """
+    asked = [path] if isinstance(path, str | os.PathLike) else list(path)
+    if len(asked) == 1 and (own := _own(Path(asked[0]))) is not None:
+        return OpenedTrace(own.ranks, own.meta)
+    files = [file for each in asked for file in _files(Path(each))]
+    if not files:
+        raise TraceError(f"an empty list: no trace. {TAKES}")
+    with _progress(files) as progress:
+        trace = import_traces(files, progress)
+    opened = OpenedTrace(trace.ranks, trace.meta)
+    if (plan := plan_of_mesh(opened, opened.inferred.plan)) is not None:
+        opened.meta["plan"] = plan.to_json()
+        opened.meta["imported"]["notes"].append(
+            f"The plan is inferred (trace.inferred has the evidence): {plan}."
+        )
+    return opened
+
+
+def _own(path: Path) -> Trace | None:
+    """Return a trace that mpkit wrote; None if the path is something else.
+
+    Raises:
+        TraceError: there is nothing there, or it is neither.
+    """
+    if path.is_dir():
+        own = (path / "meta.json").is_file() or any(path.glob("rank*.ops"))
+        return Trace.read(path) if own else None
+    if path.is_file() and looks_like_json(path):
+        return None
+    if path.is_file() and (kind := other_kind(path)):
+        raise TraceError(f"{path} is {kind}. {TAKES}")
+    return Trace.load(path)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of JSON that a path names: a folder's own, or one from each of its folders.
+
+    Raises:
+        TraceError: there is no such file, no trace, or there are several folders of several traces.
+    """
+    if not path.is_dir():
+        if not path.is_file():
+            raise TraceError(f"{path}: no such file or folder")
+        return [path]
+    own = _traces_in(path)
+    below = {} if own else {each: _traces_in(each) for each in sorted(path.iterdir()) if each.is_dir()}
+    found = {folder: files for folder, files in below.items() if files}
+    if len(found) > 1 and any(len(files) > 1 for files in found.values()):
+        several = ", ".join(f"mk.open({str(folder)!r})" for folder in found)
+        raise TraceError(f"{path}: its folders have traces of several runs; open one of them: {several}")
+    files = own or [file for files in found.values() for file in files]
+    if not files:
+        raise TraceError(f"{path}: no trace. {TAKES}")
+    return files
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    """Return the traces in a folder, without what else is written in JSON there, such as configurations."""
+    files = [file for pattern in ("*.json", "*.json.gz") for file in folder.glob(pattern) if file.is_file()]
+    return sorted(file for file in files if looks_like_trace(file))
+
+
+@contextmanager
+def _progress(files: list[Path]) -> Iterator[Callable[[Path, int], None]]:
+    """Give a function that shows how much of large files has been read."""
+    sizes = {file: file.stat().st_size for file in files}
+    if sum(sizes.values()) < _LARGE:
+        yield lambda path, done: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        task: Any = bar.add_task("reading traces", total=sum(sizes.values()))
+        read = dict.fromkeys(files, 0)
+
+        def progress(path: Path, done: int) -> None:
+            read[path] = done
+            bar.update(task, completed=sum(read.values()))
+
+        yield progress

@@ -1,0 +1,157 @@
+"""A critical path: as a table, and drawn over the timeline.
+
+outlines   around the operations that decide the step
+lines      from rank to rank, where one waited for the other
+table      the path by kind and by rank, and its longest operations with what the step would be without them
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpkit.common.safe_text import escape
+from mpkit.common.units import percent, seconds
+from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Lane
+from mpkit.views.drawing.outlines import Outline, merge_outlines
+from mpkit.views.timeline.picture import Picture
+from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
+
+if TYPE_CHECKING:
+    from mpkit.timeline.dependencies.critical_path import CriticalPath, PathOp
+
+__all__ = ["critical_html", "critical_svg", "critical_text", "outline_path"]
+
+LONGEST = 10
+"""How many operations of a path are listed."""
+
+NO_OPERATION = ("gap", "before the step")
+
+PARTS = {Lane.COMM: "comm", Lane.HOST: "host", Lane.DATA: "data"}
+
+
+def critical_text(path: CriticalPath) -> str:
+    """Return the path by kind and rank, and its longest operations."""
+    whole = path.step_time or 1.0
+    lines = [heading(path), f"{'on the path':>11}  {'share':>7}  {'if free':>9}  kind"]
+    lines += [
+        f"{seconds(on):>11}  {percent(on / whole):>7}  {_gain_without(path, kind):>9}  {kind.replace('_', ' ')}"
+        for kind, on in path.by_kind.items()
+    ]
+    shares = (
+        f"rank {path.timeline.rank_number(rank)} {percent(on / whole)}" for rank, on in path.by_rank.items()
+    )
+    lines.append(f"It is on {', '.join(shares)}.")
+    lines.append(f"{'start':>9}  {'takes':>9}  {'if free':>9}  operation")
+    lines += [
+        f"{seconds(op.start):>9}  {seconds(op.seconds):>9}  {_gain(path, op):>9}  {op_words(path, op)}"
+        for op in longest(path)
+    ]
+    left = len(path.ops) - LONGEST
+    if left > 0:
+        lines.append(
+            f"and {left:,} shorter ones, in path.ops; path.slack has how much longer every other may take."
+        )
+    return "\n".join(lines)
+
+
+def heading(path: CriticalPath) -> str:
+    """Say what decides the step."""
+    what = f"step {path.step}" if path.step >= 0 else "the timeline"
+    ranks = len(path.by_rank)
+    return (
+        f"Critical path of {what}: {seconds(path.step_time)} through {len(path.ops):,} operations on {ranks} of "
+        f"{path.timeline.world_size} ranks."
+    )
+
+
+def longest(path: CriticalPath) -> list[PathOp]:
+    """Return the longest operations, in the order in which they run."""
+    chosen = sorted(path.ops, key=lambda op: -op.seconds)[:LONGEST]
+    return sorted(chosen, key=lambda op: op.start)
+
+
+def op_words(path: CriticalPath, op: PathOp) -> str:
+    """Name an operation: its rank, kind, name, stage and micro-batch."""
+    words = [f"rank {path.timeline.rank_number(op.rank)}", op.kind.replace("_", " ")]
+    words += [op.name] if op.name else []
+    words += [f"micro-batch {op.microbatch}"] if op.microbatch >= 0 else []
+    words += [f"stage {op.stage}"] if op.stage >= 0 else []
+    return " · ".join(words)
+
+
+def _gain(path: CriticalPath, op: PathOp) -> str:
+    """Return by how much the step would be shorter without an operation."""
+    return "" if op.kind in NO_OPERATION else _less(path.if_free(rows=np.array([op.row])))
+
+
+def _gain_without(path: CriticalPath, kind: str) -> str:
+    """Return by how much the step would be shorter without all operations of a kind, on the path or not."""
+    return "" if kind in NO_OPERATION else _less(path.if_free(kind=kind))
+
+
+def _less(gain: float) -> str:
+    return f"-{seconds(gain)}" if gain > 0 else "0 s"
+
+
+# ---- drawn ------------------------------------------------------------------------------------------------------
+
+
+def critical_svg(path: CriticalPath, width: int = 960) -> str:
+    """Draw the timeline of the step with the path over it."""
+    timeline = path.timeline
+    assert isinstance(timeline, Timeline)
+    title = "Critical path" + (f" of step {path.step}" if path.step >= 0 else "")
+    return svg(timeline, width, title=title, over=lambda pic, tops, plot: outline_path(path, pic, tops, plot))
+
+
+def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot) -> str:
+    """Return outlines around the path's operations, and lines from rank to rank."""
+    scale = plot.span / pic.duration if pic.duration else 0.0
+    late = path.graph.begin - pic.origin
+    rows = {(row.rank, row.part): number for number, row in enumerate(pic.rows)}
+    lanes = path.timeline.spans["lane"]
+    boxes = []
+    for op in path.ops:
+        part = "compute" if op.kind in NO_OPERATION else PARTS.get(Lane(lanes[op.row]), "compute")
+        number = rows.get((op.rank, part))
+        if number is not None:
+            x, length = plot.left + (op.start + late) * scale, op.seconds * scale
+            words = f"critical: {op_words(path, op)}, {seconds(op.seconds)}"
+            boxes.append(Outline(x, length, tops[number], HEIGHTS[part], words, op.kind == "gap"))
+    outlines = merge_outlines(boxes)
+    parts = [each.svg() for each in outlines]
+    for before, after in pairwise(outlines):
+        if before.y != after.y:
+            down = after.y > before.y
+            y1, y2 = (before.y + before.height, after.y) if down else (before.y, after.y + after.height)
+            parts.append(
+                f'<line class="path" x1="{before.end:.2f}" y1="{y1:g}" x2="{after.x:.2f}" y2="{y2:g}"/>'
+            )
+    return f'<g aria-label="critical path">{"".join(parts)}</g>'
+
+
+def critical_html(path: CriticalPath) -> str:
+    """Return a page: the picture, and a table of all operations of the path."""
+    rows = "".join(
+        f"<tr><td>{seconds(op.start)}</td><td>{seconds(op.seconds)}</td><td>{escape(op_words(path, op))}</td></tr>"
+        for op in path.ops
+    )
+    return page(
+        heading(path),
+        f"<p>{escape(heading(path))}</p>{critical_svg(path)}"
+        f"<table><thead><tr><th>start</th><th>takes</th><th>operation</th></tr></thead><tbody>{rows}</tbody></table>",
+    )
+
+
+def page(title: str, body: str) -> str:
+    """Return one self-contained HTML page."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>'
+        ":root{color-scheme:light dark}body{font-family:system-ui,sans-serif;margin:1.5rem;max-width:70rem}"
+        "td,th{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}svg{max-width:100%;height:auto}"
+        f"</style></head><body><main>{body}</main></body></html>\n"
+    )
