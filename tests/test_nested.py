@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.models.nested import LEAF, flatten, is_opaque, rebuild
+from mpkit.strategies.models.nested_values import LEAF, flatten, is_opaque, rebuild
 
 ONE = torch.ones(2)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChartedResult",
-    "Drawn",
+    "DrawnResult",
     "HasChart",
     "data_frame",
     "draw",
@@ -75,7 +75,7 @@ def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any]:
     raise LookupError(f"nobody draws a {names[0]} as {form}: {', '.join(_tables)} has no such renderer")
 
 
-class Drawn:
+class DrawnResult:
     """A result that prints, and shows itself as a picture in a notebook."""
 
     def to_svg(self, path: str | Path | None = None) -> str:
@@ -111,11 +111,11 @@ class HasChart:
         return {**bundle, "text/plain": str(self)}
 
 
-class ChartedResult(HasChart, Drawn):
+class ChartedResult(HasChart, DrawnResult):
     """A result that has a picture as well, which is shown instead of the chart where there is no plotly."""
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        picture = Drawn._repr_mimebundle_(self, include, exclude)
+        picture = DrawnResult._repr_mimebundle_(self, include, exclude)
         return picture | HasChart._repr_mimebundle_(self, include, exclude)
 
 

@@ -60,7 +60,7 @@ def ask(command: Sequence[str], limit: float = 10.0) -> CommandOutput:
         )
     except OSError as error:
         return CommandOutput(source, missing=f"`{source}` could not be run: {error.strerror}")
-    printed = [_Printed(process, pipe) for pipe in (process.stdout, process.stderr)]
+    printed = [_CommandOutput(process, pipe) for pipe in (process.stdout, process.stderr)]
     try:
         process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ def ask(command: Sequence[str], limit: float = 10.0) -> CommandOutput:
     return CommandOutput(source, text)
 
 
-class _Printed(threading.Thread):
+class _CommandOutput(threading.Thread):
     """Reads what a command prints, and kills it if that is too long."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: IO[bytes] | None) -> None:

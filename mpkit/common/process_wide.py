@@ -21,9 +21,11 @@ LOCK = threading.RLock()
 def silent() -> Iterator[None]:
     """Drop what this thread, and threads that it starts, print inside the context; others print as before."""
     before = sys.stdout
-    while isinstance(before, _Filtered) and before.has_ended:  # one that somebody has put back since
+    while (
+        isinstance(before, _StreamBeforeThread) and before.has_ended
+    ):  # one that somebody has put back since
         before = before.stream
-    filtered = sys.stdout = _Filtered(before)
+    filtered = sys.stdout = _StreamBeforeThread(before)
     try:
         yield
     finally:
@@ -32,7 +34,7 @@ def silent() -> Iterator[None]:
             sys.stdout = before
 
 
-class _Filtered:
+class _StreamBeforeThread:
     """A stream as it was for the threads that ran when this was made, but for the one that made it."""
 
     def __init__(self, stream: Any) -> None:

@@ -26,9 +26,9 @@ class OutputReader:
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder = folder
         self._ranks = ranks
-        self._log = _Growing(folder / "output.log")
+        self._log = _GrowingFile(folder / "output.log")
         self._torn = b""  # the beginning of an incomplete record
-        self._std = [_Growing(part(folder, rank, "std")) for rank in range(ranks)]
+        self._std = [_GrowingFile(part(folder, rank, "std")) for rank in range(ranks)]
         self._lines = [b""] * ranks  # the beginning of a line of C++ code or of a child process
 
     def lines(self, last: bool = False) -> Iterator[str]:
@@ -77,7 +77,7 @@ class OutputReader:
             yield from _label_lines(rank, cut_note())
 
 
-class _Growing:
+class _GrowingFile:
     """A file that others append to."""
 
     def __init__(self, path: Path) -> None:

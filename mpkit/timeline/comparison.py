@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.common.display import Drawn, HasChart, data_frame, draw
+from mpkit.common.display import DrawnResult, HasChart, data_frame, draw
 from mpkit.common.safe_text import visible
 from mpkit.plan.plan import Plan
 from mpkit.timeline import metrics
@@ -56,7 +56,7 @@ class ComparedStep:
 
 
 @dataclass(frozen=True)
-class Comparison(Drawn, HasChart):
+class Comparison(DrawnResult, HasChart):
     """Several timelines compared: prints as a table, and shows itself as pictures on one axis in a notebook.
 
     The chart (`figure`) shows where the time goes: one stacked bar per timeline, of work and of idle time by cause.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import Drawn, data_frame
+from mpkit.common.display import DrawnResult, data_frame
 from mpkit.trace.files import RankTrace
 from mpkit.trace.validation import check_steps
 
@@ -22,7 +22,7 @@ ROWS = 2
 """The kind of a logged value that is an expert's rows in a step, named by the layer, "[" and the expert's number."""
 
 
-class ExpertLoad(Drawn):
+class ExpertLoad(DrawnResult):
     """The load of experts; it prints as a table of the last step, and shows itself as a picture of all steps.
 
     >>> load = ExpertLoad({"block0": np.array([[6.0, 2.0], [4.0, 4.0]])}, first=0)
@@ -60,7 +60,7 @@ class ExpertLoad(Drawn):
         ]
         return data_frame(listed, columns)
 
-    __repr__ = Drawn.__str__
+    __repr__ = DrawnResult.__str__
 
 
 def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:

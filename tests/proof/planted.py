@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.tied import TiedWeights
+from mpkit.strategies.data_parallel.tied_weights import TiedWeights
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.models.randomness import Randomness
 from mpkit.strategies.runtime.pipeline import Pipeline

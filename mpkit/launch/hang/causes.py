@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.launch.hang.unmatched import missing_ranks, unanswered_calls, waited_for
+from mpkit.launch.hang.unmatched_calls import missing_ranks, unanswered_calls, waited_for
 from mpkit.trace import Kind, Trace
 from mpkit.trace.mismatch import IssuedCall
 

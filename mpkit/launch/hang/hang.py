@@ -20,7 +20,7 @@ from mpkit.launch.hang.causes import reasons
 from mpkit.launch.hang.cells import in_cells
 from mpkit.launch.hang.progress import FINISHED, Sight
 from mpkit.launch.hang.stragglers import stopped_words
-from mpkit.launch.hang.unmatched import missing_ranks, never, waited_for
+from mpkit.launch.hang.unmatched_calls import missing_ranks, never, waited_for
 from mpkit.trace import Kind, RankTrace, Trace
 
 __all__ = ["GRACE", "LIMIT", "LOOK_EVERY", "Patience", "explain"]

@@ -18,7 +18,7 @@ from mpkit.launch.hang.ask_stacks import ask_stacks
 from mpkit.launch.hang.hang import LIMIT, Patience, explain
 from mpkit.launch.hang.progress import FINISHED, RankWatch, Sight
 from mpkit.launch.hang.stragglers import IDLE, NOTICE_AFTER, WaitWatch, ranks_spelt, stopped_words
-from mpkit.launch.hang.unmatched import first_mismatch
+from mpkit.launch.hang.unmatched_calls import first_mismatch
 from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.launch.process.stacks import place_of
 from mpkit.trace import Trace

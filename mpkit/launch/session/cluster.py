@@ -43,7 +43,7 @@ __all__ = ["Cluster"]
 
 
 @dataclass
-class _Shared:
+class _ClusterHelper:
     """What a cluster shares with those that `resized` makes of it: the helper process, also if a new one is started."""
 
     fork_server: ForkServerClient | None = None
@@ -107,7 +107,7 @@ class Cluster:
         import sys
 
         self._fork = start == "fork" if start else sys.platform == "linux"
-        self._shared = _Shared()
+        self._shared = _ClusterHelper()
         if self._session is None:
             self._shared.fork_server = self._new_fork_server()
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mpkit.common.display import Drawn, draw
+from mpkit.common.display import DrawnResult, draw
 from mpkit.plan.plan import Plan
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 from mpkit.timeline.comparison import Comparison, compare_timelines
@@ -55,7 +55,7 @@ class PredictedStep:
 
 
 @dataclass(frozen=True)
-class WhatIf(Drawn, DelegatedAnswer):
+class WhatIf(DrawnResult, DelegatedAnswer):
     """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
 
     Attributes:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpkit.common.calls import answers
-from mpkit.common.display import Drawn
+from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
@@ -44,7 +44,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Estimate(Drawn, Answer):
+class Estimate(DrawnResult, Answer):
     """The prediction of a step, with its band and where the time goes; it prints, and is a picture in a notebook.
 
     Attributes:

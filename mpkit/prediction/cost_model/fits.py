@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from mpkit.common.calls import answers
-from mpkit.common.display import Drawn
+from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
 from mpkit.devices.catalogue import hardware as machine_of
@@ -68,7 +68,7 @@ FOLLOW: dict[str, str | None] = {"pytorch": None, "pytorch-fp32": None, "mpkit":
 
 
 @dataclass(frozen=True)
-class Fits(Drawn, DelegatedAnswer):
+class Fits(DrawnResult, DelegatedAnswer):
     """Whether a plan fits; true if it does. It prints, and is a picture in a notebook.
 
     Attributes:

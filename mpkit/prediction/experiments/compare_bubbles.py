@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.display import Drawn, data_frame
+from mpkit.common.display import DrawnResult, data_frame
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
@@ -37,7 +37,7 @@ class BubblePoint:
 
 
 @dataclass(frozen=True)
-class BubbleCurve(Drawn):
+class BubbleCurve(DrawnResult):
     """Bubbles by micro-batches: prints as a table, and shows itself as points on the formula's line in a notebook.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.display import Drawn, data_frame
+from mpkit.common.display import DrawnResult, data_frame
 from mpkit.common.tracebacks import public
 from mpkit.timeline.answer import HasTimeline
 from mpkit.timeline.timeline import Timeline
@@ -18,7 +18,7 @@ __all__ = ["MemoryByPlan", "memory_by_plan"]
 
 
 @dataclass(frozen=True)
-class MemoryByPlan(Drawn):
+class MemoryByPlan(DrawnResult):
     """Memory by plan, rank and category: prints as a table, and shows itself as stacked bars in a notebook.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Beyond: what training would take on more ranks than were measured.
+"""Extrapolation: what training would take on more ranks than were measured.
 
     read        the model's architecture, the samples of a batch and the tokens of a sample
     check       every plan is one that `mk.estimate` can price; before any rank starts
@@ -29,14 +29,14 @@ from mpkit.strategies.prepare.arguments.batches import take_batches
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Beyond", "beyond_of"]
+__all__ = ["LargerMachine", "beyond_of"]
 
 ENOUGH = 4
 """Measured steps that give a band of their own."""
 
 
 @dataclass(frozen=True)
-class Beyond:
+class LargerMachine:
     """Predictions for a model, a batch and a machine.
 
     Attributes:
@@ -85,7 +85,7 @@ class Beyond:
 def beyond_of(
     model: torch.nn.Module, data: Any, measured: Sequence[Plan], plans: Sequence[Plan], hardware: Hardware | str | None,
     *, weak: bool, on_gpus: bool,
-) -> Beyond:  # fmt: skip
+) -> LargerMachine:  # fmt: skip
     """Return what predicts these plans, checked.
 
     Args:
@@ -119,7 +119,7 @@ def beyond_of(
             "hardware='8x-h100-nvlink' or mk.hardware('h100', nodes=4, nic='ndr'); mk.hardware() lists them"
         )
     machine = find(hardware or "cpu")
-    found = Beyond(
+    found = LargerMachine(
         architecture, sequence, machine, plans, lambda ranks: samples * ranks // least if weak else samples
     )
     found.check(measured)

@@ -23,7 +23,7 @@ from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.borrowed_cluster import borrow_clusters
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
-from mpkit.prediction.experiments.extrapolation import Beyond, beyond_of
+from mpkit.prediction.experiments.extrapolation import LargerMachine, beyond_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -219,14 +219,14 @@ def _rows(
 def _ahead(
     model: torch.nn.Module, data: Any, asked: list[Plan], more: list[Plan], hardware: Hardware | str | None,
     weak: bool, device: str,
-) -> Beyond:  # fmt: skip
+) -> LargerMachine:  # fmt: skip
     import torch
 
     on_gpus = device != "cpu" and torch.accelerator.is_available()
     return beyond_of(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
 
 
-def _predict_rows(ahead: Beyond, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
+def _predict_rows(ahead: LargerMachine, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
     """Yield a row per prediction."""
     base = min(rows, key=lambda row: row.ranks)
     for found in ahead.predict([(row.plan, row.step_time) for row in rows]):

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpkit.common.display import Drawn, data_frame
+from mpkit.common.display import DrawnResult, data_frame
 from mpkit.prediction.experiments.soap_operator import Box
 from mpkit.trace import Kind, Lane, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["RANKS", "Sent", "Soap", "Way", "count_exchanged"]
+__all__ = ["RANKS", "PhaseTraffic", "Soap", "Way", "count_exchanged"]
 
 RANKS = 2
 
 
 @dataclass(frozen=True)
-class Sent:
+class PhaseTraffic:
     """What ranks exchange in one phase.
 
     Attributes:
@@ -57,7 +57,7 @@ class Way:
     known_as: str
     told: str
     held: dict[str, list[Box | None]]
-    sent: list[Sent]
+    sent: list[PhaseTraffic]
     difference: float
     gradient_difference: float
 
@@ -67,7 +67,7 @@ class Way:
 
 
 @dataclass(frozen=True, repr=False)
-class Soap(Drawn):
+class Soap(DrawnResult):
     """A layer and all ways to split it; a notebook shows its picture.
 
     Attributes:
@@ -98,19 +98,19 @@ class Soap(Drawn):
         rows = [{"way": way.name, **vars(sent)} for way in self.ways for sent in way.sent]
         return data_frame(rows, columns=["way", "phase", "kind", "what", "payload", "times"])
 
-    __repr__ = Drawn.__str__
+    __repr__ = DrawnResult.__str__
 
 
-def count_exchanged(trace: Trace) -> dict[str, list[Sent]]:
+def count_exchanged(trace: Trace) -> dict[str, list[PhaseTraffic]]:
     """Return what ranks exchanged, by way: collectives as recorded on rank 0, messages as recorded by their senders."""
     payloads_by_call: dict[tuple[str, str, str, str], list[int]] = {}
     for rank in range(RANKS):
         for place, kind, payload in _payloads(trace, rank):
             if kind == Kind.SEND or (kind != Kind.RECV and rank == 0):
                 payloads_by_call.setdefault((*place, kind.word), []).append(payload)
-    ways: dict[str, list[Sent]] = {}
+    ways: dict[str, list[PhaseTraffic]] = {}
     for (way, phase, what, kind_word), payloads in payloads_by_call.items():
-        ways.setdefault(way, []).append(Sent(phase, kind_word, what, sum(payloads), len(payloads)))
+        ways.setdefault(way, []).append(PhaseTraffic(phase, kind_word, what, sum(payloads), len(payloads)))
     return ways
 
 

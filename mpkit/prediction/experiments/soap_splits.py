@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from mpkit.common.tracebacks import public
 from mpkit.launch.session.borrowed_cluster import borrow_cluster
 from mpkit.launch.session.cluster import Cluster
-from mpkit.prediction.experiments.soap_found import RANKS, Sent, Soap, Way, count_exchanged
+from mpkit.prediction.experiments.soap_found import RANKS, PhaseTraffic, Soap, Way, count_exchanged
 from mpkit.prediction.experiments.soap_operator import AlgebraicOperator, Box, Pieces, whole
 from mpkit.prediction.experiments.soap_ranks import WAYS, on_a_rank
 
-__all__ = ["Sent", "Soap", "Way", "soap"]
+__all__ = ["PhaseTraffic", "Soap", "Way", "soap"]
 
 ABOUT = {
     "O": ("operators", "pipeline parallelism", "This operator on rank 0, the next one, Z = Y C, on rank 1. While "
@@ -62,7 +62,7 @@ def soap(
     >>> [(way.name, way.payload("forward"), way.payload("backward")) for way in found.ways[:3]]
     [('O', 512, 512), ('S', 0, 448), ('A', 0, 448)]
     >>> found["P rows"].sent
-    [Sent(phase='forward', kind='all_reduce', what='Y', payload=512, times=1)]
+    [PhaseTraffic(phase='forward', kind='all_reduce', what='Y', payload=512, times=1)]
     >>> max(way.difference for way in found.ways) < 1e-12
     True
 
@@ -168,7 +168,7 @@ def _alone(operator: AlgebraicOperator, given: dict[str, Tensor]) -> dict[str, P
     return pieces
 
 
-def _way(name: str, by_rank: list[Pieces], sent: list[Sent], alone: Pieces) -> Way:
+def _way(name: str, by_rank: list[Pieces], sent: list[PhaseTraffic], alone: Pieces) -> Way:
     def largest_error(what: str, mine: Tensor, box: Box, all_of_it: Tensor) -> float:
         there = all_of_it[tuple(slice(*edge) for edge in box)]
         assert mine.shape == there.shape, f"{name}: {what} is {mine.shape}, not {there.shape}"

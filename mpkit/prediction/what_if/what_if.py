@@ -62,7 +62,7 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
     """
     # ---- check
     asked = settings(run.plan, changes)
-    recorded = _Recorded(run, job, cluster)
+    recorded = _RunRecord(run, job, cluster)
     # ---- count, factor, predict, replay
     rows = tuple(PredictedStep(each.change, each.plan, recorded.typical(each)) for each in asked)
     # ---- memory
@@ -71,7 +71,7 @@ def what_if(run: Run, job: TrainJob, cluster: Cluster | None, changes: dict[str,
     return WhatIf(rows, recorded.error(asked), played)
 
 
-class _Recorded:
+class _RunRecord:
     """What a run recorded, and the plans that were played for it."""
 
     def __init__(self, run: Run, job: TrainJob, cluster: Cluster | None) -> None:

@@ -71,7 +71,7 @@ def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:
         )
 
 
-class _Scored(StageForward):
+class _ScoringStage(StageForward):
     """A stage's forward in an evaluation: at the last stage, it returns scores."""
 
     def __init__(self, *args: Any) -> None:
@@ -91,9 +91,9 @@ class _Scored(StageForward):
         return scores(self._job, output, targets, microbatch.weight, self._size)
 
 
-class ScoredForward(_Scored):
+class ScoredForward(_ScoringStage):
     """The same for a chain's stage."""
 
 
-class ScoredPartForward(_Scored, PartForward):
+class ScoredPartForward(_ScoringStage, PartForward):
     """The same for a stage of a partitioned model."""

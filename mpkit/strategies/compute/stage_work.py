@@ -25,7 +25,7 @@ from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws, HeardDraws
-from mpkit.strategies.stage.block_recompute import Around
+from mpkit.strategies.stage.block_recompute import RecomputeScope
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.second_forward import SecondForward
 from mpkit.strategies.stage.selective_recompute import AttentionAgain
@@ -105,7 +105,7 @@ class StageWork:
         else:
             split = m in self._split
             kept.of_blocks = [] if split else None
-            around = Around(
+            around = RecomputeScope(
                 self._record.recorder, self._compute.attention, self._record.block_costs(key), kept.of_blocks,
                 self._stage.sharded.draws,
             )  # fmt: skip

@@ -121,7 +121,7 @@ class _Ring(torch.autograd.Function):
         block = _pack(k, v)
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
-            moving = _Moving(group, block, f"K{r}") if r < group.size - 1 else None
+            moving = _RingExchange(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- attend and merge meanwhile
             keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
             for a, b, diagonal in tiles.tiles_of(r):
@@ -148,7 +148,7 @@ class _Ring(torch.autograd.Function):
         block, own, following = _pack(k, v), None, None
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
-            moving = _Moving(group, block, f"K{r}") if r < group.size - 1 else None
+            moving = _RingExchange(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- this rank's share of dk, dv of j meanwhile
             share = torch.zeros_like(wide(block))
             dks, dvs = (tiles.cut(tensor) for tensor in _unpack(share, k, v))
@@ -163,7 +163,7 @@ class _Ring(torch.autograd.Function):
                 own = share
             else:
                 share = share if following is None else following.wait().add_(share)
-                following = _Moving(group, share, f"G{r}")
+                following = _RingExchange(group, share, f"G{r}")
             block = moving.wait() if moving else block
         assert own is not None
         # ---- and end with j
@@ -198,7 +198,7 @@ class _Tiles:
         return tensor.chunk(len(pieces(0, self._n, self._order)), dim)
 
 
-class _Moving:
+class _RingExchange:
     """A tensor being sent to the next rank, and another one being received from the rank before.
 
     Where a backend matches messages by order and not by name, some ranks have to receive first.

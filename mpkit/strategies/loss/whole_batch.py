@@ -23,7 +23,7 @@ from torch import Tensor
 from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.loss.quotient import Quotient
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 
 __all__ = ["WholeBatchLoss", "whole_batch_loss"]
 

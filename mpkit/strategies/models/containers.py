@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpkit.strategies.models.nested import LEAF, IsWhole, flatten
+from mpkit.strategies.models.nested_values import LEAF, IsWhole, flatten
 
 __all__ = ["Containers", "bring_back"]
 

@@ -11,7 +11,7 @@ messages, and each is sent directly to the stage that needs it.
     graph       what the dry run recorded, and how it is divided among stages; plain data
     forward     a stage's walk: its own nodes are run, the others' skipped
 
-`mpkit.strategies.models.nested` takes apart what is passed from block to block,
+`mpkit.strategies.models.nested_values` takes apart what is passed from block to block,
 `mpkit.strategies.stage.partitioned_stage` is a stage, and `mpkit.strategies.compute.stage_forward` computes it.
 
 Why not a traced graph? torch.export and torch.fx (and torch.distributed.pipelining's tracer, which is built on the

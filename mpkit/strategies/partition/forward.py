@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkit.errors import MpkitError
 from mpkit.strategies.models.containers import bring_back
-from mpkit.strategies.models.nested import Shape, flatten, rebuild
+from mpkit.strategies.models.nested_values import Shape, flatten, rebuild
 from mpkit.strategies.models.randomness import Draws
 from mpkit.strategies.models.spans import spans_at
 from mpkit.strategies.partition.boundary import Spec

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpkit.strategies.models.nested import Shape
+from mpkit.strategies.models.nested_values import Shape
 from mpkit.strategies.partition.boundary import Route, SharedWeight, Spec
 from mpkit.trace.record.flops import Flops, total
 
@@ -54,7 +54,7 @@ class CallNode:
         result: how the leaves of its result are nested.
         leaves: leaves of its result.
         returned: containers among its arguments that it changes and returns
-            (`mpkit.strategies.models.nested.Containers`).
+            (`mpkit.strategies.models.nested_values.Containers`).
         written: (argument, number): arguments that it writes into, by their place among its arguments' leaves, and the
             numbers of the values that they become.
         random: whether it draws random numbers.

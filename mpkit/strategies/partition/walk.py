@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from mpkit.common.torch_private import _get_current_function_mode_stack
-from mpkit.strategies.models.nested import ATOMS, Shape, flatten, is_data
+from mpkit.strategies.models.nested_values import ATOMS, Shape, flatten, is_data
 from mpkit.strategies.partition.interception import intercept
 from mpkit.strategies.partition.value import Value
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from mpkit.common.display import Drawn
+from mpkit.common.display import DrawnResult
 from mpkit.devices.placement_notes import across_nodes
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import long_axes
@@ -49,7 +49,7 @@ class Talk:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement(Drawn):
+class Placement(DrawnResult):
     """The place of every rank: prints as text, and shows itself as a picture in a notebook.
 
     Attributes:

@@ -18,7 +18,7 @@ from mpkit.common.exceptions import needs_content
 from mpkit.common.torch_private import peek_interpreter_stack
 from mpkit.strategies.data.microbatch import map_tensors
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copies import without_content
 from mpkit.strategies.prepare.dry_run.isolation import quiet

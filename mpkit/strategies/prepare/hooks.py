@@ -36,7 +36,7 @@ from mpkit.strategies.models.hooks import (
     parameter_hooks,
     register,
 )
-from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.stage.stage import call

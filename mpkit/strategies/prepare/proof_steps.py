@@ -155,11 +155,11 @@ class SpecialValues:
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Return the loss."""
-        with _Hearing(self.found):
+        with _DrawListener(self.found):
             return self.loss(outputs, targets)
 
 
-class _Hearing(TorchDispatchMode):
+class _DrawListener(TorchDispatchMode):
     def __init__(self, into: set[float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._into = into

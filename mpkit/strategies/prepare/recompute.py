@@ -19,7 +19,7 @@ from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.containers import Containers
-from mpkit.strategies.models.nested import flatten, is_opaque
+from mpkit.strategies.models.nested_values import flatten, is_opaque
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
 from mpkit.strategies.stage.block_recompute import blocks_to_recompute, chosen_blocks, without_caches

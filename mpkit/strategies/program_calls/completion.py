@@ -32,7 +32,7 @@ _RECENT = 256  # outputs of functional collectives that may still be waited for
 _OURS = 3  # references to a handle that nobody else holds: the table's, a variable and getrefcount's argument
 
 
-class _Issued(NamedTuple):
+class _OpenCall(NamedTuple):
     """A communication under way: torch's handle, which this keeps alive, its op, its line, and what compares it."""
 
     work: Any
@@ -53,7 +53,7 @@ class Completion:
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._issued: dict[int, _Issued] = {}  # by the handle's identity
+        self._issued: dict[int, _OpenCall] = {}  # by the handle's identity
         self._outputs: dict[int, int] = {}  # the handle of what fills a tensor, by the tensor's address
         self._unseen: dict[int, Any] = {}  # handles that C++ may wait for
         self.backwards = 0
@@ -94,7 +94,7 @@ class Completion:
             call: compares it with its peers' calls once more when it is complete.
         """
         handle = id(work)
-        self._issued[handle] = _Issued(work, op, where, call)
+        self._issued[handle] = _OpenCall(work, op, where, call)
         while not isinstance(filled, torch.Tensor) and filled:
             filled = filled[0]
         if isinstance(filled, torch.Tensor):

@@ -24,21 +24,21 @@ from mpkit.errors import MpkitError
 from mpkit.plan.checks import every
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.containers import Containers, bring_back
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.stage.recomputed_call import (
     MADE,
-    Around,
     BlockCall,
     ForwardContext,
     PassedThrough,
     RecomputedCall,
+    RecomputeScope,
 )
 from mpkit.strategies.stage.second_forward import SecondForward, StartingPoint
 
 __all__ = [
-    "Around",
+    "RecomputeScope",
     "RecomputedBlock",
     "blocks_to_recompute",
     "chosen_blocks",
@@ -106,7 +106,7 @@ class RecomputedBlock:
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self.name, self.block = name, block
-        self.around: Around | None = None
+        self.around: RecomputeScope | None = None
         self.twice = SecondForward(block)
         self._draws_others: bool | None = None  # random numbers that are not torch's; None: not known yet
         self._is_kept: bool | None = None  # because it writes into its inputs; None: not known yet

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mpkit.strategies.data.microbatch import Value as Data
 from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws
 from mpkit.strategies.partition.forward import Forward
 from mpkit.strategies.partition.graph import Division, PartitionedModel

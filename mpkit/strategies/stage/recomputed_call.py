@@ -23,11 +23,11 @@ from mpkit.trace.record.saved_tensors import count_saved
 if TYPE_CHECKING:
     from mpkit.strategies.stage.block_recompute import RecomputedBlock
 
-__all__ = ["MADE", "Around", "BlockCall", "ForwardContext", "PassedThrough", "RecomputedCall"]
+__all__ = ["MADE", "BlockCall", "ForwardContext", "PassedThrough", "RecomputeScope", "RecomputedCall"]
 
 
 @dataclass
-class Around:
+class RecomputeScope:
     """The context in which a stage's blocks are recomputed.
 
     Attributes:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import prefix_of
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws, may_draw
-from mpkit.strategies.stage.block_recompute import Around, RecomputedBlock
+from mpkit.strategies.stage.block_recompute import RecomputedBlock, RecomputeScope
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
@@ -70,7 +70,7 @@ class Stage:
             yield layer
 
     @contextmanager
-    def recompute_blocks(self, around: Around) -> Iterator[None]:
+    def recompute_blocks(self, around: RecomputeScope) -> Iterator[None]:
         """Let recomputed blocks keep only their inputs, for forwards inside the block."""
         for block in self.recomputed:
             block.around = around

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from mpkit.common.torch_private import _current_graph_task_id, _execution_engine, _will_engine_execute_node
-from mpkit.strategies.models.nested import flatten, is_opaque
+from mpkit.strategies.models.nested_values import flatten, is_opaque
 
 __all__ = ["ModuleBackwards"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.stage.stage import PRECISIONS, cast
 
 __all__ = ["Half"]

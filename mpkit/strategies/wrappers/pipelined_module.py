@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mpkit.common.torch_private import _IncompatibleKeys
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data.microbatch import batch_size, part, signature, split
-from mpkit.strategies.data_parallel.tied import TiedWeights
+from mpkit.strategies.data_parallel.tied_weights import TiedWeights
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws

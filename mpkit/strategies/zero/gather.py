@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import _current_graph_task_id, _get_sequence_nr
 from mpkit.errors import MpkitError
-from mpkit.strategies.models.nested import flatten, is_opaque
+from mpkit.strategies.models.nested_values import flatten, is_opaque
 from mpkit.strategies.partition.walk import around_forward
 from mpkit.strategies.zero.flat import Flat
 from mpkit.strategies.zero.prefetch import CallOrder

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.display import Drawn, data_frame, draw, write_text
+from mpkit.common.display import DrawnResult, data_frame, draw, write_text
 from mpkit.timeline.dependencies.blame import StepWaiting, waiting_of
 from mpkit.timeline.dependencies.build import graph_of
 from mpkit.timeline.dependencies.graph import Node, StepGraph
@@ -58,7 +58,7 @@ class PathOp:
 
 
 @dataclass(frozen=True)
-class CriticalPath(Drawn):
+class CriticalPath(DrawnResult):
     """The operations that decide a step. It prints as a table, and is drawn over the timeline in a notebook.
 
     Attributes:

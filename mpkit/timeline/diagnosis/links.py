@@ -44,7 +44,7 @@ OF_LAYERS = (
 MESSAGES = (int(Kind.SEND), int(Kind.RECV))
 
 
-class _Met(NamedTuple):
+class _Meeting(NamedTuple):
     """A communication: its ranks, kind, bytes, the rows of its spans, and its seconds once it was ready."""
 
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class _Met(NamedTuple):
 
 def slow_links(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding for each link that takes longer than others do for as much."""
-    alike: dict[tuple[int, int], list[_Met]] = defaultdict(list)
+    alike: dict[tuple[int, int], list[_Meeting]] = defaultdict(list)
     for met in _meetings(evidence):
         alike[met.kind, len(met.ranks)].append(met)
     for mets in alike.values():
@@ -91,7 +91,7 @@ def _usual(nbytes: int, size: Array, took: Array) -> float:
 
 
 def _slow(
-    evidence: Evidence, link: tuple[int, ...], took: float, should: float, mets: Sequence[_Met], gain: float,
+    evidence: Evidence, link: tuple[int, ...], took: float, should: float, mets: Sequence[_Meeting], gain: float,
     rows: Sequence[int],
 ) -> Finding:  # fmt: skip
     nodes = {evidence.machine.node_of(rank) for rank in link} if evidence.machine is not None else set()
@@ -111,7 +111,7 @@ def _slow(
 
 def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
     """Yield a finding for many collectives of one kind and group that are nearly all latency."""
-    alike: dict[tuple[int, tuple[int, ...]], list[_Met]] = defaultdict(list)
+    alike: dict[tuple[int, tuple[int, ...]], list[_Meeting]] = defaultdict(list)
     for met in _meetings(evidence):
         if met.kind not in (*MESSAGES, Kind.BARRIER):
             alike[met.kind, met.ranks].append(met)
@@ -159,7 +159,7 @@ def _are_of_layers(evidence: Evidence, ranks: tuple[int, ...], *, exchange: bool
     return ranks in {tuple(group) for group in within}
 
 
-def _latency_share(evidence: Evidence, mets: Sequence[_Met]) -> float:
+def _latency_share(evidence: Evidence, mets: Sequence[_Meeting]) -> float:
     """Return the share of these communications' time that they would take without bytes.
 
     By the machine's link, if it is known; else the shortest one seen counts as latency.
@@ -172,7 +172,7 @@ def _latency_share(evidence: Evidence, mets: Sequence[_Met]) -> float:
     return len(mets) * evidence.machine.time(mets[0].kind, 0, mets[0].ranks) / whole if whole else 0.0
 
 
-def _meetings(evidence: Evidence) -> list[_Met]:
+def _meetings(evidence: Evidence) -> list[_Meeting]:
     """Return the step's communications, but for those of an imported trace whose bytes are not in its file."""
     graph, spans = evidence.graph, evidence.spans
     nodes: dict[int, list[int]] = defaultdict(list)
@@ -190,7 +190,7 @@ def _meetings(evidence: Evidence) -> list[_Met]:
         )
         took = max(float(graph.took[node]) for node in each)
         mets.append(
-            _Met(
+            _Meeting(
                 tuple(sorted(ranks)), MESSAGES[1] if kind in MESSAGES else kind, int(one["bytes"]), rows, took
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpkit.common.display import Drawn, data_frame, draw, write_text
+from mpkit.common.display import DrawnResult, data_frame, draw, write_text
 from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.findings.finding import Finding
 
@@ -15,7 +15,7 @@ __all__ = ["Diagnosis"]
 
 
 @dataclass(frozen=True)
-class Diagnosis(Drawn):
+class Diagnosis(DrawnResult):
     """Why a step takes as long as it does. It prints as text, and shows itself as a panel in a notebook.
 
     Attributes:

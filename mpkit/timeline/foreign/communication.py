@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mpkit.timeline.foreign.collectives import CollectiveCall, call_of, ends_of, kind_of, payload_of_shapes
 from mpkit.timeline.foreign.lanes import communication_kernels
-from mpkit.timeline.foreign.rank_identity import About
+from mpkit.timeline.foreign.rank_identity import RankIdentity
 from mpkit.timeline.foreign.reading.events import Events
 from mpkit.timeline.foreign.reading.sound_event import whole_of
 from mpkit.trace import Kind
@@ -52,7 +52,7 @@ class Comm:
         return self.call.kind
 
 
-def communications(events: Events, about: About) -> list[Comm]:
+def communications(events: Events, about: RankIdentity) -> list[Comm]:
     """Return a rank's communications by start."""
     found = list(_of_kernels(events, about)) if events.on_device else list(_of_operators(events, about))
     return sorted(found, key=lambda comm: (comm.start, comm.end))
@@ -61,11 +61,11 @@ def communications(events: Events, about: About) -> list[Comm]:
 # ---- kernels
 
 
-def _of_kernels(events: Events, about: About) -> Iterator[Comm]:
+def _of_kernels(events: Events, about: RankIdentity) -> Iterator[Comm]:
     kernel, calls = events["kernel"], events["call"]
     launch = events.launches("kernel")
-    said = _Enclosing(events, "op", "record_param_comms")
-    annotated = _Enclosing(events, "annotation", *BACKENDS)
+    said = _NamedEvents(events, "op", "record_param_comms")
+    annotated = _NamedEvents(events, "annotation", *BACKENDS)
     for row in np.flatnonzero(communication_kernels(events)).tolist():
         name = events.names[kernel.name[row]]
         start, call_row = int(kernel.start[row]), int(launch[row])
@@ -95,7 +95,7 @@ def _of_kernels(events: Events, about: About) -> Iterator[Comm]:
 
 
 def _without_metadata(
-    events: Events, call: CollectiveCall, words: str, label: int, about: About
+    events: Events, call: CollectiveCall, words: str, label: int, about: RankIdentity
 ) -> CollectiveCall:
     """Return the communication that an annotation or the kernel's own name tells."""
     args = events["annotation"].args.get(label, {}) if label >= 0 else {}
@@ -112,7 +112,7 @@ def _count(events: Events, what: str) -> None:
     events.assumed[what] = events.assumed.get(what, 0) + 1
 
 
-class _Enclosing:
+class _NamedEvents:
     """The events of a table whose names begin in one of these ways, found by thread and time."""
 
     def __init__(self, events: Events, word: str, *beginnings: str) -> None:
@@ -140,7 +140,7 @@ class _Enclosing:
 # ---- operators and annotations
 
 
-def _of_operators(events: Events, about: About) -> Iterator[Comm]:
+def _of_operators(events: Events, about: RankIdentity) -> Iterator[Comm]:
     """Yield what c10d's operators issue: the n-th of a kind is the n-th that the backend's annotations carry out."""
     ops, said = events["op"], events["annotation"]
     runs: dict[str, list[int]] = defaultdict(list)
@@ -172,7 +172,7 @@ def _queue(kind: Kind | None) -> str:
     return kind.word if kind in (Kind.SEND, Kind.RECV) else "collectives"
 
 
-def _of_operator(events: Events, about: About, row: int, run: int) -> Comm:
+def _of_operator(events: Events, about: RankIdentity, row: int, run: int) -> Comm:
     ops, said = events["op"], events["annotation"]
     name = events.names[ops.name[row]].removeprefix("c10d::")
     args = ops.args.get(row, {})
@@ -189,7 +189,7 @@ def _of_operator(events: Events, about: About, row: int, run: int) -> Comm:
     return Comm(call, start, max(start, end), int(ops.start[row]), name)
 
 
-def _of_annotation(events: Events, about: About, row: int) -> Comm:
+def _of_annotation(events: Events, about: RankIdentity, row: int) -> Comm:
     said = events["annotation"]
     name = events.names[said.name[row]]
     nbytes, elements, dtype = payload_of_shapes(said.args.get(row, {}))

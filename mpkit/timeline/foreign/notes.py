@@ -13,7 +13,7 @@ from mpkit.timeline.foreign.communication import Comm
 from mpkit.timeline.foreign.lanes import covered_times, length
 from mpkit.timeline.foreign.phases import cut_steps, profiled_steps
 from mpkit.timeline.foreign.rank import MOST
-from mpkit.timeline.foreign.rank_identity import About
+from mpkit.timeline.foreign.rank_identity import RankIdentity
 from mpkit.timeline.foreign.reading.events import IGNORED, Events
 from mpkit.timeline.foreign.reading.sound_event import text_of
 from mpkit.trace import Kind, RankTrace
@@ -30,7 +30,7 @@ def host_of(events: Events) -> str:
 
 
 def notes_on(
-    parts: Sequence[tuple[About, Events]],
+    parts: Sequence[tuple[RankIdentity, Events]],
     imported: dict[str, Any],
     clocks: Sequence[ClockAlignment],
     comms: Sequence[Sequence[Comm]],
@@ -128,7 +128,7 @@ def _unknown_payloads(comms: Sequence[Sequence[Comm]]) -> list[str]:
     ]
 
 
-def _cut_off(parts: Sequence[tuple[About, Events]], ranks: Sequence[int | None]) -> list[str]:
+def _cut_off(parts: Sequence[tuple[RankIdentity, Events]], ranks: Sequence[int | None]) -> list[str]:
     """Return what to say of steps within which recording ended."""
     cut: dict[tuple[int, str], list[int | None]] = {}
     for (_, events), rank in zip(parts, ranks, strict=True):
@@ -160,6 +160,6 @@ def without_layers(ranks: Sequence[RankTrace], numbers: Sequence[int]) -> list[s
     ]
 
 
-def _unknown(parts: Sequence[tuple[About, Events]]) -> str:
+def _unknown(parts: Sequence[tuple[RankIdentity, Events]]) -> str:
     files = [who.source for who, _ in parts if who.rank is None]
     return ", ".join(files[:3]) + (f" and {len(files) - 3} more files" if len(files) > 3 else "")

@@ -13,7 +13,7 @@ from mpkit.common.size_limits import read_json
 from mpkit.timeline.foreign.reading.sound_event import text_of
 from mpkit.trace.validation import MOST_RANKS
 
-__all__ = ["About", "read_header"]
+__all__ = ["RankIdentity", "read_header"]
 
 LONGEST = 1_000_000
 """The most characters of a mapping that is written as a text."""
@@ -22,7 +22,7 @@ _IN_NAME = re.compile(r"rank[-_]?(\d{1,5})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class About:
+class RankIdentity:
     """What is known of one rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class About:
         return tuple(range(self.world_size or 0)) or (() if self.rank is None else (self.rank,))
 
 
-def read_header(header: Mapping[str, Any], path: Path, device: int = 0) -> About:
+def read_header(header: Mapping[str, Any], path: Path, device: int = 0) -> RankIdentity:
     """Read what the header of a file says.
 
     Args:
@@ -95,7 +95,7 @@ def read_header(header: Mapping[str, Any], path: Path, device: int = 0) -> About
         next(iter(names.values())) if len(names) == 1 else ""
     )  # ranks that see one GPU may list it by another id
     gpu = names.get(str(device), only)
-    return About(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
+    return RankIdentity(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
 
 
 def _read_mapping(value: Any) -> dict[str, Any]:

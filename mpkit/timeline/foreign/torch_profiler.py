@@ -24,7 +24,7 @@ from mpkit.timeline.foreign.lanes import gpu_time
 from mpkit.timeline.foreign.library_evidence import said_by
 from mpkit.timeline.foreign.notes import host_of, host_or_unknown, notes_on, without_layers
 from mpkit.timeline.foreign.rank import rank_trace
-from mpkit.timeline.foreign.rank_identity import About, read_header
+from mpkit.timeline.foreign.rank_identity import RankIdentity, read_header
 from mpkit.timeline.foreign.reading.events import Events
 from mpkit.timeline.foreign.reading.reader import read_events
 from mpkit.timeline.foreign.reading.sound_event import whole_of
@@ -45,7 +45,7 @@ def import_traces(
     Raises:
         TraceError: a file is no JSON, or two files are of the same rank.
     """
-    parts: list[tuple[About, Events]] = []
+    parts: list[tuple[RankIdentity, Events]] = []
     for path in paths:
         events = read_events(path, lambda done, path=path: progress(path, done))  # type: ignore[misc]
         parts.append((read_header(events.header, path, _gpu_of(events)), events))
@@ -73,7 +73,7 @@ def import_traces(
 # ---- ranks
 
 
-def _in_order(parts: list[tuple[About, Events]]) -> list[tuple[About, Events]]:
+def _in_order(parts: list[tuple[RankIdentity, Events]]) -> list[tuple[RankIdentity, Events]]:
     """Return the files by rank, those of unknown rank last.
 
     Raises:
@@ -90,7 +90,7 @@ def _in_order(parts: list[tuple[About, Events]]) -> list[tuple[About, Events]]:
     return sorted(parts, key=lambda part: (part[0].rank is None, part[0].rank or 0, part[0].source))
 
 
-def _ranks_of(known: Sequence[About]) -> list[int]:
+def _ranks_of(known: Sequence[RankIdentity]) -> list[int]:
     """Return each file's rank; files of unknown rank take the numbers that are left."""
     taken = {who.rank for who in known}
     left = (number for number in range(2 * len(known) + max((r or 0) for r in taken)) if number not in taken)
@@ -108,7 +108,7 @@ def _gpu_of(events: Events) -> int:
 
 
 def _meta(
-    parts: Sequence[tuple[About, Events]], numbers: Sequence[int], comms: Sequence[Sequence[Comm]],
+    parts: Sequence[tuple[RankIdentity, Events]], numbers: Sequence[int], comms: Sequence[Sequence[Comm]],
     clocks: Sequence[ClockAlignment],
 ) -> dict[str, Any]:  # fmt: skip
     first, on_device = parts[0][0], any(events.on_device for _, events in parts)

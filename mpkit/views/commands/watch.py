@@ -61,7 +61,7 @@ class CommandProgram:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(self.name, run_name="__main__")
-        except _Ended:
+        except _HardExit:
             return
         except SystemExit as end:
             if end.code not in (None, 0):
@@ -72,7 +72,7 @@ class CommandProgram:
             finish()
 
 
-class _Ended(BaseException):
+class _HardExit(BaseException):
     """The program has called os._exit(0)."""
 
 
@@ -83,7 +83,7 @@ def _exit_by_exception() -> Replacements:
     def leave(status: int) -> NoReturn:
         if status or os.getpid() != own or threading.current_thread() is not threading.main_thread():
             real(status)
-        raise _Ended
+        raise _HardExit
 
     replaced.put(os, "_exit", leave)
     return replaced

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mpkit.common.display import Drawn
+from mpkit.common.display import DrawnResult
 from mpkit.common.safe_text import escape
 from mpkit.views.drawing.matrix_svg import BOTH, Box, both_ranks, matrix, rank_classes
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
@@ -31,7 +31,7 @@ HEAD, CELL, BEHIND, LETTER = 76.0, 13.0, 13.0, 8.4
 
 
 @dataclass(frozen=True, repr=False)
-class Matrices(Drawn):
+class Matrices(DrawnResult):
     """A line of matrices and signs; a notebook shows its picture.
 
     Attributes:

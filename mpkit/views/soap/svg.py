@@ -18,7 +18,7 @@ from mpkit.views.drawing.matrix_svg import BOTH, both_ranks, matrix, rank_classe
 from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
 
 if TYPE_CHECKING:
-    from mpkit.prediction.experiments.soap_found import Sent, Soap, Way
+    from mpkit.prediction.experiments.soap_found import PhaseTraffic, Soap, Way
 
 __all__ = ["soap_svg"]
 
@@ -135,6 +135,6 @@ def _exchange(way: Way, y: float) -> list[str]:
     return parts
 
 
-def _describe_sent(sent: Sent) -> str:
+def _describe_sent(sent: PhaseTraffic) -> str:
     times = f" in {sent.times} messages" if sent.times > 1 else ""
     return f"{VERBS[sent.kind]} {sent.what}: {bytes_text(sent.payload)}{times}"

@@ -18,7 +18,7 @@ from mpkit.common.exceptions import one_line
 from mpkit.common.torch_private import FakeTensor, FakeTensorMode, _get_dispatch_mode, _TorchDispatchModeKey
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
-from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.partition.walk import HOOKS
 
 __all__ = [

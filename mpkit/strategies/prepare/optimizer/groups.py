@@ -30,7 +30,7 @@ __all__ = ["as_sent", "check_grouped"]
 Parameters = Mapping[str, nn.Parameter]
 
 
-class _Naming(Packer):
+class _NameWriter(Packer):
     """Writes names in place of parameters."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
@@ -42,7 +42,7 @@ class _Naming(Packer):
         return self._names.get(id(obj))
 
 
-class _Named(pickle.Unpickler):
+class _NameReader(pickle.Unpickler):
     """Reads parameters by name."""
 
     def __init__(self, file: io.BytesIO, parameters: Parameters) -> None:
@@ -62,11 +62,11 @@ def as_sent(optimizer: Any, model: nn.Module, stand_ins: Parameters) -> Any:
     file = io.BytesIO()
     names = {id(p): name for name, p in model.named_parameters() if name in stand_ins}
     try:
-        _Naming(file, names).dump(optimizer)
+        _NameWriter(file, names).dump(optimizer)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError):
         return optimizer
     file.seek(0)
-    return _Named(file, stand_ins).load()
+    return _NameReader(file, stand_ins).load()
 
 
 def check_grouped(

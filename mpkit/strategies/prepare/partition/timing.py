@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward
 
 __all__ = ["CallCost", "Timing"]

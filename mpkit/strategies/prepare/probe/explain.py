@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import batch_size
-from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.prepare.probe.compare import ROUNDING, SINGLE, far, same_rows
 from mpkit.strategies.prepare.probe.messages import for_layer, for_loss, for_model_loss
 from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial

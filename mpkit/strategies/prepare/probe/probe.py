@@ -18,7 +18,7 @@ from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.quotient import nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
-from mpkit.strategies.models.nested import flatten
+from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.prepare.arguments.task import ProbedLoss, Rejection, Task
 from mpkit.strategies.prepare.probe.buffers import check_buffers

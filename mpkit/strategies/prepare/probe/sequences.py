@@ -11,7 +11,7 @@ from torch import Tensor
 from mpkit.plan.plan import Plan
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.probe.compare import ROUNDING
 from mpkit.strategies.prepare.probe.draws import SameDraws

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.strategies.models.nested import ATOMS, flatten
+from mpkit.strategies.models.nested_values import ATOMS, flatten
 
 __all__ = ["apart_from_graph", "kept_attributes", "kept_of_graph", "settings", "tensors_of"]
 

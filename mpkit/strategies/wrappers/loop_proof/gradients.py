@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.strategies.models.hooks import hooks_on, is_ours
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.tensor.logits import DividedLogits
 from mpkit.strategies.wrappers.loop_proof.attributes import kept_attributes
 from mpkit.strategies.wrappers.loop_proof.plain_copy import PlainCopy, PlainForward, Seen, add_gradients, wide

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
-from mpkit.strategies.models.nested import flatten, rebuild
+from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import RoundingMode, coarsest, distance, largest

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.heard_draws import CannotReplay, ForwardDraws, HeardDraws
-from mpkit.strategies.models.nested import flatten, is_opaque
+from mpkit.strategies.models.nested_values import flatten, is_opaque
 from mpkit.strategies.proof.attempt import run_user_code
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.runtime.evidence import digest_of
