@@ -31,7 +31,9 @@ A training is equal to serial training, or `cluster.train` raises a `ValueError`
 the model, and the first one that objects ends it. `mk.trace_fake`, which runs without processes, makes the same checks.
 
 Arguments of wrong types and values are rejected before, and so is whatever the plan cannot be resolved for: a model
-that refuses its data, more stages than layers, heads that the ranks cannot divide.
+that refuses its data, more stages than layers, heads that the ranks cannot divide. The checkpoint of `resume_from` is
+compared last, before a rank starts too: it must be complete, of the same model and kind of optimizer, and not beyond
+the last step ([checkpoints](checkpoints.md)).
 
 The examples below run after this:
 """

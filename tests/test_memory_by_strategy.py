@@ -54,6 +54,9 @@ def test_real_ranks_hold_what_the_formulas_say(measured: MemoryByStrategy) -> No
         for category in MODEL_STATES:
             assert row.held[category] == pytest.approx(row.formula[category], abs=64), (row, category)
     assert measured.how.endswith("measured")
+    assert list(measured.answers) == measured.strategies
+    for row in measured.rows:
+        assert sum(measured.answers[row.strategy].memory[row.rank].values()) == row.total
 
 
 def test_it_is_a_table_and_pictures(measured: MemoryByStrategy, tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def test_beyond_the_ranks_that_ran_it_is_predicted(clusters: Clusters) -> None:
         assert row.band[0] <= 0.7 * row.step_time  # two runs do not make a band of their own: 30 % at least
         assert row.band[1] >= 1.3 * row.step_time
         assert row.speed_up == pytest.approx(row.throughput / found.rows[0].throughput)
+        assert (row.answer.step_time, row.answer.band) == (row.step_time, row.band)
+    assert len(found.rows[1].answer.memory) == 2
     assert str(found).count("predicted, ") == 2
     assert found.to_dataframe()["band"].isna().tolist() == [True, True, False, False]
     _, ran, band, predicted = found.figure().data

@@ -29,7 +29,7 @@ from mpkit.strategies.prepare.arguments.batches import take_batches
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LargerMachine", "beyond_of"]
+__all__ = ["LargerMachine", "larger_machine"]
 
 ENOUGH = 4
 """Measured steps that give a band of their own."""
@@ -82,7 +82,7 @@ class LargerMachine:
         )  # fmt: skip
 
 
-def beyond_of(
+def larger_machine(
     model: torch.nn.Module, data: Any, measured: Sequence[Plan], plans: Sequence[Plan], hardware: Hardware | str | None,
     *, weak: bool, on_gpus: bool,
 ) -> LargerMachine:  # fmt: skip

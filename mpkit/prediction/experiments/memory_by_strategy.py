@@ -19,7 +19,7 @@ Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,8 @@ from mpkit.trace import CATEGORIES
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from mpkit.timeline.answer import Answer
 
 __all__ = ["MODEL_STATES", "MemoryByStrategy", "MemoryRow", "formula", "memory_by_strategy"]
 
@@ -77,10 +79,12 @@ class MemoryByStrategy(ChartedResult):
     Attributes:
         rows: one per rank, strategy by strategy.
         how: where the figures come from, in words.
+        answers: the timeline of each strategy, by its name: step time, causes, memory at the peak.
     """
 
     rows: tuple[MemoryRow, ...]
     how: str
+    answers: Mapping[str, Answer] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_timelines(cls, timelines: Mapping[str, Timeline], states: float = 2) -> MemoryByStrategy:
@@ -91,7 +95,7 @@ class MemoryByStrategy(ChartedResult):
             states: the numbers s that the optimizer keeps per parameter: Adam 2; SGD 0, or 1 with momentum.
         """
         rows = [row for name, timeline in timelines.items() for row in _rows(name, timeline, states)]
-        return cls(tuple(rows), "of the last step")
+        return cls(tuple(rows), "of the last step", dict(timelines))
 
     @property
     def strategies(self) -> list[str]:
@@ -156,7 +160,7 @@ def memory_by_strategy(
     named = _name_strategies(plans)
     states = states_of(optimizer)
     plays = not isinstance(model, nn.Module)
-    rows: list[MemoryRow] = []
+    timelines: dict[str, Timeline] = {}
     with borrow_clusters(clusters) as sized:
         for name, plan in named.items():
             cluster = sized(1 if plays else plan.ranks)
@@ -164,15 +168,14 @@ def memory_by_strategy(
                 run = cluster.train(
                     model, data, plan, loss=loss, optimizer=optimizer, steps=steps, show=False
                 ).wait()
-                timeline = run.timeline()
+                timelines[name] = run.timeline()
             else:
                 trace = trace_fake(
                     model, plan, batch=data, loss=loss, optimizer=optimizer, steps=steps, cluster=cluster
                 )
-                timeline = Timeline.of(trace)
-            rows += _rows(name, timeline, states)
+                timelines[name] = Timeline.of(trace)
     how = "of the last step" + (", played on tensors without content" if plays else ", measured")
-    return MemoryByStrategy(tuple(rows), how)
+    return replace(MemoryByStrategy.from_timelines(timelines, states), how=how)
 
 
 def _name_strategies(plans: Any) -> dict[str, Plan]:

@@ -13,7 +13,7 @@ rank, so the batch grows (Gustafson 1988).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,14 @@ from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.borrowed_cluster import borrow_clusters
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
-from mpkit.prediction.experiments.extrapolation import LargerMachine, beyond_of
+from mpkit.prediction.experiments.extrapolation import LargerMachine, larger_machine
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
     from mpkit.launch.session.run import Run
+    from mpkit.timeline.answer import Answer
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Scaling", "ScalingRow", "scaling"]
@@ -51,6 +52,7 @@ class ScalingRow:
         efficiency: speed_up divided by the ratio of the numbers of ranks.
         exposed: seconds per step of communication that no compute hides, on the rank with most of it.
         wall_time: seconds per step by the wall clock if each rank had a device of its own; else None.
+        answer: the run's timeline, or the prediction: memory, bubble, causes.
         band: the seconds per step between which a prediction should lie; None for a run.
     """
 
@@ -62,6 +64,7 @@ class ScalingRow:
     efficiency: float
     exposed: float
     wall_time: float | None
+    answer: Answer = field(repr=False, compare=False)
     band: tuple[float, float] | None = None
 
     @property
@@ -205,15 +208,17 @@ def scaling(
 
 
 def _rows(
-    plans: list[Plan], figures: list[tuple[int, float, float, float | None]], least: int
+    plans: list[Plan], figures: list[tuple[int, float, float, float | None, Timeline]], least: int
 ) -> Iterator[ScalingRow]:
     """Yield a row per plan, with its speed-up over the plan with the fewest ranks."""
     samples = [batch / step_time for batch, step_time, *_ in figures]
     first = next(i for i, plan in enumerate(plans) if plan.ranks == least)
-    for plan, (batch, step_time, exposed, wall), throughput in zip(plans, figures, samples, strict=True):
+    for plan, (batch, step_time, exposed, wall, timeline), throughput in zip(
+        plans, figures, samples, strict=True
+    ):
         speed_up = throughput / samples[first]
         efficiency = speed_up / (plan.ranks / least)
-        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall)
+        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall, timeline)
 
 
 def _ahead(
@@ -223,7 +228,7 @@ def _ahead(
     import torch
 
     on_gpus = device != "cpu" and torch.accelerator.is_available()
-    return beyond_of(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
+    return larger_machine(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
 
 
 def _predict_rows(ahead: LargerMachine, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
@@ -234,7 +239,9 @@ def _predict_rows(ahead: LargerMachine, rows: Sequence[ScalingRow]) -> Iterator[
         speed_up = batch / step_time / base.throughput
         exposed = sum(found.because.get(cause, 0.0) for cause in EXPOSED)
         efficiency = speed_up / (plan.ranks / base.ranks)
-        yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, None, found.band)
+        yield ScalingRow(
+            plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, None, found, found.band
+        )
 
 
 def _plan_of(plan: Any, asked: str = "plans") -> Plan:
@@ -274,13 +281,13 @@ def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
 
 def _figures(
     run: Run, cluster: Cluster, hardware: Hardware | str | None
-) -> tuple[int, float, float, float | None]:
-    """Return samples per step; then seconds per step, of exposed communication, and by the wall clock."""
+) -> tuple[int, float, float, float | None, Timeline]:
+    """Return samples per step; seconds per step, of exposed communication, and by the wall clock; and the timeline."""
     timeline = run.timeline(hardware, clock="virtual")
     own_devices = cluster.device == "cuda" and cluster.ranks <= cluster.devices
     wall = _median(run.timeline(clock="measured"), "step_time") if own_devices else None
     exposed = median(max(timeline.step(i).exposed_comm) for i in timeline.steps[1:])
-    return int(timeline.meta["batch_size"]), _median(timeline, "step_time"), exposed, wall
+    return int(timeline.meta["batch_size"]), _median(timeline, "step_time"), exposed, wall, timeline
 
 
 def _median(timeline: Timeline, figure: str) -> float:
