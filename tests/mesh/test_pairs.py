@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT, MLP, ResNet
 from mpkit.plan.schedule import NAMES
-from tests.serial import EXACT, Train, TrainedState, trained
+from tests.serial import EXACT, Train, Trained, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -326,7 +326,7 @@ def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) ->
         losses = list(train(model, data, first, steps=SAVED_AT, **saves, **how).losses)
         how["resume_from"] = tmp_path
     run = train(model, data, plan, steps=STEPS, **how)
-    found = TrainedState(
+    found = Trained(
         losses + list(run.losses),
         dict(run.state_dict()),
         dict(run.ema_state_dict()) if between else {},
@@ -344,7 +344,7 @@ NEAR = {"fp64": (1e-8, 1e-8), "fp32": (1e-4, 1e-3), "fp16": (2e-2, 0.1), "bf16":
 
 
 def check_same(
-    found: TrainedState, expected: TrainedState, before: dict[str, Tensor], precision: str
+    found: Trained, expected: Trained, before: dict[str, Tensor], precision: str
 ) -> None:
     """Compare losses number by number, and weights by how far they are off, together and in float64 one by one."""
     assert list(found.weights) == list(expected.weights)

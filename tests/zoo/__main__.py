@@ -32,7 +32,7 @@ import torch
 import mpkit as mk
 from mpkit.strategies.experts.known_experts import find_experts
 from tests.zoo.architectures import ARCHITECTURES, Architecture, batch_of, build, loss_of
-from tests.zoo.plain import TrainedState, difference, sgd, train
+from tests.zoo.plain import Trained, difference, sgd, train
 
 STEPS = 3
 PLANS = {
@@ -103,7 +103,7 @@ def _row(cluster: mk.Cluster, one: Architecture, columns: list[str]) -> dict[str
             continue
         try:
             run.wait()
-            found = TrainedState(run.losses, run.state_dict())
+            found = Trained(run.losses, run.state_dict())
         except Exception as error:
             row[column] = Cell("ERROR", f"{type(error).__name__}: {error}")
             continue
