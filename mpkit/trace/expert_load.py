@@ -25,20 +25,22 @@ ROWS = 2
 class ExpertLoad(DrawnResult):
     """The load of experts; it prints as a table of the last step, and shows itself as a picture of all steps.
 
-    >>> load = ExpertLoad({"block0": np.array([[6.0, 2.0], [4.0, 4.0]])}, first=0)
+    >>> load = ExpertLoad({"block0": np.array([[[6.0, 2.0]], [[4.0, 4.0]]])}, first=0)  # two steps of one rank
     >>> load.imbalance("block0").tolist()
     [1.5, 1.0]
 
     Args:
-        rows: by layer [steps, experts], the rows that each expert computed.
+        sent: by layer [steps, ranks, experts], the rows of each rank's tokens that each expert computed.
         first: the number of the first step.
 
     Attributes:
-        rows, first: as given.
+        sent, first: as given.
+        rows: by layer [steps, experts], the rows that each expert computed.
     """
 
-    def __init__(self, rows: dict[str, Rows], first: int) -> None:
-        self.rows, self.first = rows, first
+    def __init__(self, sent: dict[str, Rows], first: int) -> None:
+        self.sent, self.first = sent, first
+        self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
     def imbalance(self, layer: str) -> Rows:
         """Return, by step, the rows of a layer's busiest expert divided by their mean: 1 if all are equally busy."""
@@ -70,9 +72,9 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
         ValueError: no rank has counted any.
         TraceError: what is recorded is far too little for as many steps as it tells of.
     """
-    counts: dict[str, dict[tuple[int, int], float]] = {}
+    counts: dict[str, dict[tuple[int, int, int], float]] = {}
     latest: list[int] = []
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         mine = rank.values[rank.values["kind"] == ROWS]
         if len(mine):
             latest.append(int(mine["step"].max()))
@@ -80,7 +82,7 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
             layer, _, expert = rank.name(int(record["name"])).rpartition("[")
             if not expert.isdecimal() or len(expert) > 6:
                 continue
-            place = int(record["step"]), int(expert)
+            place = int(record["step"]), number, int(expert)
             of_layer = counts.setdefault(layer, {})
             of_layer[place] = of_layer.get(place, 0.0) + float(record["value"])
     if not counts:
@@ -88,14 +90,14 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
             "No rows of experts were counted: the model has no experts that mpkit knows (mk.models.MixtureOfExperts, "
             "those of transformers, or modules with their interface), or no step is done"
         )
-    first = min(step for of_layer in counts.values() for step, _ in of_layer)
+    first = min(step for of_layer in counts.values() for step, *_ in of_layer)
     steps = min(latest) + 1 - first
-    rows: dict[str, Rows] = {}
+    sent: dict[str, Rows] = {}
     for layer, of_layer in counts.items():
-        experts = 1 + max(expert for _, expert in of_layer)
-        check_steps(first + steps * experts, first, len(of_layer))
-        rows[layer] = np.zeros((steps, experts))
-        for (step, number), count in of_layer.items():
+        experts = 1 + max(expert for *_, expert in of_layer)
+        check_steps(first + steps * experts * len(ranks), first, len(of_layer))
+        sent[layer] = np.zeros((steps, len(ranks), experts))
+        for (step, number, chosen), count in of_layer.items():
             if step - first < steps:
-                rows[layer][step - first, number] = count
-    return ExpertLoad(rows, first)
+                sent[layer][step - first, number, chosen] = count
+    return ExpertLoad(sent, first)

@@ -48,6 +48,10 @@ RENDERERS = {
         "text": "mpkit.views.experts.load:load_text",
         "svg": "mpkit.views.experts.load:load_svg",
     },
+    "TokenRoutes": {
+        "text": "mpkit.views.experts.routes:routes_text",
+        "svg": "mpkit.views.experts.routes:routes_svg",
+    },
     "Placement": {
         "text": "mpkit.views.placement.text:placement_text",
         "svg": "mpkit.views.placement.svg:placement_svg",

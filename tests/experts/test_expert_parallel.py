@@ -269,3 +269,40 @@ def test_a_mixture_runs_under_autocast() -> None:
     assert made.dtype == torch.float32 and x.grad is not None
     exact = layer(x)
     assert (made - exact).abs().max() < 2e-2 * exact.abs().max()
+
+
+def test_tokens_travel_to_the_ranks_of_their_experts(train: Train) -> None:
+    model, (batch,) = gpt(heads=2), texts(8)
+    run = train(model, [batch], mk.Plan(dp=4, ep=2), **HOW)
+    routes = run.token_routes("block1", step=0)
+    # ---- what the router of the untrained model chooses for each rank's samples
+    chosen: list[Tensor] = []
+    experts = model.get_submodule("block1.mlp.experts")
+    experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    for rank in range(4):
+        model(batch[0][rank::4])
+    counts = torch.stack([each.flatten().bincount(minlength=4) for each in chosen])
+    assert routes.rows.tolist() == counts.tolist() and routes.ranks == (0, 1, 2, 3)
+    # ---- ranks 0 and 1 divide the experts, and 2 and 3: two each
+    halves = counts.view(4, 2, 2).sum(2).tolist()
+    assert routes.matrix.tolist() == [
+        [*halves[0], 0, 0],
+        [*halves[1], 0, 0],
+        [0, 0, *halves[2]],
+        [0, 0, *halves[3]],
+    ]
+    stay = halves[0][0] + halves[1][1] + halves[2][0] + halves[3][1]
+    assert routes.leaving == pytest.approx(1 - stay / counts.sum().item())
+    assert f"{routes.leaving:.0%} of the rows leave their rank" in str(routes)
+    assert routes.to_svg().count(" rows from rank ") == int((counts > 0).sum())
+    assert routes.to_dataframe()["rows"].sum() == counts.sum().item()
+    # ---- without expert parallelism none leaves
+    assert train(gpt(heads=2), [batch], mk.Plan.ddp(2), **HOW).token_routes("block0").leaving == 0
+    with pytest.raises(
+        ValueError, match=r"token_routes\('head'\): no layer is called so; .*block0.mlp.experts"
+    ):
+        run.token_routes("head")
+    with pytest.raises(ValueError, match="several layers are called so"):
+        run.token_routes("experts")
+    with pytest.raises(ValueError, match=r"step=9\): the trace has 3 steps, 0 to 2"):
+        run.token_routes(step=9)

@@ -343,9 +343,7 @@ NEAR = {"fp64": (1e-8, 1e-8), "fp32": (1e-4, 1e-3), "fp16": (2e-2, 0.1), "bf16":
 """How near losses are, and weights: as a part of how far training has moved them."""
 
 
-def check_same(
-    found: Trained, expected: Trained, before: dict[str, Tensor], precision: str
-) -> None:
+def check_same(found: Trained, expected: Trained, before: dict[str, Tensor], precision: str) -> None:
     """Compare losses number by number, and weights by how far they are off, together and in float64 one by one."""
     assert list(found.weights) == list(expected.weights)
     near, apart = NEAR[precision]

@@ -9,6 +9,7 @@ from mpkit.errors import MpkitError
 from mpkit.launch.session.losses import Losses
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.stage.shard import put_together_by_name
+from mpkit.timeline.token_routes import TokenRoutes, token_routes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +114,18 @@ class RunResults:
             ValueError: the model has no experts, or no step is done.
         """
         return self.trace.expert_load
+
+    def token_routes(self, layer: str = "", step: int = -1) -> TokenRoutes:
+        """Return from which rank to which rank one layer's tokens travelled to their experts: ribbons in a notebook.
+
+        Args:
+            layer: a part of the layer's name, such as "block1"; "": the first layer with experts.
+            step: the step's place among those that are done; -1: the last one.
+
+        Raises:
+            ValueError: the model has no experts, or there is no such layer or step.
+        """
+        return token_routes(self.trace, layer, step)
 
     @property
     def stopped_early(self) -> Stop | None:

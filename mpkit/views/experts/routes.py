@@ -1,0 +1,112 @@
+"""The routes of tokens: a matrix of rows from rank to rank, and ribbons from a rank's tokens to the experts of ranks.
+
+left       a box per rank, as high as it has rows
+right      a box per expert, as high as it computes rows, those of one rank side by side
+ribbons    from a rank to an expert, as thick as there are rows; those that stay on their rank are paler
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpkit.views.drawing.axes import ink_of
+from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+
+if TYPE_CHECKING:
+    from mpkit.timeline.token_routes import TokenRoutes
+
+__all__ = ["routes_svg", "routes_text"]
+
+TOP, TALL, GAP, APART, BOX, LABEL = 56.0, 240.0, 3.0, 12.0, 12.0, 64.0
+"""Pixels: the upper edge, the height of all rows, gaps between boxes and between ranks, a box's width, a label's."""
+
+
+def routes_text(routes: TokenRoutes) -> str:
+    """Return the matrix: a line per rank with tokens, a column per rank with experts.
+
+    Args:
+        routes: what to show.
+    """
+    matrix = routes.matrix
+    wide = max(8, len(f"{matrix.max():.0f}") + 2, *(len(f"rank {rank}") + 2 for rank in routes.ranks))
+    lines = [f"Rows of {routes.layer} in step {routes.step}, from a rank's tokens to a rank's experts"]
+    lines.append("".ljust(10) + "".join(f"to {rank}".rjust(wide) for rank in routes.ranks))
+    for rank, row in zip(routes.ranks, matrix, strict=True):
+        lines.append(f"rank {rank}".ljust(10) + "".join(f"{value:.0f}".rjust(wide) for value in row))
+    lines.append("computes".ljust(10) + "".join(f"{value:.0f}".rjust(wide) for value in matrix.sum(axis=0)))
+    return "\n".join([*lines, f"{routes.leaving:.0%} of the rows leave their rank"])
+
+
+def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
+    """Draw the ribbons.
+
+    Args:
+        routes: what to draw.
+        width: in pixels.
+    """
+    ranks, rows, total = routes.ranks, routes.rows, max(float(routes.rows.sum()), 1.0)
+    scale = TALL / total
+    left, right = MARGIN + LABEL, width - MARGIN - 2 * LABEL - 2 * BOX
+    # ---- left: where each rank's rows begin
+    begins = {rank: TOP + rows[:i].sum() * scale + i * (GAP + APART) for i, rank in enumerate(ranks)}
+    # ---- right: experts by the rank that computes them
+    columns = sorted({(owner, expert) for owners in routes.owners for expert, owner in enumerate(owners)})
+    tops: dict[tuple[int, int], float] = {}
+    y, parts, before = TOP, list[str](), columns[0][0]
+    for owner, expert in columns:
+        y += APART * (owner != before)
+        before = owner
+        takes = [i for i in range(len(ranks)) if routes.owners[i][expert] == owner]
+        tall = float(rows[takes, expert].sum()) * scale
+        tops[owner, expert] = y
+        told = f"expert {expert} on rank {owner} computes {rows[takes, expert].sum():.0f} rows"
+        parts.append(_box(right, y, tall, told))
+        if tall >= 9:
+            parts.append(_label(f"expert {expert}", right + BOX + 6, y + tall / 2 + 4, "start"))
+        y += tall + GAP
+    bottom = max(y, max(begins.values()) + rows[-1].sum() * scale)
+    # ---- ribbons
+    ribbons: list[str] = []
+    filled = dict(tops)
+    for i, rank in enumerate(ranks):
+        at = begins[rank]
+        parts.append(_box(left - BOX, at, rows[i].sum() * scale, f"rank {rank} has {rows[i].sum():.0f} rows"))
+        parts.append(_label(f"rank {rank}", left - BOX - 6, at + rows[i].sum() * scale / 2 + 4, "end"))
+        for owner, expert in sorted({(routes.owners[i][int(e)], int(e)) for e in np.flatnonzero(rows[i])}):
+            thick, to = rows[i, expert] * scale, filled[owner, expert]
+            told = f"{rows[i, expert]:.0f} rows from rank {rank} to expert {expert} on rank {owner}"
+            ribbons.append(_ribbon(left, at, right, to, thick, told, stays=owner == rank))
+            at, filled[owner, expert] = at + thick, to + thick
+    # ---- which rank has these experts
+    for owner in dict.fromkeys(owner for owner, _ in columns):
+        edges = [edge for each in columns if each[0] == owner for edge in (tops[each], filled[each])]
+        parts.append(
+            _label(f"rank {owner}", right + BOX + LABEL + 12, (min(edges) + max(edges)) / 2 + 4, "start")
+        )
+    title = f"Tokens of {routes.layer} in step {routes.step}"
+    note = f"{routes.leaving:.0%} of {total:.0f} rows leave their rank; pale: those that stay"
+    faint = f'<text class="faint" x="{MARGIN:g}" y="{bottom + 24:.0f}">{note}</text>'
+    return sheet("routes", title, str(routes), [heading(title), *ribbons, *parts, faint], width, bottom + 40)
+
+
+def _box(x: float, y: float, tall: float, told: str) -> str:
+    shape = f'x="{x:g}" y="{y:.1f}" width="{BOX:g}" height="{max(tall, 0.5):.1f}"'
+    return f'<rect class="words" {shape}><title>{told}</title></rect>'
+
+
+def _label(words: str, x: float, y: float, anchor: str) -> str:
+    return f'<text class="words" font-size="11" x="{x:g}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
+
+
+def _ribbon(x: float, y: float, to_x: float, to_y: float, thick: float, told: str, *, stays: bool) -> str:
+    """Draw one ribbon, `thick` pixels at both ends."""
+    half = (x + to_x) / 2
+    there = f"M{x:g} {y:.1f}C{half:g} {y:.1f} {half:g} {to_y:.1f} {to_x:g} {to_y:.1f}"
+    lower, to_lower = y + thick, to_y + thick
+    back = f"V{to_lower:.1f}C{half:g} {to_lower:.1f} {half:g} {lower:.1f} {x:g} {lower:.1f}Z"
+    shade = 0.2 if stays else 0.6
+    return (
+        f'<path fill="{ink_of("ep")}" fill-opacity="{shade}" d="{there}{back}"><title>{told}</title></path>'
+    )
