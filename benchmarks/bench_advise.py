@@ -21,7 +21,8 @@ from typing import Any
 import mpkit as mk
 from benchmarks.published import key_of
 from benchmarks.published_rows import read_folder
-from mpkit.prediction.advice.search import LayoutPrices, best_played, search
+from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.search import best_played, search
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.preset import preset_for

@@ -14,7 +14,8 @@ from mpkit.devices.hardware import Hardware
 from mpkit.prediction.advice.advice import find_advice
 from mpkit.prediction.advice.objective import TIME
 from mpkit.prediction.advice.offers import offers_of
-from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
+from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.search import FoundLayout
 from mpkit.prediction.advice.space import TrainingQuestion, families
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.fits import FRAGMENTATION

@@ -13,9 +13,9 @@ from benchmarks.golden import Case, main, read_cases
 from mpkit.devices.catalogue import build_machine
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import activations, stage_memory, workspaces
+from mpkit.prediction.cost_model.memory import activations, stage_memory
 from mpkit.prediction.cost_model.shares import ParameterShares
-from mpkit.prediction.cost_model.stack import MIB, stack_of
+from mpkit.prediction.cost_model.stack import MIB, stack_of, workspaces
 
 COLUMNS = [
     "case", "file", "t_med", "mem", "mem_max", "tensor-model-parallel-size", "pipeline-model-parallel-size",

@@ -21,9 +21,10 @@ from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.families import RUNNING, SIMPLER, Family, families_of
 from mpkit.prediction.advice.near_misses import NearMiss, near_misses
 from mpkit.prediction.advice.objective import TIME, Objective, objective_of
+from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.resharding import resharding_bytes
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import SHOWN, FoundLayout, LayoutPrices
+from mpkit.prediction.advice.search import SHOWN, FoundLayout
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.advice.summary import change_since, summary_of
 from mpkit.prediction.advice.why_not import why_not

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from mpkit.common.units import percent, seconds
 from mpkit.plan.plan import Plan
-from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
+from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.search import FoundLayout
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["RUNNING", "SIMPLER", "Family", "families_of"]

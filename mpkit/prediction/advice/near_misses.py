@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from mpkit.common.units import percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
-from mpkit.prediction.advice.search import LayoutPrices
+from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.space import cp_methods, expert_degrees
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.step import StepTime

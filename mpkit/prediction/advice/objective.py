@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import isfinite
 
 from mpkit.common.units import percent, seconds
+from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.search import (
     FEW,
     PLAYED,
     FoundLayout,
-    LayoutPrices,
     SearchResult,
     best_played,
     search,

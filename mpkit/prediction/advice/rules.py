@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from mpkit.common.units import percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
-from mpkit.prediction.advice.search import FoundLayout, LayoutPrices
+from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.search import FoundLayout
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["Rule", "rules_of"]

@@ -16,37 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
-from mpkit.devices.hardware import Hardware
-from mpkit.plan.plan import Plan
-from mpkit.plan.schedule import Schedule
-from mpkit.plan.tensor_checks import METHODS, ORDERS
 from mpkit.prediction.advice.offers import Offers, offers_of
-from mpkit.prediction.advice.space import TrainingQuestion, families
-from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.fits import FRAGMENTATION
-from mpkit.prediction.cost_model.layout import Layout, plan_of
-from mpkit.prediction.cost_model.memory import fullest_stages, stage_memory
-from mpkit.prediction.cost_model.preset import Preset
-from mpkit.prediction.cost_model.shares import ParameterShares
-from mpkit.prediction.cost_model.stack import Constants, Stack
-from mpkit.prediction.cost_model.step import StepTime, screened_time, step_time
+from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.space import families
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["FEW", "PLAYED", "SHOWN", "FoundLayout", "LayoutPrices", "SearchResult", "best_played", "search"]
+__all__ = ["FEW", "PLAYED", "SHOWN", "FoundLayout", "SearchResult", "best_played", "search"]
 
-HEADROOM = 0.92
-"""The share of a device's memory that a plan may take: predictions of memory are within 5 %, and batches differ."""
 SHOWN = 20
 """The plans of an advice."""
 PLAYED = 25
 """The layouts that are played, for the order of those that are shown."""
 FEW = 5
 """The layouts that are played of those that fill the memory."""
-LONGEST = 4096
-"""The most actions of a schedule that are played for them; `mk.estimate` plays more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,98 +63,6 @@ class SearchResult:
     found: list[FoundLayout]
     tight: list[FoundLayout]
     considered: int
-
-
-@dataclass(frozen=True)
-class LayoutPrices:
-    """Prices layouts: memory and time.
-
-    Attributes:
-        asked, hardware, stack, preset: as for `mk.estimate`.
-    """
-
-    asked: TrainingQuestion
-    hardware: Hardware
-    stack: Stack
-    preset: Preset
-
-    @cached_property
-    def head(self) -> float:
-        """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
-        return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
-
-    @property
-    def room(self) -> float:
-        """The bytes that a plan may take on a device."""
-        return HEADROOM * self.hardware.device.memory
-
-    def plan_of(self, layout: Layout) -> Plan:
-        """Return the plan of a layout, in 16 bits that the device has and with the order of tokens of the software."""
-        ring = layout.cp > 1 and layout.cp_method == METHODS[0]
-        order = offers_of(self.stack.name).cp_order if ring else ORDERS[0]
-        return replace(plan_of(layout), precision=self.hardware.device.half, cp_order=order)
-
-    def handicap(self, layout: Layout) -> float:
-        """Return the factor of a layout's time in comparisons: offload has to gain more than predictions are off."""
-        return 1.0 if layout.offload == "none" else 1 + self.preset.band
-
-    def memory(self, layout: Layout) -> float:
-        """Return the bytes at the peak of the rank with most, with what fragmentation takes."""
-        asked = self.asked
-        shares = self._shares(layout)
-        stages = stage_memory(
-            asked.model, layout, asked.sequence, self.stack, shares, fullest_stages(asked.model, layout),
-            self.hardware.device,
-        )  # fmt: skip
-        return max(sum(stage.values()) for stage in stages) * (1 + FRAGMENTATION)
-
-    @cached_property
-    def _shares(self) -> Callable[[Layout], ParameterShares]:
-        """Return the parameters of the ranks, which few of the degrees decide."""
-
-        @cache
-        def shares(
-            pp: int,
-            tp: int,
-            zero: int,
-            replicas: int,
-            sharded: int,
-            schedule: str | Schedule,
-            ep: int,
-            etp: int,
-        ) -> ParameterShares:
-            layout = Layout(
-                pp=pp, tp=tp, zero=zero, dp=replicas, sharded=sharded, head=self.head, schedule=schedule, ep=ep,
-                etp=etp,
-            )  # fmt: skip
-            return ParameterShares(self.asked.model, layout, self.stack)
-
-        return lambda layout: shares(
-            layout.pp,
-            layout.tp,
-            layout.zero,
-            layout.replicas,
-            layout.sharded,
-            layout.schedule,
-            layout.ep,
-            layout.etp,
-        )
-
-    def step(self, layout: Layout) -> StepTime:
-        """Return the time of a step."""
-        return step_time(*self._step_arguments(layout), LONGEST)
-
-    def screened_seconds(self, layout: Layout) -> float:
-        """Return about the seconds per step, in a fraction of the time."""
-        return screened_time(*self._step_arguments(layout))
-
-    def _step_arguments(
-        self, layout: Layout
-    ) -> tuple[Architecture, Layout, int, Hardware, Stack, Constants, ParameterShares]:
-        asked = self.asked
-        return (
-            asked.model, layout, asked.sequence, self.hardware, self.stack, self.preset.constants, self._shares(layout),
-        )  # fmt: skip
 
 
 def search(priced: LayoutPrices, devices: int) -> SearchResult:
@@ -243,4 +137,4 @@ def _fitting_layouts(
 def _relieve(layout: Layout, offload: str, recompute: str) -> Layout:
     if (offload, recompute) == (layout.offload, layout.recompute):
         return layout  # its degrees have been multiplied already
-    return replace(layout, offload=offload, recompute=recompute)
+    return layout.vary(offload=offload, recompute=recompute)

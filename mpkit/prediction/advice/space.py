@@ -16,7 +16,7 @@ much and holds less.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from mpkit.plan.schedule.catalogue import GPIPE
@@ -81,7 +81,7 @@ def families(
                     )
                     for method, ep in ways:
                         etp = 1 if ep > 1 else 0
-                        yield tuple(replace(each, cp_method=method, ep=ep, etp=etp) for each in family)
+                        yield tuple(each.vary(cp_method=method, ep=ep, etp=etp) for each in family)
 
 
 def _of_mesh(
@@ -97,15 +97,15 @@ def _of_mesh(
             if pp * v > layers or (offers.even and layers % (pp * v)):
                 continue
             groups = pp if offers.even and v > 1 else 1  # of micro-batches
+            layout = Layout(
+                pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, virtual_stages=v, schedule=schedule,
+                sequence_parallel=tp > 1 and offers.sequence, head=head, sharded=sharded,
+            )  # fmt: skip
             family = tuple(
-                Layout(
-                    pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, microbatch=each, microbatches=samples // each,
-                    virtual_stages=v, schedule=schedule, sequence_parallel=tp > 1 and offers.sequence,
-                    head=head, sharded=sharded,
-                )
+                layout.vary(microbatch=each, microbatches=samples // each)
                 for each in divisors(samples)
                 if samples // each % groups == 0 and (not offers.filled or samples // each >= pp - 1)
-            )  # fmt: skip
+            )
             if family:
                 yield family
 

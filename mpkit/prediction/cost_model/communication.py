@@ -28,6 +28,7 @@ class Network:
         self.per_node = hardware.per_node
         self._inside = hardware.link
         self._between = hardware.between
+        self._known: dict[tuple[Kind, float, int, int, int], float] = {}
 
     def time(self, kind: Kind, nbytes: float, n: int, per_node: int, calls: int = 1) -> float:
         """Return the seconds that a collective takes.
@@ -41,7 +42,11 @@ class Network:
         """
         if nbytes <= 0:
             return 0.0
-        return collective_time(kind, nbytes, n, max(1, n // per_node), self._inside, self._between, calls)
+        key = kind, nbytes, n, per_node, calls
+        if key not in self._known:
+            nodes = max(1, n // per_node)
+            self._known[key] = collective_time(kind, nbytes, n, nodes, self._inside, self._between, calls)
+        return self._known[key]
 
     def message(self, nbytes: float, crosses: bool) -> float:
         """Return the seconds of a message from one rank to another.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
+from typing import Any
 
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
@@ -105,6 +106,22 @@ class Layout:
     def global_batch(self) -> int:
         """Samples per step."""
         return self.dp * self.microbatch * self.microbatches
+
+    def vary(self, **changes: Any) -> Layout:
+        """Return the layout with other fields, for searches: several times as fast as `replace`.
+
+        >>> Layout(dp=4, zero=3).vary(offload="params", cp_method="ulysses").replicas
+        4
+
+        What follows from the degrees is computed here, so that all variants of a layout share it.
+
+        Args:
+            changes: fields by name, other than the degrees and the schedule, from which others are derived.
+        """
+        _ = self.ranks, self.replicas, self.last
+        other = object.__new__(Layout)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     def per_node(self, axis: str, devices: int) -> int:
         """Return how many ranks of a group along an axis share a node, in the group that is divided most.

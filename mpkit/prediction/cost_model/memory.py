@@ -16,45 +16,30 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
-from functools import cache
+from dataclasses import replace
+from typing import NamedTuple
 
 from mpkit.devices.device import Device
 from mpkit.plan.schedule.summary import peak_live
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
-from mpkit.prediction.cost_model.stack import MIB, Stack
+from mpkit.prediction.cost_model.stack import Stack, workspaces
 
-__all__ = ["CATEGORIES", "activations", "fullest_stages", "stage_memory", "workspaces"]
+__all__ = [
+    "CATEGORIES",
+    "SampleMemory",
+    "activations",
+    "sample_memory",
+    "stage_memory",
+    "state_memory",
+]
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
 
 GIB = 2**30
 CONTEXT = 1.0 * GIB
 NCCL = 0.5 * GIB
-
-
-@cache
-def workspaces(stack: Stack, device: Device) -> float:
-    """Return the bytes that cuBLAS and Transformer Engine keep within torch's allocator.
-
-    cuBLAS keeps one workspace for each of the two threads that multiply, of the forward and of the backward: what
-    CUBLAS_WORKSPACE_CONFIG says (:4096:8 is 32 MiB), else 32 MiB on Hopper and 8.1 MiB on other GPUs of NVIDIA.
-    Transformer Engine keeps another one: 32 MiB, or 4 before Hopper.
-
-    Source: torch/aten/src/ATen/cuda/CublasHandlePool.cpp; transformer_engine/pytorch/module/base.py.
-
-    >>> from mpkit.devices.catalogue import build_machine
-    >>> [workspaces(Stack("any"), build_machine(name).device) / MIB for name in ("a100", "h100", "gb200", "mi300x")]
-    [16.25, 64.0, 16.25, 0.0]
-    """
-    if not re.match(r"(A|V|T|L|H|B|GH|GB)\d|RTX|TITAN", device.name) or stack.name == "mpkit":
-        return 0.0
-    cublas = stack.cublas_workspace or (32 if re.match(r"G?H\d", device.name) else 8.125) * MIB
-    engine = (32 if "float8" in device.peak else 4) * MIB if stack.transformer_engine else 0.0
-    return 2 * cublas + engine
 
 
 def activations(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
@@ -131,83 +116,106 @@ def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, s
     return (border + (k - 1) * everything) / k
 
 
+class SampleMemory(NamedTuple):
+    """The bytes of one sample of a micro-batch; all of them grow with the number of samples.
+
+    Attributes:
+        layers: by stage, what the backward of its layers needs.
+        border: a layer's input.
+        working: the working set of the layer at work.
+        logits: on the last stage, of no deferred gradient of the head, and of each one more.
+    """
+
+    layers: tuple[float, ...]
+    border: float
+    working: float
+    logits: tuple[float, float]
+
+    def held(self, stage: int, layout: Layout, live: float, stack: Stack) -> tuple[float, float]:
+        """Return the bytes of activations and of logits on a stage, with so many micro-batches in flight."""
+        head = logits = 0.0
+        if stage == layout.last:
+            head = 2 * self.border  # what the last norm reads, and the head
+            logits = self.logits[0] + min(stack.deferred, layout.microbatches) * self.logits[1]
+        samples = layout.microbatch
+        return samples * (self.layers[stage] * live + max(head, self.working - logits)), samples * logits
+
+
+def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Stack) -> SampleMemory:
+    """Return the bytes of one sample.
+
+    Args:
+        model, layout, sequence, stack: as in `activations`; the layout's micro-batch is of no importance.
+    """
+    one, tokens = replace(layout, microbatch=1), sequence / layout.cp
+    kinds = [
+        (first, first + count, kept_bytes(model, first, one, sequence, stack))
+        for first, count in model.kinds()
+    ]
+    layers, begin = [], 0
+    for count in layout.stage_layers(model.layers):
+        end = begin + count
+        layers.append(sum(each * max(0, min(end, last) - max(begin, first)) for first, last, each in kinds))
+        begin = end
+    working = (
+        max(activations(model, first, one, sequence, stack) for first, _ in model.kinds())
+        if layout.recompute != "none"
+        else _gradients_within(model, tokens, layout, stack)
+    )
+    border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
+    deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
+    return SampleMemory(tuple(layers), border, working, (stack.logits * of_vocabulary, deferred))
+
+
+def state_memory(
+    model: Architecture, layout: Layout, stack: Stack, shares: ParameterShares, stage: int, device: Device | None
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """Return the bytes on a stage that do not grow with the micro-batch, and what gradients take for the update.
+
+    Args:
+        model, layout, stack, shares, device: as in `stage_memory`.
+        stage: the stage.
+    """
+    n = layout.shards
+    updated, whole = shares.updated_on(stage, layout), shares.stages[stage]
+    gathered = 0.0
+    if layout.zero == 3 and n > 1:
+        gathered = 2 * stack.element * shares.layer + stack.reduced * shares.layer
+    kept_by_libraries = workspaces(stack, device) if device else 0.0
+    return {
+        "params": 0.0
+        if layout.offload == "params"
+        else stack.element * whole / (n if layout.zero == 3 else 1),
+        "grads": stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable),
+        "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
+        "gathered": gathered,
+        "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,
+        "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
+    }, stack.converted * updated
+
+
 def stage_memory(
     model: Architecture, layout: Layout, sequence: int, stack: Stack, shares: ParameterShares,
-    stages: Collection[int] | None = None, device: Device | None = None,
+    device: Device | None = None,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Return bytes by category for a rank of each stage.
 
     Args:
         model, layout, sequence, stack: as in `activations`.
         shares: the parameters of the ranks.
-        stages: only of these; None: of all.
         device: whose libraries keep workspaces; None: those are left out.
     """
-    kept_by_libraries = workspaces(stack, device) if device else 0.0
-    n, tokens = layout.shards, layout.microbatch * sequence / layout.cp
-    kinds = [
-        (first, first + count, kept_bytes(model, first, layout, sequence, stack))
-        for first, count in model.kinds()
-    ]
-    border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-    working = max(activations(model, first, layout, sequence, stack) for first, _ in model.kinds())
-    working = working if layout.recompute != "none" else _gradients_within(model, tokens, layout, stack)
-    held, begin, out = layout.stage_layers(model.layers), 0, []
+    sample, out = sample_memory(model, layout, sequence, stack), []
     in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-    for stage, count in enumerate(held):
-        end, whole = begin + count, shares.stages[stage]
-        if stages is not None and stage not in stages:
-            begin = end
-            continue
-        layers = sum(each * max(0, min(end, last) - max(begin, first)) for first, last, each in kinds)
-        begin = end  # beside the logits
-        head = 2 * border if stage == layout.last else 0.0  # what the last norm reads, and the head
-        updated, trained = shares.updated_on(stage, layout), whole * layout.trainable
-        held_params = whole / (n if layout.zero == 3 else 1)
-        deferred = min(stack.deferred, layout.microbatches) * stack.element
-        per_token = (stack.logits + deferred) * model.vocabulary / layout.tp + deferred * model.hidden
-        logits = tokens * per_token if stage == layout.last else 0.0
-        if model.patch:
-            logits = 0.0
-        gathered = 0.0
-        if layout.zero == 3 and n > 1:
-            gathered = 2 * stack.element * shares.layer + stack.reduced * shares.layer
-        memory = {
-            "params": 0.0 if layout.offload == "params" else stack.element * held_params,
-            "grads": stack.gradient * (updated if layout.zero >= 2 else trained),
-            "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
-            "activations": layers * in_flight[stage] + max(head, working - logits),
-            "logits": logits,
-            "gathered": gathered,
-            "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,
-            "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
-        }
-        converted = stack.converted * updated
-        if converted > memory["activations"] + memory["logits"]:  # the update is the peak
-            memory |= {"grads": memory["grads"] + converted, "activations": 0.0, "logits": 0.0}
-        out.append(memory)
+    for stage, live in enumerate(in_flight):
+        states, converted = state_memory(model, layout, stack, shares, stage, device)
+        held, logits = sample.held(stage, layout, live, stack)
+        if converted > held + logits:  # the update is the peak
+            states, held, logits = states | {"grads": states["grads"] + converted}, 0.0, 0.0
+        memory = states | {"activations": held, "logits": logits}
+        out.append({category: memory[category] for category in CATEGORIES})
     return out
-
-
-def fullest_stages(model: Architecture, layout: Layout) -> Collection[int]:
-    """Return the stages of which one holds most.
-
-    The first has the embedding and the last the head; of others with as many layers, it is the one that has most
-    micro-batches in flight.
-
-    >>> fullest_stages(Architecture(30, 64, 4), Layout(pp=8, microbatches=8))  # 4 layers on stages 0 to 5, then 3
-    {0, 6, 7}
-    """
-    if len(model.kinds()) > 1:
-        return range(layout.pp)
-    held = layout.stage_layers(model.layers)
-    in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-    most: dict[int, int] = {}
-    for stage in range(layout.pp):
-        count = held[stage]
-        if count not in most or in_flight[stage] > in_flight[most[count]]:
-            most[count] = stage
-    return {0, layout.pp - 1, *most.values()}
 
 
 def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack: Stack) -> float:

@@ -7,10 +7,14 @@ framework; what remains, how well its kernels use a device, is in at most four c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 
-__all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_of"]
+from mpkit.devices.device import Device
+
+__all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_of", "workspaces"]
 
 MIB = 2**20
 EAGER_LOSS = 52.0
@@ -217,3 +221,24 @@ def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
         if change not in known:
             raise ValueError(f"a stack has no {change!r}: it has {', '.join(known)}")
     return replace(STACKS[name], **changes)  # type: ignore[arg-type]
+
+
+@cache
+def workspaces(stack: Stack, device: Device) -> float:
+    """Return the bytes that cuBLAS and Transformer Engine keep within torch's allocator.
+
+    cuBLAS keeps one workspace for each of the two threads that multiply, of the forward and of the backward: what
+    CUBLAS_WORKSPACE_CONFIG says (:4096:8 is 32 MiB), else 32 MiB on Hopper and 8.1 MiB on other GPUs of NVIDIA.
+    Transformer Engine keeps another one: 32 MiB, or 4 before Hopper.
+
+    Source: torch/aten/src/ATen/cuda/CublasHandlePool.cpp; transformer_engine/pytorch/module/base.py.
+
+    >>> from mpkit.devices.catalogue import build_machine
+    >>> [workspaces(Stack("any"), build_machine(name).device) / MIB for name in ("a100", "h100", "gb200", "mi300x")]
+    [16.25, 64.0, 16.25, 0.0]
+    """
+    if not re.match(r"(A|V|T|L|H|B|GH|GB)\d|RTX|TITAN", device.name) or stack.name == "mpkit":
+        return 0.0
+    cublas = stack.cublas_workspace or (32 if re.match(r"G?H\d", device.name) else 8.125) * MIB
+    engine = (32 if "float8" in device.peak else 4) * MIB if stack.transformer_engine else 0.0
+    return 2 * cublas + engine
