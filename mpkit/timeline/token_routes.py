@@ -29,7 +29,7 @@ class TokenRoutes(DrawnResult):
     """The rows of one layer in one step: prints as a matrix, and shows itself as ribbons from rank to rank.
 
     >>> routes = TokenRoutes("block0", 3, (0, 1), np.array([[3.0, 1.0], [4.0, 0.0]]), ((0, 1), (0, 1)))
-    >>> routes.matrix.tolist(), routes.leaving
+    >>> routes.matrix.tolist(), routes.moved_share
     ([[3.0, 1.0], [4.0, 0.0]], 0.625)
 
     Attributes:
@@ -55,7 +55,7 @@ class TokenRoutes(DrawnResult):
         return matrix
 
     @property
-    def leaving(self) -> float:
+    def moved_share(self) -> float:
         """The share of rows that another rank computed."""
         matrix = self.matrix
         return float(1 - np.trace(matrix) / max(matrix.sum(), 1.0))

@@ -292,12 +292,12 @@ def test_tokens_travel_to_the_ranks_of_their_experts(train: Train) -> None:
         [0, 0, *halves[3]],
     ]
     stay = halves[0][0] + halves[1][1] + halves[2][0] + halves[3][1]
-    assert routes.leaving == pytest.approx(1 - stay / counts.sum().item())
-    assert f"{routes.leaving:.0%} of the rows leave their rank" in str(routes)
+    assert routes.moved_share == pytest.approx(1 - stay / counts.sum().item())
+    assert f"{routes.moved_share:.0%} of the rows leave their rank" in str(routes)
     assert routes.to_svg().count(" rows from rank ") == int((counts > 0).sum())
     assert routes.to_dataframe()["rows"].sum() == counts.sum().item()
     # ---- without expert parallelism none leaves
-    assert train(gpt(heads=2), [batch], mk.Plan.ddp(2), **HOW).token_routes("block0").leaving == 0
+    assert train(gpt(heads=2), [batch], mk.Plan.ddp(2), **HOW).token_routes("block0").moved_share == 0
     with pytest.raises(
         ValueError, match=r"token_routes\('head'\): no layer is called so; .*block0.mlp.experts"
     ):

@@ -99,7 +99,7 @@ class LayoutPrices:
         most = 0.0
         for stage, live in self._fullest(layout):
             stays, converted = states[stage]
-            most = max(most, stays + max(converted, sum(sample.held(stage, layout, live, self.stack))))
+            most = max(most, stays + max(converted, sum(sample.stage_bytes(stage, layout, live, self.stack))))
         return most * (1 + FRAGMENTATION)
 
     @_once_for(*SHARED)

@@ -131,7 +131,7 @@ class SampleMemory(NamedTuple):
     working: float
     logits: tuple[float, float]
 
-    def held(self, stage: int, layout: Layout, live: float, stack: Stack) -> tuple[float, float]:
+    def stage_bytes(self, stage: int, layout: Layout, live: float, stack: Stack) -> tuple[float, float]:
         """Return the bytes of activations and of logits on a stage, with so many micro-batches in flight."""
         head = logits = 0.0
         if stage == layout.last:
@@ -210,7 +210,7 @@ def stage_memory(
     in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
     for stage, live in enumerate(in_flight):
         states, converted = state_memory(model, layout, stack, shares, stage, device)
-        held, logits = sample.held(stage, layout, live, stack)
+        held, logits = sample.stage_bytes(stage, layout, live, stack)
         if converted > held + logits:  # the update is the peak
             states, held, logits = states | {"grads": states["grads"] + converted}, 0.0, 0.0
         memory = states | {"activations": held, "logits": logits}

@@ -36,7 +36,7 @@ def routes_text(routes: TokenRoutes) -> str:
     for rank, row in zip(routes.ranks, matrix, strict=True):
         lines.append(f"rank {rank}".ljust(10) + "".join(f"{value:.0f}".rjust(wide) for value in row))
     lines.append("computes".ljust(10) + "".join(f"{value:.0f}".rjust(wide) for value in matrix.sum(axis=0)))
-    return "\n".join([*lines, f"{routes.leaving:.0%} of the rows leave their rank"])
+    return "\n".join([*lines, f"{routes.moved_share:.0%} of the rows leave their rank"])
 
 
 def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
@@ -86,7 +86,7 @@ def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
             _label(f"rank {owner}", right + BOX + LABEL + 12, (min(edges) + max(edges)) / 2 + 4, "start")
         )
     title = f"Tokens of {routes.layer} in step {routes.step}"
-    note = f"{routes.leaving:.0%} of {total:.0f} rows leave their rank; pale: those that stay"
+    note = f"{routes.moved_share:.0%} of {total:.0f} rows leave their rank; pale: those that stay"
     faint = f'<text class="faint" x="{MARGIN:g}" y="{bottom + 24:.0f}">{note}</text>'
     return sheet("routes", title, str(routes), [heading(title), *ribbons, *parts, faint], width, bottom + 40)
 
