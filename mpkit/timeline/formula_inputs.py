@@ -38,6 +38,7 @@ class FormulaInputs:
         experts: by rank, the number of elements in the experts that it holds, under expert parallelism.
         rows: by stage, bytes of the rows of one micro-batch that go to experts, whole sequences.
         counts: by stage, bytes of the numbers of rows by expert.
+        owned: by stage, n k: of n ranks and of the k elements of the one that owns most, where ZeRO-1 divides by owner.
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -59,6 +60,7 @@ class FormulaInputs:
     experts: Sequence[int] = ()
     rows: Sequence[float] = ()
     counts: Sequence[float] = ()
+    owned: Sequence[float] = ()
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -80,7 +82,7 @@ class FormulaInputs:
             queries_outputs=told.get("qo_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
-            counts=told.get("counts_bytes") or (),
+            counts=told.get("counts_bytes") or (), owned=told.get("owned") or (),
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 

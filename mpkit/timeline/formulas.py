@@ -211,8 +211,12 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
     if (zero, kind) not in by_kind or not known.params or known.plan.get("data_parallel", "ddp") != "ddp":
         return None
     times, symbols, words = by_kind[zero, kind]
+    if known.owned:
+        symbols, words = "k (n-1)", f"{words}; k elements of the rank that owns most"
 
     def volume(rank: int) -> float:
+        if known.owned:
+            return known.total(known.owned, rank) * known.element * (n - 1) / n
         again = known.value_at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
         return (
             (times + again)

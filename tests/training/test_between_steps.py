@@ -292,7 +292,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(train: Train) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     data = [(torch.randn(8, 6), torch.randint(0, 3, (8,)))]
     how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": muon, "steps": 4}
-    for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 2)):
+    for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 2), mk.Plan(dp=2, zero=1)):
         proof = train(model, data, plan, verify="all", **how).proof
         assert proof.steps == (
             1,
@@ -303,7 +303,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(train: Train) -> None:
     with pytest.raises(
         ValueError, match=r"Muon with AdamW .*on parts: ValueError: Param gradient must be a 2D"
     ):
-        train(model, data, mk.Plan(dp=2, zero=1), **how)
+        train(model, data, mk.Plan(dp=2, zero=2), **how)
 
 
 def test_logged_outside_of_a_training(cluster: mk.Cluster) -> None:

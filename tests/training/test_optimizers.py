@@ -225,6 +225,10 @@ RIGHT: dict[str, tuple[Any, str]] = {
     "places, replicas": (ByPlace, "ddp"),
     "reads the parameters when it is made": (Anchored, "gpipe"),
     "a count of its own": (Counts, "zero3"),
+    "norms of a parameter, whole on its owner": (Lamb, "2d"),
+    "rows of a parameter, whole on its owner": (Rows, "zero1"),
+    "two optimizers in one, whole on its owner": (MuonAndAdamW, "zero1"),
+    "reads the parameters that it owns": (Anchored, "zero1"),
     "named_parameters": (named, "gpipe"),
     "a hook and a step of its own": (hooked, "zero2"),
     "factored moments": (torch.optim.Adafactor, "gpipe"),
@@ -287,12 +291,14 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
     "a norm over all": (Clips, ["gpipe", "zero1", "zero3", "tp"], r"Clips with Plan.*" + COUPLED),
     "over what it was made of": (closing, ["zero1", "gpipe"], COUPLED),
     "a place among all": (ByPlace, ["gpipe", "zero2"], COUPLED),
-    "norms of a parameter": (Lamb, ["zero1", "zero3", "tp"], MIXES),
-    "rows": (Rows, ["zero1", "tp"], MIXES),
+    "norms of a parameter": (Lamb, ["zero2", "zero3", "tp"], MIXES),
+    "rows": (Rows, ["zero2", "tp"], MIXES),
     "random numbers": (Noise, ["ddp", "gpipe", "zero1"], r"draws random numbers, perhaps.*Plan\.serial\(\)"),
-    "what parameters are at first": (Anchored, ["zero1", "tp"], MIXES),
-    "two optimizers in one": (MuonAndAdamW, ["zero1"], r"MuonAndAdamW with Plan\(dp=2, zero=1\)"),
-    "whole parameters only": (picky, ["zero1"], r"fails on parts: AssertionError: whole.*mk\.optimizer\.elementwise\("),
+    "what parameters are at first": (Anchored, ["zero2", "tp"], MIXES),
+    "two optimizers in one": (
+        MuonAndAdamW, ["zero2"], r"MuonAndAdamW with Plan\(dp=2, zero=2\).*whole on one rank: Plan\(dp=2, zero=1\)"
+    ),
+    "whole parameters only": (picky, ["zero2"], r"fails on parts: AssertionError: whole.*mk\.optimizer\.elementwise\("),
     "a closure": (Wants, ["serial", "gpipe"], r"a step of Wants fails .*'closure'"),
     "sparse gradients": (torch.optim.SparseAdam, ["serial"], r"SparseAdam does not support dense gradients"),
     "hooks on parameters": (on_parameters, ["serial", "ddp", "gpipe"], r"the hook <lambda> on the parameter 0\.weight"),
@@ -327,9 +333,9 @@ def test_of_a_large_model_too() -> None:
 
 
 def test_declared_where_it_cannot_be_tried() -> None:
-    prepared(mk.optimizer.elementwise(picky), PLANS["zero1"])
+    prepared(mk.optimizer.elementwise(picky), PLANS["zero2"])
     with pytest.raises(ValueError, match="changes an element"):  # it was tried, and is not
-        prepared(mk.optimizer.elementwise(Lamb), PLANS["zero1"])
+        prepared(mk.optimizer.elementwise(Lamb), PLANS["zero2"])
 
 
 def test_frozen_parameters_that_matter_to_groups() -> None:
@@ -421,7 +427,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 def test_one_that_cannot_be_examined_is_refused(what: str) -> None:
     optimizer, words = UNKNOWN[what]
     with pytest.raises(ValueError, match=words):
-        prepared(optimizer, PLANS["zero1"])
+        prepared(optimizer, PLANS["zero2"])
 
 
 def test_one_that_is_declared_is_taken_at_its_word() -> None:

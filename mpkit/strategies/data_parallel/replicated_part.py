@@ -82,6 +82,7 @@ class ReplicatedPart:
         whole: parameters that ZeRO leaves alone; something else keeps them equal.
         allow_unused: what lets a parameter have no gradient, for the error that asks for it.
         experts: the ranks that hold the same experts; None if all replicas do.
+        by_owner: whether ZeRO-1 gives each parameter whole to one rank.
     """
 
     context: Context
@@ -93,6 +94,7 @@ class ReplicatedPart:
     allow_unused: str = "unused='allow' in the Plan"
     groups: ShardGroups | None = None
     experts: ExpertReplicas | None = None
+    by_owner: bool = False
 
     @cached_property
     def expert_parameters(self) -> set[nn.Parameter]:

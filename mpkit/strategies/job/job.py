@@ -74,6 +74,7 @@ class Procedure:
         verified: the steps that are compared with serial training, counted from 0, in order.
         unverified: why none is, or not every one that was asked for; "" if all are.
         gpu: the number of the GPU on which they are compared; None: in the memory of the caller's process.
+        by_owner: whether ZeRO-1 gives each parameter whole to one rank, since the optimizer needs it.
     """
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -90,6 +91,7 @@ class Procedure:
     verified: tuple[int, ...] = ()
     unverified: str = ""
     gpu: int | None = None
+    by_owner: bool = False
 
     @property
     def first_step(self) -> int:

@@ -148,12 +148,12 @@ def _build_job(
     what = Problem(model, batches, loss, list(model.state_dict()), nominal, hooks, task.given_loss)
     how = Procedure(
         asked.optimizer, asked.steps, asked.seed, options.get("max_grad_norm"), options.get("lr_schedule"),
-        saving, resume, facts, asked.on_step, evaluation, asked.ema,
+        saving, resume, facts, asked.on_step, evaluation, asked.ema, by_owner=task.examined.whole,
     )  # fmt: skip
     # ---- proof
     how = with_proof(how, asked.verify, what, task.batch, resolved, special, gpu)
     # ---- what the trace records
-    meta = describe_run(model, task.batch, resolved) | {
+    meta = describe_run(model, task.batch, resolved, by_owner=how.by_owner) | {
         "batch_size": batches.size(0),
         "steps": how.steps,
         "first_step": how.first_step,

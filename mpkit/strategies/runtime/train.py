@@ -234,6 +234,7 @@ def assemble(
         tied,
         groups=shard_groups(plan, axes),
         experts=expert_replicas(plan, axes),
+        by_owner=job.how.by_owner,
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)

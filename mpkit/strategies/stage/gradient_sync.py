@@ -46,8 +46,9 @@ class Piece:
             parallelism this rank's local one, here and below.
         shape: shape of the whole parameter.
         start, end: range of this rank's elements.
-        held: those elements, as the optimizer receives them: (end - start,), or the parameter itself. After `finish`
-            its `grad` is the gradient of the loss over the whole batch; None if it has none.
+        held: those elements, as the optimizer receives them: (end - start,); the parameter itself; or all of it, where
+            ZeRO-1 divides by owner. After `finish` its `grad` is the gradient of the loss over the whole batch; None if
+            it has none.
         shard: the part of the model's parameter that is local; None if all of it is.
         axis: along which it is divided: "tp", "ep", or "" if all of it is local.
         partial: whether, under tensor parallelism, the gradient on each rank is a partial sum.

@@ -196,7 +196,7 @@ class Update:
 def _part_taker(piece: Piece) -> Take | None:
     """Return a function that takes the piece's part of a whole tensor, or None where the piece is all of it."""
     shape = piece.held.shape
-    if piece.shard is None and piece.held is piece.parameter:
+    if piece.shard is None and shape == piece.shape:
         return None
 
     def take(whole: Tensor) -> Tensor:

@@ -6,12 +6,19 @@
 Shapes do not matter: a shard may begin in the middle of a weight, and a parameter with fewer elements than there are
 ranks has none on most of them. Padding to a multiple of n makes all shards of one size, and each is contiguous.
 
+Some optimizers change an element by what the others of its matrix are, such as Muon (Jordan et al. 2024). Their
+parameters are divided by owner: each lies whole in one shard, and shards are as large as that of the rank with most.
+
+    [ weight 6 ][ weight 3 ][ bias 2 ][ padding 1 ]      n = 2 ranks, k = 6
+    |        rank 0        |        rank 1        |
+
     Flat           what a stage of ZeRO leaves whole: the shard is a view of it
     ShardedFlat    what it shards: whole only while it is used
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -21,7 +28,20 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import PendingWork
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Flat", "FlatLayout", "ShardedFlat"]
+__all__ = ["Flat", "FlatLayout", "ShardedFlat", "assign_owners"]
+
+
+def assign_owners(sizes: Sequence[int], n: int) -> list[int]:
+    """Return which of n ranks owns each tensor: the largest first, each to the rank that owns least.
+
+    >>> assign_owners([6, 2, 3], 2)
+    [0, 1, 1]
+    """
+    owned, owner = [0] * n, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owner[i] = min(range(n), key=owned.__getitem__)
+        owned[owner[i]] += sizes[i]
+    return owner
 
 
 class FlatLayout:
@@ -30,6 +50,7 @@ class FlatLayout:
     Args:
         parameters: all of one dtype, on one device.
         rank, n: this rank, and the number of ranks that share the tensor.
+        by_owner: whether each parameter lies whole in one shard.
 
     Attributes:
         starts: each parameter's first element in the flat tensor.
@@ -41,15 +62,25 @@ class FlatLayout:
     (3, 3, 6)
     >>> layout.own(0), layout.own(1)  # the last three elements of the first, none of the second
     ((3, 6), (0, 0))
+    >>> FlatLayout(layout.parameters, rank=1, n=4, by_owner=True).own(1)  # all five elements of the second
+    (0, 5)
     """
 
-    def __init__(self, parameters: list[nn.Parameter], rank: int, n: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], rank: int, n: int, *, by_owner: bool = False) -> None:
         self.parameters = parameters
-        self.n = n
+        self.n, self.by_owner = n, by_owner
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.starts = [0, *accumulate(self.sizes)][:-1]
-        self.numel = sum(self.sizes)
-        self.k = -(-self.numel // n)
+        if by_owner:
+            owners, filled = assign_owners(self.sizes, n), [0] * n
+            within = []
+            for owner, size in zip(owners, self.sizes, strict=True):
+                within.append(filled[owner])
+                filled[owner] += size
+            self.k = max(filled)
+            self.starts = [owner * self.k + start for owner, start in zip(owners, within, strict=True)]
+        else:
+            self.k = -(-sum(self.sizes) // n)
+            self.starts = [0, *accumulate(self.sizes)][:-1]
         self.begin, self.end = rank * self.k, (rank + 1) * self.k
 
     def own(self, i: int) -> tuple[int, int]:
@@ -64,12 +95,16 @@ class FlatLayout:
         return [whole[start : start + size].view(p.shape) for p, start, size in parts]
 
     def parts(self, shard: Tensor) -> list[Tensor]:
-        """Return each parameter's part of a shard (k,): the elements that are this rank's, in one dimension."""
+        """Return each parameter's part of a shard (k,): the elements that are this rank's, in one dimension.
+
+        Where parameters are divided by owner, it is a parameter in its shape.
+        """
         found = []
-        for i, parameter_start in enumerate(self.starts):
+        for i, (parameter, parameter_start) in enumerate(zip(self.parameters, self.starts, strict=True)):
             start, end = self.own(i)
             at = parameter_start + start - self.begin
-            found.append(shard[at : at + end - start] if start < end else shard[:0])
+            part = shard[at : at + end - start] if start < end else shard[:0]
+            found.append(part.view(parameter.shape) if self.by_owner and start < end else part)
         return found
 
 

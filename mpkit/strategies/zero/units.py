@@ -3,6 +3,7 @@
     by_bucket    P_os, P_os+g: those of one layer, so that its gradients are reduced, and possibly freed, while the next
                  layer's arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most
                  `bucket_mb`
+    by_stage     P_os by owner: those of a stage
     by_site      P_os+g+p: those of one layer or one repeated block, so that its parameters are whole only while it
                  computes
 
@@ -23,7 +24,7 @@ from mpkit.strategies.data_parallel.bucket import FIRST_BYTES
 from mpkit.strategies.stage.partitioned_stage import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
-__all__ = ["Site", "Unit", "by_bucket", "by_site", "sites_of"]
+__all__ = ["Site", "Unit", "by_bucket", "by_site", "by_stage", "sites_of"]
 
 NO_KINDS: Mapping[nn.Parameter, str] = MappingProxyType({})
 
@@ -142,6 +143,20 @@ def by_bucket(
     return _group(trained, FIRST_BYTES, bucket_bytes, tied, apart)
 
 
+def by_stage(
+    sites: list[Site], tied: Collection[nn.Parameter] = (), apart: Mapping[nn.Parameter, str] = NO_KINDS
+) -> list[Unit]:
+    """Group the trained parameters of each stage, as stage 1 of ZeRO does where each has one owner.
+
+    >>> from mpkit.models import chain
+    >>> sites = sites_of({0: Stage(0, chain(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))), torch.device("cpu"))})
+    >>> [len(unit.parameters) for unit in by_stage(sites)]
+    [4]
+    """
+    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
+    return _group(trained, inf, inf, tied, apart)
+
+
 def by_site(
     sites: list[Site], tied: Collection[nn.Parameter] = (), apart: Mapping[nn.Parameter, str] = NO_KINDS
 ) -> list[Unit]:
@@ -158,7 +173,7 @@ def by_site(
 
 def _group(
     sites: list[Site],
-    least: int,
+    least: float,
     most: float,
     tied: Collection[nn.Parameter],
     apart: Mapping[nn.Parameter, str],

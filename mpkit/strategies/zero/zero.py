@@ -93,12 +93,12 @@ class Zero(GradientSync):
     def _flatten(self, unit: Unit, held: ReplicatedPart) -> Flat:
         """Move a unit's parameters into a flat tensor, of which they become views."""
         shard_group, _ = held.groups_of(unit.parameters[0])
-        layout = FlatLayout(unit.parameters, shard_group.index, shard_group.size)
+        layout = FlatLayout(unit.parameters, shard_group.index, shard_group.size, by_owner=held.by_owner)
         flat = self.flat_params(layout, self._record, "params", shard_group)
+        flat.whole.zero_()
         for parameter, view in zip(unit.parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        flat.whole[layout.numel :] = 0
         held.replicas_of(unit.parameters[0]).broadcast(flat.whole)
         flat.shard.copy_(flat.mine)
         flat.free()

@@ -9,6 +9,10 @@ The volume is DDP's, 2 psi. `mpkit.strategies.reference.zero1` is the algorithm 
 micro-batches, buckets, overlap with the backward, parameters whose size is no multiple of n, several stages per rank,
 and tied, frozen and unused parameters.
 
+An optimizer that needs whole parameters, such as Muon, gets them: each parameter's states are on one rank, its owner
+(`FlatLayout`). Then a stage's gradients are one flat tensor, so that owners have about equally much, and are reduced
+at the end of the backward.
+
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
 section 5.1.
 """
@@ -22,7 +26,7 @@ from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.stage.gradient_sync import Half
 from mpkit.strategies.zero.flat import Flat
 from mpkit.strategies.zero.gradients import AccumulatedGradients
-from mpkit.strategies.zero.units import by_bucket, sites_of
+from mpkit.strategies.zero.units import by_bucket, by_stage, sites_of
 from mpkit.strategies.zero.zero import Zero
 
 __all__ = ["Zero1"]
@@ -40,7 +44,12 @@ class Zero1(Zero):
 
     def __init__(self, held: ReplicatedPart) -> None:
         sites = sites_of(held.stages, held.whole)
-        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds))
+        units = (
+            by_stage(sites, held.tied, held.unit_kinds)
+            if held.by_owner
+            else by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds)
+        )
+        super().__init__(held, units)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, and expect those of the whole step."""

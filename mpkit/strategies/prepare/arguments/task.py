@@ -49,11 +49,13 @@ class OptimizerTraits:
         kind: the name of its class.
         states: the names of its states.
         elsewhere: what changes besides its parameters' states, and so is not saved in checkpoints; "" if nothing.
+        whole: whether it changes an element by what others of its parameter are, so that ZeRO-1 divides by owner.
     """
 
     kind: str = ""
     states: tuple[str, ...] = ()
     elsewhere: str = ""
+    whole: bool = False
 
 
 class ProbedLoss(NamedTuple):

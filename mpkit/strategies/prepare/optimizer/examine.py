@@ -4,7 +4,8 @@
     plain    take some steps with it, as in plain PyTorch (`trial`)
     repeats  several ranks: created and stepped again, it ends with the same numbers
     stages   several stages: so do optimizers that each hold some of the parameters
-    parts    ZeRO and tensor parallelism: so do optimizers that each hold some elements of the parameters
+    parts    ZeRO and tensor parallelism: so do optimizers that each hold some elements of the parameters; under ZeRO-1
+             some parameters are enough, since each can be whole on one rank
 
 PyTorch's own elementwise optimizers are known to be divisible; one step shows that they can be created. Other
 optimizers are tried. An optimizer that cannot be tried is refused where it would be divided, unless it is declared
@@ -14,7 +15,7 @@ elementwise (`mpkit.optimizer.elementwise`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -75,7 +76,12 @@ def check_optimizer(resolved: ResolvedPlan, task: Task) -> None:
             checks.check_stages(expected, _updated_by(resolved, first_names))
         # ---- parts
         if (plan.zero or plan.tp > 1 or plan.ep > 1) and not known:
-            checks.check_elements(expected, resolved.sharded[0].shards)
+            checks.check_halves(expected)
+            whole_of = plan.zero == 1 and plan.tp == plan.ep == 1 and not checks.are_elements_alone(expected)
+            if not whole_of:
+                checks.check_elements(expected, resolved.sharded[0].shards)
+            task.examined = replace(checks.trial.examined, whole=whole_of)
+            return
         task.examined = checks.trial.examined
 
 
@@ -184,6 +190,24 @@ class _Checks:
         for names in places:
             self._check(expected, dict.fromkeys(names), self._coupled_error)
 
+    def check_halves(self, expected: Steps) -> None:
+        """Check optimizers that each hold half of the parameters.
+
+        Raises:
+            Rejection: they end with values that differ from those of one optimizer that holds all parameters.
+        """
+        whole = self.trial.whole
+        for half in (0, 1) if len(whole) > 1 else ():
+            self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled_error)
+
+    def are_elements_alone(self, expected: Steps) -> bool:
+        """Return whether each element changes by itself, as far as can be found out."""
+        try:
+            self.check_elements(expected, {})
+        except Rejection:
+            return False
+        return True
+
     def check_elements(self, expected: Steps, shards: Mapping[str, Shard]) -> None:
         """Check optimizers that each hold some elements of the parameters.
 
@@ -191,8 +215,6 @@ class _Checks:
             Rejection: they end with values that differ from those of one optimizer that holds all elements.
         """
         whole = self.trial.whole
-        for half in (0, 1) if len(whole) > 1 else ():
-            self._check(expected, {w.name: None for w in whole[half::2]}, self._coupled_error)
         for half in (0, 1):
             if self.plan.tp > 1 or self.plan.ep > 1:
                 division: dict[str, Any] = {
@@ -256,9 +278,12 @@ class _Checks:
             fitting: what an optimizer has to do that works.
             held: what every rank has to hold for this optimizer.
         """
+        owned = ""
+        if self.plan.zero > 1 and self.plan.tp == self.plan.ep == 1 and held == "whole parameters":
+            owned = f"; or each parameter whole on one rank: {replace(self.plan, zero=1, offload='none')}"
         return (
             f"optimizer: {self.kind} with {self.plan}: {_who(self.plan)}, and {why}. Either an optimizer that "
-            f"{fitting}; or {held} on every rank: Plan.ddp({self.plan.ranks})"
+            f"{fitting}{owned}; or {held} on every rank: Plan.ddp({self.plan.ranks})"
         )
 
 

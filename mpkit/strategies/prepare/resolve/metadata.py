@@ -16,12 +16,21 @@ from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 from mpkit.strategies.prepare.resolve.routed_rows import routed_rows
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
+from mpkit.strategies.zero.flat import assign_owners
 
 __all__ = ["describe_run"]
 
 
-def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan) -> dict[str, Any]:
+def describe_run(
+    model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, *, by_owner: bool = False
+) -> dict[str, Any]:
     """Return the metadata of a run, in JSON types.
+
+    Args:
+        model: the whole model.
+        batch: the first one.
+        resolved: the plan, resolved for them.
+        by_owner: whether ZeRO-1 gives each parameter whole to one rank.
 
     Returns:
         plan: the plan as JSON; stages: names of layers by stage; parameters: the model's number of parameters; dtype:
@@ -65,6 +74,7 @@ def describe_run(model: nn.Module, batch: tuple[Value, Value], resolved: Resolve
             "partial_bytes": _partial(named, resolved, held, max(4, dtype.itemsize)),
             "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
             "split": _split(resolved.schedule),
+            "owned": _owned_elements(named, resolved) if by_owner else [],
             **_expert_numbers(model, named, resolved, batch[0], average * dtype.itemsize),
         },
         "shards": _describe_shards(sharded),
@@ -87,6 +97,21 @@ def _regions(model: nn.Module, sharded: ShardedModel, held: Sequence[Sequence[st
     if len(pairs) < len(plan.regions) or len(widths) != 1 or any(begins in r.column for r in plan.regions):
         return []
     return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in plan.regions) for names in held]
+
+
+def _owned_elements(named: Mapping[str, nn.Parameter], resolved: ResolvedPlan) -> list[int]:
+    """Return by stage n k, where ZeRO-1 divides by owner: n ranks, k elements of the rank that owns most."""
+    n, tied = resolved.plan.shards, {name for shared in resolved.shared for name in shared.names.values()}
+    by_stage = []
+    for names in resolved.held:
+        trained = {id(named[name]): name for name in reversed(names) if named[name].requires_grad}
+        sizes = [named[name].numel() for name in trained.values() if name not in tied]
+        owned = [0] * n
+        for owner, size in zip(assign_owners(sizes, n), sizes, strict=True):
+            owned[owner] += size
+        alone = sum(named[name].numel() for name in trained.values() if name in tied)
+        by_stage.append(n * (max(owned) + alone))
+    return by_stage
 
 
 def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
