@@ -13,7 +13,7 @@ import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard.html import head, output, progress, sparkline, trouble
-from mpkit.views.dashboard.pace import Pace
+from mpkit.views.dashboard.pace import Pace, TimeLeft
 from mpkit.views.dashboard.widget import Dashboard
 from mpkit.views.drawing.lanes import groups_of, rank_label
 from mpkit.views.memory.chart import memory_figure
@@ -230,3 +230,15 @@ def test_progress_and_the_end_are_said(gpipe: mk.Timeline) -> None:
     assert board.timeline.said == "step 1 of 3, loss 4.5000", "a reader is not interrupted at every step"
     board.finish(gpipe, "rank 2 raised ValueError\nTraceback", status="failed")
     assert board.timeline.said == "GPipe: failed. rank 2 raised ValueError"
+
+
+def test_the_time_that_is_left_is_said_until_the_end(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", LABELS, steps=9, on_stop=None)
+    now = iter([0.0, 40.0])
+    board._time_left = TimeLeft(9, clock=lambda: next(now))
+    for step in (3, 5):  # a training that was resumed after two steps
+        assert " left" not in board._words.value
+        board.set_progress(step, [4.5] * (step - 2))
+    assert "about 1:20 left" in board._words.value  # 20 s per step, 4 steps
+    board.finish(gpipe, "stopped", status="stopped")
+    assert " left" not in board._words.value and "step <b>5</b> of 9" in board.mimebundle()["text/html"]

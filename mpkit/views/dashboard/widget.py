@@ -24,7 +24,7 @@ from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
 from mpkit.views.dashboard.charts import charts_svg
-from mpkit.views.dashboard.pace import Background, Pace
+from mpkit.views.dashboard.pace import Background, Pace, TimeLeft
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import has_tracks
@@ -79,6 +79,7 @@ class Dashboard:
         self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
         self._handle: Any = None
         self._losses: list[float] = []
+        self._step = 0
         self._started = False
         self._proof: Proof | None = None
         self._head = ipywidgets.HTML(parts.head(title, parts.starting_html(len(labels))))
@@ -99,7 +100,7 @@ class Dashboard:
         self._charts, self._charted = ipywidgets.HTML(), ""
         self.timeline.expect_tracks(gpus=gpus)
         self._memory_worker: Background[Timeline] = Background(self.timeline.set_tracks)
-        self._said = Pace(SPEAK)
+        self._said, self._time_left = Pace(SPEAK), TimeLeft(self.steps)
         self._stop.add_class("mpkit-stop")
         line = ipywidgets.HBox([self._bar, self._stop, self._words], layout={"align_items": "center"})
         self.widget = ipywidgets.VBox(
@@ -126,9 +127,9 @@ class Dashboard:
     def set_progress(self, step: int, losses: Sequence[float], note: str = "") -> None:
         """Show how far the run has come: the number of finished steps, and the loss of each."""
         with self._lock:
-            self._losses = list(losses)
+            self._losses, self._step = list(losses), step
             self._bar.value = min(step, self._bar.max)
-            self._words.value = parts.progress(step, self.steps, losses)
+            self._words.value = parts.progress(step, self.steps, losses, self._time_left.after(step))
             if note:
                 self.timeline.note = note
             if step:
@@ -177,7 +178,7 @@ class Dashboard:
             self.timeline.said = " ".join(
                 filter(None, [f"{self.title}: {status}.", message.partition("\n")[0]])
             )
-            words = parts.progress(len(self._losses), self.steps, self._losses)
+            words = self._words.value = parts.progress(self._step, self.steps, self._losses)
             self._static = (
                 parts.static(
                     self.title,
