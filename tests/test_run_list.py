@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,3 +62,32 @@ def test_its_table_is_sorted_by_values(found: RunList) -> None:
     assert [row[0][1] for row in table.rows] == [row.number for row in found]
     assert [row[4][1] for row in table.rows] == [row.step_time for row in found]
     assert table.columns[6]["name"] == "peak memory"
+
+
+def test_runs_of_a_folder_outlast_the_notebook(train: Callable[..., Run], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = [(torch.ones(8, 2), torch.zeros(8, dtype=torch.long))]
+    how = {"loss": nn.functional.cross_entropy, "optimizer": torch.optim.SGD, "steps": 3}
+    with pytest.raises(
+        ValueError, match=r"no saved trace \(\*\.mpkit\) is in it; run.trace.save\('.*first.mpkit'\)"
+    ):
+        mk.runs(tmp_path)
+    kept = {}
+    for name, plan in (("a-pipeline", mk.Plan.gpipe(2, 4)), ("b-zero", mk.Plan.zero(2, 2))):
+        run = train(MLP(2, 3), data, plan, **how)
+        run.trace.save(tmp_path / f"{name}.mpkit")
+        kept[name] = keep(run)
+    (tmp_path / "c-cut.mpkit").write_bytes((tmp_path / "b-zero.mpkit").read_bytes()[:999])
+    with pytest.warns(UserWarning, match=r"c-cut.mpkit is left out: "):
+        found = mk.runs(str(tmp_path))
+    assert [row.name for row in found] == list(kept)
+    for row in found:
+        same = kept[row.name]
+        assert (row.plan, row.status, row.steps, row.loss) == (same.plan, "finished", 3, same.loss)
+        assert (row.bubble, row.memory, row.step_time) == (same.bubble, same.memory, same.step_time)
+    assert [each.name for each in found.compare().rows] == [f"{row.name}: {row.plan!r}" for row in found]
+    table = found.to_dataframe()
+    assert table["zero"].tolist() == [0, 2] and "tp" not in table  # the fields in which their plans differ
+    assert "a-pipeline" in str(found) and draw(found, "widget").columns[1]["name"] == "name"
+    with pytest.raises(ValueError, match="there is no such folder"):
+        mk.runs(tmp_path / "none")

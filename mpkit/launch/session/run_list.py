@@ -1,22 +1,26 @@
-"""The runs of this notebook: what each was and what came out, kept when its variable is gone, sortable, comparable.
+"""The runs of this notebook, or of a folder: what each was and what came out, sortable and comparable.
 
 keep    a run that has ended leaves a row, and the timeline of its last step
-runs    the rows so far
+runs    the rows so far; or of the traces that were saved in a folder, which outlast the notebook
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from mpkit.common.display import data_frame, draw
+from mpkit.errors import MpkitError
 from mpkit.plan.plan import Plan
 from mpkit.timeline.comparison import Comparison, compare_timelines
+from mpkit.timeline.foreign.open_trace import open as open_trace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,15 +39,16 @@ class KeptRun:
     """What is kept of a run.
 
     Attributes:
-        number: counts the runs of this process, from 1.
+        number: counts the runs of this process, or the files of a folder, from 1.
         plan: its plan.
-        status: "finished", "stopped" or "failed".
+        status: "finished", "stopped" or "failed"; of a file "finished" or "unfinished".
         steps: the steps that it did.
         step_time: seconds of a step, the median on the virtual clock without the first; None if it did none.
         bubble: the idle share of its last step; None if it did none.
         memory: bytes that the fullest rank held at its peak.
         loss: of its last step; None if it did none.
         timeline: of its last step; None if it did none.
+        name: of its file, without the ending; "" if it comes from none.
     """
 
     number: int
@@ -55,6 +60,7 @@ class KeptRun:
     memory: int
     loss: float | None
     timeline: Timeline | None = field(repr=False)
+    name: str = ""
 
 
 class RunList(Sequence[KeptRun]):
@@ -90,12 +96,24 @@ class RunList(Sequence[KeptRun]):
                 raise ValueError(
                     f"compare({number}): there is no run {number} with a step. There are: {there}"
                 )
-        return compare_timelines([(f"run {n}: {known[n].plan!r}", known[n].timeline) for n in chosen])
+        return compare_timelines(
+            [(f"{known[n].name or f'run {n}'}: {known[n].plan!r}", known[n].timeline) for n in chosen]
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per run."""
-        names = ("number", "plan", "status", "steps", "step_time", "bubble", "memory", "loss")
-        return data_frame([[getattr(row, name) for name in names] for row in self._rows], [*names])
+        """Return a row per run, with a column for each field in which their plans differ."""
+        names = ("number", "name", "plan", "status", "steps", "step_time", "bubble", "memory", "loss")
+        differ = [
+            each.name for each in fields(Plan)
+            if len({repr(getattr(row.plan, each.name)) for row in self._rows}) > 1
+        ]  # fmt: skip
+        return data_frame(
+            [
+                [getattr(row, name) for name in names] + [getattr(row.plan, name) for name in differ]
+                for row in self._rows
+            ],
+            [*names, *differ],
+        )
 
     def __str__(self) -> str:
         return str(draw(self, "text"))
@@ -119,28 +137,36 @@ def keep(run: Run) -> KeptRun:
         Its row.
     """
     timeline = run.timeline() if run.losses else None
+    row = _row_of(next(_numbers), run.plan, run.status, run.losses, timeline)
+    _kept.append(row)
+    return row
+
+
+def _row_of(
+    number: int, plan: Plan, status: str, losses: Sequence[float], timeline: Timeline | None, name: str = ""
+) -> KeptRun:
+    """Return the row of a run whose timeline is this."""
     steps = timeline.steps if timeline is not None else []
     last = timeline.step(steps[-1]) if timeline is not None and steps else None
     times = [timeline.step(step).step_time for step in steps[1:] or steps] if timeline is not None else []
-    row = KeptRun(
-        number=next(_numbers),
-        plan=run.plan,
-        status=run.status,
-        steps=len(run.losses),
+    return KeptRun(
+        number=number,
+        plan=plan,
+        status=status,
+        steps=len(losses),
         step_time=float(np.median(times)) if times else None,
         bubble=last.bubble if last is not None else None,
         memory=max((held["total"] for held in timeline.peak_memory_of_run), default=0)
         if timeline is not None
         else 0,
-        loss=run.losses[-1] if run.losses else None,
+        loss=losses[-1] if losses else None,
         timeline=last,
+        name=name,
     )
-    _kept.append(row)
-    return row
 
 
-def runs() -> RunList:
-    """Return the runs of this notebook that have ended, the oldest first.
+def runs(folder: str | Path | None = None) -> RunList:
+    """Return the runs of this notebook that have ended, the oldest first; or those whose traces lie in a folder.
 
     >>> import torch, mpkit as mk
     >>> from mpkit.launch.session.run_list import keep
@@ -154,5 +180,35 @@ def runs() -> RunList:
     [Plan(dp=2), Plan(pp=2, schedule='gpipe', microbatches=2)]
     >>> len(found.compare().rows)
     2
+
+    Args:
+        folder: where traces were saved (`run.trace.save("runs/first.mpkit")`); None: this notebook's runs.
+
+    Raises:
+        ValueError: there is no such folder, or no saved trace in it.
     """
-    return RunList([*_kept])
+    if folder is None:
+        return RunList([*_kept])
+    path = Path(folder).expanduser()
+    files = sorted(path.glob("*.mpkit"))
+    if not files:
+        what = "no saved trace (*.mpkit) is in it" if path.is_dir() else "there is no such folder"
+        raise ValueError(
+            f"runs({str(folder)!r}): {what}; run.trace.save({str(path / 'first.mpkit')!r}) saves one"
+        )
+    rows: list[KeptRun] = []
+    for file in files:
+        try:
+            trace = open_trace(file)
+            plan = Plan.from_json(trace.meta["plan"])
+        except (MpkitError, ValueError, KeyError) as error:
+            warnings.warn(f"runs({str(folder)!r}): {file.name} is left out: {error}", stacklevel=2)
+            continue
+        done = int(trace.meta.get("first_step", 0)) + len(trace.losses) >= int(trace.meta.get("steps", 0))
+        timeline = trace.timeline() if trace.losses else None
+        rows.append(
+            _row_of(
+                len(rows) + 1, plan, "finished" if done else "unfinished", trace.losses, timeline, file.stem
+            )
+        )
+    return RunList(rows)

@@ -1,4 +1,4 @@
-"""The runs of a notebook as lines of text, and as a table to sort."""
+"""The runs of a notebook, or of a folder, as lines of text, and as a table to sort."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 __all__ = ["run_list_text", "run_list_view"]
 
-HEADS = "run", "plan", "status", "steps", "step time", "bubble", "peak memory", "loss"
+HEADS = "run", "name", "plan", "status", "steps", "step time", "bubble", "peak memory", "loss"
 TITLES = (
-    "counts the runs of this notebook",
+    "counts the runs of this notebook, or the files of the folder",
+    "of the file that it comes from",
     "the plan",
     "how it ended",
     "the steps that it did",
@@ -28,6 +29,7 @@ def _cells(row: KeptRun) -> list[tuple[str, float | str | None]]:
     """Return what is shown of a run, each with the value that it is sorted by."""
     return [
         (str(row.number), row.number),
+        (row.name, row.name or None),
         (repr(row.plan), repr(row.plan)),
         (row.status, row.status),
         (str(row.steps), row.steps),
@@ -43,7 +45,9 @@ def run_list_text(found: RunList) -> str:
     if not len(found):
         return "No run has ended yet in this notebook."
     table = [list(HEADS), *([text for text, _ in _cells(row)] for row in found)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(HEADS))]
+    if not any(row.name for row in found):
+        table = [line[:1] + line[2:] for line in table]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in table
@@ -55,8 +59,13 @@ def run_list_view(found: RunList) -> Any:
     from mpkit.views.drawing.sortable import Column, SortableTable
 
     columns = [
-        Column(head, title, number=head not in ("plan", "status"))
+        Column(head, title, number=head not in ("name", "plan", "status"))
         for head, title in zip(HEADS, TITLES, strict=True)
     ]
-    caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two beside each other"
-    return SortableTable(caption, columns, [_cells(row) for row in found])
+    rows = [_cells(row) for row in found]
+    if not any(row.name for row in found):
+        columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
+        caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two beside each other"
+    else:
+        caption = "Runs of a folder; mk.runs(folder).compare(1, 2) draws two beside each other"
+    return SortableTable(caption, columns, rows)

@@ -17,8 +17,8 @@ class TimeLeft:
 
     >>> now = iter([10.0, 14.0])
     >>> left = TimeLeft(steps=7, clock=lambda: next(now))
-    >>> left.after(1), left.after(3), left.after(7)  # 2 s per step, and 4 more steps; then none
-    (None, 8.0, None)
+    >>> [left.estimate_after(step) for step in (1, 3, 7)]  # 2 s per step, and 4 more steps; then none
+    [None, 8.0, None]
 
     Args:
         steps: the number of the run's steps; None if it is not known.
@@ -29,7 +29,7 @@ class TimeLeft:
         self._steps, self._clock = steps, clock
         self._first: tuple[int, float] | None = None
 
-    def after(self, step: int) -> float | None:
+    def estimate_after(self, step: int) -> float | None:
         """Return the seconds that are left when so many steps are done; None where nothing can be said."""
         if self._steps is None or not 0 < step < self._steps:
             return None

@@ -129,7 +129,7 @@ class Dashboard:
         with self._lock:
             self._losses, self._step = list(losses), step
             self._bar.value = min(step, self._bar.max)
-            self._words.value = parts.progress(step, self.steps, losses, self._time_left.after(step))
+            self._words.value = parts.progress(step, self.steps, losses, self._time_left.estimate_after(step))
             if note:
                 self.timeline.note = note
             if step:
