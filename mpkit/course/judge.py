@@ -146,7 +146,7 @@ def not_judged(entry: ExerciseEntry, why: str, failures: int = 0) -> Checked:
     row = CheckRow("your answer", "ranks that run", why, False)
     said = "This says nothing of your answer, and is no try. Check it again when the machine has less to do."
     return Checked(
-        entry.name, entry.source.title, (row,), False, NOT_JUDGED, lesson=(said,), tries=failures + 1
+        entry.name, entry.text.title, (row,), False, NOT_JUDGED, lesson=(said,), tries=failures + 1
     )
 
 
@@ -168,7 +168,7 @@ def _judge_once(
     timelines = _timelines(exercise, last, room) if draw else None
     seen = last.seen
     return Checked(
-        entry.name, entry.source.title, rows, passed, mistake,
+        entry.name, entry.text.title, rows, passed, mistake,
         tuple(lesson(seen)) if seen and not passed else (), hint, failures + 1,
         tuple(seen.printed) if seen else (), timelines,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
     row = answered_row(seen, untouched, exercise.questions_of(stub))
     lines = () if untouched or row.ok else tuple(lesson(seen))
     return Checked(
-        entry.name, entry.source.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
+        entry.name, entry.text.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
     )
 
 

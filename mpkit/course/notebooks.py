@@ -186,7 +186,7 @@ def your_turn(tutorial: str) -> str:
     """Return what a tutorial says about its exercises, in Markdown; "" if it has none."""
     lines = []
     for package in families():
-        titles = [e.source.title for e in of_family(_family(package)) if e.exercise.after == tutorial]
+        titles = [e.text.title for e in of_family(_family(package)) if e.exercise.after == tutorial]
         if titles:
             lines.append(f"- [{package.TITLE}](exercises/{_name(package)}.ipynb): {'; '.join(titles)}")
     if not lines:
@@ -218,7 +218,7 @@ def _cells(package: ModuleType, kind: Kind, variant: str) -> Iterator[tuple[str,
     """Yield the id, source and nbgrader metadata of each cell."""
     entries = of_family(_family(package), variant)
     title, _, text = (package.__doc__ or "").strip().partition("\n")
-    contents = "\n".join(f"{i}. {entry.source.title}" for i, entry in enumerate(entries, 1))
+    contents = "\n".join(f"{i}. {entry.text.title}" for i, entry in enumerate(entries, 1))
     yield "start-text", f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{WORDS[kind]}\n\n{contents}", None
     varied = variant and any(entry.varies for entry in entries)
     yield (
@@ -241,7 +241,7 @@ def _exercise(
     exercise, source = entry.exercise, entry.source
     graded = kind == "nbgrader"
     after = exercise.after if graded else f"[{exercise.after}]({UP[kind]}{exercise.after}.ipynb)"
-    text = f"## {number}. {source.title}\n\n{source.text}\n\n*After {after}.*"
+    text = f"## {number}. {entry.text.title}\n\n{entry.text.task}\n\n*After {after}.*"
     broken = graded and source.has_instead
     if broken:
         text += f"\n\nThis is the cell to start from:\n\n```python\n{source.stub}```"

@@ -47,6 +47,6 @@ def checked_of(entry: ExerciseEntry, values: dict[str, Any]) -> Checked:
     if not rows:
         raise ValueError("a verdict on nothing")
     return Checked(
-        entry.name, entry.source.title, tuple(rows), all(row.ok for row in rows), str(values["mistake"]),
+        entry.name, entry.text.title, tuple(rows), all(row.ok for row in rows), str(values["mistake"]),
         tuple(map(str, values["lesson"])), str(values["hint"]), 1, tuple(map(str, values["printed"])),
     )  # fmt: skip

@@ -74,7 +74,7 @@ def test_the_stub_gets_the_first_hint(room: Room, entry: ExerciseEntry) -> None:
 
 @pytest.mark.parametrize("entry, mistake", MISTAKES, ids=lambda one: one.name)
 def test_a_wrong_answer_gets_its_hint(room: Room, entry: ExerciseEntry, mistake: object) -> None:
-    code = entry.source.wrong(mistake)
+    code = mistake.wrong
     wrong = answer(entry, code, mistake.name)
     assert code != entry.source.plain
     drawn = mistake is entry.exercise.mistakes[0]  # beside the solution, which is run for it
@@ -90,7 +90,7 @@ def test_an_exercise_is_whole(entry: ExerciseEntry) -> None:
     assert len(exercise.mistakes) >= 3
     assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes)
     assert all(len(mistake.hints) >= 2 for mistake in exercise.mistakes), "hints get more specific each time"
-    assert exercise.start and exercise.otherwise and entry.source.title and entry.source.text
+    assert exercise.start and exercise.otherwise and entry.text.title and entry.text.task
 
 
 TWICE = """

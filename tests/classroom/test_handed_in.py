@@ -126,7 +126,7 @@ ODD = [
 
 def solved(each: HandedIn, *, points: bool = True) -> Grade:
     checked: dict[str, Checked | None] = {
-        entry.name: Checked(entry.name, entry.source.title, (CheckRow("all", "1", "1", points),), points)
+        entry.name: Checked(entry.name, entry.text.title, (CheckRow("all", "1", "1", points),), points)
         for entry in each.exercises
     }
     return Grade(each, checked)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mpkit.course.framework.room import PackedAnswer, Room
     from mpkit.course.framework.seen import Seen
 
-__all__ = ["HOMES", "SOLUTIONS", "UNFORESEEN", "Budget", "Case", "CheckRow", "Exercise", "Mistake"]
+__all__ = [
+    "HOMES", "SOLUTIONS", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Recognizer",
+]  # fmt: skip
 
 SOLUTIONS = "mpkit_solutions"
 """The package of the distribution mpkit-solutions."""
@@ -30,6 +32,12 @@ HOMES = (SOLUTIONS, "mpkit.course.exercises")
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What looking at results raises where they have another form than the exercise asks for, such as None or a tensor of
 another shape. Anything else is an error of the exercise, or of a class that the student wrote, and is raised."""
+
+Answer = Callable[..., Any]
+"""A student's function or class."""
+
+Recognizer = Callable[["Seen"], Any]
+"""Whether what an answer did shows a mistake."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +127,15 @@ class Mistake:
     Attributes:
         name: its name, such as "summed-not-averaged".
         hints: two or more, from a question to almost the solution; the student gets the next one each time.
-        wrong: an answer that has it: (old, new) pairs of text that turn the solution into it, or its whole source.
+        wrong: the source of an answer that has it; "": `when` recognizes it in any exercise.
         when: whether what the answer did in the case that failed shows the mistake. None: it does if `wrong` does the
             same in that case. (Ranks that hang take seconds, so such mistakes are better recognized by `seen.hang`.)
     """
 
     name: str
     hints: Sequence[str]
-    wrong: Sequence[tuple[str, str]] | str
-    when: Callable[[Seen], Any] | None = None
+    wrong: str = ""
+    when: Recognizer | None = None
 
 
 @dataclass(frozen=True)
@@ -153,12 +161,14 @@ class CheckRow:
 class Exercise(ABC):
     """The base of all kinds of exercises.
 
-    The module that defines an exercise has the rest of it. The module's name is the exercise's name, its docstring is
-    the text (a title, then Markdown), and the code between `# %% answer` and `# %% checks` is the student's cell, in
-    which the student writes the lines between `### BEGIN SOLUTION` and `### END SOLUTION`.
+    The module that defines an exercise has the rest of its code. The module's name is the exercise's name, and the
+    code between `# %% answer` and `# %% checks` is the student's cell, in which the student writes the lines between
+    `### BEGIN SOLUTION` and `### END SOLUTION`. The text is in the file of the same name that ends in `.md`
+    (`mpkit.course.exercise_text`), from which `start`, `mistakes` and `otherwise` are read.
 
     Attributes:
         solution: the right answer: a function, class or value of that cell.
+        when: by name, what recognizes a mistake whose wrong answer need not be run (`Mistake.when`).
         start: the hint for a student who has not written anything yet.
         mistakes: three or more; the first one that shows gives the hint, so special ones come before general ones.
         otherwise: the hints if no mistake shows.
@@ -169,13 +179,14 @@ class Exercise(ABC):
     """
 
     solution: Any
-    start: str
-    mistakes: Sequence[Mistake]
-    otherwise: Sequence[str]
     after: str
     place: float
     points: int = 10
     called: str = ""
+    when: Mapping[str, Recognizer] = field(default_factory=dict)
+    start: str = ""
+    mistakes: Sequence[Mistake] = ()
+    otherwise: Sequence[str] = ()
 
     @property
     def name_of_answer(self) -> str:
