@@ -82,7 +82,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.soak
 def test_no_file_of_the_students_wheel_has_a_solution(wheels: list[Path]) -> None:
     with ZipFile(wheels[0]) as wheel:
-        files = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith((".py", ".md"))}
+        files = {
+            name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith((".py", ".md"))
+        }
     for entry in ENTRIES:
         path = entry.module.replace(".", "/")
         own = files[path + ".py"] + files[path + ".md"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -98,9 +98,8 @@ def expected(case: Case) -> list[object]:
     return [best and dict(zip(("pp", "dp", "tp"), best, strict=True))]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the mesh that the answer chooses."""
-    assert callable(answer)
     return answer(dict(MODELS[case["model"]]), cluster_of(case), case["batch"])
 
 

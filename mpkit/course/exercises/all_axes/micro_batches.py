@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.serial import mlp
@@ -38,9 +38,8 @@ def data(case: Case) -> tuple[nn.Module, Tensor, Tensor]:
     return mlp(2, case.seed), x, y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the micro-batches' sizes, who else has the same samples, how often each is used, and the gradient."""
-    assert callable(answer)
     mesh = Mesh(pp=case["pp"], dp=case["dp"], tp=case["tp"])
     made = {axes: [ctx.comm.group(ranks) for ranks in mesh.groups(*axes)] for axes in (("dp",), ("pp", "tp"))}
     along = {axes: next(g for g in groups if ctx.rank in g.ranks) for axes, groups in made.items()}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -82,9 +82,8 @@ def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     return [(x, y) for x, y in drawn]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run two steps of naive MP with replicas; return the stage's parameters after them."""
-    assert callable(answer)
     place = Mesh(pp=case.ranks // case["dp"], dp=case["dp"]).place(ctx.rank)
     stage, n = stages(case)[place.pp], case["dp"]
     record_stage(ctx, stage, place.pp)

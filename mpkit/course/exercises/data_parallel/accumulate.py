@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import calls, payload, peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -56,9 +56,8 @@ def samples(case: Case) -> int:
     return SAMPLES * int(case["microbatches"]) * case.ranks
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the weights after some steps."""
-    assert callable(answer)
     model, m = serial.model(case.seed), case["microbatches"]
     steps = []
     for batch in serial.batches(case, samples(case), STEPS):

@@ -7,7 +7,7 @@ from torch import nn
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -26,9 +26,8 @@ def average_flat(ctx: mk.Context, parameters: list[nn.Parameter]) -> None:
 
 
 # %% checks
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the gradients that the answer leaves after this rank's backward."""
-    assert callable(answer)
     model = serial.model(case.seed)
     batch = serial.batches(case, case["samples"], 1)[0]
     x, y = serial.share(batch, ctx.rank, ctx.world_size)

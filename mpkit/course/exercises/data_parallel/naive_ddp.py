@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import calls, payload
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.trace import Kind
@@ -37,9 +37,8 @@ STEPS, SAMPLES = 3, 12
 OPTIMIZERS = {"SGD": serial.sgd, "Adam": serial.adam}
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the weights after some steps from this rank's own weights."""
-    assert callable(answer)
     model = serial.model(case.seed + 10 * ctx.rank)
     data = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     answer(ctx, model, OPTIMIZERS[case["optimizer"]](model), data)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import calls
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -54,9 +54,8 @@ def batches(case: Case) -> list[serial.Batch]:
     return serial.batches(case, 6 * case.ranks, STEPS)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run some steps with the answer; rank 0 has the optimizer."""
-    assert callable(answer)
     model = serial.model(case.seed)
     optimizer = serial.sgd(model)
     losses = []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -57,9 +57,8 @@ def chosen(case: Case, step: int, rank: int) -> int | None:
     return (None, *range(case["experts"]))[(step + rank) % (case["experts"] + 1)]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the weights after some steps."""
-    assert callable(answer)
     model = serial.fill(Experts(case["experts"]), case.seed)
     optimizer = serial.sgd(model)
     for step, batch in enumerate(serial.batches(case, SAMPLES, STEPS)):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.course.framework.seen import Seen
 from mpkit.trace import Kind, Lane
 
@@ -43,10 +43,9 @@ def given(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return draw[: 2 * n, :3].contiguous(), draw[2 * n : 6 * n, :3], draw[6 * n :]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's part of each."""
-    assert callable(answer)
-    return answer(ctx, *(each.chunk(case.ranks)[ctx.rank].contiguous() for each in given(case)))
+def inputs(case: Case, rank: int) -> tuple[Tensor, ...]:
+    """Return a rank's part of each."""
+    return tuple(each.chunk(case.ranks)[rank].contiguous() for each in given(case))
 
 
 def expected(case: Case) -> list[Tensor | None]:
@@ -69,7 +68,7 @@ def gone_on(seen: Seen) -> float:
 EXERCISE = OnRanks(
     solution=train_and_save,
     cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="what was saved",
     budgets=(Budget("ranks that go on before it is saved", gone_on, 0),),

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import calls, wire
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.trace import Kind
 
 
@@ -51,11 +51,10 @@ def given(case: Case) -> tuple[nn.Linear, Tensor, Tensor]:
     return layer, x * torch.tensor(([9.0, 0.1] * case.ranks)[: case.ranks]).view(-1, 1, 1), y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's samples."""
-    assert callable(answer)
+def inputs(case: Case, rank: int) -> tuple[nn.Linear, Tensor, Tensor]:
+    """Return the layer, and a rank's samples."""
     layer, x, y = given(case)
-    return answer(ctx, layer, x[ctx.rank], y[ctx.rank])
+    return layer, x[rank], y[rank]
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
@@ -79,7 +78,7 @@ def enough(case: Case) -> float:
 EXERCISE = OnRanks(
     solution=average,
     cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="the averaged gradients",
     budgets=(Budget(SENT, wire, enough, "bytes"),),

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,12 +56,6 @@ def given(case: Case) -> tuple[nn.Linear, list[Batch]]:
     return model, [(each[:, :3], each[:, 3:]) for each in draw]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with the model and all batches."""
-    assert callable(answer)
-    return answer(ctx, *given(case))
-
-
 def expected(case: Case) -> list[Tensor]:
     """Return the weight of serial training in which each round is one larger batch."""
     model, batches = given(case)
@@ -83,7 +77,7 @@ EXERCISE = OnRanks(
         Case(3, 3, {"batches": 6}),
         Case(4, 4, {"batches": 7}),
     ),
-    play=play,
+    play=call_with(lambda case, rank: given(case)),
     expected=expected,
     result="the weight",
     after="02-data-parallel",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import calls, collectives, messages, payload, sent_bytes
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.course.framework.seen import Seen
 from mpkit.trace import Kind
 
@@ -51,11 +51,10 @@ def given(case: Case) -> tuple[nn.Conv1d, Tensor]:
     return conv, torch.randn(2, 5 * case.ranks, generator=generator, dtype=torch.float64)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's part."""
-    assert callable(answer)
+def inputs(case: Case, rank: int) -> tuple[nn.Conv1d, Tensor]:
+    """Return the convolution, and a rank's part of the sequence."""
     conv, whole = given(case)
-    return answer(ctx, conv, whole.chunk(case.ranks, 1)[ctx.rank].contiguous())
+    return conv, whole.chunk(case.ranks, 1)[rank].contiguous()
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -74,7 +73,7 @@ def all_in(kind: str) -> Callable[[Seen], bool]:
 EXERCISE = OnRanks(
     solution=convolve,
     cases=(Case(3, 1), Case(4, 2), Case(2, 3)),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="its part of the convolution",
     budgets=(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.course.framework.seen import Seen
 
 
@@ -52,12 +52,10 @@ def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
     return stages, x, y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's stage and its replica's samples."""
-    assert callable(answer)
+def inputs(case: Case, rank: int) -> tuple[nn.Linear, Tensor, Tensor]:
+    """Return a rank's stage, and its replica's samples."""
     stages, x, y = given(case)
-    replica = ctx.rank % 2
-    return answer(ctx, stages[ctx.rank // 2], x.chunk(2)[replica], y.chunk(2)[replica])
+    return stages[rank // 2], x.chunk(2)[rank % 2], y.chunk(2)[rank % 2]
 
 
 def expected(case: Case) -> list[dict[str, object]]:
@@ -78,7 +76,7 @@ def waits_in_group(seen: Seen, *groups: str) -> bool:
 EXERCISE = OnRanks(
     solution=train_step,
     cases=(Case(4, 1, {"samples": 10}), Case(4, 2, {"samples": 6})),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="loss and gradient",
     after="07-three-dimensions",

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import calls, messages
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.trace import Kind
 
 
@@ -66,11 +66,10 @@ def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
     return stages, x, y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's stage."""
-    assert callable(answer)
+def inputs(case: Case, rank: int) -> tuple[nn.Linear, Tensor, Tensor, int]:
+    """Return a rank's stage, the batch, and the size of a micro-batch."""
     stages, x, y = given(case)
-    return answer(ctx, stages[ctx.rank], x, y, case["size"])
+    return stages[rank], x, y, case["size"]
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -93,7 +92,7 @@ EXERCISE = OnRanks(
         Case(3, 3, {"batch": 8, "size": 2}),
         Case(4, 4, {"batch": 9, "size": 2}),
     ),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="the gradient of its stage",
     budgets=(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.course.framework.seen import Seen
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import Kind, Lane
@@ -41,12 +41,6 @@ BETWEEN, INSIDE = "bytes that a rank sends between nodes", "bytes that a rank se
 def given(case: Case, rank: int) -> Tensor:
     """Return a rank's tensor."""
     return torch.randint(100, (LENGTH,), generator=case.generator(rank)).double()
-
-
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's tensor."""
-    assert callable(answer)
-    return answer(ctx, given(case, ctx.rank), case["a_node"])
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -116,7 +110,7 @@ EXERCISE = OnRanks(
         Case(6, 2, {"a_node": 3}),
         Case(6, 3, {"a_node": 2}),
     ),
-    play=play,
+    play=call_with(lambda case, rank: (given(case, rank), case["a_node"])),
     expected=expected,
     result="the sum",
     budgets=(

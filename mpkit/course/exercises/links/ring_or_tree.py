@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -68,9 +68,8 @@ def meet(slower: Callable[[float], float], far: float = 2.0**40) -> float:
     return at_zero * far / (at_zero - slower(far)) if at_zero > 0 else 0.0
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the answer's crossovers for several numbers of ranks."""
-    assert callable(answer)
     return [answer(case["latency"] * 1e-6, case["bandwidth"] * 1e9, n) for n in case["of"]]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.equal import difference
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import messages, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -61,9 +61,8 @@ def gradients(case: Case, rank: int) -> list[Tensor]:
     return list(common + 0.7 * noise)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the result of each step, and whether the gradients are as they were."""
-    assert callable(answer)
     compressed = answer(ctx, length(case), kept(case))
     mine = gradients(case, ctx.rank)
     results = [compressed.average(gradient) for gradient in mine]

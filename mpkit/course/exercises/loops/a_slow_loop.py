@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
 
@@ -58,9 +58,8 @@ SAMPLES = 16
 SYNCS, COPIED, AHEAD, IDLE = "synchronizations", "bytes copied", "batches read ahead", "seconds without work"
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer on an accelerator; record what it counted, for the budgets."""
-    assert callable(answer)
     model = serial.model(case.seed)
     optimizer = serial.sgd(model)
     data = serial.batches(case, SAMPLES, case["steps"])

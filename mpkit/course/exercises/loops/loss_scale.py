@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
 
@@ -91,9 +91,8 @@ def training(case: Case, scaler: Any, step: Any, scale: Any) -> dict[str, Any]:
     return made
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Train with the answer."""
-    assert callable(answer)
     it = answer(2.0**10, case["growth"], case["backoff"], case["interval"])
     return training(case, it.scaled, it.step, lambda: it.scale)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
 
@@ -69,9 +69,8 @@ def relative_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return ((outputs - targets) ** 2 / (1 + targets**2)).mean()
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return losses, weights, and the dtypes that layers, loss and optimizer have seen."""
-    assert callable(answer)
     trained, dtypes = model(case), {"layers": set(), "loss": set(), "optimizer": set()}
 
     def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

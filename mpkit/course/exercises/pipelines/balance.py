@@ -7,7 +7,7 @@ import re
 from itertools import combinations, pairwise
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
 
@@ -50,9 +50,8 @@ def best(case: Case) -> float:
     return min(max(sum(seconds[a:b]) for a, b in pairwise(cut)) for cut in cuts)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Cut the layers with the answer; return the busy seconds of the busiest rank."""
-    assert callable(answer)
     seconds, p = layers(case), case["stages"]
     counts = [int(count) for count in answer(list(seconds), p)]
     if len(counts) != p or sum(counts) != len(seconds) or min(counts) < 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -68,9 +68,8 @@ def gradients(blocks: list[nn.Module], dx: object) -> dict[str, object]:
     return {"gradient of x": dx, **{name: parameter.grad for name, parameter in named}}
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer; return the gradients. The trace has the forwards of each block."""
-    assert callable(answer)
     blocks, x, dy = given(case)
     for number, block in enumerate(blocks):
         record_stage(ctx, block, number)

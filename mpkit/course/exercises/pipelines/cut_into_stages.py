@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.serial import mlp
 from mpkit.course.framework.staged import record_stage
@@ -34,9 +34,8 @@ def batch(case: Case) -> Tensor:
     return torch.randn(4, 6, generator=case.generator(), dtype=torch.float64)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run a batch through the answer's stages on the ranks; return this rank's layers and output."""
-    assert callable(answer)
     model, x = mlp(case["layers"], case.seed), batch(case)
     stages = list(answer(model, ctx.world_size))
     result: dict[str, object] = {"stages": len(stages), "layers": None, "output": None}

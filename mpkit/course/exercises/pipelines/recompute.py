@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -71,9 +71,8 @@ def batches(case: Case) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run GPipe, all forwards and then all backwards; return the gradients of this rank's stage."""
-    assert callable(answer)
     stage, (xs, ys) = stages(case)[ctx.rank], batches(case)
     first, last = ctx.rank == 0, ctx.rank == case.ranks - 1
     torch.manual_seed(ctx.rank)

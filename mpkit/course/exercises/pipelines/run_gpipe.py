@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import rows
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -68,9 +68,8 @@ def row_of(case: Case) -> list[str]:
     return [f"F{i}" for i in order] + [f"B{i}" for i in backwards]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run one step; return what this rank did, and the gradients of its stage."""
-    assert callable(answer)
     stage, (xs, ys), row = rows.stages(case)[ctx.rank], rows.batches(case), row_of(case)
     done, like = rows.observe(record_stage(ctx, stage), row), torch.full_like(xs[0], torch.nan)
     first, last = ctx.rank == 0, ctx.rank == ctx.world_size - 1

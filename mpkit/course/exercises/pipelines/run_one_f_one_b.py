@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import rows
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages, peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -83,9 +83,8 @@ def rows_of(case: Case) -> list[list[str]]:
     return [[f"{action.kind}{action.microbatch}" for action in row] for row in schedule.rows]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run one step; return what this rank did, and the gradients of its stage."""
-    assert callable(answer)
     stage, (xs, ys), row = rows.stages(case)[ctx.rank], rows.batches(case), rows_of(case)[ctx.rank]
     done, like = rows.observe(record_stage(ctx, stage), row), torch.full_like(xs[0], torch.nan)
     first, last = ctx.rank == 0, ctx.rank == ctx.world_size - 1

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.serial import mlp
@@ -39,9 +39,8 @@ def start(case: Case) -> tuple[Tensor, Tensor, Tensor, nn.Sequential]:
     return tokens, following, weight, mlp(case.ranks, case.seed)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run two steps of naive model parallelism; return this rank's parameters after them."""
-    assert callable(answer)
     tokens, following, start_weight, layers = start(case)
     layer, first, last = record_stage(ctx, layers[ctx.rank]), ctx.rank == 0, ctx.rank == ctx.world_size - 1
     weight = nn.Parameter(start_weight) if first or last else None

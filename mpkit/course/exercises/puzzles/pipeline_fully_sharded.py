@@ -6,7 +6,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.exercises.puzzles import Layers
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.layers import MEMORY, TIME, budgets, in_turn, play, train_layers
 from mpkit.course.framework.measures import calls
 from mpkit.course.framework.on_ranks import OnRanks
@@ -58,9 +58,8 @@ def pipeline_fully_sharded(ctx: mk.Context, layers: Layers, d: int) -> dict[int,
 
 
 # %% checks
-def run(ctx: mk.Context, answer: object, case: Case) -> object:
+def run(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer on its layers, with the case's number of replicas."""
-    assert callable(answer)
     return play(ctx, lambda ctx, layers: answer(ctx, layers, case["replicas"]), case)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import MACHINE, Seen
@@ -46,9 +46,8 @@ def given(case: Case, rank: int) -> Tensor:
     return torch.randn(LENGTH, generator=case.generator(rank))
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer with this rank's tensor."""
-    assert callable(answer)
     tensor = given(case, ctx.rank)
     received = answer(ctx, tensor, case["src"])
     return {"returned": sample(received), "in place": sample(tensor)}

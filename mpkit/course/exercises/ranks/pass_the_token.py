@@ -8,7 +8,7 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import collectives, messages
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 
 
 # %% answer
@@ -36,12 +36,6 @@ def given(case: Case, rank: int) -> Tensor:
     return torch.randint(100, (1,), generator=case.generator(rank))
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's number."""
-    assert callable(answer)
-    return answer(ctx, given(case, ctx.rank))
-
-
 def expected(case: Case) -> list[Tensor]:
     """Return each rank's token: ranks 1 to r have been added on rank r, all of them on rank 0."""
     start = given(case, 0)
@@ -51,7 +45,7 @@ def expected(case: Case) -> list[Tensor]:
 EXERCISE = OnRanks(
     solution=pass_the_token,
     cases=(Case(2, seed=1), Case(3, seed=2), Case(4, seed=3)),
-    play=play,
+    play=call_with(lambda case, rank: (given(case, rank),)),
     expected=expected,
     result="the token",
     budgets=(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.sequences_and_experts import exchange
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.serial import fill
@@ -77,9 +77,8 @@ def outcome(y: Tensor, x: Tensor, scores: Tensor, expert: nn.Module) -> dict[str
     }
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the result and the gradients of this rank's tokens, scores and expert."""
-    assert callable(answer)
     (x, scores, dy), expert = given(case, ctx.rank), expert_of(case, ctx.rank)
     y = answer(ctx, x, scores, expert, case["capacity"])
     y.backward(dy)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages, peak, sent_bytes
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -72,9 +72,8 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return q * case["scale"], k, v
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the attention of this rank's queries."""
-    assert callable(answer)
     parts = [each.chunk(case.ranks, 2)[ctx.rank].clone() for each in whole(case)]
     with torch.no_grad(), Memory(ctx):
         return answer(ctx, *parts)

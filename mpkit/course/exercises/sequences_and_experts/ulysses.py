@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.sequences_and_experts import exchange
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -44,9 +44,8 @@ def whole(case: Case) -> tuple[list[Tensor], Tensor]:
     return inputs, dy
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the attention, and the gradients of this rank's queries, keys and values."""
-    assert callable(answer)
     inputs, dy = whole(case)
     mine = [x.chunk(case.ranks, 1)[ctx.rank].clone().requires_grad_() for x in inputs]
     y = answer(ctx, *mine)

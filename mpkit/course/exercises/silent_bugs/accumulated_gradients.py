@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -54,9 +54,8 @@ def samples(case: Case) -> int:
     return SAMPLES * int(case["microbatches"]) * case.ranks
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model = serial.model(case.seed)
     batches = serial.batches(case, samples(case), case["steps"])
     with Memory(ctx, model.parameters()):

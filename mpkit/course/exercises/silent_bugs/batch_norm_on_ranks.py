@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -85,9 +85,8 @@ def batches(case: Case) -> list[serial.Batch]:
     return serial.batches(case, SAMPLES, case["steps"])
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model = serial.fill(Normed(), case.seed)
     return serial.outcome(answer(ctx, model, batches(case)), model)
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -47,9 +47,8 @@ def train(
 SAMPLES = 48
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model = serial.model(case.seed)
     losses = answer(ctx, model, serial.batches(case, SAMPLES, case["steps"]), case["max_norm"])
     return serial.outcome(losses, model)

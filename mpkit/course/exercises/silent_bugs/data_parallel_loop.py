@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.measures import collectives
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -39,9 +39,8 @@ def train(ctx: mk.Context, model: nn.Module, batches: list[tuple[Tensor, Tensor]
 SAMPLES = 48
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model = serial.model(case.seed)
     return serial.outcome(answer(ctx, model, serial.batches(case, SAMPLES, case["steps"])), model)
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -56,9 +56,8 @@ def data(case: Case) -> tuple[Tensor, Tensor]:
     return serial.batches(case, BATCHES * size(case), 1)[0]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model, seen = serial.model(case.seed), [0]
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -44,9 +44,8 @@ def whole(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return x, parts, grads
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    assert callable(answer)
     x, parts, grads = whole(case)
     x, a = x.requires_grad_(), parts[ctx.rank].requires_grad_()
     y = answer(ctx, x, a)

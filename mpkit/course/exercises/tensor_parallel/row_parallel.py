@@ -7,7 +7,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -45,9 +45,8 @@ def whole(case: Case) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     return xs, parts, bias, torch.randn(ROWS, M, generator=generator, dtype=torch.float64)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    assert callable(answer)
     xs, parts, bias, dy = whole(case)
     x, a, bias = xs[ctx.rank].requires_grad_(), parts[ctx.rank].requires_grad_(), bias.requires_grad_()
     y = answer(ctx, x, a, bias)

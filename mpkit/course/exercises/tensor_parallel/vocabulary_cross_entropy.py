@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -57,9 +57,8 @@ def whole(case: Case) -> tuple[Tensor, Tensor]:
     return logits * case["scale"], targets
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the loss, and the gradient of this rank's logits."""
-    assert callable(answer)
     logits, targets = whole(case)
     mine = logits.chunk(case.ranks, 1)[ctx.rank].clone().requires_grad_()
     loss = answer(ctx, mine, targets, ctx.rank * part(case))

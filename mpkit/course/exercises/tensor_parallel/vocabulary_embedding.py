@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -58,9 +58,8 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     return tokens, table, torch.randn(B, S, H, generator=generator, dtype=torch.float64), starts
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the embeddings, and the gradient of this rank's rows."""
-    assert callable(answer)
     tokens, table, dy, starts = whole(case)
     mine = table[starts[ctx.rank] : starts[ctx.rank + 1]].clone().requires_grad_()
     y = answer(ctx, tokens, mine, starts[ctx.rank])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -45,9 +45,8 @@ def whole(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     return large, small
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the norm, and this rank's gradients after clipping."""
-    assert callable(answer)
     large, copies = whole(case)
     shards = [grad.chunk(case.ranks)[ctx.rank].clone() for grad in large]
     norm = answer(ctx, shards, copies, case["max_norm"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import mpkit as mk
 from mpkit.course.framework.equal import difference, spell
-from mpkit.course.framework.exercise import Case, CheckRow
+from mpkit.course.framework.exercise import Answer, Case, CheckRow
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.room import PackedAnswer, Room
 
@@ -77,9 +77,8 @@ def small() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the answer's bytes."""
-    assert callable(answer)
     return answer(case["psi"], case["n"], case["stage"])
 
 

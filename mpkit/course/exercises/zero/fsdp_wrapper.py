@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.course.exercises.zero import flat
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -104,9 +104,8 @@ def left(module: nn.Module) -> list[int]:
     return [gathered, sum(parameter.grad is not None for parameter in module.parameters())]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Train; return the losses, this rank's shards, and what is gathered after forwards and backwards."""
-    assert callable(answer)
     blocks, result = model(case), {"after the forward": [], "after the backward": [], "losses": []}
     with Memory(ctx):
         sharded = answer(ctx, blocks)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -96,9 +96,8 @@ def samples(case: Case, rank: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=case.generator(rank), dtype=torch.float64)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer with this rank's shards."""
-    assert callable(answer)
     shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
     x = samples(case, ctx.rank)
     with Memory(ctx, shards):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.exercises.zero import flat, unflat
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -63,9 +63,8 @@ OPTIMIZER = "bytes of optimizer states"
 SENT = "bytes that a rank sends, on a ring"
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the model's weights after the answer has trained it."""
-    assert callable(answer)
     model = serial.model(case.seed, WIDTHS)
     mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     with Memory(ctx, model.parameters()):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import calls, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -79,9 +79,8 @@ def samples(case: Case, rank: int) -> tuple[Tensor, Tensor]:
     return x, 3 * target
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer with this rank's shards."""
-    assert callable(answer)
     shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
     x, target = samples(case, ctx.rank)
     with Memory(ctx, shards):
