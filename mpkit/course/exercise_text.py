@@ -100,9 +100,9 @@ class _Section:
         """The lines below the heading, with their numbers in the file."""
         return list(enumerate(self.lines[1:], self.number + 1))
 
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines[1:]).strip()
+    def text(self, module: ModuleType) -> str:
+        """Return what is below the heading, with the module's constants."""
+        return _fill("\n".join(self.lines[1:]), module, self.path, self.number + 1).strip()
 
 
 def read_text(path: Path, module: ModuleType, solution: str) -> ExerciseText:
@@ -123,7 +123,7 @@ def read_text(path: Path, module: ModuleType, solution: str) -> ExerciseText:
     mistakes: list[Mistake] = []
     for section in sections:
         if section.heading == "Start":
-            values["start"] = _fill(" ".join(section.text.split("\n")), module, path, section.number)
+            values["start"] = " ".join(section.text(module).split("\n"))
         elif section.heading == "Otherwise":
             values["otherwise"] = _hints(section, section.body, module)
         elif name := re.fullmatch(r"Mistake: ([a-z0-9-]+)", section.heading):
@@ -133,8 +133,7 @@ def read_text(path: Path, module: ModuleType, solution: str) -> ExerciseText:
                 path, section.number, f"there is no section {section.heading!r}: write ## Start, "
                 "## Mistake: its-name or ## Otherwise",
             )  # fmt: skip
-    task = _fill(first.text, module, path, 1)
-    return ExerciseText(path, first.heading, task, mistakes=tuple(mistakes), **values)  # type: ignore[arg-type]
+    return ExerciseText(path, first.heading, first.text(module), mistakes=tuple(mistakes), **values)  # type: ignore[arg-type]
 
 
 def _sections(path: Path) -> Iterator[_Section]:
