@@ -191,7 +191,7 @@ def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
 
 
 def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
-    """Return whether an answer is the program that the student was given to mend."""
+    """Return whether an answer is the program that the student was given to fix."""
     if not entry.source.has_instead:
         return False  # the stub raises NotImplementedError, which `is_untouched` sees
     stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given_code)

@@ -63,7 +63,7 @@ class ExerciseSource:
 
     @property
     def has_instead(self) -> bool:
-        """Whether the stub is more than an error: a program to mend, or values to fill in."""
+        """Whether the stub is more than an error: a program to fix, or values to fill in."""
         return bool(re.search(r"^ *# instead:", self.solution, re.M))
 
     @property
