@@ -47,6 +47,17 @@ IN_AN_EXAM = (
     "Run the first cell. Then write your answers into the cells that say so. The check below each says whether there "
     "is an answer that runs, and not whether it is right."
 )
+NBGRADER = '''\
+"""nbgrader's configuration for the notebooks in source/, written by `mpkit exercises`."""
+
+c = get_config()
+
+c.CourseDirectory.course_id = "mpkit"
+# What a student finds in place of a solution: mk.check knows by it that nothing is written yet.
+c.ClearSolutions.code_stub = {"python": 'raise NotImplementedError("your turn")'}
+# Seconds for one cell. A check tries several cases on ranks, and each may hang; nbgrader's own 30 s are too few.
+c.ExecutePreprocessor.timeout = 600
+'''
 TURN = "your-turn"
 """The id of the tutorials' last cell."""
 JUSTIFICATION = "justification"
@@ -64,7 +75,8 @@ UP = {"student": "../", "solved": "../../"}
 def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) -> list[Path]:
     """Write all notebooks below a folder, and return their paths.
 
-    Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`.
+    Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`, below its
+    configuration.
 
     Args:
         folder: the folder.
@@ -83,6 +95,8 @@ def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) 
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(book, target)
         written.append(target)
+    written.append(folder / "nbgrader" / "nbgrader_config.py")
+    written[-1].write_text(NBGRADER, encoding="utf-8")
     return written
 
 
