@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, peak
+from mpkit.course.framework.measures import alone, collectives, gathers_and_layers, peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
-from mpkit.trace import Kind
 
 
 # %% given
@@ -52,34 +49,15 @@ EXPOSED = "layers that compute while no gather is under way"
 HELD = "bytes of gathered parameters and all else"
 
 
-def alone(seen: Seen) -> float:
-    """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
-    assert seen.trace is not None
-    return max(_alone(rank.ops) for rank in seen.trace.ranks)
-
-
 def early(seen: Seen) -> bool:
     """Return whether a layer computes before its own gather is waited for."""
     assert seen.trace is not None
-    orders = [_in_order(rank.ops) for rank in seen.trace.ranks]
+    orders = [gathers_and_layers(rank.ops) for rank in seen.trace.ranks]
     return any(
         layer < waited
         for gathers, layers in orders
         for (_, waited), layer in zip(gathers, layers, strict=False)
     )
-
-
-def _alone(ops: Any) -> int:
-    gathers, layers = _in_order(ops)
-    return sum(not any(issued < layer < waited for issued, waited in gathers) for layer in layers)
-
-
-def _in_order(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return where each gather is issued and waited for, and where each layer computes: places in program order."""
-    waits = {int(op["ref"]): place for place, op in enumerate(ops) if op["kind"] == Kind.WAIT}
-    gathers = [place for place, op in enumerate(ops) if op["kind"] == Kind.ALL_GATHER]
-    layers = [place for place, op in enumerate(ops) if op["kind"] == Kind.COMPUTE]
-    return [(place, waits.get(place, len(ops))) for place in gathers], layers
 
 
 def whole(case: Case) -> list[Tensor]:
