@@ -92,6 +92,12 @@ class Checked:
         return self.mistake == NOT_JUDGED
 
     @property
+    def score(self) -> float | None:
+        """The number by which the leaderboard ranks a right answer, in the last case; None if it is not ranked."""
+        scores = [row.score for row in self.rows if row.score is not None]
+        return scores[-1] if scores and self.passed else None
+
+    @property
     def has_answer(self) -> bool:
         """Whether there is an answer that runs."""
         return self.rows[-1].ok

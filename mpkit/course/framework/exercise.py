@@ -94,12 +94,14 @@ class Budget:
         measure: the function that measures it in what an answer did.
         limit: the limit, a number or a function of the case.
         unit: "bytes", "seconds", or "" if there is no unit.
+        ranked: whether the leaderboard of a class lists right answers by it, the smallest first.
     """
 
     what: str
     measure: Callable[[Seen], float]
     limit: float | Callable[[Case], float]
     unit: str = ""
+    ranked: bool = False
 
     def limit_for(self, case: Case) -> float:
         """Return the limit in a case."""
@@ -109,9 +111,9 @@ class Budget:
         """Check whether an answer kept to the budget."""
         limit, used = self.limit_for(seen.case), self.measure(seen)
         ok = used <= limit * (1 + 1e-9)
-        what = f"{self.what}, on {seen.case}"
+        what, most = f"{self.what}, on {seen.case}", f"at most {self._spell(limit)}"
         return CheckRow(
-            what, f"at most {self._spell(limit)}", self._spell(used), ok, replace(seen, budget=self.what)
+            what, most, self._spell(used), ok, replace(seen, budget=self.what), used if self.ranked else None
         )
 
     def _spell(self, amount: float) -> str:
@@ -148,6 +150,7 @@ class CheckRow:
         got: the answer's result, in words.
         ok: whether the check passed.
         seen: what the answer did in the case; None if no rank ran.
+        score: the number by which a class's leaderboard ranks the answer; None if it is not ranked.
     """
 
     what: str
@@ -155,6 +158,7 @@ class CheckRow:
     got: str
     ok: bool
     seen: Seen | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

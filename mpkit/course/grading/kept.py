@@ -23,7 +23,7 @@ from mpkit.course.told import checked_of, verdict_json
 
 __all__ = ["Grade", "GradeStore", "key_of"]
 
-VERSION = 4
+VERSION = 5
 
 
 class Grade:

@@ -39,7 +39,7 @@ EXERCISE = Schedules(
     cases=(Case(P, 1, {"microbatches": M}),),
     budgets=(
         Budget("live micro-batches of a rank", live, CAP),
-        Budget("bubble", bubble, 0.2999),
+        Budget("bubble", bubble, 0.2999, ranked=True),
     ),
     after="04-schedules",
     place=80,
