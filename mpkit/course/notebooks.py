@@ -39,7 +39,7 @@ WORDS = {
     "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks count what each "
     "rank does, beside what a right answer needs: at most 1.75 times as much to compute, 3 times as much memory for "
     "its own tensors, 2.5 times as many bytes and 6 times as many messages and collectives. Serial training on every "
-    "rank is right, and not parallel.",
+    "rank is right, and not parallel. A box that asks for a prediction keeps your first number, for the grade.",
     "solved": "The solutions. Look at them once yours passes, or does not for too long.",
     "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
 }
@@ -154,7 +154,8 @@ def _for_exam(book: Any) -> None:
             cell.source = cell.source.replace(WORDS["student"], IN_AN_EXAM)
         if cell.id.endswith("-check"):
             cell.source = cell.source.removesuffix(")") + ", exam=True)"
-    book.cells = [cell for cell in book.cells if cell.id not in ("end-text", "progress")]
+    tells = ("end-text", "progress", "-predict", "-predicted")  # the last shows what is right
+    book.cells = [cell for cell in book.cells if not cell.id.endswith(tells)]
 
 
 def _add_justifications(cells: list[Any]) -> Iterator[Any]:
@@ -262,6 +263,9 @@ def _exercise(
     yield f"{entry.name}-text", text, None
     if source.given:
         yield f"{entry.name}-given", source.given, None
+    asks = exercise.predict if kind == "student" else ""
+    if asks:
+        yield f"{entry.name}-predict", f'mk.predict("{asks}")', None
     answer = {"student": source.stub, "solved": source.plain, "nbgrader": source.solution}[kind]
     if broken:  # nbgrader puts its own stub in place of what is between the markers
         answer = f"{BEGIN}\n{source.plain}\n\n{END}\n"  # two empty lines, as the formatter has them
@@ -280,6 +284,8 @@ def _exercise(
         check,
         _nbgrader_metadata(f"{entry.name}-check", points=points) if graded else None,
     )
+    if asks:
+        yield f"{entry.name}-predicted", f'mk.predict("{asks}").against()', None
 
 
 def _nbgrader_metadata(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:

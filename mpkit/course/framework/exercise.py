@@ -180,6 +180,7 @@ class Exercise(ABC):
         place: the number by which the exercises of a family are sorted.
         points: the points in grading.
         called: the name that the cell gives to the answer if it is neither a function nor a class.
+        predict: the question of `mk.predict` that a student's notebook asks before the answer's cell; "": none.
     """
 
     solution: Any
@@ -187,6 +188,7 @@ class Exercise(ABC):
     place: float
     points: int = 10
     called: str = ""
+    predict: str = ""
     when: Mapping[str, Recognizer] = field(default_factory=dict)
     start: str = ""
     mistakes: Sequence[Mistake] = ()

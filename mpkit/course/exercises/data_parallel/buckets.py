@@ -100,6 +100,7 @@ EXERCISE = OnRanks(
         Budget("all-reduces that are not a bucket of the rule", off, 0),
     ),
     after="02-data-parallel",
+    predict="buckets",
     place=50,
     when={
         "one-bucket-for-all": lambda seen: seen.budget == "largest bucket" and len(sent(seen)) == 1,

@@ -63,7 +63,7 @@ def train(
 
 
 # %% checks
-WIDTH, SAMPLES, STEPS, SCALE, INTERVAL = 8, 4, 10, 2.0**13, 3
+WIDTH, SAMPLES, STEPS, SCALE = 8, 4, 10, 2.0**13
 PARAMETERS = 4
 
 
@@ -95,7 +95,7 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     layers = model(case)
     dtypes = watched(layers)
     result = answer(
-        ctx, layers, serial.sgd(layers), batches(case, ctx.rank), SCALE, INTERVAL, case["max_norm"]
+        ctx, layers, serial.sgd(layers), batches(case, ctx.rank), SCALE, case["interval"], case["max_norm"]
     )
     return {**result, "weights": serial.weights(layers), "dtypes": sorted(dtypes)}
 
@@ -124,7 +124,7 @@ def expected(case: Case) -> list[dict[str, Any]]:
             good += 1
         else:
             scale, good = scale / 2, 0
-        if good == INTERVAL:
+        if good == case["interval"]:
             scale, good = 2 * scale, 0
         scales.append(scale)
     same = {"scales": scales, "weights": serial.weights(layers), "dtypes": sorted(dtypes)}
@@ -144,9 +144,9 @@ def stepped_with_nan(seen: Seen) -> bool:
 EXERCISE = OnRanks(
     solution=train,
     cases=(
-        Case(2, 1, {"overflows": (2,), "max_norm": 100.0}),
-        Case(3, 2, {"overflows": (1, 6), "max_norm": 0.5}),
-        Case(4, 3, {"overflows": (0, 4, 5), "max_norm": 0.8}),
+        Case(2, 1, {"overflows": (2,), "interval": 3, "max_norm": 100.0}),
+        Case(3, 2, {"overflows": (1, 6), "interval": 2, "max_norm": 0.5}),
+        Case(4, 3, {"overflows": (0, 4, 5), "interval": 4, "max_norm": 0.8}),
     ),
     play=play,
     expected=expected,

@@ -46,6 +46,7 @@ EXERCISE = Schedules(
         Budget("live micro-batches of the last rank", live_on_the_last_rank, 1),
     ),
     after="04-schedules",
+    predict="1f1b-live",
     place=50,
     when={
         "the-first-rank-has-the-shortest-warm-up": lambda seen: (

@@ -115,6 +115,7 @@ EXERCISE = OnRanks(
         Budget("messages that a rank sends", messages, lambda case: 2 * (case.ranks - 1)),
     ),
     after="02-data-parallel",
+    predict="ring-bytes",
     place=40,
     when={
         "into-a-copy": lambda seen: seen.close([given(seen.case, rank) for rank in range(seen.case.ranks)]),

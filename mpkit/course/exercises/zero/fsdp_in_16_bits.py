@@ -70,7 +70,7 @@ class Sharded(nn.Module):
 
 
 # %% checks
-BLOCKS, WIDTH, SAMPLES, STEPS = 8, 10, 12, 2
+SAMPLES, STEPS = 12, 2
 SENT, AHEAD = "bytes that a rank sends, on a ring", "gathers under way while a block computes"
 EXPOSED = "blocks that compute while no gather is under way"
 
@@ -78,12 +78,12 @@ EXPOSED = "blocks that compute while no gather is under way"
 class Block(nn.Module):
     """A block: tanh(x W) in the weight's precision; products are added up in more bits, as tensor cores do."""
 
-    def __init__(self, ctx: mk.Context | None = None) -> None:
+    def __init__(self, width: int, ctx: mk.Context | None) -> None:
         super().__init__()
-        self.weight, self.ctx = nn.Parameter(torch.empty(WIDTH, WIDTH)), ctx
+        self.weight, self.ctx = nn.Parameter(torch.empty(width, width)), ctx
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs, [samples, WIDTH]; put forward and backward on the timeline."""
+        """Return the outputs, [samples, width]; put forward and backward on the timeline."""
         self.mark()
         y = torch.tanh(x.double() @ self.weight.double()).to(self.weight.dtype)
         y.register_hook(lambda _: self.mark())
@@ -98,12 +98,13 @@ class Block(nn.Module):
 
 def model(case: Case, ctx: mk.Context | None = None) -> nn.Sequential:
     """Return the blocks in fp32, the same on every rank."""
-    return serial.fill(nn.Sequential(*(Block(ctx) for _ in range(BLOCKS))), case.seed).float()
+    blocks = (Block(case["width"], ctx) for _ in range(case["blocks"]))
+    return serial.fill(nn.Sequential(*blocks), case.seed).float()
 
 
 def batches(case: Case) -> list[serial.Batch]:
     """Return the whole batch of each step."""
-    x = torch.randn(STEPS, 2, SAMPLES, WIDTH, generator=case.generator())
+    x = torch.randn(STEPS, 2, SAMPLES, case["width"], generator=case.generator())
     return [(inputs, torch.tanh(targets)) for inputs, targets in x]
 
 
@@ -165,7 +166,7 @@ def expected(case: Case) -> list[dict[str, Any]]:
 
 def shard_numbers(case: Case) -> int:
     """Return how many numbers a rank's shards have, with what they are filled up with."""
-    return BLOCKS * -(-WIDTH * WIDTH // case.ranks)
+    return int(case["blocks"] * -(-(case["width"] ** 2) // case.ranks))
 
 
 def sent(case: Case) -> float:
@@ -191,7 +192,11 @@ def kept_in_16_bits(seen: Seen) -> bool:
 
 EXERCISE = OnRanks(
     solution=Sharded,
-    cases=(Case(2, seed=93), Case(3, seed=94), Case(4, seed=95)),
+    cases=(
+        Case(2, 93, {"blocks": 8, "width": 10}),
+        Case(3, 94, {"blocks": 6, "width": 11}),
+        Case(4, 95, {"blocks": 7, "width": 9}),
+    ),
     play=play,
     expected=expected,
     result=f"losses, shards and what is left in {STEPS} steps",
@@ -206,7 +211,7 @@ EXERCISE = OnRanks(
         "shards-in-16-bits": kept_in_16_bits,
         "gathers-in-32-bits": lambda seen: seen.budget == SENT,
         "prefetches-in-the-forward-only": lambda seen: (
-            seen.budget == EXPOSED and alone(seen) <= STEPS * (BLOCKS + 1)
+            seen.budget == EXPOSED and alone(seen) <= STEPS * (seen.case["blocks"] + 1)
         ),
         "waits-at-once": lambda seen: seen.budget == EXPOSED,
         "gathers-everything-first": lambda seen: seen.budget == AHEAD,

@@ -83,6 +83,7 @@ EXERCISE = OnRanks(
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
     after="03-zero",
+    predict="zero-1-bytes",
     place=20,
     when={
         "whole-optimizer": lambda seen: seen.budget == OPTIMIZER,
