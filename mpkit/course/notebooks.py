@@ -23,6 +23,7 @@ from mpkit.course.framework.variants import NOT_IN_FILES, Variant, plainly
 
 __all__ = [
     "METADATA",
+    "NBGRADER",
     "Kind",
     "link_tutorials",
     "notebook",

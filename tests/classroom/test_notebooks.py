@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 from mpkit.course.catalogue import families, of_family
-from mpkit.course.notebooks import notebooks, your_turn
+from mpkit.course.notebooks import NBGRADER, notebooks, your_turn
 from tests import limits
 
 HOME = Path(__file__).parents[2] / "notebooks" / "exercises"
@@ -26,6 +26,9 @@ def test_notebooks_are_what_the_exercises_say() -> None:
     assert there == set(written), "make exercises"
     for path, text in written.items():
         assert (HOME / path).read_text(encoding="utf-8").strip() == text.strip(), f"{path}: make exercises"
+    assert (HOME / "nbgrader" / "nbgrader_config.py").read_text(encoding="utf-8") == NBGRADER, (
+        "make exercises"
+    )
 
 
 def test_the_first_exercise_needs_no_mesh() -> None:
