@@ -33,9 +33,7 @@ def measure() -> list[dict[str, Any]]:
         for package in families():
             for entry in of_family(package.__name__.rsplit(".", 1)[1]):
                 solved = median(seconds(entry, entry.source.plain, room) for _ in range(3))
-                wrong = {
-                    one.name: seconds(entry, entry.source.wrong(one), room) for one in entry.exercise.mistakes
-                }
+                wrong = {one.name: seconds(entry, one.wrong, room) for one in entry.exercise.mistakes}
                 slowest = max(wrong, key=wrong.__getitem__)
                 rows.append(row(f"check of {entry.name}", solved, LIMIT, "3 s"))
                 rows.append(row(f"{entry.name}, wrong: {slowest}", wrong[slowest], LONGEST, "10 s"))

@@ -189,7 +189,7 @@ def test_exercises_that_need_no_ranks_are_checked(course: Path) -> None:
         for name, mistake in {WRONG!r}.items():
             entry = find(name)
             chosen = next(each for each in entry.exercise.mistakes if mistake in (None, each.name))
-            for code in (entry.source.plain, entry.source.stub, entry.source.wrong(chosen)):
+            for code in (entry.source.plain, entry.source.stub, chosen.wrong):
                 answer = run_cell(code, entry.exercise.name_of_answer, "a cell", entry.given_code)
                 checked = mk.check(name, answer)
                 print(name, checked.passed, checked.mistake, checked.mistake == chosen.name)

@@ -2,11 +2,12 @@
 
 In     an answer, from a notebook cell or a student's notebook.
 Out    a verdict with the rows that were checked and one hint; the grades of a class (`grading`).
-Begin  with `framework/on_ranks.py`, then any file of `exercises/`.
+Begin  with `framework/on_ranks.py`, then any exercise: `ranks/pass_the_token.md` and `.py`.
 May import  all rooms.
 
-exercise     Exercise, Case, Mistake, Budget: what an author writes, one file per exercise
-source       the parts of such a file: text, given code, answer with its solution, wrong answers
+exercise     Exercise, Case, Mistake, Budget: what an author writes, a file of code and one of text per exercise
+source       the parts of the code: what is given, the answer with its solution
+exercise_text    the parts of the text: the task, hints, wrong answers as diffs of the solution
 catalogue    finds exercises by name
 seen         Seen: what an answer did in one case; budgets measure it, and mistakes are recognized in it
 on_ranks     exercises whose answer runs on ranks

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mpkit.common.missing_packages import lacks_torch
+from mpkit.course.exercise_text import ExerciseText, read_text
 from mpkit.course.framework.exercise import HOMES, Exercise
 from mpkit.course.framework.source import ExerciseSource, given_in
 from mpkit.course.framework.variants import Variant, varies, vary_module
@@ -56,7 +57,17 @@ class ExerciseEntry:
         """The exercise that its author wrote."""
         exercise = self._file[0].EXERCISE
         assert isinstance(exercise, Exercise)
-        return exercise
+        return self.text.complete(exercise)
+
+    @cached_property
+    def text(self) -> ExerciseText:
+        """What the student reads, hints and wrong answers: the file beside the module that ends in ".md"."""
+        return read_text(self.text_path, self._file[0], self.source.plain)
+
+    @property
+    def text_path(self) -> Path:
+        """The path of the exercise's text file."""
+        return Path(str(import_module(self.module).__file__)).with_suffix(".md")
 
     @property
     def given_code(self) -> str:
@@ -66,8 +77,8 @@ class ExerciseEntry:
 
     @cached_property
     def source(self) -> ExerciseSource:
-        """The exercise's file, in its parts."""
-        return ExerciseSource.from_module(*self._file)
+        """The exercise's Python file, in its parts."""
+        return ExerciseSource.from_code(self.module, self._file[1])
 
     @property
     def is_sealed(self) -> bool:

@@ -70,7 +70,7 @@ def check(
     if packed.print in before.wrong and not checked.passed:
         checked = replace(checked, again=True)
     counts = not stub and checked.mistake not in UNCOUNTED
-    done.add_check(name, checked.passed, packed.print, counts=counts).write()
+    done.add_check(name, checked.passed, packed.print, counts=counts, score=checked.score).write()
     return checked
 
 

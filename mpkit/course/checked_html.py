@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.display import image
 from mpkit.common.safe_text import escape
-from mpkit.course.checked_text import MOST_LINES, verdict
+from mpkit.course.checked_text import MOST_LINES, score_words, verdict
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, svg
 
@@ -32,6 +32,8 @@ MONO = (
 def checked_html(checked: Checked) -> str:
     """Return the verdict as HTML, with every string escaped."""
     parts = [_head(checked), _tables(checked)]
+    if checked.score is not None:
+        parts.append(f'<p style="margin:6px 0">{escape(score_words(checked.score))}</p>')
     if checked.lesson:
         happened, *rules = checked.lesson
         parts.append(f'<pre style="{MONO}">{escape(happened)}</pre>')

@@ -10,7 +10,7 @@ from mpkit.course.answered import ANSWERED, NOT_ANSWERED
 if TYPE_CHECKING:
     from mpkit.course.judge import Checked
 
-__all__ = ["checked_text", "verdict"]
+__all__ = ["checked_text", "score_words", "verdict"]
 
 WIDTH = 100
 MOST_LINES = 12
@@ -39,11 +39,18 @@ def checked_text(checked: Checked) -> str:
     wide = [max(len(each[i]) for each in cells) for i in range(2)]
     for mark, (what, expected, got) in zip(marks, cells, strict=True):
         lines.append(f"{mark} {what:{wide[0]}}  {expected:{wide[1]}}  {got}")
+    if checked.score is not None:
+        lines += ["", score_words(checked.score)]
     for paragraph in checked.lesson:
         lines += ["", *(_wrap_text(line) for line in paragraph.splitlines())]
     if checked.hint:
         lines += ["", fill(f"Hint: {checked.hint}", WIDTH)]
     return "\n".join(lines)
+
+
+def score_words(score: float) -> str:
+    """Return a score in words."""
+    return f"Your score for the leaderboard: {score:.6g}. A smaller one is better."
 
 
 def _wrap_text(line: str) -> str:

@@ -92,6 +92,12 @@ class Checked:
         return self.mistake == NOT_JUDGED
 
     @property
+    def score(self) -> float | None:
+        """The number by which the leaderboard ranks a right answer, in the last case; None if it is not ranked."""
+        scores = [row.score for row in self.rows if row.score is not None]
+        return scores[-1] if scores and self.passed else None
+
+    @property
     def has_answer(self) -> bool:
         """Whether there is an answer that runs."""
         return self.rows[-1].ok
@@ -146,7 +152,7 @@ def not_judged(entry: ExerciseEntry, why: str, failures: int = 0) -> Checked:
     row = CheckRow("your answer", "ranks that run", why, False)
     said = "This says nothing of your answer, and is no try. Check it again when the machine has less to do."
     return Checked(
-        entry.name, entry.source.title, (row,), False, NOT_JUDGED, lesson=(said,), tries=failures + 1
+        entry.name, entry.text.title, (row,), False, NOT_JUDGED, lesson=(said,), tries=failures + 1
     )
 
 
@@ -168,7 +174,7 @@ def _judge_once(
     timelines = _timelines(exercise, last, room) if draw else None
     seen = last.seen
     return Checked(
-        entry.name, entry.source.title, rows, passed, mistake,
+        entry.name, entry.text.title, rows, passed, mistake,
         tuple(lesson(seen)) if seen and not passed else (), hint, failures + 1,
         tuple(seen.printed) if seen else (), timelines,
     )  # fmt: skip
@@ -186,12 +192,12 @@ def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
     row = answered_row(seen, untouched, exercise.questions_of(stub))
     lines = () if untouched or row.ok else tuple(lesson(seen))
     return Checked(
-        entry.name, entry.source.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
+        entry.name, entry.text.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
     )
 
 
 def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
-    """Return whether an answer is the program that the student was given to mend."""
+    """Return whether an answer is the program that the student was given to fix."""
     if not entry.source.has_instead:
         return False  # the stub raises NotImplementedError, which `is_untouched` sees
     stub = run_cell(entry.source.stub, entry.exercise.name_of_answer, "stub", entry.given_code)

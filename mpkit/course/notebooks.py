@@ -23,6 +23,7 @@ from mpkit.course.framework.variants import NOT_IN_FILES, Variant, plainly
 
 __all__ = [
     "METADATA",
+    "NBGRADER",
     "Kind",
     "link_tutorials",
     "notebook",
@@ -39,7 +40,7 @@ WORDS = {
     "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks count what each "
     "rank does, beside what a right answer needs: at most 1.75 times as much to compute, 3 times as much memory for "
     "its own tensors, 2.5 times as many bytes and 6 times as many messages and collectives. Serial training on every "
-    "rank is right, and not parallel.",
+    "rank is right, and not parallel. A box that asks for a prediction keeps your first number, for the grade.",
     "solved": "The solutions. Look at them once yours passes, or does not for too long.",
     "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
 }
@@ -47,6 +48,17 @@ IN_AN_EXAM = (
     "Run the first cell. Then write your answers into the cells that say so. The check below each says whether there "
     "is an answer that runs, and not whether it is right."
 )
+NBGRADER = '''\
+"""nbgrader's configuration for the notebooks in source/, written by `mpkit exercises`."""
+
+c = get_config()
+
+c.CourseDirectory.course_id = "mpkit"
+# What a student finds in place of a solution: mk.check knows by it that nothing is written yet.
+c.ClearSolutions.code_stub = {"python": 'raise NotImplementedError("your turn")'}
+# Seconds for one cell. A check tries several cases on ranks, and each may hang; nbgrader's own 30 s are too few.
+c.ExecutePreprocessor.timeout = 600
+'''
 TURN = "your-turn"
 """The id of the tutorials' last cell."""
 JUSTIFICATION = "justification"
@@ -64,7 +76,8 @@ UP = {"student": "../", "solved": "../../"}
 def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) -> list[Path]:
     """Write all notebooks below a folder, and return their paths.
 
-    Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`.
+    Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`, below its
+    configuration.
 
     Args:
         folder: the folder.
@@ -83,6 +96,8 @@ def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) 
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(book, target)
         written.append(target)
+    written.append(folder / "nbgrader" / "nbgrader_config.py")
+    written[-1].write_text(NBGRADER, encoding="utf-8")
     return written
 
 
@@ -140,7 +155,8 @@ def _for_exam(book: Any) -> None:
             cell.source = cell.source.replace(WORDS["student"], IN_AN_EXAM)
         if cell.id.endswith("-check"):
             cell.source = cell.source.removesuffix(")") + ", exam=True)"
-    book.cells = [cell for cell in book.cells if cell.id not in ("end-text", "progress")]
+    tells = ("end-text", "progress", "-predict", "-predicted")  # the last shows what is right
+    book.cells = [cell for cell in book.cells if not cell.id.endswith(tells)]
 
 
 def _add_justifications(cells: list[Any]) -> Iterator[Any]:
@@ -186,7 +202,7 @@ def your_turn(tutorial: str) -> str:
     """Return what a tutorial says about its exercises, in Markdown; "" if it has none."""
     lines = []
     for package in families():
-        titles = [e.source.title for e in of_family(_family(package)) if e.exercise.after == tutorial]
+        titles = [e.text.title for e in of_family(_family(package)) if e.exercise.after == tutorial]
         if titles:
             lines.append(f"- [{package.TITLE}](exercises/{_name(package)}.ipynb): {'; '.join(titles)}")
     if not lines:
@@ -218,7 +234,7 @@ def _cells(package: ModuleType, kind: Kind, variant: str) -> Iterator[tuple[str,
     """Yield the id, source and nbgrader metadata of each cell."""
     entries = of_family(_family(package), variant)
     title, _, text = (package.__doc__ or "").strip().partition("\n")
-    contents = "\n".join(f"{i}. {entry.source.title}" for i, entry in enumerate(entries, 1))
+    contents = "\n".join(f"{i}. {entry.text.title}" for i, entry in enumerate(entries, 1))
     yield "start-text", f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{WORDS[kind]}\n\n{contents}", None
     varied = variant and any(entry.varies for entry in entries)
     yield (
@@ -241,13 +257,16 @@ def _exercise(
     exercise, source = entry.exercise, entry.source
     graded = kind == "nbgrader"
     after = exercise.after if graded else f"[{exercise.after}]({UP[kind]}{exercise.after}.ipynb)"
-    text = f"## {number}. {source.title}\n\n{source.text}\n\n*After {after}.*"
+    text = f"## {number}. {entry.text.title}\n\n{entry.text.task}\n\n*After {after}.*"
     broken = graded and source.has_instead
     if broken:
         text += f"\n\nThis is the cell to start from:\n\n```python\n{source.stub}```"
     yield f"{entry.name}-text", text, None
     if source.given:
         yield f"{entry.name}-given", source.given, None
+    asks = exercise.predict if kind == "student" else ""
+    if asks:
+        yield f"{entry.name}-predict", f'mk.predict("{asks}")', None
     answer = {"student": source.stub, "solved": source.plain, "nbgrader": source.solution}[kind]
     if broken:  # nbgrader puts its own stub in place of what is between the markers
         answer = f"{BEGIN}\n{source.plain}\n\n{END}\n"  # two empty lines, as the formatter has them
@@ -266,6 +285,8 @@ def _exercise(
         check,
         _nbgrader_metadata(f"{entry.name}-check", points=points) if graded else None,
     )
+    if asks:
+        yield f"{entry.name}-predicted", f'mk.predict("{asks}").against()', None
 
 
 def _nbgrader_metadata(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:

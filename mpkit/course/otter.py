@@ -83,7 +83,7 @@ def _question(entry: ExerciseEntry) -> Iterator[Any]:
     # ---- question
     about = f"BEGIN QUESTION\nname: {name}\npoints: {entry.exercise.points}\ncheck_cell: false"
     yield raw(about, "begin")
-    yield new_markdown_cell(f"## {source.title}\n\n{source.text}", id=f"{name[:50]}-text")
+    yield new_markdown_cell(f"## {entry.text.title}\n\n{entry.text.task}", id=f"{name[:50]}-text")
     if source.given:
         yield new_code_cell(source.given, id=f"{name[:50]}-given")
     # ---- solution

@@ -37,7 +37,7 @@ class Overview:
         parts = []
         for title, entries in self.families:
             names = "".join(
-                f"<li>{self._mark(e)} <code>{e.name}</code> {escape(e.source.title)}</li>" for e in entries
+                f"<li>{self._mark(e)} <code>{e.name}</code> {escape(e.text.title)}</li>" for e in entries
             )
             parts.append(
                 f"<details open><summary><b>{escape(self._head(title, entries))}</b></summary>"

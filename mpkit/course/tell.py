@@ -77,9 +77,7 @@ def _is_typing_error(seen: Seen) -> bool:
 
 def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
     if mistake.when is None:
-        wrong = run_cell(
-            entry.source.wrong(mistake), entry.exercise.name_of_answer, mistake.name, entry.given_code
-        )
+        wrong = run_cell(mistake.wrong, entry.exercise.name_of_answer, mistake.name, entry.given_code)
         other = entry.exercise.try_again(PackedAnswer.pack(wrong), seen, room) if seen.is_finished else None
         return other is not None and entry.exercise.same_result(seen, other)
     try:

@@ -24,7 +24,7 @@ def verdict_json(checked: Checked) -> dict[str, Any]:
         if case not in cases:
             cases.append(case)
         words = [text[:LONGEST] for text in (row.what, row.expected, row.got)]
-        rows.append([*words, row.ok, cases.index(case) if case is not None else None])
+        rows.append([*words, row.ok, cases.index(case) if case is not None else None, row.score])
     return {
         "rows": rows,
         "mistake": checked.mistake,
@@ -41,12 +41,13 @@ def checked_of(entry: ExerciseEntry, values: dict[str, Any]) -> Checked:
         KeyError, TypeError, ValueError: The values were not written by `verdict_json`.
     """
     rows = []
-    for what, expected, got, ok, case in values["rows"]:
+    for what, expected, got, ok, case, score in values["rows"]:
         seen = Seen(Case(0, seed=int(case))) if case is not None else None
-        rows.append(CheckRow(str(what), str(expected), str(got), ok is True, seen))
+        number = None if score is None else float(score)
+        rows.append(CheckRow(str(what), str(expected), str(got), ok is True, seen, number))
     if not rows:
         raise ValueError("a verdict on nothing")
     return Checked(
-        entry.name, entry.source.title, tuple(rows), all(row.ok for row in rows), str(values["mistake"]),
+        entry.name, entry.text.title, tuple(rows), all(row.ok for row in rows), str(values["mistake"]),
         tuple(map(str, values["lesson"])), str(values["hint"]), 1, tuple(map(str, values["printed"])),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Build both wheels: `python -m scripts.exam [FOLDER]`, by default into build/exam.
 
 copy    copy what the wheel is built from into a folder that is thrown away
-seal    write each exercise there without its solution
+seal    write each exercise there without its solution and hints
 whole   write the exercises as they are into the package mpkit_solutions
 build   let hatchling build both
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import mpkit
 from mpkit.course.catalogue import families, of_family
-from scripts.exam.seal import sealed
+from scripts.exam.seal import sealed, sealed_text
 
 HOME = Path(__file__).parents[2]
 PLACE = Path("mpkit", "course", "exercises")
@@ -58,6 +58,7 @@ def main(folder: str = "build/exam") -> None:
                 module = import_module(entry.module)
                 path = student.joinpath(*entry.module.split(".")).with_suffix(".py")
                 path.write_text(sealed(entry, module, getsource(module)), encoding="utf-8")
+                path.with_suffix(".md").write_text(sealed_text(entry), encoding="utf-8")
         with (student / PLACE / "__init__.py").open("a", encoding="utf-8") as file:
             file.write("\nSEALED = True\n")
         # ---- whole

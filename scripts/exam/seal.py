@@ -1,7 +1,8 @@
-"""An exercise's file without all that tells its solution.
+"""An exercise's two files without all that tells its solution.
 
+text       of the text file is left the title and the task
 answer     the cell that students get stands in place of the solution
-exercise   of `EXERCISE` is left what runs an answer and names it: no mistakes, hints, budgets, right values
+exercise   of `EXERCISE` is left what runs an answer and names it: no budgets, right values, recognized mistakes
 checks     of the code below `# %% checks` is left what that needs, and what the text's placeholders stand for
 imports    and of the imports what the rest needs
 """
@@ -14,23 +15,24 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from mpkit.course.catalogue import ExerciseEntry
+from mpkit.course.exercise_text import PLACEHOLDER
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.questions import Questions
 from mpkit.course.framework.schedules import Schedules
 
-__all__ = ["sealed"]
+__all__ = ["sealed", "sealed_text"]
 
 KINDS = (OnRanks, Questions, Schedules)
 KEPT = ("solution", "called", "cases", "play", "also", "after", "place", "points")
 """What is kept of an exercise: it runs an answer, and says nothing of what is right."""
-SEALED = {"start": '""', "mistakes": "()", "otherwise": "()", "result": '"the result"'}
+SEALED = {"result": '"the result"'}
 """What stands in place of the rest, where the kind asks for it."""
 RIGHT = {OnRanks: "expected", Questions: "truth"}
 """The function that knows what is right."""
 
 
 def sealed(entry: ExerciseEntry, module: ModuleType, code: str) -> str:
-    """Return the code of an exercise's file without its solution."""
+    """Return the code of an exercise's Python file without its solution."""
     head, _, rest = code.partition("# %% answer\n")
     _, _, checks = rest.partition("# %% checks\n")
     # ---- answer
@@ -38,13 +40,18 @@ def sealed(entry: ExerciseEntry, module: ModuleType, code: str) -> str:
     # ---- exercise
     exercise = _exercise(entry, checks)
     # ---- checks
-    placeholders = re.findall(r"\{([A-Z][A-Z_]*)\}", ast.get_docstring(ast.parse(head)) or "")
-    tables = [name for name in ("VARIES",) if hasattr(module, name)]
-    named = _loaded(ast.parse(exercise)) | set(placeholders if tables else ()) | set(tables)
+    placeholders = {match[1] for match in re.finditer(PLACEHOLDER, sealed_text(entry))}
+    tables = {name for name in ("VARIES",) if hasattr(module, name)}
+    named = _loaded(ast.parse(exercise)) | placeholders | tables
     kept = _needed(checks, named)
     # ---- imports
     text = f"{_head(head)}# %% answer\n{answer}\n\n# %% checks\n{kept}\n\n{exercise}"
     return _imported(text)
+
+
+def sealed_text(entry: ExerciseEntry) -> str:
+    """Return the text file without what follows the task: hints and wrong answers."""
+    return entry.text_path.read_text(encoding="utf-8").partition("\n## ")[0]
 
 
 def _exercise(entry: ExerciseEntry, checks: str) -> str:

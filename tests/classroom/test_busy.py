@@ -23,7 +23,7 @@ from mpkit.course.progress import Progress
 from mpkit.course.sandbox.guard import Guard
 
 ENTRY = find("pass-the-token")
-RIGHT_VERDICT = Checked(ENTRY.name, ENTRY.source.title, (CheckRow("all", "right", "right", True),), True)
+RIGHT_VERDICT = Checked(ENTRY.name, ENTRY.text.title, (CheckRow("all", "right", "right", True),), True)
 RIGHT = PackedAnswer.pack(ENTRY.exercise.solution)
 
 
@@ -122,7 +122,7 @@ def test_a_grade_has_no_zero_for_it(notebook: HandedIn, tmp_path: Path) -> None:
     (hardness,) = [each for each in report.of_class().exercises if each.name == ENTRY.name]
     assert hardness.answered == 0 and not hardness.mistakes
     tests = {each["name"]: each for each in results([grade])["tests"]}
-    assert "score" not in tests[ENTRY.source.title] and "not judged" in tests[ENTRY.source.title]["output"]
+    assert "score" not in tests[ENTRY.text.title] and "not judged" in tests[ENTRY.text.title]["output"]
 
 
 def test_it_is_graded_again(notebook: HandedIn, tmp_path: Path) -> None:

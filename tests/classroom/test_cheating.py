@@ -102,13 +102,21 @@ def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
     assert (tmp_path / "hidden" / "own" / "mine").exists()
 
 
-def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution() -> None:
+@pytest.mark.parametrize("name", ["pass-the-token", "broadcast-by-a-tree"])
+def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution(name: str) -> None:
+    """A `play` of the exercise's own, and one that `call_with` makes of the inputs."""
     from mpkit.course.framework.room import _send_exercises_by_value
     from mpkit.strategies.packing.packing import dumps
 
-    play = find("pass-the-token").exercise.play  # type: ignore[attr-defined]
+    play = find(name).exercise.play  # type: ignore[attr-defined]
     _send_exercises_by_value()
-    code = "import pickle, sys; play = pickle.load(sys.stdin.buffer); print(*play.__globals__, *sys.modules)"
+    code = """
+import pickle, sys
+play = pickle.load(sys.stdin.buffer)
+for each in (play, *(cell.cell_contents for cell in play.__closure__ or ())):
+    print(*each.__globals__)
+print(*sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", code], input=dumps(play), capture_output=True, check=True)
     names = done.stdout.decode().split()
     assert "given" in names

@@ -82,13 +82,16 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.soak
 def test_no_file_of_the_students_wheel_has_a_solution(wheels: list[Path]) -> None:
     with ZipFile(wheels[0]) as wheel:
-        files = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
+        files = {
+            name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith((".py", ".md"))
+        }
     for entry in ENTRIES:
-        own = files[entry.module.replace(".", "/") + ".py"]
-        assert "Mistake(" not in own and "SOLUTION" not in own
+        path = entry.module.replace(".", "/")
+        own = files[path + ".py"] + files[path + ".md"]
+        assert "## Mistake" not in own and "when=" not in own and "SOLUTION" not in own
         stub = set(entry.source.stub.splitlines())
         written = [line for line in entry.source.plain.splitlines() if line not in stub and len(line) > 50]
-        given = entry.given_code + entry.source.text
+        given = entry.given_code + entry.text.task
         told = [line for line in written if line in own and line not in given]
         assert len(told) <= 1, (
             f"{entry.name}: {told}"
@@ -102,7 +105,7 @@ from mpkit.course.framework.source import run_cell
 
 for package in families():
     for entry in of_family(package.__name__.rsplit(".", 1)[1]):
-        entry.exercise.name_of_answer, entry.source.text, entry.given_code
+        entry.exercise.name_of_answer, entry.text.task, entry.given_code
 code = {code!r}
 checked = mk.check("pass-the-token", run_cell(code, "pass_the_token"))
 print("SAID", str(checked).splitlines()[0])

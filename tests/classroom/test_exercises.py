@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import mpkit
 from mpkit.course.catalogue import ExerciseEntry, families, of_family
+from mpkit.course.exercise_text import read_text
 from mpkit.course.framework.exercise import UNFORESEEN, Mistake
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
@@ -74,7 +77,7 @@ def test_the_stub_gets_the_first_hint(room: Room, entry: ExerciseEntry) -> None:
 
 @pytest.mark.parametrize("entry, mistake", MISTAKES, ids=lambda one: one.name)
 def test_a_wrong_answer_gets_its_hint(room: Room, entry: ExerciseEntry, mistake: object) -> None:
-    code = entry.source.wrong(mistake)
+    code = mistake.wrong
     wrong = answer(entry, code, mistake.name)
     assert code != entry.source.plain
     drawn = mistake is entry.exercise.mistakes[0]  # beside the solution, which is run for it
@@ -90,7 +93,7 @@ def test_an_exercise_is_whole(entry: ExerciseEntry) -> None:
     assert len(exercise.mistakes) >= 3
     assert len({mistake.name for mistake in exercise.mistakes}) == len(exercise.mistakes)
     assert all(len(mistake.hints) >= 2 for mistake in exercise.mistakes), "hints get more specific each time"
-    assert exercise.start and exercise.otherwise and entry.source.title and entry.source.text
+    assert exercise.start and exercise.otherwise and entry.text.title and entry.text.task
 
 
 TWICE = """
@@ -165,3 +168,71 @@ def pass_the_token(ctx, token):
     assert spans["end"].nunique() == 1 and (spans["end"] > spans["start"]).all()
     html = checked._repr_mimebundle_()["text/html"]
     assert "never ends" in html and "The solution" in html
+
+
+TEXT = """# Add
+
+Add {N} numbers.
+
+## Start
+
+Begin.
+
+## Mistake: a-product
+
+1. What does a sum do?
+2. It adds:
+   a plus.
+
+```diff
+-    return a + b
++    return a * b
+```
+
+## Otherwise
+
+1. Try it.
+"""
+BROKEN = {
+    "a number is missing": ("1. What", "What", 11, "a hint begins with its number"),
+    "the solution changed": ("-    return a + b", "-    return b + a", 16, "are not in the solution"),
+    "not unique": ("-    return a + b\n", " \n", 16, "times in the solution; add a line around them"),
+    "no place": ("-    return a + b\n", "", 16, "which line of the solution comes before?"),
+    "no diff": ("+    return a * b", "return a * b", 17, "begins with a blank, a minus or a plus"),
+    "no wrong answer": ("```diff", "```", 15, "'a-product' has no wrong answer"),
+    "another section": ("## Otherwise", "## Other", 20, "there is no section 'Other'"),
+    "another constant": ("{N}", "{M}", 3, "{M} is a constant of add.py, which does not define it"),
+    "no title": ("# Add", "Add", 1, "the first line is the title"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_error_in_a_text_file_names_its_line(tmp_path: Path, case: str) -> None:
+    """Also the whole file is read as it is meant, with the module's constants."""
+    module, path = ModuleType("add"), tmp_path / "add.md"
+    vars(module).update(N=2)
+    solution = "def add(a, b):\n\n    return a + b\n\n\n"
+    path.write_text(TEXT, encoding="utf-8")
+    text = read_text(path, module, solution)
+    assert (text.title, text.task, text.start, text.otherwise) == (
+        "Add",
+        "Add 2 numbers.",
+        "Begin.",
+        ("Try it.",),
+    )
+    (mistake,) = text.mistakes
+    assert mistake.hints == ("What does a sum do?", "It adds: a plus.")
+    assert mistake.wrong == "def add(a, b):\n\n    return a * b\n"
+    before, after, line, why = BROKEN[case]
+    path.write_text(TEXT.replace(before, after, 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(f"add.md:{line}: ") + f".*{re.escape(why)}"):
+        read_text(path, module, solution + "\n    \n" * (case == "not unique"))
+
+
+def test_a_recognizer_names_a_mistake_of_the_text() -> None:
+    entry = next(entry for entry in ENTRIES if entry.name == "overlap")
+    other = replace(entry.exercise, when={"no-such-mistake": lambda seen: True})
+    with pytest.raises(
+        ValueError, match=r"overlap\.py: when= has no-such-mistake, and overlap\.md has no such"
+    ):
+        entry.text.complete(other)

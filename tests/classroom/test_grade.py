@@ -244,7 +244,7 @@ def cells(**answers: str) -> list[str]:
 
 def wrong(name: str, number: int) -> str:
     entry = find(name)
-    return entry.source.wrong(entry.exercise.mistakes[number % len(entry.exercise.mistakes)])
+    return entry.exercise.mistakes[number % len(entry.exercise.mistakes)].wrong
 
 
 def token(body: str) -> str:

@@ -22,9 +22,7 @@ OF_A_TEST = {"name", "score", "max_score", "status", "output", "output_format", 
 def grade(student: str, right: tuple[bool | None, ...], name: str = "hw.ipynb", **more: object) -> Grade:
     each = HandedIn(student, f"{student}/{name}", ENTRIES, questions=("bubble",))
     checked = {
-        entry.name: Checked(
-            entry.name, entry.source.title, (CheckRow("all", "1", "1", ok),), ok, hint="think"
-        )
+        entry.name: Checked(entry.name, entry.text.title, (CheckRow("all", "1", "1", ok),), ok, hint="think")
         if ok is not None
         else None
         for entry, ok in zip(ENTRIES, right, strict=True)

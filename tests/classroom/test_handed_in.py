@@ -16,15 +16,16 @@ import pytest
 
 from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import CheckRow
-from mpkit.course.framework.room import PackedAnswer
+from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.grading import grade as grading
 from mpkit.course.grading.handed_in import HandedIn, handed_in
 from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.report import GradeReport, page_names
 from mpkit.course.grading.roster import due_date, read_roster
 from mpkit.course.grading.same import suspicion
-from mpkit.course.judge import Checked
+from mpkit.course.judge import Checked, judge
 from mpkit.course.notebooks import ASKED, write_notebooks
+from mpkit.course.progress import Progress
 from mpkit.course.sandbox.enclose import WAYS
 from mpkit.course.sandbox.guard import enclose_command, way_to_enclose
 
@@ -126,7 +127,7 @@ ODD = [
 
 def solved(each: HandedIn, *, points: bool = True) -> Grade:
     checked: dict[str, Checked | None] = {
-        entry.name: Checked(entry.name, entry.source.title, (CheckRow("all", "1", "1", points),), points)
+        entry.name: Checked(entry.name, entry.text.title, (CheckRow("all", "1", "1", points),), points)
         for entry in each.exercises
     }
     return Grade(each, checked)
@@ -376,3 +377,38 @@ def test_when_it_was_handed_in(tmp_path: Path) -> None:
     (tmp_path / "roster.csv").write_text("student,due\nada,whenever\n")
     with pytest.raises(ValueError, match=r"roster.csv, line 2, due: 'whenever' is no time"):
         read_roster(tmp_path / "roster.csv")
+
+
+def ranked(each: HandedIn, score: float, *, ok: bool = True) -> Grade:
+    rows = (
+        CheckRow("bubble", "at most 0.2999", f"{score:g}", ok=True, score=score),
+        CheckRow("all", "1", "1", ok),
+    )
+    return Grade(
+        each, {entry.name: Checked(entry.name, entry.text.title, rows, ok) for entry in each.exercises}
+    )
+
+
+def test_a_leaderboard_ranks_right_answers(room: Room, tmp_path: Path) -> None:
+    """By the verdict's score; equal ones share a place, and a wrong answer has none."""
+    scores = {"ada": 0.28, "=bob": 0.25, "cy": 0.25, "dee": 0.2}
+    (tmp_path / "class").mkdir()
+    for name in scores:
+        (tmp_path / "class" / f"{name}.ipynb").write_bytes(GOOD)
+    found = handed_in(tmp_path / "class", ("beat-1f1b",))
+    report = GradeReport(found, tmp_path / "grades.csv", None)
+    grades = [ranked(each, scores[each.student], ok=each.student != "dee") for each in found]
+    report.add(*(Grade.of_json(grade.handed_in, grade.to_json()) for grade in grades))
+    rows = list(csv.reader((tmp_path / "grades.leaderboard.csv").read_text().splitlines()))
+    assert rows == [
+        ["exercise", "place", "student", "score"],
+        ["beat-1f1b", "1", "'=bob", "0.25"],
+        ["beat-1f1b", "1", "cy", "0.25"],
+        ["beat-1f1b", "3", "ada", "0.28"],
+    ]
+    entry = find("beat-1f1b")
+    checked = judge(entry, PackedAnswer.pack(entry.exercise.solution), room, draw=False)
+    assert checked.score == pytest.approx(0.25)
+    assert "Your score for the leaderboard: 0.25" in str(checked)
+    progress = Progress(tmp_path / "progress.json", {}).add_check("beat-1f1b", True, score=0.28)
+    assert progress.add_check("beat-1f1b", True, score=0.25).done["beat-1f1b"].best == 0.25

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 
 NBGRADER = str(getattr(find_spec("nbgrader"), "origin", ""))  # not imported: SQLAlchemy warns of its tables
-SOURCE = Path(__file__).parents[2] / "notebooks" / "exercises" / "nbgrader" / "source"
+COURSE = Path(__file__).parents[2] / "notebooks" / "exercises" / "nbgrader"
 NAME = "1-ranks"
 
 
@@ -30,11 +30,14 @@ def run(course: Path, *words: str) -> None:
 
 @pytest.mark.timeout(400)
 def test_it_generates_and_grades(tmp_path: Path) -> None:
-    shutil.copytree(SOURCE / NAME, tmp_path / "source" / NAME)
+    """With the configuration that ships: its stub is one that a check knows."""
+    shutil.copytree(COURSE / "source" / NAME, tmp_path / "source" / NAME)
+    shutil.copy(COURSE / "nbgrader_config.py", tmp_path)
     run(tmp_path, "generate_assignment", NAME, "--create")
     released = tmp_path / "release" / NAME / f"{NAME}.ipynb"
     text = "\n".join(cell.source for cell in nbformat.read(released, as_version=4).cells)
-    assert "YOUR CODE HERE" in text and "BEGIN SOLUTION" not in text and "require()" not in text
+    assert 'raise NotImplementedError("your turn")' in text and "YOUR CODE HERE" not in text
+    assert "BEGIN SOLUTION" not in text and "require(" not in text
     for student, book in (("ada", tmp_path / "source" / NAME / f"{NAME}.ipynb"), ("bob", released)):
         handed_in = tmp_path / "submitted" / student / NAME
         handed_in.mkdir(parents=True)
@@ -45,3 +48,6 @@ def test_it_generates_and_grades(tmp_path: Path) -> None:
         rows = {row["student_id"]: row for row in csv.DictReader(file)}
     assert float(rows["ada"]["raw_score"]) == float(rows["ada"]["max_score"]) > 0
     assert float(rows["bob"]["raw_score"]) == 0
+    graded = nbformat.read(tmp_path / "autograded" / "bob" / NAME / f"{NAME}.ipynb", as_version=4)
+    check = next(cell for cell in graded.cells if cell.id == "pass-the-token-check")
+    assert "Hint: " in str(check.outputs), "the stub gets its first hint"

@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 from mpkit.course.catalogue import families, of_family
-from mpkit.course.notebooks import notebooks, your_turn
+from mpkit.course.notebooks import NBGRADER, notebooks, your_turn
 from tests import limits
 
 HOME = Path(__file__).parents[2] / "notebooks" / "exercises"
@@ -26,12 +26,15 @@ def test_notebooks_are_what_the_exercises_say() -> None:
     assert there == set(written), "make exercises"
     for path, text in written.items():
         assert (HOME / path).read_text(encoding="utf-8").strip() == text.strip(), f"{path}: make exercises"
+    assert (HOME / "nbgrader" / "nbgrader_config.py").read_text(encoding="utf-8") == NBGRADER, (
+        "make exercises"
+    )
 
 
 def test_the_first_exercise_needs_no_mesh() -> None:
     first = of_family("ranks")[0]
     assert first.name == "pass-the-token"
-    assert "mesh" not in (first.source.text + first.source.plain).lower()
+    assert "mesh" not in (first.text.task + first.source.plain).lower()
 
 
 def executed(path: Path, at: Path) -> nbformat.NotebookNode:
@@ -72,7 +75,7 @@ def test_each_exercise_has_its_place_in_a_tutorial() -> None:
     for package in families():
         for entry in of_family(package.__name__.rsplit(".", 1)[1]):
             assert (TUTORIALS / f"{entry.exercise.after}.ipynb").is_file()
-            assert entry.source.title in your_turn(entry.exercise.after)
+            assert entry.text.title in your_turn(entry.exercise.after)
 
 
 def test_nbgraders_metadata_is_whole() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import mpkit as mk
+from mpkit.course.catalogue import find
 from mpkit.course.grading.handed_in import handed_in
 from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.report import GradeReport
+from mpkit.course.notebooks import write_notebooks
 from mpkit.course.predictions.amounts import amount
 from mpkit.course.predictions.box import box
 from mpkit.course.predictions.predict import PREDICTED
@@ -73,7 +75,7 @@ def test_what_is_no_number_is_told(value: Any, unit: str, said: str) -> None:
 def test_a_mistyped_name_is_told() -> None:
     with pytest.raises(ValueError, match="did you mean 'bubble'"):
         mk.predict("bubbel", 0.2)
-    with pytest.raises(ValueError, match="There are bubble, ddp-bytes"):
+    with pytest.raises(ValueError, match="There are 1f1b-live, bubble, buckets, ddp-bytes"):
         mk.predict("xyz", 0.2)
 
 
@@ -132,3 +134,21 @@ def test_the_gap_is_part_of_the_grade(tmp_path: Path) -> None:
         in (tmp_path / "pages" / "kim.html").read_text()
     )
     assert question("bubble").truth() == pytest.approx(3 / 11)
+
+
+def test_exercises_ask_before_the_answer(tmp_path: Path) -> None:
+    """Students' notebooks do, with a question that exists; those of an exam do not, since the last cell tells."""
+    for exam in (False, True):
+        write_notebooks(tmp_path / str(exam), exam=exam)
+    asked = {}
+    for path in (tmp_path / "False").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        ids = [cell["id"] for cell in cells]
+        for at in [at for at, name in enumerate(ids) if name.endswith("-predict")]:
+            name = ids[at].removesuffix("-predict")
+            assert ids[at + 1 : at + 4] == [name, f"{name}-check", f"{name}-predicted"]
+            asked[name] = find(name).exercise.predict
+            assert "".join(cells[at]["source"]) == f'mk.predict("{question(asked[name]).name}")'
+    assert {find(name).family for name in asked} == {"ranks", "data_parallel", "zero", "pipelines"}
+    for path in (tmp_path / "True").glob("*.ipynb"):
+        assert "mk.predict(" not in path.read_text()

@@ -46,20 +46,20 @@ def test_each_variant_is_a_whole_exercise(room: Room, entry: ExerciseEntry, stud
     stub = judge(own, answer(own, own.source.stub), room, draw=False)
     assert stub.hint == own.exercise.start
     for mistake in own.exercise.mistakes:
-        checked = judge(own, answer(own, own.source.wrong(mistake)), room, draw=False)
+        checked = judge(own, answer(own, mistake.wrong), room, draw=False)
         assert not checked.passed and checked.mistake == mistake.name, f"{mistake.name}\n{checked}"
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_dozen_students_share_few_numbers(entry: ExerciseEntry) -> None:
     ours = [of(entry, f"student {number}") for number in range(12)]
-    texts = {f"{one.source.text} {one.given_code} {getattr(one.exercise, 'cases', ())}" for one in ours}
+    texts = {f"{one.text.task} {one.given_code} {getattr(one.exercise, 'cases', ())}" for one in ours}
     assert len(texts) >= 4
 
 
 def test_the_text_has_no_placeholder_left() -> None:
     for entry in (entry for entry in ENTRIES if entry.family == "reading_lab"):
-        assert "{" not in entry.source.text and "{" not in of(entry, "Ada").source.text
+        assert "{" not in entry.text.task and "{" not in of(entry, "Ada").text.task
 
 
 def test_a_variant_is_one_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

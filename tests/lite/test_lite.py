@@ -249,7 +249,7 @@ def test_an_exercise_is_solved(start: Start, site: str) -> None:
     run_cell(page, index_of(page, "import mpkit as mk"))
     run_cell(page, index_of(page, 'return puzzle("double-the-link"'))
     answer, check = index_of(page, "seconds_of_a_step = {"), 'mk.check("double-the-link"'
-    wrong = entry.source.wrong(next(one for one in entry.exercise.mistakes if one.name == "halves-the-step"))
+    wrong = next(one for one in entry.exercise.mistakes if one.name == "halves-the-step").wrong
     for code, verdict in ((wrong, "not yet"), (entry.source.plain, "solved")):
         run_cell(page, answer, code)
         run_cell(page, index_of(page, check))

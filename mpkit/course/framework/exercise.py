@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from mpkit.course.framework.room import PackedAnswer, Room
     from mpkit.course.framework.seen import Seen
 
-__all__ = ["HOMES", "SOLUTIONS", "UNFORESEEN", "Budget", "Case", "CheckRow", "Exercise", "Mistake"]
+__all__ = [
+    "HOMES", "SOLUTIONS", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Recognizer",
+]  # fmt: skip
 
 SOLUTIONS = "mpkit_solutions"
 """The package of the distribution mpkit-solutions."""
@@ -30,6 +32,12 @@ HOMES = (SOLUTIONS, "mpkit.course.exercises")
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What looking at results raises where they have another form than the exercise asks for, such as None or a tensor of
 another shape. Anything else is an error of the exercise, or of a class that the student wrote, and is raised."""
+
+Answer = Callable[..., Any]
+"""A student's function or class."""
+
+Recognizer = Callable[["Seen"], Any]
+"""Whether what an answer did shows a mistake."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +94,14 @@ class Budget:
         measure: the function that measures it in what an answer did.
         limit: the limit, a number or a function of the case.
         unit: "bytes", "seconds", or "" if there is no unit.
+        ranked: whether the leaderboard of a class lists right answers by it, the smallest first.
     """
 
     what: str
     measure: Callable[[Seen], float]
     limit: float | Callable[[Case], float]
     unit: str = ""
+    ranked: bool = False
 
     def limit_for(self, case: Case) -> float:
         """Return the limit in a case."""
@@ -101,9 +111,9 @@ class Budget:
         """Check whether an answer kept to the budget."""
         limit, used = self.limit_for(seen.case), self.measure(seen)
         ok = used <= limit * (1 + 1e-9)
-        what = f"{self.what}, on {seen.case}"
+        what, most = f"{self.what}, on {seen.case}", f"at most {self._spell(limit)}"
         return CheckRow(
-            what, f"at most {self._spell(limit)}", self._spell(used), ok, replace(seen, budget=self.what)
+            what, most, self._spell(used), ok, replace(seen, budget=self.what), used if self.ranked else None
         )
 
     def _spell(self, amount: float) -> str:
@@ -119,15 +129,15 @@ class Mistake:
     Attributes:
         name: its name, such as "summed-not-averaged".
         hints: two or more, from a question to almost the solution; the student gets the next one each time.
-        wrong: an answer that has it: (old, new) pairs of text that turn the solution into it, or its whole source.
+        wrong: the source of an answer that has it; "": `when` recognizes it in any exercise.
         when: whether what the answer did in the case that failed shows the mistake. None: it does if `wrong` does the
             same in that case. (Ranks that hang take seconds, so such mistakes are better recognized by `seen.hang`.)
     """
 
     name: str
     hints: Sequence[str]
-    wrong: Sequence[tuple[str, str]] | str
-    when: Callable[[Seen], Any] | None = None
+    wrong: str = ""
+    when: Recognizer | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,7 @@ class CheckRow:
         got: the answer's result, in words.
         ok: whether the check passed.
         seen: what the answer did in the case; None if no rank ran.
+        score: the number by which a class's leaderboard ranks the answer; None if it is not ranked.
     """
 
     what: str
@@ -147,18 +158,21 @@ class CheckRow:
     got: str
     ok: bool
     seen: Seen | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise(ABC):
     """The base of all kinds of exercises.
 
-    The module that defines an exercise has the rest of it. The module's name is the exercise's name, its docstring is
-    the text (a title, then Markdown), and the code between `# %% answer` and `# %% checks` is the student's cell, in
-    which the student writes the lines between `### BEGIN SOLUTION` and `### END SOLUTION`.
+    The module that defines an exercise has the rest of its code. The module's name is the exercise's name, and the
+    code between `# %% answer` and `# %% checks` is the student's cell, in which the student writes the lines between
+    `### BEGIN SOLUTION` and `### END SOLUTION`. The text is in the file of the same name that ends in `.md`
+    (`mpkit.course.exercise_text`), from which `start`, `mistakes` and `otherwise` are read.
 
     Attributes:
         solution: the right answer: a function, class or value of that cell.
+        when: by name, what recognizes a mistake whose wrong answer need not be run (`Mistake.when`).
         start: the hint for a student who has not written anything yet.
         mistakes: three or more; the first one that shows gives the hint, so special ones come before general ones.
         otherwise: the hints if no mistake shows.
@@ -166,16 +180,19 @@ class Exercise(ABC):
         place: the number by which the exercises of a family are sorted.
         points: the points in grading.
         called: the name that the cell gives to the answer if it is neither a function nor a class.
+        predict: the question of `mk.predict` that a student's notebook asks before the answer's cell; "": none.
     """
 
     solution: Any
-    start: str
-    mistakes: Sequence[Mistake]
-    otherwise: Sequence[str]
     after: str
     place: float
     points: int = 10
     called: str = ""
+    predict: str = ""
+    when: Mapping[str, Recognizer] = field(default_factory=dict)
+    start: str = ""
+    mistakes: Sequence[Mistake] = ()
+    otherwise: Sequence[str] = ()
 
     @property
     def name_of_answer(self) -> str:

@@ -105,7 +105,6 @@ WASTEFUL = (
             "A rank computes about as much as all ranks together should. Then nothing is gained by having several: "
             "each has to compute its own part only, and to send what the others need of it.",
         ),
-        wrong=(),
         when=lambda seen: seen.budget == WORK.what,
     ),
     Mistake(
@@ -116,7 +115,6 @@ WASTEFUL = (
             "only a number, and let go of the rest: of one step before the next, of one micro-batch after its "
             "backward.",
         ),
-        wrong=(),
         when=lambda seen: seen.budget == HELD.what,
     ),
     Mistake(
@@ -126,7 +124,6 @@ WASTEFUL = (
             "Write down who needs what, and how large it is. A rank sends its own part, or the sum, and not everything "
             "that it was given.",
         ),
-        wrong=(),
         when=lambda seen: seen.budget == BYTES.what,
     ),
     Mistake(
@@ -136,7 +133,6 @@ WASTEFUL = (
             "Each message and each collective costs its latency, however small it is. Send a tensor whole, or several "
             "tensors as one.",
         ),
-        wrong=(),
         when=lambda seen: seen.budget == CALLS.what,
     ),
 )
@@ -150,6 +146,5 @@ LOOP = Mistake(
         "Print what the loop's condition reads, once each time round: it does not change, or it changes away from the "
         "end.",
     ),
-    wrong=(),
     when=lambda seen: seen.hang and "waits in" not in seen.hang and "not waiting; it has" in seen.hang,
 )

@@ -12,9 +12,11 @@ from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
+    "alone",
     "calls",
     "collectives",
     "copied_bytes",
+    "gathers_and_layers",
     "makespan",
     "messages",
     "payload",
@@ -85,6 +87,24 @@ def wire(seen: Seen) -> float:
 def copied_bytes(kind: Kind) -> Callable[[Seen], float]:
     """Return a measure: the bytes that the busiest rank copies between device and host, in one direction."""
     return lambda seen: _most(seen, lambda ops: ops["bytes"][ops["kind"] == kind].sum())
+
+
+def alone(seen: Seen) -> float:
+    """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
+    return _most(seen, _alone)
+
+
+def gathers_and_layers(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return where each gather is issued and waited for, and where each layer computes: places in program order."""
+    waits = {int(op["ref"]): place for place, op in enumerate(ops) if op["kind"] == Kind.WAIT}
+    gathers = [place for place, op in enumerate(ops) if op["kind"] == Kind.ALL_GATHER]
+    layers = [place for place, op in enumerate(ops) if op["kind"] == Kind.COMPUTE]
+    return [(place, waits.get(place, len(ops))) for place in gathers], layers
+
+
+def _alone(ops: Any) -> int:
+    gathers, layers = gathers_and_layers(ops)
+    return sum(not any(issued < layer < waited for issued, waited in gathers) for layer in layers)
 
 
 def makespan(seen: Seen) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import WHOLE, difference, spell, wrong_call
-from mpkit.course.framework.exercise import UNFORESEEN, Budget, Case, CheckRow, Exercise
+from mpkit.course.framework.exercise import UNFORESEEN, Answer, Budget, Case, CheckRow, Exercise
 from mpkit.course.framework.frugal import row_beside
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.seen import Seen
@@ -23,11 +23,20 @@ from mpkit.course.framework.seen import Seen
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["OnRanks"]
+__all__ = ["OnRanks", "call_with"]
 
 
 LONGEST = 160
 """Expected results of so many characters are shown whole where an answer is wrong."""
+
+
+def call_with(inputs: Callable[[Case, int], Sequence[Any]]) -> Callable[[Context, Answer, Case], Any]:
+    """Return a `play` that calls the answer with the context and a rank's inputs, and returns its result.
+
+    Args:
+        inputs: inputs(case, rank) returns the answer's arguments after the context.
+    """
+    return lambda ctx, answer, case: answer(ctx, *inputs(case, ctx.rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +45,7 @@ class OnRanks(Exercise):
 
     Attributes:
         cases: the cases in the order in which they are tried, the simple ones first.
-        play: play(ctx, answer, case) runs on every rank; what it returns is checked.
+        play: play(ctx, answer, case) runs on every rank; what it returns is checked. `call_with` writes the simplest.
         expected: expected(case) returns what `play` should return, by rank.
         together: together(case, results) returns what is compared with `expected`, by rank, where that takes the
             results of all ranks: parts that the ranks choose, which have to make a whole. None: the results themselves.
@@ -45,7 +54,7 @@ class OnRanks(Exercise):
     """
 
     cases: Sequence[Case]
-    play: Callable[[Context, Any, Case], Any]
+    play: Callable[[Context, Answer, Case], Any]
     expected: Callable[[Case], Sequence[Any]]
     result: str
     budgets: Sequence[Budget] = ()

@@ -1,24 +1,18 @@
 """The parts of an exercise's file.
 
-text       the module's docstring, in Markdown
 given      the code between `# %% given` and `# %% answer`, which students get; it may be absent
 solution   the code between `# %% answer` and `# %% checks`, with its markers
 stub       the solution without the code between the markers
-wrong      the solution with a mistake
+plain      the solution without its markers
 """
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
-
-from mpkit.course.framework.exercise import Mistake
-from mpkit.course.framework.variants import fill_text
 
 __all__ = ["BEGIN", "END", "ExerciseSource", "given_in", "run_cell"]
 
@@ -48,24 +42,19 @@ class ExerciseSource:
     """An exercise's file, in its parts.
 
     Attributes:
-        title: the first line of the docstring.
-        text: the rest of the docstring.
         given: the code that students get.
         solution: the code of the answer, with its markers.
     """
 
-    title: str
-    text: str
     given: str
     solution: str
 
     @classmethod
-    def from_module(cls, module: ModuleType, code: str) -> ExerciseSource:
-        """Read the parts of an exercise's module and its code."""
-        title, _, text = fill_text(inspect.cleandoc(module.__doc__ or ""), module).partition("\n")
+    def from_code(cls, name: str, code: str) -> ExerciseSource:
+        """Read the parts of an exercise's code; `name` is its module's."""
         answer = re.search(r"^# %% answer\n(.*?)^# %% checks", code, re.S | re.M)
-        assert answer is not None, f"{module.__name__} has no part between '# %% answer' and '# %% checks'"
-        return cls(title.rstrip("."), text.strip(), given_in(code), answer.group(1).strip() + "\n")
+        assert answer is not None, f"{name} has no part between '# %% answer' and '# %% checks'"
+        return cls(given_in(code), answer.group(1).strip() + "\n")
 
     @property
     def plain(self) -> str:
@@ -74,7 +63,7 @@ class ExerciseSource:
 
     @property
     def has_instead(self) -> bool:
-        """Whether the stub is more than an error: a program to mend, or values to fill in."""
+        """Whether the stub is more than an error: a program to fix, or values to fill in."""
         return bool(re.search(r"^ *# instead:", self.solution, re.M))
 
     @property
@@ -88,16 +77,6 @@ class ExerciseSource:
             return "".join(f"{indent}{line}\n" if line else "\n" for line in lines)
 
         return re.sub(rf"^( *){BEGIN}\n(.*?)^ *{END}\n", keep_stub, self.solution, flags=re.S | re.M)
-
-    def wrong(self, mistake: Mistake) -> str:
-        """Return the solution with that mistake."""
-        if isinstance(mistake.wrong, str):
-            return inspect.cleandoc(mistake.wrong) + "\n"
-        code = self.plain
-        for old, new in mistake.wrong:
-            assert old in code, f"the mistake {mistake.name!r} replaces {old!r}, which is not in the solution"
-            code = code.replace(old, new)
-        return code
 
 
 def given_in(code: str) -> str:

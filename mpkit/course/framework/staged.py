@@ -14,13 +14,13 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
-from mpkit.course.framework.exercise import Mistake
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
+    from mpkit.course.framework.seen import Seen
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["calls_the_library", "checkpoint_by_hand", "record_stage"]
+__all__ = ["calls_library", "checkpoint_by_hand", "record_stage"]
 
 FLOPS = 2e8
 """FLOPs of a forward."""
@@ -61,18 +61,9 @@ def record_stage(ctx: Context, stage: M, number: int | None = None, microbatches
 WHY = "torch.utils.checkpoint is what this exercise asks you to write"
 
 
-def calls_the_library(wrong: str) -> Mistake:
-    """Return the mistake of an answer, `wrong`, that calls torch.utils.checkpoint."""
-    return Mistake(
-        name="calls-the-library",
-        hints=(
-            "torch.utils.checkpoint does what you are to write. What does it keep, and when does it compute again?",
-            "It keeps the input and where the random numbers were, runs forward without a graph, and once more, with "
-            "one, when the backward comes. Write these three steps.",
-        ),
-        wrong=wrong,
-        when=lambda seen: WHY in seen.error,
-    )
+def calls_library(seen: Seen) -> bool:
+    """Return whether an answer calls torch.utils.checkpoint."""
+    return WHY in seen.error
 
 
 class _Refused:

@@ -1,12 +1,12 @@
 """Variants of an exercise, one per student: its file, with other values for the constants that it says vary.
 
-An exercise that has variants has a table of them in its file, and `{M}` in its text stands for the value of M:
+An exercise that has variants has a table of them in its Python file; `{M}` in its text file stands for the value of M:
 
     VARIES = {"M": (10, 12, 14), "FORWARD": ((1.0, 1.2, 2.6, 1.2), (1.0, 2.4, 1.2, 1.0))}
 
 choose    take a value for each constant, by the course, the student and the exercise
 replace   put these values into the file's code, in place of its own
-run       run that code as a module: text, solution, right values and wrong answers follow from the constants
+run       run that code as a module: text, solution and right values follow from the constants
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inspect import getsource
 from types import ModuleType
 from typing import Any, Self
 
-__all__ = ["NOT_IN_FILES", "Variant", "fill_text", "plainly", "varies", "vary_module"]
+__all__ = ["NOT_IN_FILES", "Variant", "plainly", "varies", "vary_module"]
 
 NOT_IN_FILES = r'^\.|[\\/:*?"<>|\x00-\x1f]'
 """What a student's name may have and the name of a folder may not, on one system or another."""
@@ -153,21 +153,3 @@ def _replace_constants(code: str, values: Mapping[str, Any]) -> str:
         text = text[:begin] + repr(left.pop(name)).encode() + text[end:]
     assert not left, f"VARIES names {', '.join(left)}, to which the file assigns nothing"
     return text.decode()
-
-
-def fill_text(text: str, module: ModuleType) -> str:
-    """Return an exercise's text with the module's constants in place of their names in braces.
-
-    >>> module = ModuleType("four_stages")
-    >>> vars(module).update(VARIES={"M": (12,)}, M=12, CUT=(3, 1))
-    >>> fill_text("{M} micro-batches, {CUT} layers, {mine}", module)
-    '12 micro-batches, 3, 1 layers, {mine}'
-    """
-    if not varies(module):
-        return text
-
-    def value(match: re.Match[str]) -> str:
-        said = getattr(module, match[1])
-        return ", ".join(map(str, said)) if isinstance(said, tuple) else str(said)
-
-    return re.sub(r"\{([A-Z][A-Z_]*)\}", value, text)

@@ -37,7 +37,7 @@ def require(name: str, answer: Any, *, variant: str = "") -> bool:
     entry = find(name, variant)
     checked, why = _judges().judge(entry, PackedAnswer.pack(answer).packed)
     if checked is None:
-        raise NotSolved(f"{entry.source.title}: no verdict, since {why}")
+        raise NotSolved(f"{entry.text.title}: no verdict, since {why}")
     return checked.require().passed
 
 

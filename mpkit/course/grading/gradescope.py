@@ -76,7 +76,7 @@ def _exercise(entry: ExerciseEntry, grades: Sequence[Grade]) -> Mapping[str, Any
         said = best.remarks.get(entry.name) or "no answer was found"
     else:
         said = str(replace(checked, tries=1))
-    made = _test(entry.source.title, best.points(entry.name), entry.exercise.points, visible(said))
+    made = _test(entry.text.title, best.points(entry.name), entry.exercise.points, visible(said))
     if best.is_judged(entry.name):
         return made
     return {key: value for key, value in made.items() if key not in ("score", "status")}  # no zero

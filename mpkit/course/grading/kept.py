@@ -23,7 +23,7 @@ from mpkit.course.told import checked_of, verdict_json
 
 __all__ = ["Grade", "GradeStore", "key_of"]
 
-VERSION = 4
+VERSION = 5
 
 
 class Grade:
@@ -160,7 +160,10 @@ def _line(key: str, grade: Grade) -> str:
 
 def key_of(each: HandedIn, guard: Guard) -> str:
     """Return a digest of all that a grade depends on."""
-    sources = [getsource(import_module(entry.module)) for entry in each.exercises]
+    sources = [
+        getsource(import_module(entry.module)) + entry.text_path.read_text(encoding="utf-8")
+        for entry in each.exercises
+    ]
     told = [
         VERSION,
         each.name,

@@ -22,6 +22,7 @@ from mpkit.course.framework.variants import plainly
 from mpkit.course.grading.class_report import ClassReport, class_report
 from mpkit.course.grading.handed_in import HandedIn
 from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.leaderboard import HEAD, leaderboard
 from mpkit.course.grading.roster import Roster, late_text
 from mpkit.course.grading.student_page import student_page
 from mpkit.course.predictions.questions import POINTS
@@ -87,6 +88,11 @@ class GradeReport:
         if self._table is not None:
             _replace(self._table, self._rows(theirs))
             _replace(self._table.with_suffix(".class.html"), self.of_class().html())
+            if board := list(leaderboard(self._entries.values(), theirs)):
+                text = io.StringIO(newline="")
+                rows = ((name, at, _plain(visible(who)), f"{score:.6g}") for name, at, who, score in board)
+                csv.writer(text).writerows([HEAD, *rows])
+                _replace(self._table.with_suffix(".leaderboard.csv"), text.getvalue())
         if self._pages is not None:
             self._pages.mkdir(parents=True, exist_ok=True)
             for student in students:

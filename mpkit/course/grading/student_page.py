@@ -57,7 +57,7 @@ def _exercise(grade: Grade, entry: ExerciseEntry) -> str:
     checked, remark = grade.checked.get(entry.name), grade.remarks.get(entry.name, "")
     tries = grade.handed_in.tries.get(entry.name, 0)
     if checked is None:
-        said = f"<b>{escape(entry.source.title)}</b>: {escape(remark or 'no answer was found')}"
+        said = f"<b>{escape(entry.text.title)}</b>: {escape(remark or 'no answer was found')}"
     else:
         said = checked_html(replace(checked, tries=max(tries, 1)))
         if tries > 1 and not checked.passed:

@@ -6,6 +6,7 @@ What is true is computed by the kit's own simulation, or by the formula that is 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def question(name: str) -> PredictionQuestion:
 
     >>> question("buble")
     Traceback (most recent call last):
-    ValueError: nothing to predict is called 'buble'; did you mean 'bubble'? There are bubble, ddp-bytes, naive-bubble
+    ValueError: nothing to predict is called 'buble'; did you mean 'bubble'? There are 1f1b-live, bubble, ...
 
     Raises:
         ValueError: There is none of that name.
@@ -88,7 +89,44 @@ def _naive_bubble() -> float:
     return simulate(Plan.naive_mp(4)).bubble
 
 
+def _live() -> float:
+    from mpkit.plan.plan import Plan
+    from mpkit.timeline.simulation import simulate
+
+    return float(simulate(Plan.pipeline("1f1b", 4, 32)).peak_memory[0]["activations"])
+
+
 QUESTIONS = (
+    PredictionQuestion(
+        "ring-bytes",
+        "Eight ranks all-reduce a tensor of 4 MB around a ring. How many bytes does each rank send?",
+        "bytes",
+        lambda: 2 * 7 / 8 * 4e6,
+        "Each rank sends 2(n-1) parts, and a part is an n-th of the tensor: 14 parts of 0.5 MB.",
+    ),
+    PredictionQuestion(
+        "buckets",
+        "The gradients of a model are 50 tensors of 2 MB each. DDP's buckets are closed as soon as they hold 25 MB or "
+        "more. How many all-reduces does a step take?",
+        "",
+        lambda: math.ceil(50 / math.ceil(25 / 2)),
+        "Thirteen tensors close a bucket, since twelve are 24 MB: three buckets of 26 MB and one of 22 MB.",
+    ),
+    PredictionQuestion(
+        "zero-1-bytes",
+        "Mixed-precision Adam keeps 2 bytes per parameter for the weight, 2 for its gradient and 12 for the optimizer. "
+        "With ZeRO-1 on 8 GPUs, how many bytes per parameter does each GPU hold?",
+        "",
+        lambda: 2 + 2 + 12 / 8,
+        "ZeRO-1 shards the optimizer's 12 bytes only: 4 + 12/8. Even on a thousand GPUs it stays above 4.",
+    ),
+    PredictionQuestion(
+        "1f1b-live",
+        "1F1B with 4 stages and 32 micro-batches: how many micro-batches' activations does the first GPU hold at most?",
+        "",
+        _live,
+        "It begins its backwards after p forwards, and then does one for each forward: p, however large m is.",
+    ),
     PredictionQuestion(
         "naive-bubble",
         "Four GPUs hold one stage of a model each, and work one after the other. Which share of a step is each idle?",

@@ -1,29 +1,9 @@
-"""Choose the degrees.
-
-A model, a cluster, a batch: how many stages, replicas and shards of a layer? Find the mesh with the shortest step
-among all that are possible. Possible is one for which
-
-- pp × dp × tp are all the GPUs; tp stays inside a node, since it talks most, and divides the attention heads;
-- pp divides the layers, and dp divides the batch (the micro-batches have one sample: there are batch/dp of them);
-- it fits. Per GPU, in bytes, with Adam in mixed precision, 1F1B on the first stage, and attention that keeps no scores:
-
-        states         16 ψ / (pp tp)                  2 parameters + 2 gradients + 12 optimizer, of ψ parameters
-        activations    34 s h × (layers/pp) / tp       of one sample, sequence s, width h ...
-                       × min(pp, batch/dp)             ... and so many of them are live
-
-(With sequence parallelism. Tensor parallelism alone divides 24 of the 34: 10 + 24/tp are left.)
-
-`seconds` (given) is how long a step takes. Return `{"pp": ..., "dp": ..., "tp": ...}`, or None if nothing fits.
-
-Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-section 3; Rajbhandari et al., "ZeRO", SC 2020; Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", MLSys 2023.
-"""
+"""Choose the degrees."""
 
 from __future__ import annotations
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -118,9 +98,8 @@ def expected(case: Case) -> list[object]:
     return [best and dict(zip(("pp", "dp", "tp"), best, strict=True))]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the mesh that the answer chooses."""
-    assert callable(answer)
     return answer(dict(MODELS[case["model"]]), cluster_of(case), case["batch"])
 
 
@@ -139,87 +118,7 @@ EXERCISE = OnRanks(
     result="the degrees",
     after="07-three-dimensions",
     place=40,
-    start="Two loops, over tp and pp; dp follows. Leave out what is not possible, one condition after the other, and "
-    "keep the one with the fewest `seconds`.",
-    mistakes=(
-        Mistake(
-            "ignores-memory",
-            (
-                "How many bytes does a GPU need with the mesh that you chose, and how many has it?",
-                "The fastest mesh of all is no use if it does not fit. Leave out those whose states and activations "
-                "are more than `cluster['bytes a gpu']`.",
-            ),
-            [('if states + of_one * min(pp, batch // dp) <= cluster["bytes a gpu"]:', "if True:")],
-        ),
-        Mistake(
-            "forgets-the-activations",
-            (
-                "What does a GPU hold besides parameters, gradients and optimizer states?",
-                "Activations take as much as the states here, or more: with 1F1B the first stage holds those of "
-                "min(pp, batch/dp) samples.",
-            ),
-            [("states + of_one * min(pp, batch // dp)", "states")],
-        ),
-        Mistake(
-            "one-micro-batch-live",
-            (
-                "How many micro-batches' activations are live on the first stage under 1F1B?",
-                "1F1B's warm-up puts a micro-batch into every stage: the first holds min(pp, micro-batches) of them, "
-                "not one. So more stages do not make the activations of the first stage smaller.",
-            ),
-            [("of_one * min(pp, batch // dp)", "of_one")],
-        ),
-        Mistake(
-            "replicas-share-the-states",
-            (
-                "Does a replica make the states of the others smaller?",
-                "Plain data parallelism copies: each replica has all of its part. Only pp and tp divide the model, "
-                "so the states are 16 ψ / (pp tp). (ZeRO is what divides them among replicas.)",
-            ),
-            [("/ (pp * tp)\n", "/ gpus\n")],
-        ),
-        Mistake(
-            "tp-divides-nothing",
-            (
-                "Of each layer's weights, how many are on one GPU?",
-                "tp cuts every layer, pp the list of layers: both divide the parameters of a GPU.",
-            ),
-            [("/ (pp * tp)\n", "/ pp\n")],
-        ),
-        Mistake(
-            "tp-across-nodes",
-            (
-                "How many GPUs does a node have, and how many are in your tp group?",
-                "`seconds` takes it that tp talks inside a node. A group that spans two nodes has the slow link in "
-                "it, four times in every layer. tp is at most 'gpus a node'.",
-            ),
-            [('min(cluster["gpus a node"], gpus)', "gpus")],
-        ),
-        Mistake(
-            "heads-are-cut-in-two",
-            (
-                "How many attention heads does each GPU get with your tp?",
-                "Attention is divided by heads: tp has to divide their number, or some GPU has a part of a head.",
-            ),
-            [('model["heads"] % tp or ', "")],
-        ),
-        Mistake(
-            "batch-is-not-divided-evenly",
-            (
-                "How many samples does each replica get with your dp?",
-                "dp has to divide the batch. Rounded down, samples are lost, and the step only looks faster.",
-            ),
-            [(" or batch % dp", "")],
-        ),
-        Mistake(
-            "nothing-fits",
-            (
-                "There is a case where no mesh is possible. What should be returned there?",
-                "`min` of nothing is an error: return None if there is nothing to choose from.",
-            ),
-            [(" if possible else None", "")],
-            when=lambda seen: "empty" in seen.error or "IndexError" in seen.error,
-        ),
-    ),
-    otherwise=("For the first case, print all meshes with their bytes and seconds.",),
+    when={
+        "nothing-fits": lambda seen: "empty" in seen.error or "IndexError" in seen.error,
+    },
 )

@@ -1,25 +1,4 @@
-"""Overlapped with the backward.
-
-The backward makes gradients one by one, the last layer's first. Nothing keeps you from sending a gradient while the
-backward goes on with the layer before. That is what hides DDP's communication:
-
-    compute   B4 ━━━ B3 ━━━ B2 ━━━ B1 ━━━ B0 ━━━ · wait · step
-    comm           ──all-reduce 4── ──3── ──2── ──1── ──0──
-
-Write the class `Overlapped`. The checks make one from a model, and then train: forward, `loss.backward()`, your
-`finish()`, optimizer step; and so on. After `finish()` each `parameter.grad` is the mean over all ranks.
-
-- `parameter.register_post_accumulate_grad_hook(hook)` has autograd call `hook(parameter)` during the backward, as soon
-  as `parameter.grad` is complete.
-- `ctx.comm.all_reduce(tensor, async_op=True)` returns at once. What it returns is a promise: `work.wait()` blocks until
-  the sum is in `tensor`. Until then nobody may read or change `tensor`.
-
-Every all-reduce has to be started during the backward, and none waited for before its end. When the backward makes its
-last gradient, at least half of the bytes have to be under way already. On the virtual clock your steps must be shorter
-than without overlap.
-
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
-"""
+"""Overlapped with the backward."""
 
 from __future__ import annotations
 
@@ -32,7 +11,7 @@ from torch import nn
 import mpkit as mk
 from mpkit.course.framework import serial
 from mpkit.course.framework.equal import difference
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import calls, makespan
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -78,9 +57,8 @@ WITHOUT_OVERLAP = {2: 500e-6, 3: 645e-6, 4: 790e-6}
 """Seconds on the virtual clock."""
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the weights after each of some steps: the trace has their backwards, gradients and optimizer steps."""
-    assert callable(answer)
     weights = []
     model = serial.model(case.seed)
 
@@ -197,114 +175,12 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=60,
-    start="Three small parts. `__init__` keeps `ctx` and registers `self.send` as each parameter's hook. `send` "
-    "starts an all-reduce and notes what it returned. `finish` waits. Which of the three has to know the parameters?",
-    mistakes=(
-        Mistake(
-            "hears-of-the-gradient-too-early",
-            (
-                "An all-reduce was asked of None. When exactly is your hook called?",
-                "`register_hook` is called with the gradient before it is put into `parameter.grad`. Use "
-                "`register_post_accumulate_grad_hook`, which is called after that.",
-            ),
-            [
-                (
-                    "parameter.register_post_accumulate_grad_hook(self.send)",
-                    "parameter.register_hook(lambda _, parameter=parameter: self.send(parameter))",
-                )
-            ],
-            when=lambda seen: "NoneType" in seen.error,
-        ),
-        Mistake(
-            "reads-before-it-arrived",
-            (
-                "What is in `parameter.grad` while the all-reduce is under way?",
-                "`async_op=True` returns before the sum is there. Who divides or steps without having waited reads "
-                "whatever is in the buffer just then: sometimes the right thing, which makes it worse. The ranks "
-                "here are delayed on purpose.",
-                "In `finish`, `work.wait()` for each all-reduce first; only then touch its `parameter.grad`.",
-            ),
-            [("            work.wait()\n", "")],
-            when=lambda seen: unfinished(seen) > 0,
-        ),
-        Mistake(
-            "summed-not-averaged",
-            (
-                "By which factor are the gradients wrong, on 2 ranks and on 3?",
-                "all_reduce adds up over ranks. When the sum has arrived, divide it by `ctx.world_size`.",
-            ),
-            [("            parameter.grad /= self.ctx.world_size\n", "")],
-        ),
-        Mistake(
-            "keeps-old-work",
-            (
-                "The first step is right, the second is not. What is left in your list when the next backward begins?",
-                "What has been waited for has to leave the list. Otherwise each `finish` divides the gradients "
-                "again, once for every step so far.",
-            ),
-            [("self.ctx.world_size\n        self.under_way = []\n", "self.ctx.world_size\n")],
-            when=first_step_is_right,
-        ),
-        Mistake(
-            "sends-when-all-is-over",
-            (
-                "Look at the timeline: does anything travel while the backward computes?",
-                "All-reduces that start in `finish` are naive DDP again: the link is idle during the backward, and the "
-                "devices are idle during communication. Start each in the hook.",
-            ),
-            [
-                ("(parameter, self.ctx.comm.all_reduce(parameter.grad, async_op=True))", "parameter"),
-                (
-                    "        for parameter, work in self.under_way:\n            work.wait()\n",
-                    "        for parameter in self.under_way:\n            self.ctx.comm.all_reduce(parameter.grad)\n",
-                ),
-            ],
-            when=lambda seen: "after the backward" in seen.budget,
-        ),
-        Mistake(
-            "waits-for-the-last-gradient",
-            (
-                "Something travels during the backward. How much of the backward is left when it starts?",
-                "Whoever collects all gradients and sends them from the last hook has sent nothing while the backward "
-                "computed: then it is over. Send each gradient, or each bucket of some, as soon as it is complete.",
-            ),
-            [
-                (
-                    "        self.under_way.append((parameter, self.ctx.comm.all_reduce(parameter.grad, "
-                    "async_op=True)))\n",
-                    "        self.complete = [*getattr(self, 'complete', []), parameter]\n"
-                    "        if len(self.complete) == self.number:\n"
-                    "            for each in self.complete:\n"
-                    "                work = self.ctx.comm.all_reduce(each.grad, async_op=True)\n"
-                    "                self.under_way.append((each, work))\n"
-                    "            self.complete = []\n",
-                ),
-                (
-                    "        self.under_way = []\n        for",
-                    "        self.under_way = []\n        self.number = len(list(model.parameters()))\n        for",
-                ),
-            ],
-            when=lambda seen: "wait for the last gradient" in seen.budget,
-        ),
-        Mistake(
-            "waits-in-the-hook",
-            (
-                "The hook is called in the middle of the backward. How long does it stay there?",
-                "An all-reduce without `async_op=True`, or a `wait()` in the hook, stops the backward until the "
-                "others have come. Start it there, and leave the waiting to `finish`.",
-            ),
-            [
-                (
-                    "self.ctx.comm.all_reduce(parameter.grad, async_op=True)))",
-                    "self.ctx.comm.all_reduce(parameter.grad, async_op=True)))\n"
-                    "        self.under_way[-1][1].wait()",
-                )
-            ],
-            when=lambda seen: "waits during" in seen.budget,
-        ),
-    ),
-    otherwise=(
-        "Print the name of each parameter in `send`: in which order do they come? Then print, in `finish`, how many "
-        "all-reduces are under way. It should be the number of parameters, in every step.",
-    ),
+    when={
+        "hears-of-the-gradient-too-early": lambda seen: "NoneType" in seen.error,
+        "reads-before-it-arrived": lambda seen: unfinished(seen) > 0,
+        "keeps-old-work": first_step_is_right,
+        "sends-when-all-is-over": lambda seen: "after the backward" in seen.budget,
+        "waits-for-the-last-gradient": lambda seen: "wait for the last gradient" in seen.budget,
+        "waits-in-the-hook": lambda seen: "waits during" in seen.budget,
+    },
 )

@@ -1,11 +1,4 @@
-"""Hang: the checkpoint.
-
-The weights are sharded: each rank holds its own rows, as in ZeRO-3. After training, rank 0 saves the whole weight; the
-other ranks need not hold it. Nobody goes on before it is saved: the barrier at the end is there for that, and stays.
-
-The program below would wait for ever, and mpkit stops it. **Check it as it is, and read the report**: where is rank 0,
-and where are the others? Then mend it. Rank 0 returns the whole weight, the others `None`.
-"""
+"""Hang: the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.course.framework.seen import Seen
 from mpkit.trace import Kind, Lane
 
@@ -50,10 +43,9 @@ def given(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return draw[: 2 * n, :3].contiguous(), draw[2 * n : 6 * n, :3], draw[6 * n :]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's part of each."""
-    assert callable(answer)
-    return answer(ctx, *(each.chunk(case.ranks)[ctx.rank].contiguous() for each in given(case)))
+def inputs(case: Case, rank: int) -> tuple[Tensor, ...]:
+    """Return a rank's part of each."""
+    return tuple(each.chunk(case.ranks)[rank].contiguous() for each in given(case))
 
 
 def expected(case: Case) -> list[Tensor | None]:
@@ -73,94 +65,20 @@ def gone_on(seen: Seen) -> float:
     return float(sum(not (kinds == Kind.BARRIER).all() or not len(kinds) for kinds in last))
 
 
-SAVE = """\
-whole = ctx.comm.gather(shard, dst=0)
-    if ctx.rank == 0:
-        saved = whole"""
-
 EXERCISE = OnRanks(
     solution=train_and_save,
     cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="what was saved",
     budgets=(Budget("ranks that go on before it is saved", gone_on, 0),),
     after="03-zero",
     place=40,
-    start="Check the program as it is, and read the report: who waits, in what, and for whom?",
-    mistakes=(
-        Mistake(
-            "gather-by-the-root-only",
-            (
-                "Rank 0 now waits in a gather. Who is to give it anything?",
-                "Only the root gets the whole from a gather, but every rank gives its part: all of them have to "
-                "call it. In a branch for rank 0, only rank 0 does.",
-                "Call `whole = ctx.comm.gather(shard, dst=0)` on every rank, and keep it on rank 0.",
-            ),
-            [(SAVE, "if ctx.rank == 0:\n        saved = ctx.comm.gather(shard, dst=0)")],
-            when=lambda seen: " in gather number" in seen.hang or "calls gather(" in seen.mismatch,
+    when={
+        "gather-by-the-root-only": lambda seen: (
+            " in gather number" in seen.hang or "calls gather(" in seen.mismatch
         ),
-        Mistake(
-            "a-branch-on-rank",
-            (
-                "The report says that rank 0 and the others are in different collectives. Which line is rank 0 in, "
-                "and why is no other rank there?",
-                "The all_gather stands in a branch that only rank 0 takes. The others pass by and go on to the "
-                "barrier. A collective in `if ctx.rank == 0:` is a hang, whatever it is for.",
-                "Take the collective out of the branch, so that every rank calls it; what is done with its outcome "
-                "stays in.",
-            ),
-            [(SAVE, "if ctx.rank == 0:\n        saved = ctx.comm.all_gather(shard)")],
-            when=lambda seen: seen.mismatch or "never came to all_gather" in seen.hang,
-        ),
-        Mistake(
-            "no-barrier",
-            (
-                "What was saved is right. When does a rank that is not rank 0 leave your function?",
-                "A rank that gives its part to a gather is done with it, and goes on while rank 0 still saves. All "
-                "meet in `ctx.comm.barrier()`, after what rank 0 does.",
-            ),
-            [("    ctx.comm.barrier()\n", "")],
-            when=lambda seen: seen.budget,
-        ),
-        Mistake(
-            "saves-its-own-shard",
-            (
-                "It ends. How many rows has what was saved?",
-                "Without the collective, rank 0 saves the rows that it has itself. The others' are lost.",
-            ),
-            [("whole = ctx.comm.gather(shard, dst=0)", "whole = shard")],
-        ),
-        Mistake(
-            "everybody-keeps-it",
-            (
-                "It ends, and rank 0 is right. What do the other ranks return?",
-                "All of them hold the whole weight now: what sharding was there to avoid. Only rank 0 saves.",
-                "All call the collective, and `if ctx.rank == 0:` keeps what came. With `gather` the others get "
-                "nothing in the first place.",
-            ),
-            [(SAVE, "saved = ctx.comm.all_gather(shard)")],
-        ),
-        Mistake(
-            "the-others-keep-nothing",
-            (
-                "It ends. What do ranks other than 0 return: nothing, or an empty tensor?",
-                "gather gives an empty tensor on all ranks but the root. Only rank 0 has saved something: set "
-                "`saved` there only.",
-            ),
-            [(SAVE, "saved = ctx.comm.gather(shard, dst=0)")],
-        ),
-        Mistake(
-            "summed-not-gathered",
-            (
-                "It ends. Has what was saved as many rows as the weight?",
-                "reduce and all_reduce add the shards up. They are different rows of one weight: they have to be "
-                "put one below the other.",
-            ),
-            [("ctx.comm.gather(shard, dst=0)", "ctx.comm.reduce(shard, dst=0)")],
-        ),
-    ),
-    otherwise=(
-        "It is no longer the hang. What has rank 0 saved: of which shape should it be, and what is in which row?",
-    ),
+        "a-branch-on-rank": lambda seen: seen.mismatch or "never came to all_gather" in seen.hang,
+        "no-barrier": lambda seen: seen.budget,
+    },
 )

@@ -1,13 +1,4 @@
-"""Hang: gradients.
-
-A layer's weight is sharded: of its gradient each rank needs only its own rows, averaged over ranks, which is a
-reduce-scatter. Its bias is on every rank, and so its gradient is averaged by an all-reduce. The program below sends the
-larger gradient first, so that it is on its way early.
-
-With some inputs it would wait for ever, and mpkit stops it. **Check it as it is, and read the report**: which two calls
-met, on which ranks, and what put them in that order? Then mend it. A rank still gets no more than it needs: one
-reduce-scatter of the weight's gradient and one all-reduce of the bias's gradient send all there is to send.
-"""
+"""Hang: gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import calls, wire
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.trace import Kind
 
 
@@ -60,11 +51,10 @@ def given(case: Case) -> tuple[nn.Linear, Tensor, Tensor]:
     return layer, x * torch.tensor(([9.0, 0.1] * case.ranks)[: case.ranks]).view(-1, 1, 1), y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's samples."""
-    assert callable(answer)
+def inputs(case: Case, rank: int) -> tuple[nn.Linear, Tensor, Tensor]:
+    """Return the layer, and a rank's samples."""
     layer, x, y = given(case)
-    return answer(ctx, layer, x[ctx.rank], y[ctx.rank])
+    return layer, x[rank], y[rank]
 
 
 def expected(case: Case) -> list[dict[str, Tensor]]:
@@ -85,122 +75,19 @@ def enough(case: Case) -> float:
     return (case.ranks - 1) / case.ranks * (layer.weight.nbytes + 2 * layer.bias.nbytes)
 
 
-LARGEST_FIRST = "for name in sorted(gradients, key=lambda name: gradients[name].norm(), reverse=True):"
-
 EXERCISE = OnRanks(
     solution=average,
     cases=(Case(2, 1), Case(3, 2), Case(4, 3)),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="the averaged gradients",
     budgets=(Budget(SENT, wire, enough, "bytes"),),
     after="03-zero",
     place=30,
-    start="Check the program as it is, and read the report: which two calls met, on which ranks?",
-    mistakes=(
-        Mistake(
-            "a-barrier",
-            (
-                "Look at the report: did the barrier change which collective each rank calls next?",
-                "A barrier makes the ranks meet, and then they go on in different orders, as before. What has to be "
-                "equal is the order itself.",
-                "Nothing in the loop's order may depend on a rank's own numbers.",
-            ),
-            [
-                ("for name in sorted(gradients):", LARGEST_FIRST),
-                ('        if name == "weight":', '        ctx.comm.barrier()\n        if name == "weight":'),
-            ],
-            when=lambda seen: seen.mismatch and calls(Kind.BARRIER)(seen) > 0,
-        ),
-        Mistake(
-            "another-order-on-each-rank",
-            (
-                "The report names the two collectives that met. What does each rank call first, and how does it "
-                "decide that?",
-                "The n-th collective of one rank meets the n-th of every other. Here the order comes from norms of "
-                "gradients, which are different on every rank: one begins with the weight, another with the bias.",
-                "Take an order that is the same everywhere: the names in a fixed order, not sorted by anything a "
-                "rank alone knows.",
-            ),
-            [("for name in sorted(gradients):", LARGEST_FIRST)],
-            when=lambda seen: "reduce_scatter(" in seen.mismatch,
-        ),
-        Mistake(
-            "one-kind-in-different-orders",
-            (
-                "Both ranks of the report call all_reduce. Which tensor does each of them bring to it?",
-                "Now all call all_reduce, but one rank brings the weight's gradient and another the bias's. If they "
-                "had the same size, they would be added up, and nobody would notice.",
-                "It is the order that has to be equal on all ranks: one that no rank's own numbers decide.",
-            ),
-            [
-                ("for name in sorted(gradients):", LARGEST_FIRST),
-                (
-                    "ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
-                    'ctx.comm.all_reduce(gradients[name], op="mean").chunk(ctx.world_size)[ctx.rank]',
-                ),
-            ],
-            when=lambda seen: seen.mismatch,
-        ),
-        Mistake(
-            "everything-all-reduced",
-            (
-                "It ends. How many rows of the weight's gradient does a rank have, and how many does it need?",
-                "With one kind of collective the hang is gone, and so is the shard: a rank needs only its own rows, "
-                "and an all_reduce brings all. (With an order that depends on the rank, it would also add weights "
-                "to biases.)",
-                "Keep the reduce_scatter for the weight, and give the loop a fixed order.",
-            ),
-            [
-                (
-                    "averaged[name] = ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
-                    'averaged[name] = ctx.comm.all_reduce(gradients[name], op="mean")',
-                )
-            ],
-        ),
-        Mistake(
-            "all-reduced-and-cut",
-            (
-                "It ends, and it is right. How many rows of the weight's gradient does a rank receive, and how many "
-                "does it return?",
-                "An all-reduce is a reduce-scatter and an all-gather: you pay for the second, and throw away what it "
-                "brings. Keep the reduce-scatter, and give the loop a fixed order.",
-            ),
-            [
-                (
-                    "ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
-                    'ctx.comm.all_reduce(gradients[name], op="mean").chunk(ctx.world_size)[ctx.rank]',
-                )
-            ],
-            when=lambda seen: seen.budget == SENT,
-        ),
-        Mistake(
-            "nobody-communicates",
-            (
-                "It ends. Are these the gradients of all samples, or of this rank's?",
-                "Without communication each rank has the gradients of its own samples only. They have to be "
-                "averaged over the ranks.",
-            ),
-            [
-                (
-                    "ctx.comm.reduce_scatter(gradients[name]) / ctx.world_size",
-                    "gradients[name].chunk(ctx.world_size)[ctx.rank]",
-                ),
-                ('ctx.comm.all_reduce(gradients[name], op="mean")', "gradients[name]"),
-            ],
-        ),
-        Mistake(
-            "summed-not-averaged",
-            (
-                "It ends. How many times too large is the weight's gradient?",
-                "reduce_scatter gives the sum over ranks. The mean loss over all samples has the mean of the "
-                "gradients.",
-                "Divide by `ctx.world_size`, as the program did.",
-            ),
-            [("reduce_scatter(gradients[name]) / ctx.world_size", "reduce_scatter(gradients[name])")],
-        ),
-    ),
-    otherwise=(
-        "It is no longer the hang. Take one rank's samples and then all of them: what has each gradient to be?",
-    ),
+    when={
+        "a-barrier": lambda seen: seen.mismatch and calls(Kind.BARRIER)(seen) > 0,
+        "another-order-on-each-rank": lambda seen: "reduce_scatter(" in seen.mismatch,
+        "one-kind-in-different-orders": lambda seen: seen.mismatch,
+        "all-reduced-and-cut": lambda seen: seen.budget == SENT,
+    },
 )

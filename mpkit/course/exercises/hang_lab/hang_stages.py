@@ -1,13 +1,4 @@
-"""Hang: the stages.
-
-GPipe on real ranks: a model is cut into stages, one per rank, and a batch into micro-batches of `size` samples. All
-forwards first, each sent on to the next stage; then all backwards, each gradient sent back. The last micro-batch may be
-smaller than the others.
-
-The program below waits for ever, with some batches and not with others. **Check it as it is, and read the report**: the
-tag of a message says which it is, F2 the forward of micro-batch 2, B2 the gradient that comes back. Which message does
-somebody wait for, and who never comes to it? Then mend it.
-"""
+"""Hang: the stages."""
 
 from __future__ import annotations
 
@@ -16,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import calls, messages
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.on_ranks import OnRanks, call_with
 from mpkit.trace import Kind
 
 
@@ -75,11 +66,10 @@ def given(case: Case) -> tuple[list[nn.Linear], Tensor, Tensor]:
     return stages, x, y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
-    """Run the answer with this rank's stage."""
-    assert callable(answer)
+def inputs(case: Case, rank: int) -> tuple[nn.Linear, Tensor, Tensor, int]:
+    """Return a rank's stage, the batch, and the size of a micro-batch."""
     stages, x, y = given(case)
-    return answer(ctx, stages[ctx.rank], x, y, case["size"])
+    return stages[rank], x, y, case["size"]
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -94,9 +84,6 @@ def forwards(case: Case) -> int:
     return -(-int(case["batch"]) // int(case["size"]))
 
 
-SIZES = "sizes = [len(part) for part in x.split(size)]"
-BROKEN = f"{SIZES} if first else [size] * (len(x) // size)"
-
 EXERCISE = OnRanks(
     solution=gpipe_step,
     cases=(
@@ -105,7 +92,7 @@ EXERCISE = OnRanks(
         Case(3, 3, {"batch": 8, "size": 2}),
         Case(4, 4, {"batch": 9, "size": 2}),
     ),
-    play=play,
+    play=call_with(inputs),
     expected=expected,
     result="the gradient of its stage",
     budgets=(
@@ -115,83 +102,12 @@ EXERCISE = OnRanks(
     ),
     after="01-pipeline-bubbles",
     place=50,
-    start="Check the program as it is, and read the report: who waits, in what, and for whom?",
-    mistakes=(
-        Mistake(
-            "a-barrier",
-            (
-                "Look at the report: does every rank come to the barrier?",
-                "A barrier between forwards and backwards does not help a stage that sends one forward more than "
-                "the next receives: it never comes to the barrier.",
-                "Count the micro-batches on each stage. It has to be the same number.",
-            ),
-            [
-                (SIZES, BROKEN),
-                ("    # backwards\n", "    ctx.comm.barrier()\n    # backwards\n"),
-            ],
-            when=lambda seen: seen.hang and calls(Kind.BARRIER)(seen) > 0,
+    when={
+        "a-barrier": lambda seen: seen.hang and calls(Kind.BARRIER)(seen) > 0,
+        "a-backward-too-few": lambda seen: (
+            "waits in recv from" in seen.hang and "waits in send" not in seen.hang
         ),
-        Mistake(
-            "a-backward-too-few",
-            (
-                "The report names a message B: a gradient. How many backwards does each stage do?",
-                "Every forward needs its backward, on every stage. One of the stages does one less than the next.",
-            ),
-            [
-                (
-                    "    # backwards\n    for m, samples in enumerate(sizes):",
-                    "    # backwards\n    for m, samples in enumerate(sizes[: len(sizes) - last]):",
-                )
-            ],
-            when=lambda seen: "waits in recv from" in seen.hang and "waits in send" not in seen.hang,
-        ),
-        Mistake(
-            "a-micro-batch-too-few",
-            (
-                "Which message does rank 0 send that rank 1 never receives? How many micro-batches does rank 1 "
-                "count?",
-                "7 samples in micro-batches of 2 are four: 2, 2, 2 and 1. Rank 0 splits the batch and has four; the "
-                "others compute `len(x) // size`, which is rounded down, and have three.",
-                "Let all stages count alike: `sizes = [len(part) for part in x.split(size)]`, for the buffers as "
-                "well.",
-            ),
-            [(SIZES, BROKEN)],
-            when=lambda seen: "never received it" in seen.hang,
-        ),
-        Mistake(
-            "drops-the-last-micro-batch",
-            (
-                "It ends. Which samples has the first stage never sent?",
-                "Now all stages round down, and the last micro-batch is left out. Its samples belong to the batch, "
-                "and to the mean.",
-                "Round up: there is one more micro-batch, with what is left.",
-            ),
-            [(SIZES, "sizes = [size] * (len(x) // size)")],
-        ),
-        Mistake(
-            "buffers-of-full-size",
-            (
-                "The number of micro-batches is right now. Of how many samples is the last one?",
-                "You receive the last micro-batch into a buffer for `size` samples, but fewer come. A message and "
-                "its buffer must have the same shape: what is left over in the buffer is anything.",
-                "`sizes = [len(part) for part in x.split(size)]` gives the right number for each.",
-            ),
-            [(SIZES, "sizes = [size] * -(-len(x) // size)")],
-            when=lambda seen: seen.mismatch,
-        ),
-        Mistake(
-            "micro-batches-count-alike",
-            (
-                "It ends, and where all micro-batches are equal it is right. How much does the smaller one count?",
-                "The mean over the batch is not the mean of the micro-batches' means, if one of them is smaller: a "
-                "sample in it would count more.",
-                "A micro-batch of k samples out of K counts k/K.",
-            ),
-            [("* samples / len(y)", "/ len(sizes)")],
-        ),
-    ),
-    otherwise=(
-        "It is no longer the hang. Write down the micro-batches of 7 samples in pieces of 2, and what each stage "
-        "receives, computes and sends for the last of them.",
-    ),
+        "a-micro-batch-too-few": lambda seen: "never received it" in seen.hang,
+        "buffers-of-full-size": lambda seen: seen.mismatch,
+    },
 )

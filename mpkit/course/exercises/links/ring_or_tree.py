@@ -1,28 +1,11 @@
-"""Ring or tree.
-
-The same all-reduce can go round a ring or along a tree. With a latency α per message and a bandwidth B:
-
-    ring    reduce-scatter, then all-gather: 2(n-1) rounds, in each of which every rank sends 1/n of the bytes
-    tree    a binomial tree up (reduce), then down (broadcast). In round k of the way up, the ranks whose number is an
-            odd multiple of 2^k send everything to the rank 2^k below them. Down is the same backwards
-
-A message of N bytes takes α + N/B, and a rank of the ring sends and
-receives at the same time. So the tree is faster for short
-tensors, the ring for long ones. From how many bytes on is the ring at least as fast? That is the number at which NCCL
-has to change its algorithm, and this is how it knows.
-
-Return a number of bytes, not rounded; 0 if the ring is never slower. n is any number of ranks from 2 on, not only a
-power of two. The check plays both algorithms message by message, and finds the size at which they take equally long.
-
-Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
-"""
+"""Ring or tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -85,9 +68,8 @@ def meet(slower: Callable[[float], float], far: float = 2.0**40) -> float:
     return at_zero * far / (at_zero - slower(far)) if at_zero > 0 else 0.0
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the answer's crossovers for several numbers of ranks."""
-    assert callable(answer)
     return [answer(case["latency"] * 1e-6, case["bandwidth"] * 1e9, n) for n in case["of"]]
 
 
@@ -112,92 +94,4 @@ EXERCISE = OnRanks(
     result="bytes",
     after="13-links-and-collectives",
     place=20,
-    start="Write down both times as A + C·N: how often each pays the latency, and how many bytes go one after "
-    "the other. "
-    "Then set them equal, and solve for N.",
-    mistakes=(
-        Mistake(
-            "latency-over-bandwidth",
-            (
-                "By which factor does your result change if the bandwidth doubles? And by which should it?",
-                "A message of N bytes takes α + N/B. With twice the bandwidth, the crossover comes at twice the bytes: "
-                "multiply by the bandwidth.",
-            ),
-            [
-                (
-                    "(rounds_of_tree - rounds_of_ring / n) / bandwidth",
-                    "(rounds_of_tree - rounds_of_ring / n) * bandwidth",
-                )
-            ],
-        ),
-        Mistake(
-            "whole-tensors-round-the-ring",
-            (
-                "How many bytes does each message of the ring have?",
-                "A ring cuts the tensor into n parts: 2(n-1) messages of N/n each. That is what makes it good for long "
-                "tensors: 2(n-1)/n · N/B, whatever n is.",
-            ),
-            [("rounds_of_ring / n)", "rounds_of_ring)")],
-        ),
-        Mistake(
-            "one-way-ring",
-            (
-                "After n-1 rounds of the ring, what does each rank have?",
-                "One part of the sum (that is a reduce-scatter). Another n-1 rounds hand the parts round.",
-            ),
-            [("2 * (n - 1), 2", "n - 1, 2")],
-        ),
-        Mistake(
-            "one-way-tree",
-            (
-                "When the tree's root has the sum, who else has it?",
-                "Nobody: it has to go down again. That is as many rounds as the way up.",
-            ),
-            [("2 * (n - 1).bit_length()", "(n - 1).bit_length()")],
-        ),
-        Mistake(
-            "a-tree-cuts-nothing",
-            (
-                "Does a message of the tree get shorter on its way?",
-                "Each rank of a tree sends all bytes, up and down: 2 ceil(log2 n) · N/B. It sends no parts.",
-            ),
-            [("(rounds_of_tree - rounds_of_ring / n)", "abs(rounds_of_tree - rounds_of_ring) / n")],
-        ),
-        Mistake(
-            "natural-logarithm",
-            (
-                "How many rounds does a tree of 8 ranks take to the root?",
-                "Three: in each round half of those that are left send. That is the logarithm to the base 2; "
-                "`math.log` has the base e.",
-            ),
-            [("2 * (n - 1).bit_length()", '2 * __import__("math").log(n)')],
-        ),
-        Mistake(
-            "powers-of-two-only",
-            (
-                "4, 8 and 64 ranks are right. How many rounds does a tree of 5 ranks take?",
-                "Three, as one of 8 does: rank 4 needs a round of its own. Round the logarithm up.",
-            ),
-            [("2 * (n - 1).bit_length()", '2 * __import__("math").log2(n)')],
-        ),
-        Mistake(
-            "rounds-down",
-            (
-                "4, 8 and 64 ranks are right. How many rounds does a tree of 5 ranks take?",
-                "Three, as one of 8 does: rank 4 needs a round of its own. Round the logarithm up, not down.",
-            ),
-            [("2 * (n - 1).bit_length()", "2 * (n.bit_length() - 1)")],
-        ),
-        Mistake(
-            "one-rank-too-many",
-            (
-                "How many rounds does a ring of 2 ranks take, there and back?",
-                "A rank has n-1 others: n-1 rounds for the sum, and n-1 to hand it round.",
-            ),
-            [("2 * (n - 1), 2", "2 * n, 2")],
-        ),
-    ),
-    otherwise=(
-        "Take n = 4: the ring has 6 rounds of N/4, the tree 4 rounds of N. At which N do both take equally long?",
-    ),
 )

@@ -1,24 +1,4 @@
-"""Gradient compression: top-k with error feedback.
-
-Of a gradient's numbers few are large. Send only those: the k of largest magnitude, with their places. What is not sent
-is not lost, it is kept on the rank (the *residual*) and added to the next gradient: so a small gradient that always
-points the same way gets its turn. Without this error feedback, training ends up elsewhere.
-
-In each step, rank r with gradient g and residual e (zeros in the beginning):
-
-    1. a = g + e
-    2. take the k entries of a with the largest magnitude; the residual is a with those set to 0
-    3. all ranks exchange their k values and k places. The result is the sum of what all of them sent, at its places,
-       over n
-
-Write the class `TopK`: `average(gradient)` returns the result, dense, the same on every rank. Places of two ranks may
-be the same, and then both values count. `torch.topk` finds the places (no two magnitudes are equal here).
-
-Budget per step and rank: all-gathers only, of together 12nk bytes: k fp32 values and k int64 places of n ranks.
-
-Sources: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017; Lin et al., "Deep
-Gradient Compression", ICLR 2018; Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
-"""
+"""Gradient compression: top-k with error feedback."""
 
 from __future__ import annotations
 
@@ -27,7 +7,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.equal import difference
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import messages, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -81,9 +61,8 @@ def gradients(case: Case, rank: int) -> list[Tensor]:
     return list(common + 0.7 * noise)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the result of each step, and whether the gradients are as they were."""
-    assert callable(answer)
     compressed = answer(ctx, length(case), kept(case))
     mine = gradients(case, ctx.rank)
     results = [compressed.average(gradient) for gradient in mine]
@@ -120,111 +99,10 @@ EXERCISE = OnRanks(
     ),
     after="13-links-and-collectives",
     place=50,
-    start="`__init__` keeps `ctx`, `k` and a residual of zeros. Then `average`: first add the residual, then find the "
-    "places with `topk` of the magnitudes, then all-gather values and places.",
-    mistakes=(
-        Mistake(
-            "sends-zeros-too",
-            (
-                "The averages are right. How many numbers does each rank send?",
-                "A dense tensor of mostly zeros has as many bytes as a full one. Send the k values and their k "
-                "places: two "
-                "all-gathers.",
-            ),
-            [
-                (
-                    "        sent = [self.ctx.comm.all_gather(each) for each in (places, values)]\n"
-                    "        total = torch.zeros_like(gradient).index_add_(0, *sent)\n",
-                    "        total = self.ctx.comm.all_reduce(accumulated - self.residual)\n",
-                )
-            ],
-            when=lambda seen: seen.budget == SENT,
+    when={
+        "sends-zeros-too": lambda seen: seen.budget == SENT,
+        "changes-the-gradient": lambda seen: (
+            seen.got and difference(seen.expected[0]["averages"], seen.got[0]["averages"]) is None
         ),
-        Mistake(
-            "no-error-feedback",
-            (
-                "The first step is right, the second is not. What has become of the entries that were not sent?",
-                "They are lost. Keep what was not sent, and add it to the next gradient.",
-            ),
-            [("accumulated = gradient + self.residual", "accumulated = gradient.clone()")],
-        ),
-        Mistake(
-            "keeps-what-it-sent",
-            (
-                "The first step is right. In the second, which entries are too large?",
-                "Those that were sent: they are in the residual still, and count again. Set them to 0 in it.",
-            ),
-            [("accumulated.index_fill(0, places, 0.0)", "accumulated")],
-        ),
-        Mistake(
-            "the-gradient-s-rest-only",
-            (
-                "Two steps are right, the third is not. What was in the residual that was not sent again?",
-                "The residual is what is left of gradient *plus* residual. With that of the gradient alone, "
-                "what waits for "
-                "two steps is forgotten.",
-            ),
-            [("accumulated.index_fill(0, places, 0.0)", "gradient.index_fill(0, places, 0.0)")],
-        ),
-        Mistake(
-            "largest-not-largest-magnitude",
-            (
-                "Is any of the entries that you send negative?",
-                "A large negative gradient is large: take the `topk` of `accumulated.abs()`, and then the "
-                "values with their "
-                "signs.",
-            ),
-            [("accumulated.abs().topk", "accumulated.topk")],
-        ),
-        Mistake(
-            "loses-the-signs",
-            (
-                "Which signs do the entries have that you send?",
-                "`topk` of the magnitudes gives magnitudes. Take its `.indices`, and the values from `accumulated` "
-                "itself.",
-            ),
-            [("values = accumulated[places]", "values = accumulated[places].abs()")],
-        ),
-        Mistake(
-            "one-of-two-survives",
-            (
-                "At which places is the average too small? How many ranks sent something there?",
-                "An assignment to places that occur twice keeps one of the values. Add: `index_add_` or "
-                "`scatter_add_`.",
-            ),
-            [
-                (
-                    "total = torch.zeros_like(gradient).index_add_(0, *sent)",
-                    "total = torch.zeros_like(gradient).index_copy_(0, *sent)",
-                )
-            ],
-        ),
-        Mistake(
-            "summed-not-averaged",
-            (
-                "By which factor are the averages wrong, on 2 ranks and on 3?",
-                "All ranks' entries are added up: divide by `ctx.world_size`. (By all of them, also where only "
-                "one rank "
-                "sent something.)",
-            ),
-            [("return total / self.ctx.world_size", "return total")],
-        ),
-        Mistake(
-            "changes-the-gradient",
-            (
-                "The averages are right. Is the gradient that you were given what it was?",
-                "`gradient += ...` changes the caller's tensor. Make a new one: `gradient + self.residual`.",
-            ),
-            [
-                ("accumulated = gradient + self.residual", "accumulated = gradient.add_(self.residual)"),
-            ],
-            when=lambda seen: (
-                seen.got and difference(seen.expected[0]["averages"], seen.got[0]["averages"]) is None
-            ),
-        ),
-    ),
-    otherwise=(
-        "Print places and values on each rank in the first step, and add them up by hand.",
-        "If the first step is right and a later one is not, look at the residual.",
-    ),
+    },
 )

@@ -1,20 +1,4 @@
-"""Recompute.
-
-A forward keeps what its backward will need: the activations of every layer. GPipe keeps them of all micro-batches at
-once. Instead, keep only each micro-batch's *input* to the stage, and do the forward again when the backward comes:
-
-    forward i     x ──▶ output               kept: x
-    backward i    x ──▶ output again ──▶ gradients            then nothing is kept
-
-So at any time a rank holds m small inputs and the activations of one micro-batch, for a third more computation.
-The second forward has to do what the first one did, to the last random number: the stage may have dropout.
-`torch.get_rng_state()` and `torch.set_rng_state(state)` read and set where the random numbers are; after a backward
-they must go on as if it had drawn none (`with torch.random.fork_rng():` puts them back).
-
-Write it by hand, without torch.utils.checkpoint. Two ranks train with it, all forwards first.
-
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe does so in each stage.
-"""
+"""Recompute."""
 
 from __future__ import annotations
 
@@ -25,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.serial import fill
-from mpkit.course.framework.staged import calls_the_library, checkpoint_by_hand, record_stage
+from mpkit.course.framework.staged import calls_library, checkpoint_by_hand, record_stage
 
 
 # %% answer
@@ -87,9 +71,8 @@ def batches(case: Case) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run GPipe, all forwards and then all backwards; return the gradients of this rank's stage."""
-    assert callable(answer)
     stage, (xs, ys) = stages(case)[ctx.rank], batches(case)
     first, last = ctx.rank == 0, ctx.rank == case.ranks - 1
     torch.manual_seed(ctx.rank)
@@ -161,124 +144,11 @@ EXERCISE = OnRanks(
     budgets=(Budget("peak of the activations of a rank", peak("activations"), enough, "bytes"),),
     after="01-pipeline-bubbles",
     place=90,
-    start="In `forward`, keep x and run the stage without a graph (`torch.no_grad()`). In `backward`, take x again, "
-    "run the stage once more, with a graph this time, and go backward from its output.",
-    mistakes=(
-        calls_the_library(
-            """
-            from torch.utils.checkpoint import checkpoint
-
-
-            class Recompute:
-                def __init__(self, stage: nn.Module) -> None:
-                    self.stage = stage
-                    self.kept = {}
-
-                def forward(self, i: int, x: Tensor) -> Tensor:
-                    x = x.detach().requires_grad_()
-                    self.kept[i] = x, checkpoint(self.stage, x, use_reentrant=False)
-                    return self.kept[i][1].detach()
-
-                def backward(self, i: int, grad: Tensor) -> Tensor:
-                    x, output = self.kept.pop(i)
-                    output.backward(grad)
-                    return x.grad
-            """
-        ),
-        Mistake(
-            "keeps-the-graph",
-            (
-                "The gradients are right. What does a rank still hold of each micro-batch when all forwards are done?",
-                "An output with a graph holds the activations of all layers, for as long as somebody keeps the "
-                "output. That is what recomputing is to avoid.",
-                "Run the first forward under `torch.no_grad()`, and keep x only.",
-            ),
-            """
-            class Recompute:
-                def __init__(self, stage: nn.Module) -> None:
-                    self.stage = stage
-                    self.kept = {}
-
-                def forward(self, i: int, x: Tensor) -> Tensor:
-                    x.requires_grad_()
-                    self.kept[i] = x, self.stage(x)
-                    return self.kept[i][1]
-
-                def backward(self, i: int, grad: Tensor) -> Tensor:
-                    x, output = self.kept.pop(i)
-                    output.backward(grad)
-                    return x.grad
-            """,
-            when=lambda seen: seen.budget,
-        ),
-        Mistake(
-            "keeps-the-inputs",
-            (
-                "The gradients are right. What is in your dictionary when the step is over?",
-                "The input of every micro-batch, and it is needed no longer: `self.kept.pop(i)` takes it out.",
-            ),
-            [("self.kept.pop(i)", "self.kept[i]")],
-        ),
-        Mistake(
-            "leaves-the-random-numbers-where-they-were",
-            (
-                "Each gradient is right. Which random numbers does the rank draw next, after a backward?",
-                "Those that the micro-batch of this backward has drawn already: setting the state back changes it for "
-                "everything after. `with torch.random.fork_rng():` around it restores it.",
-            ),
-            [
-                (
-                    "        with torch.random.fork_rng():\n            torch.set_rng_state(state)\n"
-                    "            output =",
-                    "        torch.set_rng_state(state)\n        output =",
-                )
-            ],
-        ),
-        Mistake(
-            "draws-other-random-numbers",
-            (
-                "Without dropout all is right. What differs between the first forward and the second?",
-                "The second forward drops other elements than the first: its gradients are those of another network. "
-                "It has to draw the same random numbers.",
-                "Keep `torch.get_rng_state()` before the first forward, and set it before the second, inside of "
-                "`torch.random.fork_rng()`.",
-            ),
-            [("            torch.set_rng_state(state)\n", "")],
-            when=lambda seen: seen.is_finished and seen.case["dropout"],
-        ),
-        Mistake(
-            "input-without-a-gradient",
-            (
-                "What does `backward` return here, and what does the rank before need?",
-                "The kept input is a plain tensor. Only if it asks for a gradient before the second forward has it "
-                "one afterwards.",
-                "`x = x.detach().requires_grad_()`",
-            ),
-            [("x.detach().requires_grad_()", "x.detach()")],
-            when=lambda seen: "NoneType" in seen.error,
-        ),
-        Mistake(
-            "second-forward-without-a-graph",
-            (
-                "From what should the backward go backward?",
-                "Under `torch.no_grad()` a forward leaves no graph. The first one should not; the second one must.",
-            ),
-            [("torch.random.fork_rng():", "torch.random.fork_rng(), torch.no_grad():")],
-            when=lambda seen: "does not require grad" in seen.error,
-        ),
-        Mistake(
-            "keeps-the-output",
-            (
-                "The second forward should give what the first gave. What do you start it from?",
-                "You run the stage on its own *output*. The input is what has to be kept.",
-            ),
-            [
-                ("self.kept[i] = x, torch.get_rng_state()", "state = torch.get_rng_state()"),
-                ("        return output\n", "        self.kept[i] = output, state\n        return output\n"),
-            ],
-        ),
-    ),
-    otherwise=(
-        "Compare with serial training for one micro-batch: the output of the second forward, then the gradients.",
-    ),
+    when={
+        "calls-the-library": calls_library,
+        "keeps-the-graph": lambda seen: seen.budget,
+        "draws-other-random-numbers": lambda seen: seen.is_finished and seen.case["dropout"],
+        "input-without-a-gradient": lambda seen: "NoneType" in seen.error,
+        "second-forward-without-a-graph": lambda seen: "does not require grad" in seen.error,
+    },
 )

@@ -1,15 +1,4 @@
-"""A skip connection.
-
-Stage after stage, each takes what the one before it made. But here the last stage also wants what the *first* one
-made, as in a U-Net, or a decoder that looks at the encoder's output. That value skips the stages between, so it has to
-be sent as well, and its gradient has to come back:
-
-    rank 0 ────▶ rank 1 ────▶ rank 2 ────▶ rank 3          stage 3 is called as stage(x, skip)
-       └───────────────── skip ───────────────▲
-
-Send it straight there: not through the ranks between, which have no use for it. Nobody promises that a message waits
-somewhere on its way, so the order of sends and receives matters. Gradients of a tensor that is used twice add up.
-"""
+"""A skip connection."""
 
 from __future__ import annotations
 
@@ -18,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import messages, sent_bytes
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.serial import mlp
@@ -83,9 +72,8 @@ def stages(case: Case) -> list[nn.Module]:
     return [*layers[:-1], Joined(layers[-1])]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run one batch; return the gradients of this rank's stage."""
-    assert callable(answer)
     stage = stages(case)[ctx.rank]
     x, y = batch(case)
     x = x if ctx.rank == 0 else torch.full_like(x, torch.nan)
@@ -115,95 +103,9 @@ EXERCISE = OnRanks(
     ),
     after="05-real-models",
     place=120,
-    start="Begin with your naive MP. Rank 0 sends its output to two ranks now, and the last one receives two "
-    'tensors. A tag such as "S0" tells the two kinds of messages apart. What does rank 0 need before it can go '
-    "backward?",
-    mistakes=(
-        Mistake(
-            "through-the-ranks-between",
-            (
-                "It is right. How many messages does a rank in the middle send, and what are half of them for?",
-                "The ranks between neither use the skip nor its gradient. Ranks 0 and p-1 can send to each other "
-                "straight: any two ranks can.",
-            ),
-            """
-            def skip_connection(ctx: mk.Context, stage: nn.Module, x: Tensor, y: Tensor) -> None:
-                last, buffer = ctx.world_size - 1, torch.empty_like(y)
-                if ctx.rank:
-                    x = ctx.comm.recv(x, ctx.rank - 1).requires_grad_()
-                    skip = ctx.comm.recv(torch.empty_like(x), ctx.rank - 1).requires_grad_()
-                output = stage(x, skip) if ctx.rank == last else stage(x)
-                if ctx.rank < last:
-                    ctx.comm.send(output, ctx.rank + 1)
-                    ctx.comm.send(skip if ctx.rank else output, ctx.rank + 1)
-                    grad = ctx.comm.recv(buffer, ctx.rank + 1)
-                    of_skip = ctx.comm.recv(torch.empty_like(grad), ctx.rank + 1)
-                    output.backward(grad if ctx.rank else grad + of_skip)
-                else:
-                    F.mse_loss(output, y).backward()
-                    of_skip = skip.grad
-                if ctx.rank:
-                    ctx.comm.send(x.grad, ctx.rank - 1)
-                    ctx.comm.send(of_skip, ctx.rank - 1)
-            """,
-            when=lambda seen: "messages" in seen.budget,
-        ),
-        Mistake(
-            "skip-without-a-gradient",
-            (
-                "Which rank's gradients are wrong? Through which two ways does the loss depend on that stage?",
-                "Rank 0's output is used twice, so its gradient is a sum of two: one comes back through the stages, "
-                "the other straight from the last rank. Yours has only the first.",
-                "The last rank sends `skip.grad` to rank 0, which adds it to the gradient that comes from rank 1.",
-            ),
-            [
-                (
-                    '        skip_grad = ctx.comm.recv(torch.empty_like(y), last, "S0")\n',
-                    "",
-                ),
-                ("grad + skip_grad", "grad"),
-                ('        ctx.comm.send(skip.grad, 0, "S0")\n', ""),
-            ],
-        ),
-        Mistake(
-            "one-gradient-instead-of-the-other",
-            (
-                "Rank 0 has two gradients of one tensor. What have you done with the first?",
-                "The two have to be added: receiving both into one buffer, or going backward from the last only, "
-                "loses one.",
-                "`output.backward(grad + skip_grad)`",
-            ),
-            [("grad + skip_grad", "skip_grad")],
-        ),
-        Mistake(
-            "gradient-of-the-skip-first",
-            (
-                "The report shows a ring of ranks that wait. Whose send could go through first?",
-                "The last rank waits for rank 0 to receive the skip's gradient. Rank 0 waits for rank 1, which waits "
-                "for the rank after it, and so on: for the last rank.",
-                "The last rank sends `x.grad` first, and `skip.grad` after it. Or rank 0 receives in the other order.",
-            ),
-            [
-                (
-                    '        ctx.comm.send(x.grad, ctx.rank - 1)\n        ctx.comm.send(skip.grad, 0, "S0")\n',
-                    '        ctx.comm.send(skip.grad, 0, "S0")\n        ctx.comm.send(x.grad, ctx.rank - 1)\n',
-                )
-            ],
-            when=lambda seen: "never received it" in seen.hang and "S0" in seen.hang,
-        ),
-        Mistake(
-            "skip-is-never-sent",
-            (
-                "Which message does the last rank wait for?",
-                "The skip's value lives on rank 0 only. It has to be sent to the last rank, besides what goes to "
-                "rank 1.",
-            ),
-            [('        ctx.comm.send(output, last, "S0")\n', "")],
-            when=lambda seen: "never sent it" in seen.hang,
-        ),
-    ),
-    otherwise=(
-        "Write down all messages with 3 ranks: two forward from rank 0, one from rank 1, and for each of them one "
-        "back.",
-    ),
+    when={
+        "through-the-ranks-between": lambda seen: "messages" in seen.budget,
+        "gradient-of-the-skip-first": lambda seen: "never received it" in seen.hang and "S0" in seen.hang,
+        "skip-is-never-sent": lambda seen: "never sent it" in seen.hang,
+    },
 )

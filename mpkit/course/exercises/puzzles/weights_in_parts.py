@@ -1,14 +1,4 @@
-"""Puzzle 4: data parallel, weights in parts.
-
-A copy of the network on each rank takes memory that grows with L. Let each rank keep an n-th of the rows of each weight
-and of its momentum, and gather a weight when its layer is computed: once for the forward and once more for the
-backward. In between let it go. The gradients are added up by an all-reduce, as before; a rank updates its n-th.
-
-Micro-batches as in puzzle 3: r, r + n, ... on rank r, all at once. Return the parts: `{i: part of weight i}`.
-
-Targets, with L layers, m micro-batches and n ranks: time 3Lm/n + L/(2n) + 0.4(n-1)L, which is 25.95 for 6 layers and
-4 micro-batches on 4 ranks; memory 4L/n + (L+2)m/n + 6, which is 20. (With whole weights it would be 34.)
-"""
+"""Puzzle 4: data parallel, weights in parts."""
 
 from __future__ import annotations
 
@@ -16,7 +6,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.exercises.puzzles import Layers
-from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.exercise import Case
 from mpkit.course.framework.layers import MEMORY, TIME, budgets, in_parts, play
 from mpkit.course.framework.measures import calls
 from mpkit.course.framework.on_ranks import OnRanks
@@ -71,91 +61,12 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=40,
-    start="`layers.load(i, r, n)` is this rank's part, and `ctx.comm.all_gather(part)` the whole weight. Which part of "
-    "the gradient belongs to it?",
-    mistakes=(
-        Mistake(
-            "keeps-the-gathered-weights",
-            (
-                "The weights are right. How many whole weights are in memory when the loss is computed?",
-                "All that were gathered for the forward. Let each go after its layer, and gather it again for the "
-                "backward: the target of time has room for both.",
-            ),
-            [
-                ("        del weight\n", "        whole[i] = weight\n"),
-                ("    dy = layers.loss", "    dy = layers.loss"),
-                ("    inputs = [layers.inputs(mine)]", "    whole = {}\n    inputs = [layers.inputs(mine)]"),
-                (
-                    "loaded))):\n        weight = ctx.comm.all_gather(part)",
-                    "loaded))):\n        weight = whole.pop(i)",
-                ),
-            ],
-            when=lambda seen: seen.budget == MEMORY and seen.trace is not None and not gathered_twice(seen),
+    when={
+        "keeps-the-gathered-weights": lambda seen: (
+            seen.budget == MEMORY and seen.trace is not None and not gathered_twice(seen)
         ),
-        Mistake(
-            "whole-momenta",
-            (
-                "What else does a rank keep for each weight, for the whole step?",
-                "Its momentum, which is as large. A rank updates its part, and needs the momentum of that part only.",
-                "`layers.load(i, r, n)` gives both.",
-            ),
-            """
-            def weights_in_parts(ctx: mk.Context, layers: Layers) -> dict[int, Tensor]:
-                n, r = ctx.world_size, ctx.rank
-                mine = range(r, layers.microbatches, n)
-                parts = [layers.load(i, r, n)[0] for i in range(layers.count)]
-                momenta = [layers.load(i)[1] for i in range(layers.count)]
-                inputs = [layers.inputs(mine)]
-                for i, part in enumerate(parts):
-                    inputs.append(layers.forward(i, inputs[-1], ctx.comm.all_gather(part)))
-                dy = layers.loss(inputs.pop(), mine)
-                for i, part in reversed(list(enumerate(parts))):
-                    dweight, dy = layers.backward(i, inputs.pop(), dy, ctx.comm.all_gather(part))
-                    ctx.comm.all_reduce(dweight)
-                    layers.update(i, part, momenta[i].chunk(n)[r], dweight.chunk(n)[r])
-                    del dweight
-                return dict(enumerate(parts))
-            """,
-            when=lambda seen: seen.budget == MEMORY,
-        ),
-        Mistake(
-            "no-all-reduce",
-            (
-                "Whose micro-batches have a part in the gradient that you update with?",
-                "This rank's only. The sum over all ranks is the gradient of the whole batch.",
-            ),
-            [("        ctx.comm.all_reduce(dweight)\n", "")],
-        ),
-        Mistake(
-            "the-first-part-of-the-gradient",
-            (
-                "Which rows of the weight does rank 1 keep?",
-                "The second n-th of them: so the second n-th of the gradient belongs to it.",
-                "`dweight.chunk(n)[r]`",
-            ),
-            [("dweight.chunk(n)[r]", "dweight.chunk(n)[0]")],
-        ),
-        Mistake(
-            "computes-with-a-part",
-            (
-                "A forward needs the whole weight. Who has the rest of it?",
-                "Each rank has an n-th: `ctx.comm.all_gather(part)` puts them together, in the order of the ranks.",
-            ),
-            [("ctx.comm.all_gather(part)", "part")],
-            when=lambda seen: "needs the whole weight" in seen.error,
-        ),
-        Mistake(
-            "everybody-takes-the-whole-batch",
-            (
-                "How much of the batch does each rank compute on?",
-                "Each has to take its share: `range(r, layers.microbatches, n)`.",
-            ),
-            [
-                ("range(r, layers.microbatches, n)", "range(layers.microbatches)"),
-                ("ctx.comm.all_reduce(dweight)", 'ctx.comm.all_reduce(dweight, op="mean")'),
-            ],
-            when=lambda seen: seen.budget == TIME,
-        ),
-    ),
-    otherwise=("Gather a weight after the step on every rank, and compare it with that of puzzle 1.",),
+        "whole-momenta": lambda seen: seen.budget == MEMORY,
+        "computes-with-a-part": lambda seen: "needs the whole weight" in seen.error,
+        "everybody-takes-the-whole-batch": lambda seen: seen.budget == TIME,
+    },
 )

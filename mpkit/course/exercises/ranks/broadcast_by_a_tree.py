@@ -1,20 +1,4 @@
-"""Broadcast by a tree.
-
-Rank `src` has a tensor that all others need. It could send it to one after the other (a **star**), or every rank could
-pass it on to the next (a **chain**): both take n-1 messages' time. But whoever has the tensor already can help: after
-the first round two ranks have it, after the second four, after the third eight. A **binomial tree** needs log₂(n)
-rounds, rounded up.
-
-```text
-    round 1      0 → 1
-    round 2      0 → 2      1 → 3
-    round 3      0 → 4      1 → 5      2 → 6      3 → 7
-```
-
-Write it with `ctx.comm.send(tensor, dst)` and `ctx.comm.recv(buffer, src)`. The number of ranks need not be a power of
-two, and `src` need not be rank 0: count ranks from `src` on. On the virtual clock the last rank has to have the tensor
-after as many messages' time as there are rounds.
-"""
+"""Broadcast by a tree."""
 
 from __future__ import annotations
 
@@ -22,7 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import MACHINE, Seen
@@ -62,9 +46,8 @@ def given(case: Case, rank: int) -> Tensor:
     return torch.randn(LENGTH, generator=case.generator(rank))
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer with this rank's tensor."""
-    assert callable(answer)
     tensor = given(case, ctx.rank)
     received = answer(ctx, tensor, case["src"])
     return {"returned": sample(received), "in place": sample(tensor)}
@@ -119,108 +102,18 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=30,
-    start="Forget `src` at first and let it be 0. In the round in which 1, 2, 4, ... ranks have the tensor: which "
-    "ranks send, which receive, and how far apart are the two?",
-    mistakes=(
-        Mistake(
-            "uses-a-collective",
-            (
-                "That works, and it is what you would do at work. How does it do it?",
-                "`ctx.comm.broadcast` is what you are to write here: use send and recv only.",
-            ),
-            """
-            def broadcast(ctx: mk.Context, tensor: Tensor, src: int) -> Tensor:
-                return ctx.comm.broadcast(tensor, src)
-            """,
-            when=lambda seen: seen.budget == "collectives",
+    when={
+        "uses-a-collective": lambda seen: seen.budget == "collectives",
+        "star": star,
+        "chain": chain,
+        "into-a-copy": lambda seen: seen.close(
+            [
+                {**right, "in place": one["in place"]}
+                for right, one in zip(seen.expected, seen.got, strict=True)
+            ]
         ),
-        Mistake(
-            "star",
-            (
-                "Look at the timeline: what do the ranks do that have the tensor already?",
-                "One rank sends all the messages, and has only one way out: they leave one after the other. A rank "
-                "that has received can send as well.",
-                "In each round every rank that has the tensor sends it to one that has not: rank r to r + 1, then "
-                "to r + 2, then to r + 4.",
-            ),
-            """
-            def broadcast(ctx: mk.Context, tensor: Tensor, src: int) -> Tensor:
-                if ctx.rank != src:
-                    return ctx.comm.recv(tensor, src)
-                for rank in range(ctx.world_size):
-                    if rank != src:
-                        ctx.comm.send(tensor, rank)
-                return tensor
-            """,
-            when=star,
+        "partner-beyond-the-end": lambda seen: (
+            "never received it" in seen.hang or "that is this rank itself" in seen.error
         ),
-        Mistake(
-            "chain",
-            (
-                "Look at the timeline: how many messages are under way at the same time?",
-                "Each rank passes the tensor on once and is done: one message at a time, n-1 of them. A rank could "
-                "go on sending, to ranks that are further away.",
-                "In each round every rank that has the tensor sends it to one that has not: rank r to r + 1, then "
-                "to r + 2, then to r + 4.",
-            ),
-            """
-            def broadcast(ctx: mk.Context, tensor: Tensor, src: int) -> Tensor:
-                n = ctx.world_size
-                if ctx.rank != src:
-                    ctx.comm.recv(tensor, (ctx.rank - 1) % n)
-                if (ctx.rank + 1) % n != src:
-                    ctx.comm.send(tensor, (ctx.rank + 1) % n)
-                return tensor
-            """,
-            when=chain,
-        ),
-        Mistake(
-            "into-a-copy",
-            (
-                "What you return is right. What does the tensor hold that was passed to you?",
-                "The tensor of this rank is to be filled, in place: receive into it, not into a copy.",
-            ),
-            [("    n = ctx.world_size\n", "    tensor = tensor.clone()\n    n = ctx.world_size\n")],
-            when=lambda seen: seen.close(
-                [
-                    {**right, "in place": one["in place"]}
-                    for right, one in zip(seen.expected, seen.got, strict=True)
-                ]
-            ),
-        ),
-        Mistake(
-            "from-rank-0",
-            (
-                "The ranks have a tensor. Whose?",
-                "You take rank 0 for the root. Here the root is `src`, which may be any rank.",
-                "Give each rank a place, `(ctx.rank - src) % n`: src is at place 0. Decide by places, send to ranks.",
-            ),
-            [("place = (ctx.rank - src) % n", "place = ctx.rank")],
-        ),
-        Mistake(
-            "a-round-too-few",
-            (
-                "Some ranks still have their own tensor. How many rounds are there for so many ranks?",
-                "After k rounds 2^k ranks have it. With 3 ranks one round is not enough: the number of rounds is "
-                "rounded up.",
-                "Go on while fewer than n ranks have the tensor: `while have < n`.",
-            ),
-            [("while have < n:", "while 2 * have <= n:")],
-        ),
-        Mistake(
-            "partner-beyond-the-end",
-            (
-                "With a power of two it works. With 3 ranks, whom does the second one send to in round 2?",
-                "A tree over a number of ranks that is no power of two has branches missing: a rank whose partner "
-                "does not exist sends nothing in this round.",
-                "Ask both: has this place the tensor (`place < have`), and is there a partner (`place + have < n`)?",
-            ),
-            [("if place < have and place + have < n:", "if place < have:")],
-            when=lambda seen: "never received it" in seen.hang or "that is this rank itself" in seen.error,
-        ),
-    ),
-    otherwise=(
-        "Draw the rounds for 5 ranks and src=0, with an arrow for each message, and compare with what yours does: "
-        "print the rank, the round and the partner.",
-    ),
+    },
 )

@@ -1,24 +1,10 @@
-"""An uneven pipeline.
-
-1F1B over four GPUs, {M} micro-batches, and somebody has cut the model badly. `run()` is the timeline: `print` it, read
-`.busy`, `.idle` and `.makespan`. In all, the ranks compute as much as they have to; only who does what can be changed.
-
-Find the slow stage, and predict the seconds of a step after each of three changes, before you try them:
-
-- the same work, cut into four equal stages,
-- the same cut, but {TWICE} micro-batches of half the size,
-- the same cut, but the slow stage's GPU replaced by one that is twice as fast.
-
-The last prediction may be off by 5 %, the others by 1 %. Then see: `run(forward=[...])`, with the seconds of a forward
-of each stage, and `m`.
-"""
+"""An uneven pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Mistake
 from mpkit.course.framework.questions import Questions
 from mpkit.course.framework.room import Room
 from mpkit.course.lab import is_near, read_answer
@@ -99,6 +85,12 @@ def truth(room: Room) -> Mapping[str, float | int]:
 
 SLOW, IDLE, EQUAL, MORE, FASTER = reading
 
+SLOWEST = max(FORWARD)
+ALL_WORK = M * 3 * EQUAL_SHARE
+FORWARDS = " + ".join(map(str, FORWARD))
+WHOLE = sum(FORWARD)
+HALF = max(FORWARD) / 2
+
 EXERCISE = Questions(
     solution=reading,
     called="reading",
@@ -106,72 +98,15 @@ EXERCISE = Questions(
     within={FASTER: 0.05},
     after="05-real-models",
     place=15,
-    start="Print the timeline. Which row has hardly a gap? How long does that rank work in all?",
-    mistakes=(
-        Mistake(
-            "counts-stages-from-1",
-            (
-                "How are stages counted in this kit, and which row of the picture is the first?",
-                f"Stages and ranks are counted from 0. The {ORDINAL} row is stage {STAGE}.",
-            ),
-            [("FORWARD.index(slowest)", "FORWARD.index(slowest) + 1")],
+    when={
+        "the-one-that-waits-is-slow": lambda seen: read_answer(seen, SLOW) == 0,
+        "more-micro-batches-cure-it": lambda seen: (
+            isinstance(read_answer(seen, MORE), int | float) and read_answer(seen, MORE) < 0.995 * WORK
         ),
-        Mistake(
-            "the-one-that-waits-is-slow",
-            (
-                "Rank 0 has the longest gaps. Is it slow, or does it wait for somebody who is?",
-                "The rank that never waits is the one that all others wait for. Look for the largest `.busy`.",
-            ),
-            [("FORWARD.index(slowest)", "0")],
-            when=lambda seen: read_answer(seen, SLOW) == 0,
+        "no-bubble-when-equal": lambda seen: is_near(seen, EQUAL, M * 3 * EQUAL_SHARE),
+        "equal-to-the-others": lambda seen: is_near(seen, EQUAL, (M + 3) * 3 * OF_OTHERS),
+        "half-the-step-with-twice-the-gpu": lambda seen: (
+            is_near(seen, FASTER, run().makespan / 2) or is_near(seen, FASTER, WORK / 2)
         ),
-        Mistake(
-            "more-micro-batches-cure-it",
-            (
-                f"How many seconds does stage {STAGE} work in all, with {M} micro-batches, and with {TWICE} of half "
-                "the size?",
-                "It has the same work to do. Smaller micro-batches make filling and draining shorter, and not the "
-                "slow stage faster: imbalance is no bubble.",
-                f"{M} × 3 × {max(FORWARD)} s of work for stage {STAGE}, and half of what comes before and after it.",
-            ),
-            [("work + (step - work) / 2", "step / 2")],
-            when=lambda seen: (
-                isinstance(read_answer(seen, MORE), int | float) and read_answer(seen, MORE) < 0.995 * WORK
-            ),
-        ),
-        Mistake(
-            "no-bubble-when-equal",
-            (
-                "Equal stages: does a step take as long as the work of one of them?",
-                f"All work, divided by four, is what each rank computes: {M * 3 * EQUAL_SHARE:g} s. The pipeline still "
-                "fills and drains: m+p-1 slots, not m.",
-            ),
-            [("(M + 3) * 3", "M * 3")],
-            when=lambda seen: is_near(seen, EQUAL, M * 3 * EQUAL_SHARE),
-        ),
-        Mistake(
-            "equal-to-the-others",
-            (
-                "Where has the work of the slow stage gone?",
-                f"Cutting anew moves layers, it does not make them vanish: {' + '.join(map(str, FORWARD))} = "
-                f"{sum(FORWARD):g} seconds of forward, {EQUAL_SHARE:g} for each stage.",
-            ),
-            [("(M + 3) * 3 * whole / 4", "(M + 3) * 3 * (whole - slowest) / 3")],
-            when=lambda seen: is_near(seen, EQUAL, (M + 3) * 3 * OF_OTHERS),
-        ),
-        Mistake(
-            "half-the-step-with-twice-the-gpu",
-            (
-                f"Once stage {STAGE} takes {max(FORWARD) / 2:g} s, which stage sets the pace?",
-                f"Stage {STAGE} is still the slowest, but not by much, and filling and draining goes through all "
-                "stages: those of the others take what they took.",
-                f"{M} × 3 × {max(FORWARD) / 2:g} s for stage {STAGE}, and a forward and a backward of the other three.",
-            ),
-            [("work / 2 + 3 * (whole - slowest)", "step / 2")],
-            when=lambda seen: is_near(seen, FASTER, run().makespan / 2) or is_near(seen, FASTER, WORK / 2),
-        ),
-    ),
-    otherwise=(
-        "Read `run().busy`: how long each rank works. The step is the slowest rank's work, and filling and draining.",
-    ),
+    },
 )

@@ -1,23 +1,4 @@
-"""Ring attention.
-
-Each rank has the queries, keys and values of a part of the sequence, and each of its queries looks at the keys of all
-parts. Gathering these would need memory for the whole sequence. So let them go round: a block of keys and values at a
-time, from rank to rank, while each rank keeps its queries and adds up what it has seen.
-
-A softmax over blocks that come one by one is possible: keep for each query the largest score so far, m, the sum of
-exp(score - m), and the sum of exp(score - m) times the values. If a new block has a larger score, shrink both sums:
-
-    m'  = max(m, largest score of the block)
-    sum = sum exp(m - m') + sum over the block of exp(score - m')           values likewise; in the end values / sum
-
-Attention is causal: a query looks at no key that comes after it in the *whole* sequence. Rank r has positions
-r s/n to (r+1) s/n - 1. Only the forward is asked for; the backward goes round in the same way.
-
-Budgets per rank: n-1 blocks sent, as 2(n-1) messages at most, and no collectives; and memory for 12 tensors as large
-as a block of keys and values (the scores of one block with another are as large here).
-
-Source: Liu et al. 2023; the online softmax: Milakov and Gimelshein, 2018.
-"""
+"""Ring attention."""
 
 from __future__ import annotations
 
@@ -26,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages, peak, sent_bytes
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -91,9 +72,8 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return q * case["scale"], k, v
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the attention of this rank's queries."""
-    assert callable(answer)
     parts = [each.chunk(case.ranks, 2)[ctx.rank].clone() for each in whole(case)]
     with torch.no_grad(), Memory(ctx):
         return answer(ctx, *parts)
@@ -119,123 +99,9 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=10,
-    start="Write the online softmax without ranks first: cut k and v into blocks, and take one after the other. Then "
-    "replace the next block by one that arrives from the rank before.",
-    mistakes=(
-        Mistake(
-            "all-send-first",
-            (
-                "Every rank waits in a send. Who is to receive?",
-                "In a ring all send and receive at the same time: start one of the two with `irecv` or `isend`, and "
-                "wait for it after the other.",
-                "`arriving = ctx.comm.irecv(coming, before)`, then `isend`, then compute, then wait for both.",
-            ),
-            [
-                (
-                    "works = [ctx.comm.irecv(coming, before), ctx.comm.isend(block, after)]",
-                    "ctx.comm.send(block, after)\n            ctx.comm.recv(coming, before)",
-                ),
-            ],
-            when=lambda seen: seen.hang,
-        ),
-        Mistake(
-            "gathers-the-sequence",
-            (
-                "How much memory does your attention need when the sequence gets longer, with a rank for each part?",
-                "All keys and values on every rank is what a ring avoids: it needs two blocks at a time, the one that "
-                "is being used and the one that is coming.",
-            ),
-            """
-            def ring_attention(ctx: mk.Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                n, r = ctx.world_size, ctx.rank
-                k, v = (torch.cat(ctx.comm.all_gather(each).chunk(n), 2) for each in (k, v))
-                mask = torch.ones(q.shape[2], k.shape[2]).tril(r * q.shape[2]).bool()
-                return F.scaled_dot_product_attention(q, k, v, mask)
-            """,
-            when=lambda seen: seen.budget == CALLS,
-        ),
-        Mistake(
-            "collects-all-blocks",
-            (
-                "What does a rank hold when the last block has come?",
-                "You keep every block, and take one softmax in the end: memory for the whole sequence. The online "
-                "softmax needs each block once, and then three sums.",
-            ),
-            """
-            def ring_attention(ctx: mk.Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                n, r = ctx.world_size, ctx.rank
-                blocks = {r: torch.stack([k, v])}
-                for step in range(n - 1):
-                    coming = torch.empty_like(blocks[r])
-                    arriving = ctx.comm.irecv(coming, (r - 1) % n)
-                    ctx.comm.send(blocks[(r - step) % n], (r + 1) % n)
-                    arriving.wait()
-                    blocks[(r - step - 1) % n] = coming
-                k, v = torch.cat([blocks[i] for i in range(n)], 3)
-                mask = torch.ones(q.shape[2], k.shape[2]).tril(r * q.shape[2]).bool()
-                scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
-                return scores.softmax(-1) @ v
-            """,
-            when=lambda seen: seen.budget == HELD,
-        ),
-        Mistake(
-            "no-maximum",
-            (
-                "Look at the case with large scores. What is exp(1000)?",
-                "exp overflows, and inf / inf is nan. Subtract the largest score so far, and shrink the sums when it "
-                "grows.",
-            ),
-            [
-                ("new = torch.maximum(largest, scores.amax(-1))", "new = torch.zeros_like(largest)"),
-                ("shrink, weights = (largest - new).exp()", "shrink, weights = torch.ones_like(largest)"),
-            ],
-        ),
-        Mistake(
-            "sums-not-shrunk",
-            (
-                "When the largest score grows, on which scale are the sums of the blocks before?",
-                "They are sums of exp(score - m) with the old m. Multiply both by exp(m - m') before you add.",
-                "`shrink = (largest - new).exp()`; `total * shrink + ...`, `values * shrink[..., None] + ...`",
-            ),
-            [("total * shrink", "total"), ("values * shrink[..., None]", "values")],
-        ),
-        Mistake(
-            "values-not-shrunk",
-            (
-                "The sum of the weights is right. Is the sum of the values on the same scale?",
-                "Both sums are of exp(score - m): both have to be shrunk when m grows.",
-            ),
-            [("values * shrink[..., None]", "values")],
-        ),
-        Mistake(
-            "mask-within-the-block",
-            (
-                "Query 0 of rank 1: is key 5 of rank 0 before or after it?",
-                "Which key is in the future is a question of positions in the whole sequence: a block of an earlier "
-                "rank is all past, of a later rank all future, and only a rank's own block is a triangle.",
-                "`(owner * length + at)[None, :] > (r * length + at)[:, None]`, and the owner is (r - step) % n.",
-            ),
-            [("(owner * length + at)[None, :] > (r * length + at)[:, None]", "at[None, :] > at[:, None]")],
-        ),
-        Mistake(
-            "the-other-way-round",
-            (
-                "Whose block does a rank have after one step, if blocks go from r to r + 1?",
-                "That of the rank before it: after `step` steps it is (r - step) % n.",
-            ),
-            [("owner = (r - step) % n", "owner = (r + step) % n")],
-        ),
-        Mistake(
-            "not-scaled",
-            (
-                "By what are scores divided before the softmax?",
-                "By the square root of the width d of a head.",
-            ),
-            [(" / q.shape[-1] ** 0.5", "")],
-        ),
-    ),
-    otherwise=(
-        "Compare with `F.scaled_dot_product_attention(..., is_causal=True)` of the whole sequence: is rank 0's part "
-        "right? It needs its own block only.",
-    ),
+    when={
+        "all-send-first": lambda seen: seen.hang,
+        "gathers-the-sequence": lambda seen: seen.budget == CALLS,
+        "collects-all-blocks": lambda seen: seen.budget == HELD,
+    },
 )

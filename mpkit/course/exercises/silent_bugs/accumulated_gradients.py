@@ -1,15 +1,4 @@
-"""Silent bug 3: accumulated gradients.
-
-Two people have worked on this loop. Each rank's share is too large for its memory, and goes through in micro-batches
-whose gradients add up. The loss that is reported is the right one, and it falls. The learning rate "had to be tuned
-anew" when the number of micro-batches changed.
-
-It should be the same training as one device does with the whole batch, for any number of micro-batches and ranks; and
-still with the activations of one micro-batch at a time (room for twice the outputs of all its layers).
-`mk.compare("accumulated-gradients", train)` shows step by step where it is not. Look at the last column, how far
-the weights have moved in the first step, as a multiple of how far they should have. (Weight decay blurs the factor a
-little.) The inputs of this table have 3 micro-batches, on 2 ranks.
-"""
+"""Silent bug 3: accumulated gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -65,9 +54,8 @@ def samples(case: Case) -> int:
     return SAMPLES * int(case["microbatches"]) * case.ranks
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model = serial.model(case.seed)
     batches = serial.batches(case, samples(case), case["steps"])
     with Memory(ctx, model.parameters()):
@@ -98,75 +86,7 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=30,
-    start="Run the program as it is, with `mk.compare`. The first loss is right. What was wrong with the "
-    "first step?",
-    mistakes=(
-        Mistake(
-            "still-scaled-twice",
-            (
-                "The first loss is right, the first step is not. Compare one gradient with serial training's: by "
-                "which factor is it off? Does the factor change with the number of ranks, or of micro-batches?",
-                "The gradient is too small by the number of micro-batches. Follow that number through the program: "
-                "how often is something divided by it?",
-                "Each loss is divided by `microbatches` already, so their gradients add up to the mean. The second "
-                "division, after the all-reduce, is one too many.",
-            ),
-            [("parameter.grad /= ctx.world_size", "parameter.grad /= ctx.world_size * microbatches")],
-        ),
-        Mistake(
-            "scaled-not-at-all",
-            (
-                "Now the steps are too large. What do gradients of several micro-batches do in `parameter.grad`?",
-                "They add up. One of the two divisions is needed: keep that of the loss, or that of the gradient, "
-                "and not none. (The losses that are reported need it as well.)",
-            ),
-            [("F.mse_loss(model(x), y) / microbatches", "F.mse_loss(model(x), y)")],
-        ),
-        Mistake(
-            "learning-rate-multiplied",
-            (
-                "The weights are nearer, and still not equal. What else does the learning rate multiply?",
-                "A rate that is larger makes up for a gradient that is too small, but weight decay grows with it. It "
-                "is the gradient that is scaled twice: mend that.",
-            ),
-            [
-                ("parameter.grad /= ctx.world_size", "parameter.grad /= ctx.world_size * microbatches"),
-                ("lr=0.1", "lr=0.1 * microbatches"),
-            ],
-        ),
-        Mistake(
-            "divided-by-the-wrong-number",
-            (
-                "One division was too many. Which of the two numbers should have stayed?",
-                "The all-reduce adds up over ranks, and nothing has divided by their number yet. It is the "
-                "micro-batches that have been counted already, in the loss.",
-            ),
-            [("parameter.grad /= ctx.world_size", "parameter.grad /= microbatches")],
-        ),
-        Mistake(
-            "one-backward-for-all",
-            (
-                "The weights are right. What did the micro-batches save before, and what do they save now?",
-                "A backward of the sum needs the graphs of all micro-batches at once: then nothing is saved by cutting "
-                "the share up. Leave each backward right after its forward, and mend the factor.",
-            ),
-            [
-                (
-                    "            loss = F.mse_loss(model(x), y) / microbatches\n            loss.backward()\n"
-                    "            total += loss.detach()\n",
-                    "            total = total + F.mse_loss(model(x), y) / microbatches\n",
-                ),
-                (
-                    "        for parameter in model.parameters():",
-                    "        total.backward()\n        total = total.detach()\n"
-                    "        for parameter in model.parameters():",
-                ),
-            ],
-            when=lambda seen: "peak" in seen.budget,
-        ),
-    ),
-    otherwise=(
-        "Follow one sample: with which factor does its error come into the loss, into `parameter.grad`, and into the "
-        "sum over ranks? In the whole batch's mean it is 1/B.",
-    ),
+    when={
+        "one-backward-for-all": lambda seen: "peak" in seen.budget,
+    },
 )

@@ -1,18 +1,4 @@
-"""Silent bug 6: batch norm on ranks.
-
-Data parallelism, with a BatchNorm in the model. BatchNorm subtracts the mean of the **batch** and divides by its
-deviation: the samples of a batch are no longer independent of each other. The program runs, the loss falls. With many
-ranks and few samples on each, it falls less.
-
-It should be the training that one device does with the whole batch. `mk.compare("batch-norm-on-ranks", train)`
-shows that already the first loss is another one, though all weights are equal then and every rank has the right
-samples. What does a rank compute, before any step, that needs more than its own samples?
-
-Mend it in `normalize`. `SumOverRanks.apply(tensor, ctx.comm)` is an all-reduce that gradients flow through: each rank's
-contribution has an influence on every rank's loss, so in the backward the gradients are summed over ranks as well.
-
-Source: Ioffe & Szegedy, "Batch Normalization", 2015; `torch.nn.SyncBatchNorm` is what you are about to write.
-"""
+"""Silent bug 6: batch norm on ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +10,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -99,9 +85,8 @@ def batches(case: Case) -> list[serial.Batch]:
     return serial.batches(case, SAMPLES, case["steps"])
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and the weights of the answer."""
-    assert callable(answer)
     model = serial.fill(Normed(), case.seed)
     return serial.outcome(answer(ctx, model, batches(case)), model)
 
@@ -126,88 +111,4 @@ EXERCISE = OnRanks(
     budgets=(Budget("payload", payload, bound, "bytes"),),
     after="02-data-parallel",
     place=60,
-    start="Run the program as it is, with `mk.compare`. The first loss is wrong before any step. Print "
-    "`mean` on every rank: which mean would one device subtract?",
-    mistakes=(
-        Mistake(
-            "still-by-rank",
-            (
-                "The first loss is wrong, with the right weights and the right samples. Which line of the forward "
-                "gives a sample another value when its neighbours in the batch change?",
-                "Each rank subtracts the mean of its own share. On one device it is the mean of the whole batch. The "
-                "statistics have to be taken over all ranks.",
-                "Sum over samples and over ranks, with `SumOverRanks.apply(x.sum(0), ctx.comm)`; divide by the "
-                "number of samples of all ranks. The same for the squared deviations from that mean.",
-            ),
-            [
-                ("SumOverRanks.apply(x.sum(0), ctx.comm) / samples", "x.mean(0)"),
-                (
-                    "SumOverRanks.apply((x - mean).square().sum(0), ctx.comm) / samples",
-                    "(x - mean).square().mean(0)",
-                ),
-            ],
-        ),
-        Mistake(
-            "averages-variances",
-            (
-                "Is the mean right now? And is the mean of the ranks' variances the variance of the whole batch?",
-                "Suppose each rank's samples are equal among themselves, and differ from rank to rank: every rank's "
-                "variance is 0, the batch's is not. Deviations have to be taken from the mean of the whole batch, "
-                "then squared and summed.",
-            ),
-            [
-                (
-                    "SumOverRanks.apply((x - mean).square().sum(0), ctx.comm) / samples",
-                    "SumOverRanks.apply(x.var(0, unbiased=False), ctx.comm) / ctx.world_size",
-                )
-            ],
-        ),
-        Mistake(
-            "statistics-without-gradient",
-            (
-                "The first loss is right now, the first step is not. Where does the gradient come through?",
-                "Mean and variance depend on every sample, and so on the weights. If they come out of a plain "
-                "all-reduce they are constants for autograd, and part of the gradient is missing: `SumOverRanks` "
-                "carries it.",
-            ),
-            [
-                ("SumOverRanks.apply(x.sum(0), ctx.comm)", "ctx.comm.all_reduce(x.detach().sum(0))"),
-                (
-                    "SumOverRanks.apply((x - mean).square().sum(0), ctx.comm)",
-                    "ctx.comm.all_reduce((x - mean).detach().square().sum(0))",
-                ),
-            ],
-        ),
-        Mistake(
-            "the-first-rank-s-statistics",
-            (
-                "All ranks subtract the same mean now. Of which samples is it?",
-                "A broadcast makes rank 0's statistics everybody's. That they are equal hides that they are a "
-                "share's, and not the batch's.",
-            ),
-            [
-                (
-                    "SumOverRanks.apply(x.sum(0), ctx.comm) / samples",
-                    "SumOverRanks.apply(x.mean(0) * (ctx.rank == 0), ctx.comm)",
-                ),
-                (
-                    "SumOverRanks.apply((x - mean).square().sum(0), ctx.comm) / samples",
-                    "SumOverRanks.apply((x - mean).square().mean(0) * (ctx.rank == 0), ctx.comm)",
-                ),
-            ],
-        ),
-        Mistake(
-            "divides-by-its-own-samples",
-            (
-                "By how many samples do you divide the sum over all ranks?",
-                "`SumOverRanks` gives the sum over every rank's samples: a mean of it divides by the number of all "
-                "of them, `len(x) * ctx.world_size`.",
-            ),
-            [("len(x) * ctx.world_size", "len(x)")],
-        ),
-    ),
-    otherwise=(
-        "Print mean and variance on every rank, and those of the whole batch on one device. Once they agree, and the "
-        "first loss is right, look at the gradients.",
-    ),
 )

@@ -1,20 +1,4 @@
-"""Silent bug 5: dropout in a tensor-parallel group.
-
-Two linear layers, cut as in Megatron: the first by columns, the second by rows, one all-reduce after it. What comes out
-is whole on every rank, and all ranks do the same with it: dropout, and a last layer of which each has a copy.
-
-    every rank      x → columns → tanh → rows ─all-reduce─▶ whole → dropout → head → loss
-                        its part         its part           the same on all ranks
-
-"Each rank should have random numbers of its own", somebody thought; which is right in data parallelism. The loss falls.
-
-In serial training the mask of step i is what `F.dropout` draws after `torch.manual_seed(seed + i)`. Use
-`mk.compare("dropout-in-a-group", train)`, and look at one row: what should the loss of all ranks of a
-tensor-parallel group be? Which weights are wrong first: those that are cut, or those of which each rank has a copy?
-
-Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021; Shoeybi et al.,
-"Megatron-LM", 2019, appendix B.2, on random numbers in and outside of the parallel regions.
-"""
+"""Silent bug 5: dropout in a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -26,7 +10,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -91,9 +75,8 @@ def part(weights: dict[str, Tensor], rank: int, n: int) -> dict[str, Tensor]:
     }
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and this rank's weights."""
-    assert callable(answer)
     whole, model = serial.fill(Part(), case.seed), Part(ctx.world_size).double()
     model.load_state_dict(part(whole.state_dict(), ctx.rank, ctx.world_size))
     losses = answer(ctx, model, serial.batches(case, SAMPLES, case["steps"]), 50 * case.seed)
@@ -126,77 +109,4 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="06-tensor-parallel",
     place=50,
-    start="Run the program as it is, with `mk.compare`. All ranks of a tensor-parallel group compute one "
-    "and the same loss. Do they?",
-    mistakes=(
-        Mistake(
-            "still-a-seed-for-each-rank",
-            (
-                "The ranks of a group work on the same samples, and their losses differ. Where in the program do "
-                "they first have different numbers, though they should have the same?",
-                "After the all-reduce all ranks hold the same values, as if one device had computed them. Each then "
-                "drops others of them: the copies of the head get different gradients, and part, and nobody computes "
-                "the model's loss.",
-                "Where the activations are whole, all ranks of the group need the same mask, and so the same seed: "
-                "leave the rank out of it. (Where they are cut, each needs a mask of its own.)",
-            ),
-            [("torch.manual_seed(seed + step)", "torch.manual_seed(seed + step + 1000 * ctx.rank)")],
-        ),
-        Mistake(
-            "averages-the-head",
-            (
-                "The copies of the head agree now. Do the ranks' losses?",
-                "Averaging the head's gradients keeps its copies together, and hides that each rank still has a "
-                "mask, and so a loss, of its own. The parts that are cut get gradients of different losses. Look at "
-                "the masks.",
-            ),
-            [
-                ("torch.manual_seed(seed + step)", "torch.manual_seed(seed + step + 1000 * ctx.rank)"),
-                (
-                    "        optimizer.step()\n",
-                    "        for parameter in model.head.parameters():\n"
-                    '            ctx.comm.all_reduce(parameter.grad, op="mean")\n        optimizer.step()\n',
-                ),
-            ],
-        ),
-        Mistake(
-            "without-dropout",
-            (
-                "All ranks agree now. With which model?",
-                "Without dropout there is nothing to disagree about; but serial training drops a quarter of the "
-                "values, and this no longer does.",
-            ),
-            [("F.dropout(whole, 0.25)", "whole")],
-        ),
-        Mistake(
-            "one-mask-for-all-steps",
-            (
-                "The first loss is right, the later ones are not. Which mask does the second step use?",
-                "With the same seed in each step the same values are dropped for ever. The step belongs into the "
-                "seed; the rank does not.",
-            ),
-            [("torch.manual_seed(seed + step)", "torch.manual_seed(seed)")],
-        ),
-        Mistake(
-            "drops-before-the-sum",
-            (
-                "Where does the dropout come now: before the all-reduce, or after it? With which masks?",
-                "What a rank drops of its partial result is still there in the others': the sum of differently "
-                "dropped parts is not a dropped sum. Drop what is whole, and everywhere the same.",
-            ),
-            [
-                (
-                    "        whole = SumOverGroup.apply(model.rows(torch.tanh(model.columns(inputs))), ctx.comm)\n"
-                    "        torch.manual_seed(seed + step)\n        kept = F.dropout(whole, 0.25)\n",
-                    "        torch.manual_seed(seed + step + 1000 * ctx.rank)\n"
-                    "        partial = F.dropout(model.rows(torch.tanh(model.columns(inputs))), 0.25)\n"
-                    "        kept = SumOverGroup.apply(partial, ctx.comm)\n",
-                )
-            ],
-        ),
-    ),
-    otherwise=(
-        "Print the first row of `kept` on every rank, in the first step. These are activations that all ranks have "
-        "whole: what should they be?",
-    ),
 )

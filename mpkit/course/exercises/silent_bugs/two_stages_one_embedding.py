@@ -1,19 +1,4 @@
-"""Silent bug 4: two stages, one embedding.
-
-A small language model in two stages, a rank each. The first layer turns tokens into vectors with an embedding E; the
-last one turns vectors into scores for each token, **with the same E** (Press & Wolf 2017). On one device that is one
-parameter. Here both ranks hold a copy of it:
-
-    rank 0   tokens → E → linear → tanh ──hidden──▶
-    rank 1                              ◀─gradient── linear → tanh → · Eᵀ → loss
-
-Activations go down, gradients come back, both ranks step, the loss falls. After a while the model generates nonsense,
-and the two copies of E have little in common.
-
-`mk.compare("two-stages-one-embedding", train)` shows which weights differ from serial training after each step.
-The first loss is right. Only one weight is wrong after the first step, on both ranks, and each time in another way:
-what does its gradient lack?
-"""
+"""Silent bug 4: two stages, one embedding."""
 
 from __future__ import annotations
 
@@ -25,7 +10,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Case, Mistake
+from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
 
 
@@ -108,9 +93,8 @@ def batches(case: Case) -> list[serial.Batch]:
     return made
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the losses and this stage's weights."""
-    assert callable(answer)
     stage = copy.deepcopy(stages(case)[ctx.rank])
     return serial.outcome(answer(ctx, stage, batches(case)), stage)
 
@@ -139,77 +123,4 @@ EXERCISE = OnRanks(
     result="losses and weights",
     after="05-real-models",
     place=40,
-    start="Run the program as it is, with `mk.compare`. Which weight differs first, and which ranks hold it?",
-    mistakes=(
-        Mistake(
-            "still-two-embeddings",
-            (
-                "After the first step one weight is wrong, on both ranks: the embedding. On one device, from how "
-                "many places does a gradient come to it?",
-                "From two: as the first layer and as the last. Autograd adds both up in the one parameter. Here each "
-                "rank has its own copy, which gets one of the two. What is missing is the sum.",
-                "Before the step both ranks need the sum of both gradients: an all-reduce of "
-                "`stage.embedding.weight.grad`.",
-            ),
-            [("        ctx.comm.all_reduce(stage.embedding.weight.grad)\n", "")],
-        ),
-        Mistake(
-            "averaged",
-            (
-                "The two copies agree now, and still differ from serial training. Is it a mean that autograd makes "
-                "of two uses?",
-                "Data-parallel replicas see different samples of one mean, so they average. Two uses of one weight "
-                "both contribute to the same loss: their gradients add up. (Averaging the weights after the step "
-                "comes to the same half of a gradient.)",
-            ),
-            [("stage.embedding.weight.grad)", 'stage.embedding.weight.grad, op="mean")')],
-        ),
-        Mistake(
-            "copies-the-weights",
-            (
-                "Both ranks have the same embedding now. Which of its two gradients moved it?",
-                "Only rank 0's: what the last layer has learned about E is thrown away in each step. That the copies "
-                "agree hides the bug. It is the gradients that have to meet, before the step.",
-            ),
-            [
-                ("        ctx.comm.all_reduce(stage.embedding.weight.grad)\n", ""),
-                (
-                    "        optimizer.step()\n",
-                    "        optimizer.step()\n        ctx.comm.broadcast(stage.embedding.weight)\n",
-                ),
-            ],
-        ),
-        Mistake(
-            "the-last-stage-decides",
-            (
-                "Both ranks step with the same gradient of E. Which one is it?",
-                "A broadcast gives both ranks the gradient of one use, and the other's is lost. You need both: the "
-                "sum.",
-            ),
-            [
-                (
-                    "ctx.comm.all_reduce(stage.embedding.weight.grad)",
-                    "ctx.comm.broadcast(stage.embedding.weight.grad, src=1)",
-                )
-            ],
-        ),
-        Mistake(
-            "sums-all-gradients",
-            (
-                "Now weights are wrong that were right before. Which parameters do the two stages have in common?",
-                "Only the embedding. The linear layers of the two stages have the same shape, and nothing else in "
-                "common: their gradients must not be mixed.",
-            ),
-            [
-                (
-                    "        ctx.comm.all_reduce(stage.embedding.weight.grad)\n",
-                    "        for parameter in stage.parameters():\n            ctx.comm.all_reduce(parameter.grad)\n",
-                )
-            ],
-        ),
-    ),
-    otherwise=(
-        "Print `stage.embedding.weight.grad` on both ranks after the first backward, and the gradient of the one E "
-        "in serial training: how does the third come from the other two?",
-    ),
 )

@@ -1,19 +1,4 @@
-"""Attention by heads.
-
-Heads do not look at each other: each has its own queries, keys and values, so each rank can have some of the heads. The
-matrix that makes queries, keys and values is cut by columns, the one after attention by rows; f where x enters, g where
-the result leaves: one all-reduce in the forward, one in the backward, as in the MLP.
-
-The layer `qkv` is *fused*: the rows of its weight [3h, h] are all queries, then all keys, then all values, and within
-each of the three the heads follow one another, h/heads rows a head:
-
-    qkv.weight   [ q: head 0 | head 1 | head 2 | head 3 ‖ k: head 0 | head 1 | ... ‖ v: head 0 | head 1 | ... ]
-
-Which rows are a rank's, if it has heads 0 and 1 of 4? The weights are whole on every rank; compute with your part of
-each. Which heads a rank takes is up to you, as long as each head is computed by one rank, and all ranks have as many.
-
-Source: Shoeybi et al. 2019, section 3, figure 3b.
-"""
+"""Attention by heads."""
 
 from __future__ import annotations
 
@@ -23,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -101,9 +86,8 @@ def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
     }
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    assert callable(answer)
     x, dz, layers = whole(case)
     z = answer(ctx, x, *layers, case["heads"])
     z.backward(dz)
@@ -142,95 +126,8 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=40,
-    start="Cut `qkv.weight` into its three thirds first: `qkv.weight.chunk(3)`. Of each third, which rows belong to "
-    "this rank's heads?",
-    mistakes=(
-        Mistake(
-            "cuts-the-fused-matrix-across",
-            (
-                "With 4 heads on 2 ranks, what is in the first half of the rows of `qkv.weight`?",
-                "The first half of a fused matrix is all queries and half of the keys, not the queries, keys and "
-                "values of half of the heads. Cut each of the three by itself.",
-                "`[part.chunk(n)[r] for part in qkv.weight.chunk(3)]`, and the bias in the same way.",
-            ),
-            [
-                ("[part.chunk(n)[r] for part in qkv.weight.chunk(3)]", "qkv.weight.chunk(n)[r].chunk(3)"),
-                ("[part.chunk(n)[r] for part in qkv.bias.chunk(3)]", "qkv.bias.chunk(n)[r].chunk(3)"),
-            ],
-        ),
-        Mistake(
-            "whole-number-of-heads",
-            (
-                "Into how many heads do you cut this rank's queries?",
-                "A rank has heads / n of them. Cut into `heads`, each is too narrow, and looks at a part of what it "
-                "should.",
-                "`unflatten(-1, (heads // n, -1))`",
-            ),
-            [("heads // n", "heads")],
-            when=lambda seen: "unflatten" in seen.error,
-        ),
-        Mistake(
-            "no-f",
-            (
-                "The result is right. Is the gradient of x the same on every rank?",
-                "Each rank's gradient of x comes through its own heads: a part of a sum. f adds the parts up.",
-                "`x = f(ctx, x)`, before queries, keys and values are made.",
-            ),
-            [("x = f(ctx, x)", "x = x.clone()")],
-        ),
-        Mistake(
-            "f-three-times",
-            (
-                "How many collectives are there in the backward, and how many are needed?",
-                "Queries, keys and values come from one x. Let it pass f once, and use the result for all three: "
-                "autograd adds up at home what the three give, and that is sent once.",
-            ),
-            [
-                ("    x = f(ctx, x)\n", ""),
-                ("F.linear(x, weight, bias)", "F.linear(f(ctx, x), weight, bias)"),
-            ],
-            when=lambda seen: seen.budget,
-        ),
-        Mistake(
-            "bias-added-n-times",
-            (
-                "By how much is the result too large?",
-                "After the second matrix each rank has a part of a sum. The bias is no part of it: add it once, "
-                "after g.",
-            ),
-            [
-                (
-                    "out.weight.chunk(n, 1)[r])) + out.bias",
-                    "out.weight.chunk(n, 1)[r], out.bias))",
-                )
-            ],
-        ),
-        Mistake(
-            "no-g",
-            (
-                "Is the result the same on every rank?",
-                "Each rank has what its own heads give. The results of all heads are a sum: g.",
-            ),
-            [
-                (
-                    "g(ctx, F.linear(y.transpose(1, 2).flatten(2), out.weight.chunk(n, 1)[r]))",
-                    "F.linear(y.transpose(1, 2).flatten(2), out.weight.chunk(n, 1)[r])",
-                )
-            ],
-        ),
-        Mistake(
-            "no-bias-in-qkv",
-            (
-                "What is added to queries, keys and values?",
-                "`qkv.bias` is cut like the rows of `qkv.weight`: a part for this rank's heads of each of the three.",
-            ),
-            [
-                ("F.linear(x, weight, bias)", "F.linear(x, weight)"),
-                ("for weight, bias in zip(weights, biases, strict=True)", "for weight in weights"),
-            ],
-        ),
-    ),
-    otherwise=(
-        "Compare the queries of this rank with those of the serial layer: they are the columns of its heads.",
-    ),
+    when={
+        "whole-number-of-heads": lambda seen: "unflatten" in seen.error,
+        "f-three-times": lambda seen: seen.budget,
+    },
 )

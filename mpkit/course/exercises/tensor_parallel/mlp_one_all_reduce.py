@@ -1,22 +1,4 @@
-"""The MLP with one all-reduce.
-
-The MLP of a transformer is two linear layers with a GeLU between: Z = GeLU(XA + a) B + b. Cut A by columns, and B by
-rows:
-
-    X ──f── X A₀ ── GeLU ── (·) B₀ ──┐
-                                     g ── + b ── Z
-    X ──f── X A₁ ── GeLU ── (·) B₁ ──┘
-
-Columns of XA meet just the same rows of B, and GeLU works on each number by itself. So nothing has to be sent between
-the two layers: one all-reduce in the forward (g), one in the backward (f).
-
-You get the whole layers, as the serial model has them, and compute with this rank's part of each. Mind how torch keeps
-them: `nn.Linear.weight` is [out, in], and `F.linear(x, weight, bias)` is x weightᵀ + bias. The gradient then falls into
-your part of `weight.grad`, and leaves the rest zero. Which n-th a rank takes is up to you, as long as each number
-between the layers is computed by one rank.
-
-Source: Shoeybi et al. 2019, section 3, figure 3a.
-"""
+"""The MLP with one all-reduce."""
 
 from __future__ import annotations
 
@@ -26,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -87,9 +69,8 @@ def gradients(x: Tensor, layers: Linears) -> dict[str, Tensor | None]:
     }
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    assert callable(answer)
     x, dz, layers = whole(case)
     z = answer(ctx, x, *layers)
     z.backward(dz)
@@ -127,92 +108,10 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=30,
-    start="Take this rank's part of each weight first, and print its shape. A by columns is `up.weight` by rows, "
-    "because torch keeps it transposed: `up.weight.chunk(n, 0)[r]`.",
-    mistakes=(
-        Mistake(
-            "gathers-between-the-layers",
-            (
-                "What does the second layer need of the first one's result, if B is cut by rows?",
-                "You put all of GeLU(XA) together before the second layer. But a rank's rows of B meet only the "
-                "columns that the same rank has: nothing has to be sent there.",
-                "`F.linear(y, b)` with this rank's y and this rank's part of `down.weight`, then g.",
-            ),
-            [
-                (
-                    "    return g(ctx, F.linear(y, b))",
-                    "    ctx.comm.all_gather(y.detach())\n    return g(ctx, F.linear(y, b))",
-                )
-            ],
-            when=lambda seen: seen.budget,
+    when={
+        "gathers-between-the-layers": lambda seen: seen.budget,
+        "wrong-dimension-of-the-weight": lambda seen: (
+            "shapes cannot be multiplied" in seen.error or "size of tensor" in seen.error
         ),
-        Mistake(
-            "rows-then-columns",
-            (
-                "What does GeLU do with a part of a sum?",
-                "If A is cut by rows, each rank has a part of the sum XA, and GeLU(u + v) is not GeLU(u) + GeLU(v). "
-                "By columns each rank has all of some numbers.",
-                "A by columns: `up.weight.chunk(n, 0)[r]`. B by rows: `down.weight.chunk(n, 1)[r]`.",
-            ),
-            """
-            def mlp(ctx: mk.Context, x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
-                n, r = ctx.world_size, ctx.rank
-                sizes = [len(part) for part in torch.arange(x.shape[1]).tensor_split(n)]
-                a = up.weight.split(sizes, 1)[r]
-                y = F.gelu(F.linear(f(ctx, x).split(sizes, 1)[r], a, up.bias / n))
-                return g(ctx, F.linear(y, down.weight)) + down.bias
-            """,
-        ),
-        Mistake(
-            "no-f",
-            (
-                "Z is right. Which gradient is wrong, and is it the same on every rank?",
-                "Each rank's gradient of X comes from its own columns of A: a part of a sum. f, where X enters, adds "
-                "the parts up in the backward.",
-                "`F.linear(f(ctx, x), a, a_bias)`",
-            ),
-            [("f(ctx, x)", "x")],
-        ),
-        Mistake(
-            "bias-added-n-times",
-            (
-                "By how much is Z too large?",
-                "Of the second layer each rank has a part of a sum, and the bias is no part of it: add it once, "
-                "after g.",
-                "`g(ctx, F.linear(y, b)) + down.bias`",
-            ),
-            [("g(ctx, F.linear(y, b)) + down.bias", "g(ctx, F.linear(y, b, down.bias))")],
-        ),
-        Mistake(
-            "no-g",
-            (
-                "Is Z the same on every rank?",
-                "Each rank has one term of the sum Y₀B₀ + Y₁B₁ + ...: g adds them up.",
-            ),
-            [("g(ctx, F.linear(y, b))", "F.linear(y, b)")],
-        ),
-        Mistake(
-            "wrong-dimension-of-the-weight",
-            (
-                "Which shapes do the two matrices have that torch could not multiply?",
-                "`nn.Linear.weight` is [out, in], the transposed of the paper's matrix. The paper's columns of A are "
-                "the rows of `up.weight` (dimension 0), its rows of B the columns of `down.weight` (dimension 1).",
-            ),
-            [("down.weight.chunk(n, 1)", "down.weight.chunk(n, 0)")],
-            when=lambda seen: "shapes cannot be multiplied" in seen.error or "size of tensor" in seen.error,
-        ),
-        Mistake(
-            "does-everything-everywhere",
-            (
-                "Whose part of the weights does each rank compute with?",
-                "All ranks do the whole MLP: the result is right, and nothing is shared. The gradient should fall "
-                "into this rank's part only.",
-            ),
-            """
-            def mlp(ctx: mk.Context, x: Tensor, up: nn.Linear, down: nn.Linear) -> Tensor:
-                return down(F.gelu(up(x)))
-            """,
-        ),
-    ),
-    otherwise=("Check Z on 2 ranks first, then the gradient of x, and those of the weights last.",),
+    },
 )

@@ -1,24 +1,4 @@
-"""Sequence parallel.
-
-Between the tensor-parallel regions there are layer norms, dropouts and residuals. They work on each token by itself,
-and in tensor parallelism every rank does all tokens, and keeps all their activations. Divide these by tokens:
-
-    x [s/t] ── norm ── f̄ ──── A_i ── GeLU ── B_i ──── ḡ ── + x      a rank's part of the sequence
-                    all-gather                  reduce-scatter
-                        [s] tokens, some columns
-
-f̄ stands where f did: all-gather in the forward, reduce-scatter in the backward. ḡ stands where g did: reduce-scatter
-in the forward, all-gather in the backward. Together they send what two all-reduces send.
-
-One thing is new: weight and bias of the layer norm are the same on every rank, but each rank now uses them on *its own*
-tokens. So their gradients are parts of a sum over ranks: `f(ctx, parameter)` adds them up.
-
-`operator(x, forward, backward)` has the value `forward(x)`, and gives x the gradient `backward(dy)`.
-
-Budget: bytes sent, as in tensor parallelism (and a little for the layer norm), and bytes of activations.
-
-Source: Korthikanti et al., MLSys 2023, section 4.2.2.
-"""
+"""Sequence parallel."""
 
 from __future__ import annotations
 
@@ -28,7 +8,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, ring
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -100,9 +80,8 @@ def part(name: str, tensor: Tensor, case: Case, rank: int) -> Tensor:
     return tensor.chunk(case.ranks, 1 if name == "a" else 0)[rank].clone()
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run this rank's forward and backward with the answer."""
-    assert callable(answer)
     whole, dz = inputs(case)
     mine = {name: part(name, each, case, ctx.rank).requires_grad_() for name, each in whole.items()}
     of_mine = part("x", dz, case, ctx.rank)
@@ -164,107 +143,8 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=60,
-    start="Write f_bar and g_bar first: each is one collective in the forward, and the other one in the backward. "
-    "Then the block, from left to right in the drawing.",
-    mistakes=(
-        Mistake(
-            "norm-of-the-whole-sequence",
-            (
-                "How many tokens does a rank norm, and how many inputs of the norm does it keep for the backward?",
-                "If the sequence is gathered before the norm, every rank does all tokens again, and keeps all of "
-                "them. Norm this rank's tokens, and gather after that.",
-                "`f_bar(normed)`, with `normed` made from this rank's x.",
-            ),
-            [
-                ("F.layer_norm(x, x.shape", "F.layer_norm(f_bar(x), x.shape"),
-                ("f_bar(normed) @ a", "normed @ a"),
-            ],
-            when=lambda seen: seen.budget == HELD,
-        ),
-        Mistake(
-            "all-reduce-and-cut",
-            (
-                "Of the sum that a rank receives, how much does it keep?",
-                "An all-reduce sends everybody the sums of all tokens, and a rank keeps those of its own. A "
-                "reduce-scatter hands them out by token, for half of the bytes.",
-                "g_bar is `operator(y, lambda y: ctx.comm.reduce_scatter(y), lambda dz: ctx.comm.all_gather(dz))`.",
-            ),
-            [
-                (
-                    "lambda y: ctx.comm.reduce_scatter(y)",
-                    "lambda y: ctx.comm.all_reduce(y).chunk(ctx.world_size)[ctx.rank].clone()",
-                )
-            ],
-            when=lambda seen: seen.budget == SENT,
-        ),
-        Mistake(
-            "norm-of-own-tokens-only",
-            (
-                "The result is right. Which gradients are wrong, and are they the same on every rank?",
-                "Weight and bias of the norm are used on other tokens by every rank. Their gradients are parts of a "
-                "sum, and nobody has added them up: the copies on the ranks drift apart.",
-                "`F.layer_norm(x, x.shape[-1:], f(ctx, weight), f(ctx, bias))`",
-            ),
-            [("f(ctx, weight), f(ctx, bias)", "weight, bias")],
-        ),
-        Mistake(
-            "cuts-in-the-backward",
-            (
-                "The result is right. Of what is the gradient that comes back to f_bar a part?",
-                "Each rank's gradient of the gathered tokens comes through its own columns of A only. It is a part "
-                "of a sum: to take this rank's tokens of it is not enough.",
-                "The conjugate of an all-gather is a reduce-scatter: it adds up, and hands out.",
-            ),
-            [
-                (
-                    "lambda dy: ctx.comm.reduce_scatter(dy)",
-                    "lambda dy: dy.chunk(ctx.world_size)[ctx.rank].clone()",
-                )
-            ],
-        ),
-        Mistake(
-            "residual-before-the-sum",
-            (
-                "By how much is the result too large?",
-                "What goes into the reduce-scatter is added up over ranks. The residual is not a part of a sum: add "
-                "x after it.",
-            ),
-            [
-                (
-                    "x + g_bar(F.gelu(f_bar(normed) @ a) @ b)",
-                    "g_bar(F.gelu(f_bar(normed) @ a) @ b + ctx.comm.all_gather(x.detach())) + 0 * x",
-                )
-            ],
-        ),
-        Mistake(
-            "averaged-not-summed",
-            (
-                "By which factor is the sum too small?",
-                "Ranks have other columns and rows, not other samples: the parts are added up, and nothing is "
-                "divided by t.",
-            ),
-            [
-                (
-                    "lambda y: ctx.comm.reduce_scatter(y)",
-                    "lambda y: ctx.comm.reduce_scatter(y) / ctx.world_size",
-                )
-            ],
-        ),
-        Mistake(
-            "no-gather",
-            (
-                "Whose tokens does a rank's part of A see?",
-                "A rank has some of A's columns, and they have to see all tokens. If each rank sends only its own "
-                "through, the others' columns are missing for them.",
-            ),
-            """
-            def sequence_parallel(
-                ctx: mk.Context, x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, b: Tensor
-            ) -> Tensor:
-                normed = F.layer_norm(x, x.shape[-1:], f(ctx, weight), f(ctx, bias))
-                return x + F.gelu(normed @ a) @ b
-            """,
-        ),
-    ),
-    otherwise=("Check the result first, then the gradient of x, then those of the norm's weight and bias.",),
+    when={
+        "norm-of-the-whole-sequence": lambda seen: seen.budget == HELD,
+        "all-reduce-and-cut": lambda seen: seen.budget == SENT,
+    },
 )

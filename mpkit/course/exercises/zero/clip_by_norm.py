@@ -1,16 +1,4 @@
-"""Clip by the true global norm.
-
-Gradients are clipped by the norm of *all* of them together: if it is larger than `max_norm`, every gradient is
-multiplied by `max_norm / norm`; if not, they stay as they are. In ZeRO-2 and -3 no rank has all of them. It has
-
-    shards    its n-th of each large gradient: other numbers on every rank
-    copies    the gradients of small parameters that are not sharded: the same numbers on every rank
-
-Compute the norm over everything, each gradient counted once, and clip in place. All ranks have to come to the same
-norm: if each clips by its own, they take steps of different lengths, and training is wrong without any error.
-
-Budget: one collective, of one number.
-"""
+"""Clip by the true global norm."""
 
 from __future__ import annotations
 
@@ -18,7 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
@@ -57,9 +45,8 @@ def whole(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     return large, small
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the norm, and this rank's gradients after clipping."""
-    assert callable(answer)
     large, copies = whole(case)
     shards = [grad.chunk(case.ranks)[ctx.rank].clone() for grad in large]
     norm = answer(ctx, shards, copies, case["max_norm"])
@@ -100,108 +87,10 @@ EXERCISE = OnRanks(
     budgets=(Budget("collectives", collectives, 1), Budget(SENT, payload, 8, "bytes")),
     after="03-zero",
     place=70,
-    start="A norm is the square root of a sum of squares. Which sums can each rank make alone, and which of them has "
-    "to be added up over ranks?",
-    mistakes=(
-        Mistake(
-            "norm-of-own-shard",
-            (
-                "Is the norm the same on every rank?",
-                "Each rank clips by the norm of what it has. That is smaller than the norm of all, and another on "
-                "every rank: shards of one gradient are multiplied by different numbers.",
-                "Add up the squares of the shards over ranks, with an all-reduce, before the square root.",
-            ),
-            [("    squares = ctx.comm.all_reduce(squares)\n", "")],
-        ),
-        Mistake(
-            "adds-up-norms",
-            (
-                "The norm is too large. What do you add up over ranks?",
-                "Norms do not add up, squares do: √(a² + b²) is not a + b.",
-                "All-reduce the sum of squares, and take the root at the very end.",
-            ),
-            [
-                ("ctx.comm.all_reduce(squares)", "ctx.comm.all_reduce(squares.sqrt()).square()"),
-            ],
-        ),
-        Mistake(
-            "copies-counted-n-times",
-            (
-                "How often is a gradient counted that all ranks have?",
-                "The copies are the same numbers on every rank. In a sum over ranks they come n times. Count them "
-                "once: after the all-reduce.",
-            ),
-            [
-                (
-                    "    squares = ctx.comm.all_reduce(squares)\n    squares = squares + sum(copy.square().sum() for "
-                    "copy in copies)\n",
-                    "    squares = squares + sum(copy.square().sum() for copy in copies)\n"
-                    "    squares = ctx.comm.all_reduce(squares)\n",
-                )
-            ],
-            when=lambda seen: norm_of(seen, seen.case.ranks),
-        ),
-        Mistake(
-            "copies-left-out",
-            (
-                "Which gradients does the global norm belong to?",
-                "All of them: small parameters that are not sharded count too.",
-            ),
-            [("    squares = squares + sum(copy.square().sum() for copy in copies)\n", "")],
-            when=lambda seen: norm_of(seen, 0),
-        ),
-        Mistake(
-            "always-scales",
-            (
-                "Look at the case whose `max_norm` is larger than the norm. What happens to its gradients?",
-                "Clipping only ever makes gradients smaller. If the norm is below `max_norm` they stay as they are.",
-                "`if norm > max_norm:`, or multiply by `min(1, max_norm / norm)`.",
-            ),
-            [("    if norm > max_norm:\n", "    if norm > 0:\n")],
-        ),
-        Mistake(
-            "a-collective-a-gradient",
-            (
-                "How many numbers have to travel, and in how many messages?",
-                "Every small all-reduce costs its latency, and the ranks wait for each. Add up first, at home, then "
-                "once over ranks.",
-            ),
-            [
-                (
-                    "torch.stack([shard.square().sum() for shard in shards]).sum()",
-                    "sum(ctx.comm.all_reduce(shard.square().sum()) for shard in shards)",
-                ),
-                ("    squares = ctx.comm.all_reduce(squares)\n", ""),
-            ],
-            when=lambda seen: seen.budget == "collectives",
-        ),
-        Mistake(
-            "gathers-the-gradients",
-            (
-                "How many bytes of gradients does the norm need on one rank?",
-                "You put whole gradients together to take their norm: that is what stage 2 was to avoid. A rank's "
-                "squares add up to one number.",
-            ),
-            [
-                (
-                    "    squares = torch.stack([shard.square().sum() for shard in shards]).sum()\n"
-                    "    squares = ctx.comm.all_reduce(squares)\n",
-                    "    squares = ctx.comm.all_gather(torch.cat(shards)).square().sum()\n",
-                )
-            ],
-            when=lambda seen: seen.budget == SENT,
-        ),
-        Mistake(
-            "copies-not-clipped",
-            (
-                "The norm is right, and the shards too. What about the others?",
-                "What counts in the norm is clipped with it: shards and copies.",
-            ),
-            [("for grad in shards + copies:", "for grad in shards:")],
-        ),
-    ),
-    otherwise=(
-        "Print the sum of squares on each rank, of shards and of copies, and add them up by hand for 2 ranks.",
-        "First get the norm right. If that is, look at what you multiply, and when.",
-    ),
+    when={
+        "copies-counted-n-times": lambda seen: norm_of(seen, seen.case.ranks),
+        "copies-left-out": lambda seen: norm_of(seen, 0),
+        "a-collective-a-gradient": lambda seen: seen.budget == "collectives",
+        "gathers-the-gradients": lambda seen: seen.budget == SENT,
+    },
 )

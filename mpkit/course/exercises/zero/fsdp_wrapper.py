@@ -1,32 +1,4 @@
-"""FSDP as a wrapper.
-
-In ZeRO-3 you wrote the backward by hand. FSDP puts the same around any model: hooks gather a block's parameters before
-it is needed, and free them after that. The model's own code knows nothing of it.
-
-    forward of a block      gather its parameters · compute · free them
-    backward of a block     gather again · gradients · of each parameter: reduce-scatter the gradient, keep the n-th,
-    free both
-
-Write the class `Sharded`. It takes a model whose children are the blocks (a block's parameters lie flat in it), and
-`sharded(x)` returns the model's outputs. `sharded.shards` is a list with a tensor for each parameter, in the model's
-order: this rank's n-th, `flat([parameter], n).chunk(n)[rank]`. After a backward, the `grad` of each shard is its n-th
-of the mean gradient over all ranks. The optimizer steps the shards, and the next forward has to see that.
-
-- `block.register_forward_pre_hook(lambda block, inputs: ...)`, `block.register_forward_hook(lambda block, inputs,
-  outputs: ...)`,
-  `block.register_full_backward_pre_hook(lambda block, grad: ...)` and
-  `parameter.register_post_accumulate_grad_hook(hook)`.
-- A parameter is freed by `parameter.data = torch.empty(0)`, and is back with `parameter.data = whole`. Autograd refers
-  to the
-  parameter, not to its data: it finds what is there in the backward.
-- A tensor that is a part of another keeps all of it alive: `clone()` what you keep.
-
-Budget: after a forward, and after a backward, no parameter is gathered, and no gradient is left on a parameter. Bytes
-held at a time: the shards, and less than three blocks. Sent by a rank: 3ψ(n-1)/n numbers per step,
-in three collectives for each parameter.
-
-Sources: Zhao et al., "PyTorch FSDP", VLDB 2023, section 3; Rajbhandari et al., SC 2020, section 5.3.
-"""
+"""FSDP as a wrapper."""
 
 from __future__ import annotations
 
@@ -38,7 +10,7 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.course.exercises.zero import flat
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -132,9 +104,8 @@ def left(module: nn.Module) -> list[int]:
     return [gathered, sum(parameter.grad is not None for parameter in module.parameters())]
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Train; return the losses, this rank's shards, and what is gathered after forwards and backwards."""
-    assert callable(answer)
     blocks, result = model(case), {"after the forward": [], "after the backward": [], "losses": []}
     with Memory(ctx):
         sharded = answer(ctx, blocks)
@@ -205,114 +176,14 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=45,
-    start="Write `gather(block)` and `free(block)` first: from the shards to a block's parameters, and back to "
-    "nothing. Then "
-    "register them: before the forward, after it, before the backward.",
-    mistakes=(
-        Mistake(
-            "not-gathered-in-the-backward",
-            (
-                "A forward works, and the backward finds something of the wrong size. What is in the parameters then?",
-                "Nothing: they were freed after the forward. Gather them again, in a "
-                "`register_full_backward_pre_hook` of each "
-                "block.",
-            ),
-            [
-                (
-                    "            block.register_full_backward_pre_hook(lambda block, grad: self.gather(block))\n",
-                    "",
-                )
-            ],
-            when=lambda seen: re.search("size|shape|dimension|must be a matrix", seen.error),
+    when={
+        "not-gathered-in-the-backward": lambda seen: re.search(
+            "size|shape|dimension|must be a matrix", seen.error
         ),
-        Mistake(
-            "nothing-is-freed-after-the-forward",
-            (
-                "How many parameters are gathered when the forward is over?",
-                "Each block's have to be freed when its own forward is over: `register_forward_hook`.",
-            ),
-            [
-                (
-                    "            block.register_forward_hook(lambda block, inputs, outputs: self.free(block))\n",
-                    "",
-                )
-            ],
-            when=lambda seen: missed(seen, "after the forward"),
-        ),
-        Mistake(
-            "whole-gradients-stay",
-            (
-                "After the backward, what is `parameter.grad`?",
-                "The whole gradient is still there, and in the next step the backward adds to it: "
-                "`parameter.grad = None`.",
-            ),
-            [("        parameter.grad = None\n", "")],
-            when=lambda seen: missed(seen, "after the backward", 1),
-        ),
-        Mistake(
-            "nothing-is-freed-after-the-backward",
-            (
-                "After the backward, how many parameters are gathered?",
-                "Nothing frees what the backward has gathered. When a parameter's gradient is complete, nobody "
-                "needs the "
-                "parameter any more: free it in its hook.",
-            ),
-            [
-                (
-                    "        parameter.grad = None\n        parameter.data = torch.empty(0, dtype=parameter.dtype)\n",
-                    "        parameter.grad = None\n",
-                )
-            ],
-            when=lambda seen: missed(seen, "after the backward", 0),
-        ),
-        Mistake(
-            "summed-not-averaged",
-            (
-                "The first losses are right. By which factor are the shards' gradients wrong?",
-                "A reduce-scatter adds up the gradients of n ranks. Divide by n.",
-            ),
-            [("(flat([parameter.grad], n)) / n", "(flat([parameter.grad], n))")],
-        ),
-        Mistake(
-            "its-own-gradient-only",
-            (
-                "Whose samples is the gradient of a shard of?",
-                "That of this rank alone. The n-th has to be summed over all ranks: `reduce_scatter`.",
-            ),
-            [
-                (
-                    "self.ctx.comm.reduce_scatter(flat([parameter.grad], n)) / n",
-                    "flat([parameter.grad], n).chunk(n)[self.ctx.rank].clone()",
-                )
-            ],
-        ),
-        Mistake(
-            "all-reduces-the-gradients",
-            (
-                "Which part of what a rank receives does it keep?",
-                "An all-reduce sends twice what a reduce-scatter does, and leaves the whole gradient on every rank.",
-            ),
-            [
-                (
-                    "self.ctx.comm.reduce_scatter(flat([parameter.grad], n)) / n",
-                    "self.ctx.comm.all_reduce(flat([parameter.grad], n)).chunk(n)[self.ctx.rank].clone() / n",
-                )
-            ],
-            when=lambda seen: seen.budget == SENT,
-        ),
-        Mistake(
-            "shards-that-are-views",
-            (
-                "Everything is right, and too much is held. Of which tensor is a shard a part?",
-                "A chunk is a view: as long as it lives, all of the flat parameter does. Keep a copy of the "
-                "n-th: `.clone()`.",
-            ),
-            [("flat([parameter], n).chunk(n)[ctx.rank].clone()", "flat([parameter], n).chunk(n)[ctx.rank]")],
-            when=lambda seen: seen.budget == HELD,
-        ),
-    ),
-    otherwise=(
-        "Take one block, print in each hook which it is and the shape of its weight: [10, 10] when it computes, "
-        "[0] in between.",
-    ),
+        "nothing-is-freed-after-the-forward": lambda seen: missed(seen, "after the forward"),
+        "whole-gradients-stay": lambda seen: missed(seen, "after the backward", 1),
+        "nothing-is-freed-after-the-backward": lambda seen: missed(seen, "after the backward", 0),
+        "all-reduces-the-gradients": lambda seen: seen.budget == SENT,
+        "shards-that-are-views": lambda seen: seen.budget == HELD,
+    },
 )

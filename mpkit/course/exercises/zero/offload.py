@@ -1,21 +1,4 @@
-"""Offload: keep the optimizer on the host.
-
-Optimizer states are touched once per step. They may as well live in the host's memory, and the step be taken there. The
-price is two copies over the bus between device and host: gradients there, parameters back.
-
-    device   backward → reduce-scatter                    all-gather → next step
-                              ↓ host.put(gradients)   ↑ host.get(parameters)
-    host                      step of this rank's n-th
-
-Write ZeRO with its optimizer on the host. `host.put(tensor)` is a copy of a device's tensor on the host,
-`host.get(tensor)` one of a host's tensor on the device. As with a real GPU, no operator takes tensors of both, and an
-optimizer's states are where its parameters are. `flat` and `unflat` are those of ZeRO-1.
-
-Budget: no bytes of optimizer states on the device, and over the bus an n-th of the gradients there and an n-th of the
-parameters back, in each step (and an n-th of the parameters there, once, at the beginning).
-
-Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021.
-"""
+"""Offload: keep the optimizer on the host."""
 
 from __future__ import annotations
 
@@ -28,7 +11,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.exercises.zero import flat, unflat
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import copied_bytes, peak, ring
 from mpkit.course.framework.memory import Host, Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -71,9 +54,8 @@ DOWN, UP = "bytes copied to the host", "bytes copied to the device"
 SENT = "bytes that a rank sends, on a ring"
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the model's weights after the answer has trained it."""
-    assert callable(answer)
     model = serial.model(case.seed)
     mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     with Memory(ctx, model.parameters()) as memory:
@@ -107,99 +89,10 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=60,
-    start="Begin with your solution of ZeRO-1. Which of its tensors have to be on the host, so that Adam's states "
-    "are? Then follow the arrows of the drawing: what goes down before the step, and what comes up after it?",
-    mistakes=(
-        Mistake(
-            "optimizer-on-the-device",
-            (
-                "The training is right. Where are Adam's two means?",
-                "An optimizer makes its states where its parameters are. Give it a shard that is on the host.",
-                "`shard = host.put(flat(weights, n).chunk(n)[ctx.rank])`, and then `make_optimizer([shard])`.",
-            ),
-            [
-                (
-                    "host.put(flat(weights, n).chunk(n)[ctx.rank])",
-                    "flat(weights, n).chunk(n)[ctx.rank].clone()",
-                ),
-                ("host.put(ctx.comm.reduce_scatter(grads) / n)", "ctx.comm.reduce_scatter(grads) / n"),
-                ("host.get(shard)", "shard"),
-            ],
-            when=lambda seen: seen.budget == OPTIMIZER,
-        ),
-        Mistake(
-            "gradient-left-on-the-device",
-            (
-                "Torch says that one operator got tensors of the device and of the host. Which are these?",
-                "The optimizer steps on the host, with a gradient that is on the device: it has to be copied there "
-                "first.",
-                "`shard.grad = host.put(...)`",
-            ),
-            [("host.put(ctx.comm.reduce_scatter(grads) / n)", "ctx.comm.reduce_scatter(grads) / n")],
-            when=lambda seen: "same device" in seen.error,
-        ),
-        Mistake(
-            "whole-gradients-over-the-bus",
-            (
-                "How many numbers does the host need in a step, if this rank updates an n-th?",
-                "Every rank copies all gradients to the host, and uses an n-th of them. The bus is the slowest link "
-                "there is: reduce-scatter on the device, then copy what is left.",
-                "`host.put(ctx.comm.reduce_scatter(grads) / n)`",
-            ),
-            [
-                (
-                    "host.put(ctx.comm.reduce_scatter(grads) / n)",
-                    'host.put(ctx.comm.all_reduce(grads, op="mean")).chunk(n)[ctx.rank]',
-                )
-            ],
-            when=lambda seen: seen.budget == DOWN,
-        ),
-        Mistake(
-            "whole-optimizer",
-            (
-                "How many numbers come back from the host in a step, and how many did this rank have to update?",
-                "Each rank updates its own n-th, and gets those of the others from them: links between devices are "
-                "faster than the bus.",
-            ),
-            [
-                ("flat(weights, n).chunk(n)[ctx.rank]", "flat(weights, n)"),
-                (
-                    "host.put(ctx.comm.reduce_scatter(grads) / n)",
-                    'host.put(ctx.comm.all_reduce(grads, op="mean"))',
-                ),
-                ("ctx.comm.all_gather(host.get(shard))", "host.get(shard)"),
-            ],
-            when=lambda seen: seen.budget == UP,
-        ),
-        Mistake(
-            "stale-weights",
-            (
-                "The host's parameters move. With which does the model compute?",
-                "The step changes the host's copy. As long as that does not come back, the device goes on with the "
-                "parameters that it began with, and nothing says so: the loss is only a little too high.",
-                "After the step: `unflat(ctx.comm.all_gather(host.get(shard)), weights)`.",
-            ),
-            [("unflat(ctx.comm.all_gather(host.get(shard)), weights)", "host.get(shard)")],
-        ),
-        Mistake(
-            "summed-not-averaged",
-            (
-                "A reduce-scatter adds up. Over how many samples is the loss of serial training a mean?",
-                "The gradient of the whole batch is the mean of the ranks' gradients: divide by n.",
-            ),
-            [("(grads) / n", "(grads)")],
-        ),
-        Mistake(
-            "gradients-pile-up",
-            (
-                "The first step is right. What is in `weight.grad` before the second backward?",
-                "The optimizer knows the shard on the host only; the gradients of the model are yours to set to "
-                "zero.",
-            ),
-            [("        model.zero_grad()\n", "")],
-        ),
-    ),
-    otherwise=(
-        "Write it without the host first (that is ZeRO-1); then put `host.put` and `host.get` where the arrows are.",
-    ),
+    when={
+        "optimizer-on-the-device": lambda seen: seen.budget == OPTIMIZER,
+        "gradient-left-on-the-device": lambda seen: "same device" in seen.error,
+        "whole-gradients-over-the-bus": lambda seen: seen.budget == DOWN,
+        "whole-optimizer": lambda seen: seen.budget == UP,
+    },
 )

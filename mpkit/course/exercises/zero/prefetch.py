@@ -1,32 +1,16 @@
-"""Prefetch the next layer.
-
-In ZeRO-3 a layer's parameters are gathered before it computes. If the gather is waited for at once, the device is idle
-that long before each layer. So issue the gather of layer i+1 *before* layer i computes, and wait for it after:
-
-    links      gather 0   gather 1   gather 2
-    device                layer 0    layer 1    layer 2
-
-`work = ctx.comm.all_gather(shard, async_op=True)` returns at once; `work.wait()` returns the gathered tensor. Until
-then nothing may look at it. `compute(ctx, i, weights, x)` computes layer i, and puts it on the timeline.
-
-Budget: at most one layer (the last) computes while no gather is under way, and never are there parameters of more than
-a few layers: gathering everything at the beginning hides the gathers too, and gives away what stage 3 saves.
-"""
+"""Prefetch the next layer."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
-from mpkit.course.framework.measures import collectives, peak
+from mpkit.course.framework.exercise import Answer, Budget, Case
+from mpkit.course.framework.measures import alone, collectives, gathers_and_layers, peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.seen import Seen
-from mpkit.trace import Kind
 
 
 # %% given
@@ -65,34 +49,15 @@ EXPOSED = "layers that compute while no gather is under way"
 HELD = "bytes of gathered parameters and all else"
 
 
-def alone(seen: Seen) -> float:
-    """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
-    assert seen.trace is not None
-    return max(_alone(rank.ops) for rank in seen.trace.ranks)
-
-
 def early(seen: Seen) -> bool:
     """Return whether a layer computes before its own gather is waited for."""
     assert seen.trace is not None
-    orders = [_in_order(rank.ops) for rank in seen.trace.ranks]
+    orders = [gathers_and_layers(rank.ops) for rank in seen.trace.ranks]
     return any(
         layer < waited
         for gathers, layers in orders
         for (_, waited), layer in zip(gathers, layers, strict=False)
     )
-
-
-def _alone(ops: Any) -> int:
-    gathers, layers = _in_order(ops)
-    return sum(not any(issued < layer < waited for issued, waited in gathers) for layer in layers)
-
-
-def _in_order(ops: Any) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return where each gather is issued and waited for, and where each layer computes: places in program order."""
-    waits = {int(op["ref"]): place for place, op in enumerate(ops) if op["kind"] == Kind.WAIT}
-    gathers = [place for place, op in enumerate(ops) if op["kind"] == Kind.ALL_GATHER]
-    layers = [place for place, op in enumerate(ops) if op["kind"] == Kind.COMPUTE]
-    return [(place, waits.get(place, len(ops))) for place in gathers], layers
 
 
 def whole(case: Case) -> list[Tensor]:
@@ -109,9 +74,8 @@ def samples(case: Case, rank: int) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=case.generator(rank), dtype=torch.float64)
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run the answer with this rank's shards."""
-    assert callable(answer)
     shards = [weights.chunk(case.ranks)[ctx.rank].clone() for weights in whole(case)]
     x = samples(case, ctx.rank)
     with Memory(ctx, shards):
@@ -142,100 +106,10 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=50,
-    start="The cell holds a forward that is right, and gathers each layer just before it computes.",
-    mistakes=(
-        Mistake(
-            "waits-at-once",
-            (
-                "Look at the timeline: what does the device do while a layer's parameters travel?",
-                "A gather hides behind a layer if it is issued before that layer computes, and waited for after. So "
-                "which layer's gather goes before `compute(ctx, i, ...)`?",
-                "Issue the gather of layer 0 before the loop. In the loop: wait for layer i's, issue that of layer "
-                "i+1, compute layer i.",
-            ),
-            [
-                (
-                    "    work = ctx.comm.all_gather(shards[0], async_op=True)\n    for i in range(len(shards)):\n",
-                    "    for i in range(len(shards)):\n        work = ctx.comm.all_gather(shards[i], "
-                    "async_op=True)\n",
-                ),
-                (
-                    "        if i + 1 < len(shards):\n            work = ctx.comm.all_gather(shards[i + 1], "
-                    "async_op=True)\n",
-                    "",
-                ),
-            ],
-            when=lambda seen: seen.budget == EXPOSED,
-        ),
-        Mistake(
-            "gathers-all-at-the-beginning",
-            (
-                "Nothing waits any more. How many layers' parameters does a rank hold when layer 0 computes?",
-                "If all gathers are issued first, all parameters are there at once: stage 3 has saved nothing. One "
-                "layer ahead is enough.",
-                "Keep one `work` under way, for layer i+1, and `del weights` once layer i has computed.",
-            ),
-            """
-            def prefetch(ctx: mk.Context, shards: list[Tensor], x: Tensor) -> Tensor:
-                works = [ctx.comm.all_gather(shard, async_op=True) for shard in shards]
-                for i in range(len(shards)):
-                    x = compute(ctx, i, works[i].wait(), x)
-                return x
-            """,
-            when=lambda seen: seen.budget == HELD,
-        ),
-        Mistake(
-            "computes-the-next-layer",
-            (
-                "Which layer's parameters are in `weights` when layer i computes?",
-                "`work` is the next layer's by then. Take what you have waited for, before you issue the next "
-                "gather.",
-                "`weights = work.wait()` first, then `work = ctx.comm.all_gather(shards[i + 1], async_op=True)`.",
-            ),
-            [
-                (
-                    "        weights = work.wait()\n        if",
-                    "        if",
-                ),
-                ("        x = compute", "        weights = work.wait()\n        x = compute"),
-            ],
-        ),
-        Mistake(
-            "computes-before-the-wait",
-            (
-                "Check once more: are other numbers wrong this time? What may be in a tensor that is still on its "
-                "way?",
-                "An asynchronous gather has filled its tensor only when `wait()` has returned. Before that there is "
-                "what happened to be in the memory, and some ranks' parts.",
-                "Wait for layer i's gather, issue the next, and only then compute layer i.",
-            ),
-            """
-            def prefetch(ctx: mk.Context, shards: list[Tensor], x: Tensor) -> Tensor:
-                for i, shard in enumerate(shards):
-                    weights = torch.zeros(len(shard) * ctx.world_size, dtype=shard.dtype)
-                    work = ctx.comm.all_gather(shard, async_op=True, out=weights)
-                    x = compute(ctx, i, weights, x)
-                    work.wait()
-                return x
-            """,
-            when=lambda seen: seen.is_finished and not seen.budget and early(seen),
-        ),
-        Mistake(
-            "one-gather-too-many",
-            (
-                "How many layers are there, and which one is gathered last?",
-                "The last layer has no next one: issue a gather only if there is.",
-                "`if i + 1 < len(shards):`",
-            ),
-            [
-                ("        if i + 1 < len(shards):\n            work", "        work"),
-                ("shards[i + 1], async", "shards[(i + 1) % len(shards)], async"),
-            ],
-            when=lambda seen: seen.budget == "collectives" or "IndexError" in seen.error,
-        ),
-    ),
-    otherwise=(
-        "First gather and wait for each layer before it computes, as the cell had it: that is right, if slow.",
-        "Then move one line: the gather of layer i+1 before the computing of layer i.",
-    ),
+    when={
+        "waits-at-once": lambda seen: seen.budget == EXPOSED,
+        "gathers-all-at-the-beginning": lambda seen: seen.budget == HELD,
+        "computes-before-the-wait": lambda seen: seen.is_finished and not seen.budget and early(seen),
+        "one-gather-too-many": lambda seen: seen.budget == "collectives" or "IndexError" in seen.error,
+    },
 )

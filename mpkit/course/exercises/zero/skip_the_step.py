@@ -1,17 +1,4 @@
-"""Skip the step everywhere when one rank overflows.
-
-In fp16 the loss is multiplied by a large number, so that small gradients do not become zero. If it is too large, some
-gradients overflow: they are inf, or nan. Then nobody may step: the scale is halved, and the next batch is tried.
-
-With sharded gradients only *one* rank may see the inf, the one whose n-th it is in. The others have to know, or some
-parameters are stepped and some are not.
-
-Write one optimizer step. The gradient in `shard.grad` is that of the *scaled* loss; Adam, and its count of steps, must
-not notice a step that is skipped. Whether there was an overflow is one number: let the ranks agree on it, with one
-collective, of at most 8 bytes.
-
-Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
-"""
+"""Skip the step everywhere when one rank overflows."""
 
 from __future__ import annotations
 
@@ -19,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import calls, payload
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.serial import adam
@@ -81,9 +68,8 @@ def start(case: Case) -> Tensor:
     return torch.randn(FEATURES, generator=case.generator(7))
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Run some steps; return this rank's weights and the scale after each."""
-    assert callable(answer)
     shard = start(case).chunk(case.ranks)[ctx.rank].clone()
     optimizer, scale, states = adam([shard]), SCALE, []
     for batch in batches(case):
@@ -125,101 +111,7 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=80,
-    start="`torch.isfinite(shard.grad).all()` says whether this rank saw no overflow. What do you have to know of "
-    "the others before you may step?",
-    mistakes=(
-        Mistake(
-            "asks-only-after-an-overflow",
-            (
-                "Some ranks wait in an all-reduce, the others went on without it. Who comes to it?",
-                "The branch depends on what a rank has seen alone, so some ranks call the collective and some do "
-                "not. All ranks ask, in every step; then all know, and all take the same branch.",
-            ),
-            """
-            def skip_the_step(ctx: mk.Context, optimizer: torch.optim.Optimizer, shard: Tensor, scale: float) -> float:
-                if not torch.isfinite(shard.grad).all():
-                    ctx.comm.all_reduce(torch.ones(()), op="max")
-                    return scale / 2
-                shard.grad /= scale
-                optimizer.step()
-                return scale
-            """,
-            when=lambda seen: seen.hang or seen.mismatch,
-        ),
-        Mistake(
-            "skips-alone",
-            (
-                "Compare the scales of the ranks. Do they stay the same?",
-                "The rank that sees the inf skips, the others step. From then on their scales differ, and the "
-                "parameters are of different steps.",
-                'All-reduce one number, with `op="max"`: 1 if this rank overflowed, else 0.',
-            ),
-            [('ctx.comm.all_reduce(overflow, op="max") > 0', "overflow > 0")],
-        ),
-        Mistake(
-            "knows-no-nan",
-            (
-                "In which step do you go wrong, and what is in the gradient there: inf, or nan?",
-                "inf - inf and 0 × inf are nan, which is not larger than anything and not equal to inf. "
-                "`torch.isfinite` refuses both.",
-            ),
-            [("torch.isfinite(shard.grad).all().float()", "(~torch.isinf(shard.grad)).all().float()")],
-        ),
-        Mistake(
-            "zeroes-instead-of-skipping",
-            (
-                "After an overflow the weights move, though the gradients are no good. What does Adam do with a "
-                "gradient of zero?",
-                "Adam steps with a gradient of zero as well: its means carry on, and its count of steps rises. "
-                "Skipping means that `step()` is not called.",
-            ),
-            [
-                (
-                    "        return scale / 2\n",
-                    "        shard.grad.zero_()\n        optimizer.step()\n        return scale / 2\n",
-                )
-            ],
-        ),
-        Mistake(
-            "cleans-the-gradient",
-            (
-                "In a step with an overflow, what do the finite gradients tell?",
-                "Replacing inf and nan by zero keeps the step, with a gradient of which a part is missing. Skip it "
-                "everywhere, and halve the scale.",
-            ),
-            [
-                (
-                    "        return scale / 2\n",
-                    "        shard.grad = torch.nan_to_num(shard.grad, 0.0, 0.0, 0.0) / scale\n"
-                    "        optimizer.step()\n        return scale / 2\n",
-                )
-            ],
-        ),
-        Mistake(
-            "steps-with-the-scaled-gradient",
-            (
-                "The first step is wrong already. How large is the gradient that Adam gets?",
-                "It is the gradient of the loss times `scale`. Divide by the scale before the step.",
-            ),
-            [("    shard.grad /= scale\n", "")],
-        ),
-        Mistake(
-            "keeps-the-scale",
-            (
-                "The steps that overflow are skipped. What will happen in the next one?",
-                "With the same scale the same gradients overflow again. Halve it.",
-            ),
-            [("return scale / 2", "return scale")],
-        ),
-        Mistake(
-            "needs-all-to-overflow",
-            (
-                "One rank overflows, and nobody skips. What does your all-reduce ask?",
-                'The question is whether *any* rank overflowed: "max" of a number that is 1 where it did. "min" asks '
-                "whether all did.",
-            ),
-            [('op="max"', 'op="min"')],
-        ),
-    ),
-    otherwise=("Print scale and overflow on every rank, step by step: all ranks have to print the same.",),
+    when={
+        "asks-only-after-an-overflow": lambda seen: seen.hang or seen.mismatch,
+    },
 )

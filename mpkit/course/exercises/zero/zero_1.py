@@ -1,22 +1,4 @@
-"""ZeRO-1: shard the optimizer states.
-
-In plain data parallelism every rank holds Adam's two means of every parameter, and all hold the same ones. Let each
-rank hold an n-th of them, and step the parameters that belong to these:
-
-    backward         every rank has gradients of all parameters, of its own batch
-    reduce-scatter   rank r gets the mean gradient of its own n-th, and of no more
-    step             rank r updates its own n-th
-    all-gather       everybody gets everybody's
-
-`flat` puts all parameters (or gradients) one after the other into one tensor, with zeros at its end so that n divides
-it; `unflat` copies such a tensor back into the parameters. The n-th of rank r is `whole.chunk(n)[r]`.
-
-Your ranks have to end with the parameters of serial training on the batches of all ranks together. Budget: Adam's
-states of an n-th of the parameters, two collectives per step, and no more bytes than an all-reduce of the gradients
-sends: 2ψ(n-1)/n numbers per rank.
-
-Source: Rajbhandari et al., SC 2020, section 5.1 (P_os).
-"""
+"""ZeRO-1: shard the optimizer states."""
 
 from __future__ import annotations
 
@@ -29,7 +11,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.exercises.zero import flat, unflat
 from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Budget, Case, Mistake
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
@@ -68,9 +50,8 @@ OPTIMIZER = "bytes of optimizer states"
 SENT = "bytes that a rank sends, on a ring"
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the model's weights after the answer has trained it."""
-    assert callable(answer)
     model = serial.model(case.seed)
     mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
     with Memory(ctx, model.parameters()):
@@ -102,81 +83,10 @@ EXERCISE = OnRanks(
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
     after="03-zero",
+    predict="zero-1-bytes",
     place=20,
-    start="Before the loop: put all parameters into one tensor with `flat`, take a copy of your n-th of it (your "
-    "shard), and make an optimizer of that alone. In the loop there are four lines, one for each line of the "
-    "drawing.",
-    mistakes=(
-        Mistake(
-            "whole-optimizer",
-            (
-                "The parameters are right. What does every rank's Adam hold two means of?",
-                "An optimizer holds states of all that it is given. Give it this rank's shard, and nothing else.",
-                "`optimizer = make_optimizer([shard])`, with `shard = flat(weights, n).chunk(n)[ctx.rank].clone()`.",
-            ),
-            [
-                (".chunk(n)[ctx.rank].clone()", ""),
-                ("ctx.comm.reduce_scatter(grads) / n", 'ctx.comm.all_reduce(grads, op="mean")'),
-                ("unflat(ctx.comm.all_gather(shard), weights)", "unflat(shard, weights)"),
-            ],
-            when=lambda seen: seen.budget == OPTIMIZER,
-        ),
-        Mistake(
-            "all-reduces-the-gradients",
-            (
-                "Which of the gradients that a rank receives does it use?",
-                "An all-reduce is a reduce-scatter and an all-gather, so you pay for three halves of it. A rank "
-                "needs the sum of its own n-th only.",
-                "`ctx.comm.reduce_scatter(grads)` gives just that n-th.",
-            ),
-            [("ctx.comm.reduce_scatter(grads) / n", "ctx.comm.all_reduce(grads).chunk(n)[ctx.rank] / n")],
-            when=lambda seen: seen.budget == SENT,
-        ),
-        Mistake(
-            "summed-not-averaged",
-            (
-                "A reduce-scatter adds up. The loss of serial training is the mean over how many samples?",
-                "Each rank's gradient is that of a mean over its own samples. Of n such gradients the batch's is the "
-                "mean, not the sum: divide by n.",
-            ),
-            [("reduce_scatter(grads) / n", "reduce_scatter(grads)")],
-        ),
-        Mistake(
-            "no-all-gather",
-            (
-                "Compare the parameters on two ranks after a step. Who has updated which?",
-                "A rank updates its n-th only. The others' it has to be given, before the next forward.",
-                "After the step: `unflat(ctx.comm.all_gather(shard), weights)`.",
-            ),
-            [
-                (
-                    "unflat(ctx.comm.all_gather(shard), weights)",
-                    "whole = list(flat(weights, n).chunk(n))\n        whole[ctx.rank] = shard\n"
-                    "        unflat(torch.cat(whole), weights)",
-                )
-            ],
-        ),
-        Mistake(
-            "gradients-pile-up",
-            (
-                "The first step is right. What is in `weight.grad` before the second backward?",
-                "A backward adds to the gradients that are there. The optimizer knows only your shard, so nobody "
-                "else sets those of the model to zero: `model.zero_grad()`.",
-            ),
-            [("        model.zero_grad()\n", "")],
-        ),
-        Mistake(
-            "own-gradients-only",
-            (
-                "Of whose samples is the gradient that a rank steps with?",
-                "Each rank steps its n-th for all. So that n-th needs the gradient of all ranks' samples: a "
-                "reduce-scatter, before the step.",
-            ),
-            [("ctx.comm.reduce_scatter(grads) / n", "grads.chunk(n)[ctx.rank].clone()")],
-        ),
-    ),
-    otherwise=(
-        "Take one step on 2 ranks, and print on each its shard's gradient and the parameters afterwards.",
-        "Compare with one device: which of the four lines of the drawing gives something else?",
-    ),
+    when={
+        "whole-optimizer": lambda seen: seen.budget == OPTIMIZER,
+        "all-reduces-the-gradients": lambda seen: seen.budget == SENT,
+    },
 )
