@@ -276,7 +276,8 @@ PARTICIPLES = {
 }  # fmt: skip
 """Those that do not end in -ed, -en or -ing, without those that look like their verb, such as `read` and `split`."""
 NO_PARTICIPLES = {
-    "children", "encoding", "feed", "flatten", "heading", "listen", "open", "ring", "scaling", "shorten",
+    "children", "deepspeed", "encoding", "feed", "flatten", "heading", "hidden", "listen", "open", "ring", "scaling",
+    "shorten",
 }  # fmt: skip
 """Verbs and nouns with such an end."""
 PUBLIC_NAMES = {
@@ -325,3 +326,23 @@ def test_a_function_is_named_by_more_than_a_participle_or_a_preposition() -> Non
     others = [place for place, name in bare.items() if name not in PUBLIC_NAMES]
     assert not others, "\n".join(others)
     assert set(bare.values()) == PUBLIC_NAMES, "a name on the list no longer exists"
+
+
+def test_a_module_and_a_class_are_named_by_a_noun() -> None:
+    """Not by one participle, preposition or adverb; what ends in -ing is a noun here. Exercises are not held to it."""
+
+    def is_bare(name: str) -> bool:
+        return says_nothing(name) and not name.endswith("ing")
+
+    ours = {name: path for name, path in MODULES.items() if not name.startswith("mpkit.course.exercises")}
+    bare = [name for name in ours if is_bare(name.rpartition(".")[2])]
+    bare += [
+        f"{name}: {node.name}"
+        for name, path in ours.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and node.name.strip("_").istitle()
+        and is_bare(node.name.lower())
+    ]
+    # What the authors of exercises, and those who read verdicts, know by this name.
+    assert sorted(bare) == ["mpkit.course.framework.observation: Seen", "mpkit.course.judge: Checked"]

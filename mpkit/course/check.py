@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.tracebacks import public
 from mpkit.course.catalogue import families, find, of_family
-from mpkit.course.framework.here import shared_room
+from mpkit.course.framework.local_trial import shared_room
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.judge import UNCOUNTED, Checked, is_stub, judge, look
 from mpkit.course.overview import Overview

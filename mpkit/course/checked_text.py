@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from mpkit.course.answered import ANSWERED, NOT_ANSWERED
+from mpkit.course.answer_status import ANSWERED, NOT_ANSWERED
 
 if TYPE_CHECKING:
     from mpkit.course.judge import Checked

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mpkit.course.answered import answered_row
+from mpkit.course.answer_status import answered_row
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.exercise import CheckRow, Exercise
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.lesson import lesson
 from mpkit.course.limits.allowance import TooBusy

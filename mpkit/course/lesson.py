@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
 
 __all__ = ["lesson"]
 

@@ -276,7 +276,7 @@ def _exercise(
     if kind == "solved":
         check += ".require()"
     if graded:  # by name, since `mk` is what the student has made of it
-        apart = "from mpkit.course.grading.apart import require"
+        apart = "from mpkit.course.grading.hidden_tests import require"
         required = f'require("{entry.name}", {exercise.name_of_answer})'
         check += f"\n{HIDDEN[0]}\n{apart}\n\n{required}\n{HIDDEN[1]}"
     points = exercise.points

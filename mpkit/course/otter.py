@@ -97,7 +97,7 @@ def _question(entry: ExerciseEntry) -> Iterator[Any]:
     # ---- tests
     yield raw("BEGIN TESTS", "tests-begin")
     said = new_output("execute_result", {"text/plain": "True"}, execution_count=1)
-    hidden = f'from mpkit.course.grading.apart import require\n\nrequire("{name}", {answer})'
+    hidden = f'from mpkit.course.grading.hidden_tests import require\n\nrequire("{name}", {answer})'
     yield new_code_cell(f"# HIDDEN\n{hidden}", id=f"{name[:50]}-test", outputs=[said])
     yield raw("END TESTS", "tests-end")
     yield raw("END QUESTION", "end")

@@ -12,13 +12,13 @@ import re
 from collections.abc import Sequence
 
 from mpkit.course.catalogue import ExerciseEntry
+from mpkit.course.detectors.relations import Relation, find_relation
 from mpkit.course.framework.exercise import UNFORESEEN, Case, CheckRow, Mistake
 from mpkit.course.framework.frugal import LOOP, WASTEFUL
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
-from mpkit.course.related.relations import Relation, find_relation
 
 __all__ = ["SLIP", "STUB", "tell"]
 

@@ -104,7 +104,7 @@ def _loaded(node: ast.AST) -> set[str]:
 def _head(head: str) -> str:
     """Return the docstring, the imports and the given code; with what the sealed exercise imports."""
     more = [
-        "from mpkit.course.missing import raise_missing",
+        "from mpkit.course.no_solutions import raise_missing",
         *(f"from {kind.__module__} import {kind.__name__}" for kind in KINDS),
     ]
     mark = "from __future__ import annotations\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["Touched", "changed_files", "last_passed", "touched"]
 
-EXAM = ("scripts/exam/", "mpkit/course/catalogue.py", "mpkit/course/answered.py")
+EXAM = ("scripts/exam/", "mpkit/course/catalogue.py", "mpkit/course/answer_status.py")
 CLASSROOM = r"(mpkit/course|tests/classroom)/|notebooks/exercises/|scripts/gate/|pyproject.toml"
 SYSTEMS = (
     r"mpkit/(launch/watch|plan/formats|strategies/program_calls)/|"

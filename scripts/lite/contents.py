@@ -22,7 +22,7 @@ import mpkit as mk
 from mpkit.course import lab
 from mpkit.course.catalogue import of_family
 from mpkit.course.exercises.reading_lab import read_the_memory
-from mpkit.course.framework.here import shared_room
+from mpkit.course.framework.local_trial import shared_room
 from mpkit.course.framework.questions import Questions
 
 ROOT = Path(__file__).parents[2]

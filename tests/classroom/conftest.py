@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mpkit.course.framework.here import shared_room
+from mpkit.course.framework.local_trial import shared_room
 from mpkit.course.framework.room import Room
 from mpkit.course.limits.allowance import Limits
 from tests import limits

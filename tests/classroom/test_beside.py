@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import mpkit as mk
-from mpkit.course.beside import BesideSerial
 from mpkit.course.catalogue import ExerciseEntry, of_family
 from mpkit.course.framework.source import run_cell
+from mpkit.course.serial_comparison import BesideSerial
 from tests.classroom.due import marks
 
 ENTRIES = of_family("silent_bugs")

@@ -10,11 +10,11 @@ import pytest
 from mpkit.course import check as checking
 from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import Case, CheckRow
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Play, Room
-from mpkit.course.framework.seen import Seen
+from mpkit.course.grading.grade_file import Grade, GradeStore, key_of
 from mpkit.course.grading.gradescope import results
 from mpkit.course.grading.handed_in import HandedIn, handed_in
-from mpkit.course.grading.kept import Grade, GradeStore, key_of
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.judge import RUNS, Checked, NotSolved, judge, not_judged
 from mpkit.course.limits.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy

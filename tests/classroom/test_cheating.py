@@ -17,7 +17,7 @@ from mpkit.course.catalogue import families, find, solution_folders
 from mpkit.course.framework.room import PackedAnswer
 from mpkit.course.framework.source import run_cell
 from mpkit.course.grading import grader
-from mpkit.course.grading.judging import Judges
+from mpkit.course.grading.judge_process import Judges
 from mpkit.course.judge import Checked, NotSolved
 from mpkit.course.notebooks import notebook
 from mpkit.course.sandbox import enclose, guard

@@ -14,8 +14,8 @@ import mpkit
 from mpkit.course.catalogue import ExerciseEntry, families, of_family
 from mpkit.course.exercise_text import read_text
 from mpkit.course.framework.exercise import UNFORESEEN, Mistake
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge
 from tests.classroom.due import marks

@@ -9,9 +9,9 @@ import pytest
 
 from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import CheckRow
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.gradescope import results, write_gradescope
 from mpkit.course.grading.handed_in import HandedIn
-from mpkit.course.grading.kept import Grade
 from mpkit.course.judge import Checked
 
 ENTRIES = (find("gpipe"), find("pass-the-token"))

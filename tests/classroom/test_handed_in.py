@@ -18,8 +18,8 @@ from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import CheckRow
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.grading import grade as grading
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.handed_in import HandedIn, handed_in
-from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.report import GradeReport, page_names
 from mpkit.course.grading.roster import due_date, read_roster
 from mpkit.course.grading.same import suspicion

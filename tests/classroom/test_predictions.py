@@ -10,8 +10,8 @@ import pytest
 
 import mpkit as mk
 from mpkit.course.catalogue import find
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.handed_in import handed_in
-from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.notebooks import write_notebooks
 from mpkit.course.predictions.amounts import amount

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mpkit.course.catalogue import find
+from mpkit.course.detectors.relations import find_relation
 from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge
-from mpkit.course.related.relations import find_relation
 
 CASE = Case(3, 1, {"microbatches": 4, "steps": 3})
 

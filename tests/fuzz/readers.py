@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
 from mpkit import Plan
+from mpkit.course.grading.notebook_record import read_justifications, tries_shown, variant_of
 from mpkit.course.grading.reading import NoNotebook, calls_in, code_cells
 from mpkit.course.grading.roster import read_roster
-from mpkit.course.grading.shown import read_justifications, tries_shown, variant_of
 from mpkit.course.progress import Progress
 from mpkit.errors import TraceError
 from mpkit.prediction.cost_model.known_models import architecture_of

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from mpkit.course.framework.observation import Seen
     from mpkit.course.framework.room import PackedAnswer, Room
-    from mpkit.course.framework.seen import Seen
 
 __all__ = [
     "HOMES", "SOLUTIONS", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Recognizer",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from mpkit.common.units import bytes_text
 from mpkit.course.framework.exercise import CheckRow, Mistake
 from mpkit.course.framework.measures import collectives, messages, wire
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
 
 __all__ = ["LOOP", "WASTEFUL", "row_beside"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
 from mpkit.devices.device import Device
 from mpkit.devices.hardware import Hardware
 from mpkit.devices.link import Link

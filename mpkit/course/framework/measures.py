@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 

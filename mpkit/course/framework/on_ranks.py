@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from mpkit.course.framework.equal import WHOLE, difference, spell, wrong_call
 from mpkit.course.framework.exercise import UNFORESEEN, Answer, Budget, Case, CheckRow, Exercise
 from mpkit.course.framework.frugal import row_beside
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import difference, spell
 from mpkit.course.framework.exercise import Case, CheckRow, Exercise
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context

@@ -9,7 +9,7 @@ On a rank:
     play      call the exercise's own function with the answer and the case
 
 The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
-data (`mpkit.course.framework.sealed`).
+data (`mpkit.course.framework.result_data`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import cloudpickle
 from mpkit.common.launch_folder import part
 from mpkit.course.framework.exercise import HOMES, Case
 from mpkit.course.framework.fingerprint import fingerprint
-from mpkit.course.framework.sealed import pack_result, unpack_result
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.result_data import pack_result, unpack_result
 from mpkit.course.limits.allowance import BEGAN, Limits, run_within
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 
@@ -159,7 +159,7 @@ def _send_exercises_by_value() -> None:
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
-    from mpkit.course.limits.counted import Counter
+    from mpkit.course.limits.usage import Counter
     from mpkit.strategies.program_calls.comparison import compare_calls
 
     # ---- limit

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import difference, spell
 from mpkit.course.framework.exercise import Budget, Case, CheckRow, Exercise
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.framework.seen import Seen
 from mpkit.errors import RankFailed
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule

@@ -14,7 +14,7 @@ from statistics import mean, median
 from mpkit.common.safe_text import escape, visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.frugal import LOOP, WASTEFUL
-from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.judge import SLIP
 
 __all__ = ["ClassReport", "Hardness", "class_report"]

@@ -18,15 +18,15 @@ from pathlib import Path
 from mpkit.common.safe_text import visible
 from mpkit.common.undumpable import make_undumpable
 from mpkit.course.grading.class_report import ClassReport
+from mpkit.course.grading.grade_file import Grade, GradeStore, key_of
 from mpkit.course.grading.grader import Grader
 from mpkit.course.grading.handed_in import HandedIn, handed_in
-from mpkit.course.grading.kept import Grade, GradeStore, key_of
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.grading.roster import Roster
 from mpkit.course.grading.workers import in_parallel
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, way_to_enclose
 
-__all__ = ["Grade", "Graded", "grade"]
+__all__ = ["ClassGrades", "Grade", "grade"]
 
 ENCLOSED = {
     "namespaces": "each notebook and each answer sees its own processes only, writes to a folder of its own only, and "
@@ -39,7 +39,7 @@ ENCLOSED = {
 
 
 @dataclass(frozen=True)
-class Graded:
+class ClassGrades:
     """A graded class.
 
     Attributes:
@@ -64,7 +64,7 @@ def grade(
     guard: Guard | None = None,
     jobs: int = 1,
     say: Callable[[str], None] = print,
-) -> Graded:
+) -> ClassGrades:
     """Grade all notebooks below a folder.
 
     This process adopts all processes that the notebooks leave behind, and ends them; it should do nothing else.
@@ -110,7 +110,7 @@ def grade(
     # Everything is written once more from memory, because a notebook may have changed the files in the meantime.
     grades = report.finish()
     kept.begin({keys[each.handed_in.name]: each for each in grades})
-    return Graded(tuple(grades), report.of_class())
+    return ClassGrades(tuple(grades), report.of_class())
 
 
 def _hideable(*folders: Path | None) -> Iterator[str]:

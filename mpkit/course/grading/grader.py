@@ -22,12 +22,12 @@ from typing import Self
 
 from mpkit.course.catalogue import solution_folders
 from mpkit.course.grading.collect import ENDED, STARTED
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.handed_in import HandedIn
-from mpkit.course.grading.judging import Judges
-from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.judge_process import Judges
+from mpkit.course.grading.notebook_record import predictions_kept
 from mpkit.course.grading.reading import NoNotebook, read_file
 from mpkit.course.grading.same import suspicion
-from mpkit.course.grading.shown import predictions_kept
 from mpkit.course.judge import Checked, not_judged
 from mpkit.course.progress import FILE
 from mpkit.course.sandbox.guard import TOO_BUSY, Guard, answers_are_apart, sweep
@@ -40,7 +40,7 @@ NOT_APART = "this system keeps no answer from the process that judges it: look a
 
 
 @dataclass
-class _Collected:
+class _NotebookAnswers:
     """The answers of a notebook, and what went wrong while it ran."""
 
     answers: dict[str, bytes] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Grader:
         """Return the grade of one notebook."""
         return _judge(each, self._collect(each), self._judges)
 
-    def _collect(self, each: HandedIn) -> _Collected:
+    def _collect(self, each: HandedIn) -> _NotebookAnswers:
         return _collect(each, self._guard, self._judges, self._base)
 
     def all(self, submissions: Sequence[HandedIn]) -> Iterator[Grade]:
@@ -109,10 +109,10 @@ def environment(place: Path) -> dict[str, str]:
     }
 
 
-def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Collected:
+def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _NotebookAnswers:
     """Run a notebook, and collect its answers."""
     if each.broken:
-        return _Collected(notes=[each.broken, *each.odd])
+        return _NotebookAnswers(notes=[each.broken, *each.odd])
     with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as name:
         place = Path(name)
         out, work, cells = place / "answers", place / "work", place / "cells.json"
@@ -128,7 +128,7 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Colle
         why = guard.run(command, place, work, environment(place), judges.pids, out / STARTED)
         if not why and not (out / ENDED).exists():
             why = "it left before its last cell"
-        collected = _Collected(notes=[f"the notebook did not run to its end: {why}"] if why else [])
+        collected = _NotebookAnswers(notes=[f"the notebook did not run to its end: {why}"] if why else [])
         if why.endswith(TOO_BUSY):
             collected.too_busy = why
         collected.notes += [] if answers_are_apart() else [NOT_APART]
@@ -154,7 +154,7 @@ def _read_left_file(path: Path) -> bytes | None:
         return None
 
 
-def _judge(each: HandedIn, collected: _Collected, judges: Judges) -> Grade:
+def _judge(each: HandedIn, collected: _NotebookAnswers, judges: Judges) -> Grade:
     checked: dict[str, Checked | None] = dict.fromkeys(entry.name for entry in each.exercises)
     for entry in each.exercises:
         answer = collected.answers.get(entry.name)

@@ -20,7 +20,7 @@ from typing import Any
 from mpkit.common.disk import write_whole
 from mpkit.common.safe_text import visible
 from mpkit.course.catalogue import ExerciseEntry
-from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.report import page_names
 from mpkit.course.predictions.questions import POINTS
 

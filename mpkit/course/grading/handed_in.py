@@ -25,8 +25,7 @@ from mpkit.common.safe_text import visible
 from mpkit.common.size_limits import read_json
 from mpkit.course.catalogue import ExerciseEntry, find, of_family
 from mpkit.course.framework.variants import Variant, plainly
-from mpkit.course.grading.reading import NoNotebook, checks_in, code_cells, read_file
-from mpkit.course.grading.shown import (
+from mpkit.course.grading.notebook_record import (
     predictions_kept,
     predictions_shown,
     questions_in,
@@ -34,7 +33,8 @@ from mpkit.course.grading.shown import (
     tries_shown,
     variant_of,
 )
-from mpkit.course.missing import MISSING
+from mpkit.course.grading.reading import NoNotebook, checks_in, code_cells, read_file
+from mpkit.course.no_solutions import MISSING
 from mpkit.course.progress import FILE
 
 __all__ = ["HandedIn", "handed_in"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mpkit.course.catalogue import ExerciseEntry
-from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.grade_file import Grade
 
 __all__ = ["HEAD", "leaderboard"]
 

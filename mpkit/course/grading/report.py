@@ -20,8 +20,8 @@ from mpkit.common.safe_text import visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.variants import plainly
 from mpkit.course.grading.class_report import ClassReport, class_report
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.handed_in import HandedIn
-from mpkit.course.grading.kept import Grade
 from mpkit.course.grading.leaderboard import HEAD, leaderboard
 from mpkit.course.grading.roster import Roster, late_text
 from mpkit.course.grading.student_page import student_page

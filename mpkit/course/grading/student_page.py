@@ -9,7 +9,7 @@ from datetime import timedelta
 from mpkit.common.safe_text import escape
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.checked_html import checked_html
-from mpkit.course.grading.kept import Grade
+from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.roster import late_text
 from mpkit.course.predictions.amounts import spell_amount
 from mpkit.course.predictions.questions import POINTS, question

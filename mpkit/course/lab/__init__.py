@@ -22,8 +22,8 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     from torch import nn
 
+    from mpkit.course.framework.observation import Seen
     from mpkit.course.framework.room import Room
-    from mpkit.course.framework.seen import Seen
     from mpkit.devices.hardware import Hardware
 
 __all__ = ["PUZZLES", "RUNS", "SAVED", "is_near", "puzzle", "read_answer", "save_runs", "timeline"]
@@ -132,7 +132,7 @@ def save_runs(folder: Path) -> None:
 
 def _play_run(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
-    from mpkit.course.framework.here import shared_room
+    from mpkit.course.framework.local_trial import shared_room
 
     room, layers = room or shared_room(), layers or RUNS[name][1]
     file = f"{name}-{layers}-{host:g}.mpkit".replace(" ", "-")

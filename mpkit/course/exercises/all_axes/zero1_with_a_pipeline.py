@@ -10,11 +10,11 @@ import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.own_stages import record_stage
 from mpkit.course.framework.serial import adam
 from mpkit.course.framework.serial import model as network
-from mpkit.course.framework.staged import record_stage
 from mpkit.plan.mesh import Mesh
 
 

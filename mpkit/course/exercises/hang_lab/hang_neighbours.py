@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import calls, collectives, messages, payload, sent_bytes
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks, call_with
-from mpkit.course.framework.seen import Seen
 from mpkit.trace import Kind
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks, call_with
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

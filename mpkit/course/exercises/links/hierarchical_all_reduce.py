@@ -9,8 +9,8 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks, call_with
-from mpkit.course.framework.seen import Seen
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import Kind, Lane
 

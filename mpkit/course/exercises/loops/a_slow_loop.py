@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.course.framework import serial
 from mpkit.course.framework.exercise import Answer, Budget, Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 
 # %% given
 from mpkit.course.lab.accelerator import Accelerator, LabSource

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

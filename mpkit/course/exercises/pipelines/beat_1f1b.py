@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.schedules import Schedules, bubble, live
-from mpkit.course.framework.seen import Seen
 
 # %% answer
 ### BEGIN SOLUTION

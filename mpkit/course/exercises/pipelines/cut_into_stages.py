@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.own_stages import record_stage
 from mpkit.course.framework.serial import mlp
-from mpkit.course.framework.staged import record_stage
 
 
 # %% answer

@@ -6,8 +6,8 @@ import re
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.schedules import SHAPE, Schedules, bubble
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

@@ -6,8 +6,8 @@ import re
 
 from mpkit.course.exercises.pipelines import one_by_one
 from mpkit.course.framework.exercise import Budget, Case
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.schedules import Schedules, bubble, in_turns, live
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

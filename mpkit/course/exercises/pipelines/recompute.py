@@ -13,8 +13,8 @@ from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.own_stages import calls_library, checkpoint_by_hand, record_stage
 from mpkit.course.framework.serial import fill
-from mpkit.course.framework.staged import calls_library, checkpoint_by_hand, record_stage
 
 
 # %% answer

@@ -13,9 +13,9 @@ from mpkit.course.framework import rows
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages, peak
 from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
-from mpkit.course.framework.staged import record_stage
+from mpkit.course.framework.own_stages import record_stage
 from mpkit.plan.schedule import gpipe, one_f_one_b
 from mpkit.trace import Kind
 

@@ -10,8 +10,8 @@ import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import messages, sent_bytes
 from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.own_stages import record_stage
 from mpkit.course.framework.serial import mlp
-from mpkit.course.framework.staged import record_stage
 
 
 # %% answer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpkit.course.framework.exercise import Budget, Case
 from mpkit.course.framework.measures import makespan
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.schedules import Schedules, live
-from mpkit.course.framework.seen import Seen
 from mpkit.timeline import metrics
 
 

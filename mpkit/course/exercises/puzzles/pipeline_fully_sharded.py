@@ -9,8 +9,8 @@ from mpkit.course.exercises.puzzles import Layers
 from mpkit.course.framework.exercise import Answer, Case
 from mpkit.course.framework.layers import MEMORY, TIME, budgets, in_turn, play, train_layers
 from mpkit.course.framework.measures import calls
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 from mpkit.trace import Kind
 
 

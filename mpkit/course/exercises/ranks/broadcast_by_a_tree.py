@@ -8,8 +8,8 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages
+from mpkit.course.framework.observation import MACHINE, Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import MACHINE, Seen
 from mpkit.devices.catalogue import hardware
 from mpkit.trace import Kind
 

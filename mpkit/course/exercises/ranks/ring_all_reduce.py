@@ -8,8 +8,8 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages, sent_bytes
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 from mpkit.trace import Kind
 
 

@@ -8,7 +8,7 @@ import mpkit as mk
 from mpkit.course.framework.questions import Questions
 from mpkit.course.framework.room import Room
 from mpkit.course.lab import is_near, read_answer
-from mpkit.course.lab.profiled import arrivals
+from mpkit.course.lab.profiles import arrivals
 
 # %% given
 SHEET = 0  # which trace
@@ -16,7 +16,7 @@ SHEET = 0  # which trace
 
 def trace() -> mk.Trace:
     """Return the trace of eight ranks, opened from torch.profiler's files."""
-    from mpkit.course.lab.profiled import open_profiles
+    from mpkit.course.lab.profiles import open_profiles
 
     return open_profiles(SHEET)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, payload
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

@@ -12,8 +12,8 @@ from mpkit.course.exercises.zero import flat
 from mpkit.course.framework import serial
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import alone, gathers_and_layers, ring
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

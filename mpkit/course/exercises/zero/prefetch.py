@@ -9,8 +9,8 @@ import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import alone, collectives, gathers_and_layers, peak
 from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 
 
 # %% given

@@ -11,8 +11,8 @@ import mpkit as mk
 from mpkit.course.exercises.zero import flat
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, messages
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.seen import Seen
 
 
 # %% answer

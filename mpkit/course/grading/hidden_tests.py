@@ -1,7 +1,7 @@
 """An answer judged apart from the student's code: what the hidden tests of nbgrader and Otter call.
 
 Such a test runs in the student's own kernel, where `mk` and `mk.check` may be the student's by then. This module is
-imported anew by name, and the verdict comes from a process that has never run the student's code (`judging`).
+imported anew by name, and the verdict comes from a process that has never run the student's code (`judge_process`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from mpkit.course.catalogue import find
 from mpkit.course.framework.room import PackedAnswer
 from mpkit.course.grading.grader import environment
-from mpkit.course.grading.judging import Judges
+from mpkit.course.grading.judge_process import Judges
 from mpkit.course.judge import NotSolved
 from mpkit.course.sandbox.guard import Guard
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    from mpkit.course.framework.seen import Seen
+    from mpkit.course.framework.observation import Seen
     from mpkit.strategies.rank_context import Context
 
 __all__ = ["calls_library", "checkpoint_by_hand", "record_stage"]
@@ -66,7 +66,7 @@ def calls_library(seen: Seen) -> bool:
     return WHY in seen.error
 
 
-class _Refused:
+class _LibraryRefusal:
     """In place of what `torch.utils.checkpoint.checkpoint` calls, in both of its ways."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,5 +88,5 @@ def checkpoint_by_hand() -> Iterator[None]:
     module = "torch.utils.checkpoint"
     with ExitStack() as stack:
         for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator"):
-            stack.enter_context(patch(f"{module}.{name}", _Refused()))
+            stack.enter_context(patch(f"{module}.{name}", _LibraryRefusal()))
         yield

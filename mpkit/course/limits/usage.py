@@ -87,10 +87,10 @@ class Counter:
         run = threading.Thread.run
 
         def run_counted(thread: threading.Thread) -> None:
-            with _Counting(self):
+            with _OperatorCounter(self):
                 run(thread)
 
-        with patch.object(threading.Thread, "run", run_counted), _Counting(self):
+        with patch.object(threading.Thread, "run", run_counted), _OperatorCounter(self):
             yield
 
     def add(self, flops: float, made: Sequence[Any]) -> None:
@@ -116,7 +116,7 @@ class Counter:
         self._most = max(self._most, self._now)
 
 
-class _Counting(TorchDispatchMode):
+class _OperatorCounter(TorchDispatchMode):
     """Counts the operators of one thread."""
 
     def __init__(self, counter: Counter) -> None:

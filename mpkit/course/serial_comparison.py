@@ -57,7 +57,7 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
         Deadlock: The answer hangs.
     """
     from mpkit.course.catalogue import find
-    from mpkit.course.framework.here import shared_room
+    from mpkit.course.framework.local_trial import shared_room
     from mpkit.course.framework.room import PackedAnswer
 
     exercise = find(name).exercise

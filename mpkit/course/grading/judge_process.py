@@ -1,6 +1,6 @@
 """Judging answers in a process of its own, because answers run on its ranks and could end it.
 
-    python -m mpkit.course.grading.judging FOLDER WAY
+    python -m mpkit.course.grading.judge_process FOLDER WAY
 
     in    one JSON line per answer: the exercise, whose numbers it has, the file with the packed answer, a token
     out   one JSON line per verdict, with the token; an empty line each second shows that the process is alive
@@ -44,7 +44,7 @@ from mpkit.course.sandbox.guard import (
     way_to_enclose,
 )
 from mpkit.course.sandbox.ranks_apart import RanksApart
-from mpkit.course.told import checked_of, verdict_json
+from mpkit.course.verdict_data import checked_of, verdict_json
 from mpkit.launch.process.fair_clock import FairClock
 
 __all__ = ["Judges"]
@@ -77,7 +77,14 @@ class Judges:
     ) -> None:
         ranks, self._way = place / "ranks", way or way_to_enclose()
         ranks.mkdir()
-        self._command = [sys.executable, "-P", "-m", "mpkit.course.grading.judging", str(ranks), self._way]
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "mpkit.course.grading.judge_process",
+            str(ranks),
+            self._way,
+        ]
         self._place, self._environment, self._limits = place, environment, limits
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # held while one is started

@@ -23,6 +23,6 @@ def raise_missing(*_: Any) -> NoReturn:
 
     >>> raise_missing()
     Traceback (most recent call last):
-    mpkit.course.missing.NoSolutions: this mpkit was made for an exam, and has no solutions: ...
+    mpkit.course.no_solutions.NoSolutions: this mpkit was made for an exam, and has no solutions: ...
     """
     raise NoSolutions(MISSING)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.exercise import Case, CheckRow
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
 from mpkit.course.judge import Checked
 
 __all__ = ["checked_of", "verdict_json"]

@@ -8,7 +8,7 @@ error    the student's own line raises an error, or the ranks hang: said, with t
 from __future__ import annotations
 
 from mpkit.course.framework.exercise import CheckRow
-from mpkit.course.framework.seen import Seen
+from mpkit.course.framework.observation import Seen
 
 __all__ = ["ANSWERED", "NOT_ANSWERED", "answered_row", "questions_left"]
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.missing_packages import needs_torch
 from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.result_data import plain
 from mpkit.course.framework.room import PackedAnswer, Play, Room, error_and_line
-from mpkit.course.framework.sealed import plain
-from mpkit.course.framework.seen import Seen
 from mpkit.course.limits.allowance import Limits
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
 
-__all__ = ["Here", "shared_room"]
+__all__ = ["LocalTrials", "shared_room"]
 
 
-class Here(Room):
+class LocalTrials(Room):
     """In place of ranks this process, where there is no torch: for answers that one rank runs, and that need no torch.
 
     Nothing limits an answer's time and memory here, and nothing is recorded.
@@ -63,4 +63,4 @@ class Here(Room):
 @functools.cache
 def shared_room() -> Room:
     """Return the default room; its helper process stays warm from check to check, until Python ends."""
-    return Room() if find_spec("torch") is not None else Here()
+    return Room() if find_spec("torch") is not None else LocalTrials()

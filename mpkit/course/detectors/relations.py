@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpkit.course.detectors.parts import Part, name_of, numbers_of, parts_of
 from mpkit.course.framework.equal import difference, is_tensor
 from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.seen import Seen
-from mpkit.course.related.parts import Part, name_of, numbers_of, parts_of
+from mpkit.course.framework.observation import Seen
 
 __all__ = ["Relation", "find_relation"]
 

@@ -19,7 +19,7 @@ from mpkit.course.grading.handed_in import HandedIn
 from mpkit.course.judge import Checked
 from mpkit.course.predictions.questions import POINTS, question
 from mpkit.course.sandbox.guard import Guard
-from mpkit.course.told import checked_of, verdict_json
+from mpkit.course.verdict_data import checked_of, verdict_json
 
 __all__ = ["Grade", "GradeStore", "key_of"]
 
