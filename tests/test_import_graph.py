@@ -340,9 +340,7 @@ def test_a_module_and_a_class_are_named_by_a_noun() -> None:
         f"{name}: {node.name}"
         for name, path in ours.items()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-        and node.name.strip("_").istitle()
-        and is_bare(node.name.lower())
+        if isinstance(node, ast.ClassDef) and node.name.strip("_").istitle() and is_bare(node.name.lower())
     ]
     # What the authors of exercises, and those who read verdicts, know by this name.
     assert sorted(bare) == ["mpkit.course.framework.observation: Seen", "mpkit.course.judge: Checked"]

@@ -93,7 +93,10 @@ def architecture_of(model: object, *, trainable: float = 1.0) -> Architecture:
         return found
     raise NoArchitecture(
         f"model={type(model).__name__} has no config from which its layers, hidden size and heads follow. Give them: "
-        "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}; or measure it here: mk.profile(model, data)"
+        "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}. Any other module: mk.profile(model, data, "
+        "loss=..., optimizer=...).predict(plan) measures it here, and mk.Timeline.of(mk.trace_fake(lambda: model, plan, "
+        "batch=batch, loss=..., optimizer=..., hardware='8x-a100-nvlink')) has the time and memory of its own code, played "
+        "on tensors without content"
     )
 
 
