@@ -94,9 +94,9 @@ def architecture_of(model: object, *, trainable: float = 1.0) -> Architecture:
     raise NoArchitecture(
         f"model={type(model).__name__} has no config from which its layers, hidden size and heads follow. Give them: "
         "{'layers': 32, 'hidden': 4096, 'heads': 32, 'vocabulary': 32000}. Any other module: mk.profile(model, data, "
-        "loss=..., optimizer=...).predict(plan) measures it here, and mk.Timeline.of(mk.trace_fake(lambda: model, plan, "
-        "batch=batch, loss=..., optimizer=..., hardware='8x-a100-nvlink')) has the time and memory of its own code, played "
-        "on tensors without content"
+        "loss=..., optimizer=...).predict(plan) measures it here; mk.Timeline.of(mk.trace_fake(lambda: model, plan, "
+        "batch=batch, loss=..., optimizer=..., hardware='8x-a100-nvlink')) has time and memory of its own code, which "
+        "is played on tensors without content"
     )
 
 
