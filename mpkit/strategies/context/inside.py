@@ -61,7 +61,8 @@ class ContextParallel(TorchFunctionMode):
         group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.strategies.context.sequence`).
         draws: the rank's random numbers.
-        method: "ring" or "ulysses".
+        ulysses: those of them that divide the heads; None: nobody does.
+        ring: those around which keys and values go; None: all of them, if nobody divides heads.
 
     Attributes:
         calls: number of attentions so far.
@@ -77,11 +78,12 @@ class ContextParallel(TorchFunctionMode):
         group: ProcessGroup,
         order: str = "contiguous",
         draws: OwnDraws | None = None,
-        method: str = "ring",
+        ulysses: ProcessGroup | None = None,
+        ring: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.group, self.order, self.calls = group, order, 0
-        self._draws, self._method = draws or OwnDraws(), method
+        self._draws, self._ulysses, self._ring = draws or OwnDraws(), ulysses, ring
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,11 +130,10 @@ class ContextParallel(TorchFunctionMode):
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True."
             )
         _check_frames()
-        if self._method == "ulysses":
-            return ulysses_attention(query, key, value, self.group, is_causal=is_causal, scale=scale)
-        return ring_attention(
-            query, key, value, self.group, is_causal=is_causal, scale=scale, order=self.order
-        )
+        how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "order": self.order}
+        if self._ulysses is not None and self._ulysses.size > 1:
+            return ulysses_attention(query, key, value, self._ulysses, ring=self._ring, **how)
+        return ring_attention(query, key, value, self.group, **how)
 
     def _check_mask(self, mask: Tensor) -> None:
         unknown = None

@@ -120,7 +120,8 @@ class Feed:
         self._m, self._n = job.plan.microbatches, job.plan.dp
         place = job.plan.mesh.place(context.rank)
         self._place = place.dp
-        self._cut = partial(sequence_part, index=place.cp, n=job.plan.cp, order=job.plan.cp_order)
+        row = job.plan.mesh.cp_ulysses
+        self._cut = partial(sequence_part, index=place.cp, n=job.plan.cp, order=job.plan.cp_order, row=row)
         self._parts = job.plan.cp
         self._needed = needed
         self._parts_of_step: Parts = {}

@@ -182,7 +182,8 @@ class StepDraws:
         if dim is None or len(lines) == 1:
             return whole
         tokens = torch.arange(whole.shape[dim]).unsqueeze(0)
-        order: Any = [sequence_part(tokens, i, len(lines), self.plan.cp_order) for i in range(len(lines))]
+        how: Any = {"order": self.plan.cp_order, "row": self.plan.mesh.cp_ulysses}
+        order: Any = [sequence_part(tokens, i, len(lines), **how) for i in range(len(lines))]
         return whole.index_select(dim, torch.cat(order, 1).squeeze(0).argsort())
 
 

@@ -32,7 +32,7 @@ __all__ = ["attention_over", "localize"]
 
 
 def localize(
-    model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup, ep: ProcessGroup
+    model: nn.Module, plan: Plan, schedule: Schedule, group_of: Callable[[str], ProcessGroup]
 ) -> Sharded:
     """Shard a model in place, and give it the positions of its tokens.
 
@@ -40,11 +40,12 @@ def localize(
         model: the whole model; its tensors are left as they are.
         plan: read for tensor, sequence_parallel and cp_order.
         schedule: whether it splits backwards; then tensor parallelism does not overlap.
-        tp, cp, ep: this rank's process groups.
+        group_of: a function from an axis to this rank's process group along it.
 
     Raises:
         ValueError: the model cannot be divided in this way.
     """
+    tp, cp, ep = group_of("tp"), group_of("cp"), group_of("ep")
     # ---- shard
     whole = find_experts(model) if ep.size > 1 else ()
     sharded = shard_model(
@@ -60,17 +61,18 @@ def localize(
     sharded = replace(sharded, shards=sharded.shards | experts, experts=frozenset(experts))
     # ---- positions
     if cp.size > 1:
-        shift_positions(model, cp, plan.cp_order)
+        shift_positions(model, cp, plan.cp_order, plan.mesh.cp_ulysses)
         sharded.draws.around = (f"context on {cp.index}",)
     return sharded
 
 
 def attention_over(
-    plan: Plan, cp: ProcessGroup, draws: OwnDraws
+    plan: Plan, group_of: Callable[[str], ProcessGroup], draws: OwnDraws
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
     numbers that are drawn for no token are the same on all ranks.
     """
-    if cp.size > 1:
-        return partial(ContextParallel, cp, plan.cp_order, draws, plan.cp_method)
+    if plan.cp > 1:
+        groups = (group_of(axis) for axis in ("cp_ulysses", "cp_ring"))
+        return partial(ContextParallel, group_of("cp"), plan.cp_order, draws, *groups)
     return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext

@@ -86,7 +86,7 @@ class Pipeline:
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
-        over = partial(attention_over, job.plan, axes.communicator_of("cp"))
+        over = partial(attention_over, job.plan, axes.communicator_of)
         self._forwards = {
             s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
         }

@@ -251,10 +251,7 @@ def place_stages(
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
-    sharded = localize(
-        model, job.plan, job.where.schedule,
-        axes.communicator_of("tp"), axes.communicator_of("cp"), axes.communicator_of("ep"),
-    )  # fmt: skip
+    sharded = localize(model, job.plan, job.where.schedule, axes.communicator_of)
     if cost is not None:
         over_whole_batch(model, cost)
     numbers = job.where.schedule.stages_of(axes.place.pp)

@@ -89,9 +89,13 @@ def _copy_for(
         ValueError: layers or sequences cannot be divided among so many ranks.
     """
     if plan.cp > 1 and place == 0:
-        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.cp_method)
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.mesh.cp_ulysses)
     check_experts_of(model, plan)
-    tp, cp, ep = FakeGroup(plan.tp, place), FakeGroup(plan.cp), FakeGroup(plan.ep)
+    tp = FakeGroup(plan.tp, place)
+
+    def group_of(axis: str) -> FakeGroup:
+        return tp if axis == "tp" else FakeGroup(getattr(plan.mesh, axis))
+
     sharded = Sharded()
     if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
         # The tensors remain the caller's: shards are copies, and nothing else is written into.
@@ -103,6 +107,6 @@ def _copy_for(
                 f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
                 "generators are made in forward, or left out by the module's __getstate__."
             ) from None
-        sharded = localize(model, plan, schedule, tp, cp, ep)
-    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    return LocalCopy(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)
+        sharded = localize(model, plan, schedule, group_of)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order, row=plan.mesh.cp_ulysses)
+    return LocalCopy(model, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
