@@ -65,6 +65,7 @@ class Plan:
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
         cp: the number of ranks that share each sequence.
         cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
+            Of packed documents (`position_ids` begin anew in each): "documents", zigzag within each, or "balanced".
         cp_method: how attention sees the whole sequence: "ring" passes keys and values around, "ulysses" divides the
             heads during attention; (2, 4): Ulysses among 2 neighbours, and a ring of 4 such rows (USP), cp=8.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "ORDERS", "check_shared_layers", "checked_cp_method"]
 
-ORDERS = ("contiguous", "zigzag")
+ORDERS = ("contiguous", "zigzag", "documents", "balanced")
 METHODS = ("ring", "ulysses")
 ALL_TO_ALL = ("all_to_all", "alltoall", "a2a", "sp", "deepspeed")
 """Other names of Ulysses."""
@@ -76,9 +76,10 @@ def check_shared_layers(plan: Plan) -> None:
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(
             f"Plan(cp_order={plan.cp_order!r}): a rank's part of a sequence is 'contiguous', or in two pieces, "
-            f"'zigzag', so that causal attention is as much work for each: {call_of(plan, {'cp_order': 'zigzag'})}"
+            f"'zigzag', so that causal attention is as much work for each: {call_of(plan, {'cp_order': 'zigzag'})}. Of "
+            "packed documents, 'documents' gives it two pieces of each, and 'balanced' blocks that are as much work"
         )
-    if plan.cp_method == "ulysses" and order == "zigzag":
+    if plan.cp_method == "ulysses" and order != "contiguous":
         raise ValueError(
             f"{call_of(plan)}: under Ulysses each rank attends with some heads to whole sequences, which is as much "
             f"work for each in contiguous parts: {call_of(plan, {'cp_order': 'contiguous'})}"

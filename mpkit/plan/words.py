@@ -45,7 +45,11 @@ def describe(plan: Plan) -> str:
             f"The experts of each layer are divided among {plan.ep} ranks, to which tokens go by all-to-alls."
         )
     if plan.cp > 1:
-        order = ", in zigzag order" if plan.cp_order == "zigzag" else ""
+        order = {
+            "contiguous": "",
+            "documents": ", and each document in zigzag order",
+            "balanced": ", in blocks that balance attention",
+        }.get(plan.cp_order, f", in {plan.cp_order} order")
         u, r = plan.mesh.cp_ulysses, plan.mesh.cp_ring
         around, heads = (
             "keys and values go round",

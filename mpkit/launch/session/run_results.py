@@ -9,6 +9,7 @@ from mpkit.errors import MpkitError
 from mpkit.launch.session.losses import Losses
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.stage.shard import put_together_by_name
+from mpkit.trace.attention_work import AttentionWork, attention_work_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +114,15 @@ class RunResults:
             ValueError: the model has no experts, or no step is done.
         """
         return self.trace.expert_load
+
+    @property
+    def attention_work(self) -> AttentionWork:
+        """How much attention each rank computed where ranks share sequences: pairs of a query and a key, by step.
+
+        Raises:
+            ValueError: ranks share no sequences, or no step is done.
+        """
+        return attention_work_of(self.trace.ranks, self.plan.mesh.groups("cp"))
 
     @property
     def stopped_early(self) -> Stop | None:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 
-__all__ = ["ORDERS", "check_sequences", "pieces", "sequence_part"]
+__all__ = ["BY_DOCUMENT", "ORDERS", "check_sequences", "pieces", "sequence_part"]
 
 ORDERS = ("contiguous", "zigzag")
+BY_DOCUMENT = ("documents", "balanced")
+"""Orders that depend on the documents of a packed sequence; a sequence that is one document is in zigzag order."""
 
 
 def pieces(index: int, n: int, order: str = "contiguous", row: int = 1) -> tuple[int, ...]:
@@ -32,7 +34,7 @@ def pieces(index: int, n: int, order: str = "contiguous", row: int = 1) -> tuple
     >>> [pieces(i, 4, "zigzag", row=2) for i in range(4)]  # of 2 rows, the first has 0, 1 and 6, 7
     [(0, 1), (6, 7), (2, 3), (4, 5)]
     """
-    assert order in ORDERS and 0 <= index < n and n % row == 0, (index, n, order, row)
+    assert order in ORDERS + BY_DOCUMENT and 0 <= index < n and n % row == 0, (index, n, order, row)
     if order == "contiguous":
         return (index,)
     place, within = divmod(index, row)
@@ -77,7 +79,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
         ValueError: the tensors have no common length, or n ranks do not divide it; or the data contains something about
             the sequence as a whole.
     """
-    if order not in ORDERS:
+    if order not in ORDERS + BY_DOCUMENT:
         raise ValueError(f"order={order!r}: it is {' or '.join(map(repr, ORDERS))}.")
     tensors = [*leaves(inputs), *leaves(targets)]
     shapes = [list(tensor.shape) for tensor in tensors]
@@ -94,7 +96,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
     if s % unit or s // unit < 2:
         down, up = max(2 * unit, s // unit * unit), max(2 * unit, -(-s // unit) * unit)
         fits = [c for c in range(1, n) if s % (c * unit // n) == 0 and s // (c * unit // n) > 1]
-        halves = " into two pieces each" if order == "zigzag" else ""
+        halves = " into two pieces each" if order != "contiguous" else ""
         either = f"s={up}" if down == up or down > s else f"s={down} or s={up}"
         raise ValueError(
             f"Sequences of s={s} tokens on cp={n} ranks: they share them equally{halves}, two tokens a piece at "

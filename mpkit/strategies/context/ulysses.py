@@ -22,6 +22,7 @@ Generative AI", arXiv 2405.07719, section 4 and Algorithm 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.ring import ring_attention
 
 __all__ = ["ulysses_attention"]
@@ -45,6 +47,8 @@ def ulysses_attention(
     scale: float | None = None,
     ring: ProcessGroup | None = None,
     order: str = "contiguous",
+    layout: SequenceLayout | None = None,
+    attended: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
@@ -65,7 +69,7 @@ def ulysses_attention(
         group: the n ranks that divide the heads.
         is_causal, scale: as for `scaled_dot_product_attention`.
         ring: the ranks with the same heads in other rows; None or a single rank: there is one row.
-        order: which part of the sequence each row has, as in `ring_attention`.
+        order, layout, attended: as for `ring_attention`, by rows.
 
     Returns:
         [batch, heads, s/n, e], in q's dtype.
@@ -80,11 +84,15 @@ def ulysses_attention(
     # ---- divide heads
     q, k, v = (_DivideHeads.apply(x, group) for x in (q, k, v))  # type: ignore[no-untyped-call]
     # ---- attend
-    if ring is not None and ring.size > 1:
-        out = ring_attention(q, k, v, ring, is_causal=is_causal, scale=scale, order=order)
+    if ring is not None and (ring.size > 1 or (layout is not None and layout.packed)):
+        how: dict[str, Any] = {"order": order, "layout": layout, "attended": attended}
+        out = ring_attention(q, k, v, ring, is_causal=is_causal, scale=scale, **how)
     else:
         grouped = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        if attended is not None:
+            s = q.shape[2]
+            attended(q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if is_causal else s * k.shape[2]))
     # ---- divide tokens
     divided: Tensor = _DivideTokens.apply(out, group)  # type: ignore[no-untyped-call]
     return divided

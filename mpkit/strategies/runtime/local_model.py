@@ -28,7 +28,10 @@ from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import TokenDraws
 from mpkit.strategies.tensor import Sharded, shard_model
 
-__all__ = ["attention_over", "localize"]
+__all__ = ["AttentionOver", "attention_over", "localize"]
+
+AttentionOver = Callable[..., AbstractContextManager[Any]]
+"""Makes the context manager of a forward from the layout of its sequences, and what counts the keys attended to."""
 
 
 def localize(
@@ -66,13 +69,13 @@ def localize(
     return sharded
 
 
-def attention_over(
-    plan: Plan, group_of: Callable[[str], ProcessGroup], draws: OwnDraws
-) -> Callable[[], AbstractContextManager[Any]]:
+def attention_over(plan: Plan, group_of: Callable[[str], ProcessGroup], draws: OwnDraws) -> AttentionOver:
     """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
     numbers that are drawn for no token are the same on all ranks.
     """
     if plan.cp > 1:
-        groups = (group_of(axis) for axis in ("cp_ulysses", "cp_ring"))
-        return partial(ContextParallel, group_of("cp"), plan.cp_order, draws, *groups)
-    return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext
+        ulysses, ring = group_of("cp_ulysses"), group_of("cp_ring")
+        over = partial(ContextParallel, group_of("cp"), plan.cp_order, draws, ulysses, ring)
+        return lambda layout=None, attended=None: over(layout, attended)
+    divided = plan.sequence_parallel and plan.tp > 1
+    return lambda layout=None, attended=None: TokenDraws(draws) if divided else nullcontext()

@@ -116,6 +116,11 @@ class Pipeline:
             0 in self._work or self.computes_loss or self._job.where.partition is not None
         )  # its forward runs on every rank
 
+    @property
+    def attended(self) -> int:
+        """The pairs of a query and a key in this rank's attentions of the latest step, over divided sequences."""
+        return sum(sum(forward.attended.values()) for forward in self._forwards.values())
+
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Run the forward and backward of a batch; gradients are added to the parameters'.
 

@@ -16,6 +16,7 @@ from mpkit.common.caught import one_line
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.layout import SequenceLayout, packed_lengths
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.experts.finding import check_experts_of
@@ -109,4 +110,7 @@ def _copy_for(
             ) from None
         sharded = localize(model, plan, schedule, group_of)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order, row=plan.mesh.cp_ulysses)
-    return LocalCopy(model, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
+    packed = plan.cp > 1 and packed_lengths(batch[0]) is not None
+    layout = SequenceLayout(plan.cp, plan.cp_order, plan.mesh.cp_ulysses, () if packed else None)
+    over = partial(attention_over(plan, group_of, sharded.draws), layout)
+    return LocalCopy(model, sharded, cut, over, tp)

@@ -17,6 +17,7 @@ from mpkit.common.caught import fakes_or_real, one_line
 from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.inside import ContextParallel
+from mpkit.strategies.context.layout import SequenceLayout, packed_lengths
 from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import check_sequences, sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
@@ -53,21 +54,23 @@ def check_context_parallel(
     check_sequences(inputs, targets, n, order)
     sample = part(inputs, slice(0, 1))
 
+    packed = packed_lengths(inputs) is not None
+
     def on_fakes() -> None:
         with FakeMode() as mode:
             fakes = map_tensors(mode.from_tensor, sample)
-            _check_forward(without_content(model, mode), fakes, n, order, ulysses)
+            _check_forward(without_content(model, mode), fakes, n, order, ulysses, packed)
 
     # A model that is refused is refused again on real tensors, with numbers in the message.
     fakes_or_real(
         on_fakes,
-        lambda: _check_forward(copy_model(model), sample, n, order, ulysses),
+        lambda: _check_forward(copy_model(model), sample, n, order, ulysses, packed),
         f"A part of a sequence in {type(model).__name__}",
     )
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: int) -> None:
+def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: int, packed: bool) -> None:
     """Run the forward of the rank that has the end of the sequence."""
     group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
     mine = sequence_part(sample, group.index, n, order, ulysses)
@@ -84,7 +87,8 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses:
     # ---- attention
     value: Any = mine
     rows, ring = FakeGroup(ulysses), FakeGroup(n // ulysses, group.index // ulysses)
-    with ContextParallel(group, order, ulysses=rows, ring=ring) as attention:
+    layout = SequenceLayout(n, order, ulysses, () if packed else None)
+    with ContextParallel(group, order, ulysses=rows, ring=ring, layout=layout) as attention:
         try:
             for i, (_, layer) in enumerate(layers_of(model)):
                 value = call(layer, value, first=i == 0)
