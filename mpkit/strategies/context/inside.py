@@ -126,7 +126,7 @@ class ContextParallel(TorchFunctionMode):
                 "each score is made on one rank, and again in the backward. Set it to 0 in the model (of "
                 "transformers: attention_dropout=0, attn_pdrop=0 or attention_probs_dropout_prob=0 in the config)."
             )
-        if self._layout.packed:
+        if self._layout.is_packed:
             is_causal = (
                 True  # within a document; that this is the model's mask was checked on whole sequences
             )

@@ -9,7 +9,7 @@ Under Ulysses times a ring, a row of ranks is one place of the ring: together th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,16 +21,15 @@ from mpkit.common.torch_private import FakeTensor
 from mpkit.plan.chunks import deal_chunks, split_by_document
 from mpkit.plan.plan import Plan
 from mpkit.strategies.context.sequence import pieces, sequence_part
-from mpkit.strategies.data.microbatch import Value, map_tensors
+from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 
-__all__ = ["Run", "SequenceLayout", "has_positions", "packed_lengths"]
+__all__ = ["SequenceLayout", "TokenRun", "packed_lengths"]
 
-POSITIONS = "position_ids"
 Lengths = tuple[int, ...]
 """The lengths of the documents in a sequence."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Some consecutive tokens of a document, at a place of the ring.
 
     Attributes:
@@ -45,7 +44,7 @@ class Run(NamedTuple):
     document: int
     start: int
 
-    def of(self, tensor: Tensor, dim: int = -2) -> Tensor:
+    def take_from(self, tensor: Tensor, dim: int = -2) -> Tensor:
         """Return the run's part of [batch, ..., tokens, ...], as a view."""
         return tensor[self.samples].narrow(dim, self.tokens.start, self.tokens.stop - self.tokens.start)
 
@@ -68,12 +67,26 @@ class SequenceLayout:
     documents: tuple[Lengths, ...] | None = None
 
     @classmethod
-    def of(cls, plan: Plan, inputs: Value) -> SequenceLayout:
-        """Return the layout of some inputs under a plan."""
-        return cls(plan.cp, plan.cp_order, plan.mesh.cp_ulysses, packed_lengths(inputs))
+    def from_inputs(cls, plan: Plan, inputs: Value, packed: bool) -> SequenceLayout:
+        """Return the layout of some inputs under a plan, of which some in the training are packed, or none.
+
+        Raises:
+            ValueError: none should be, and these are.
+        """
+        documents = packed_lengths(inputs)
+        if packed and documents is None:
+            batch, s = leaves(inputs)[0].shape[:2]
+            documents = ((s,),) * batch
+        if documents is not None and not packed:
+            raise ValueError(
+                "position_ids of a later batch begin anew within a sequence, which is several documents packed, and "
+                "those of the dataset's first samples do not, so that mpkit took each sequence for one text. Let a "
+                "packed sequence come first, or give the batches as a list, which mpkit reads before."
+            )
+        return cls(plan.cp, plan.cp_order, plan.mesh.cp_ulysses, documents)
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether sequences consist of documents, which do not attend to each other."""
         return self.documents is not None
 
@@ -98,13 +111,13 @@ class SequenceLayout:
         each = len(tokens) // self.row
         return tokens[within * each : (within + 1) * each]
 
-    def runs(self, place: int, length: int) -> list[Run]:
+    def runs(self, place: int, length: int) -> list[TokenRun]:
         """Return the runs of a place of the ring, which has `length` tokens of each sequence."""
         places = self.n // self.row
         if not self.documents:
             c = length // len(pieces(place, places, self.order))
             return [
-                Run(slice(None), slice(i * c, (i + 1) * c), 0, piece * c)
+                TokenRun(slice(None), slice(i * c, (i + 1) * c), 0, piece * c)
                 for i, piece in enumerate(pieces(place, places, self.order))
             ]
         return [
@@ -113,17 +126,12 @@ class SequenceLayout:
             for run in self._runs_of(i, documents, place, places)
         ]
 
-    def _runs_of(self, sample: int, documents: Lengths, place: int, places: int) -> Iterator[Run]:
+    def _runs_of(self, sample: int, documents: Lengths, place: int, places: int) -> Iterator[TokenRun]:
         at = 0
         for chunk in deal_chunks(documents, places, self.order)[place]:
             for begin, (start, stop) in split_by_document(documents, chunk):
-                yield Run(slice(sample, sample + 1), slice(at, at + stop - start), begin, start)
+                yield TokenRun(slice(sample, sample + 1), slice(at, at + stop - start), begin, start)
                 at += stop - start
-
-
-def has_positions(key: Hashable) -> bool:
-    """Return whether inputs or targets of this signature have position_ids."""
-    return isinstance(key, tuple) and any(described[0] == POSITIONS for described in key)
 
 
 def packed_lengths(inputs: Value) -> tuple[Lengths, ...] | None:
@@ -132,7 +140,7 @@ def packed_lengths(inputs: Value) -> tuple[Lengths, ...] | None:
     >>> packed_lengths({"input_ids": torch.zeros(1, 5), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])})
     ((3, 2),)
     """
-    positions = inputs.get(POSITIONS) if isinstance(inputs, dict) else None
+    positions = inputs.get("position_ids") if isinstance(inputs, dict) else None
     if positions is None or positions.dim() != 2 or positions.shape[1] < 2:
         return None
     if isinstance(positions, FakeTensor):  # of unknown content

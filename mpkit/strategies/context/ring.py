@@ -20,7 +20,7 @@ and Algorithm 1; blocks are computed as in `mpkit.strategies.context.block`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.process_group import Pending, ProcessGroup
 from mpkit.strategies.context.block import attend, gradients, merge, wide
-from mpkit.strategies.context.layout import Run, SequenceLayout
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import pieces
+from mpkit.strategies.context.tiles import Tiles, count_pairs, join_runs
 
 __all__ = ["ring_attention"]
 
@@ -84,7 +85,7 @@ def ring_attention(
         q, k, v = (tensor[:, None] for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):  # sums here have the dtype that `wide` chooses
-        tiles = _Tiles(group, is_causal, layout, q.shape[-2])
+        tiles = Tiles(group, is_causal, layout, q.shape[-2])
         out: Tensor = _Ring.apply(q, k, v, group, tiles, scale, attended)  # type: ignore[no-untyped-call]
     return out[:, 0] if flat else out
 
@@ -118,7 +119,7 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         group: ProcessGroup,
-        tiles: _Tiles,
+        tiles: Tiles,
         scale: float,
         attended: Callable[[int], None] | None,
     ) -> Tensor:
@@ -132,13 +133,13 @@ class _Ring(torch.autograd.Function):
             # ---- attend and merge meanwhile
             keys, values = (wide(tensor) for tensor in _unpack(block, k, v))
             for a, mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
-                query = mine.of(queries)
-                new = attend(query, theirs.of(keys), theirs.of(values), diagonal)
-                pairs += _pairs(query.shape[0], mine, theirs, diagonal)
+                query = mine.take_from(queries)
+                new = attend(query, theirs.take_from(keys), theirs.take_from(values), diagonal)
+                pairs += count_pairs(query.shape[0], mine, theirs, diagonal)
                 before = merged[a]
                 merged[a] = new if before is None else merge(before, new)
             block = moving.wait() if moving else block
-        out, lse = _join_runs(tiles.runs, [each for each in merged if each is not None], q.shape[0])
+        out, lse = join_runs(tiles.runs, [each for each in merged if each is not None], q.shape[0])
         out = out.flatten(1, 2).to(q.dtype)
         if attended is not None:
             attended(pairs * q.shape[1])
@@ -163,9 +164,11 @@ class _Ring(torch.autograd.Function):
             dk_dv = _unpack(share, k, v)
             keys, values = (wide(tensor) for tensor in _unpack(block, k, v))
             for _, mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
-                query, *of_rows = (mine.of(tensor, 3) for tensor in rows)
-                grads = gradients(query, theirs.of(keys), theirs.of(values), diagonal, *of_rows)
-                for total, new in zip((mine.of(dq, 3), *map(theirs.of, dk_dv)), grads, strict=True):
+                query, *of_rows = (mine.take_from(tensor, 3) for tensor in rows)
+                grads = gradients(query, theirs.take_from(keys), theirs.take_from(values), diagonal, *of_rows)
+                for total, new in zip(
+                    (mine.take_from(dq, 3), *map(theirs.take_from, dk_dv)), grads, strict=True
+                ):
                     total += new
             # ---- dk, dv of j follow
             if r == 0:
@@ -180,36 +183,6 @@ class _Ring(torch.autograd.Function):
         dk, dv = _unpack(own, k, v)
         dq = dq.mul_(ctx.scale).flatten(1, 2)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-class _Tiles:
-    """Which runs of a rank's queries attend to which runs of another rank's keys.
-
-    Args:
-        group, is_causal: as for `ring_attention`.
-        layout: which tokens each rank has.
-        length: the number of queries per sequence on this rank.
-    """
-
-    def __init__(self, group: ProcessGroup, is_causal: bool, layout: SequenceLayout, length: int) -> None:
-        self._n, self._i, self._causal = group.size, group.index, is_causal
-        self._layout, self._length = layout, length
-        everything = Run(slice(None), slice(0, length), 0, 0)
-        # Where every token attends to all tokens, the order makes no difference.
-        self.runs = layout.runs(self._i, length) if is_causal else [everything]
-
-    def tiles_of(self, r: int, keys: int) -> Iterator[tuple[int, Run, Run, bool]]:
-        """Yield for step r, with so many keys: the number of a run of queries, the run, one of keys, and whether both
-        are the same tokens.
-        """
-        if not self._causal:
-            yield 0, self.runs[0], Run(slice(None), slice(0, keys), 0, 0), False
-            return
-        for a, mine in enumerate(self.runs):
-            for other in self._layout.runs((self._i - r) % self._n, self._length):
-                alike = (mine.samples, mine.document) == (other.samples, other.document)
-                if alike and other.start <= mine.start:
-                    yield a, mine, other, other.start == mine.start
 
 
 class _Moving:
@@ -234,26 +207,6 @@ class _Moving:
         """Wait for both, and return the tensor that was received."""
         self._sent.wait()
         return self._received.wait()
-
-
-def _join_runs(
-    runs: Sequence[Run], merged: Sequence[tuple[Tensor, Tensor]], batch: int
-) -> tuple[Tensor, Tensor]:
-    """Put the outputs and log-sum-exps of all runs together: those of a sample along time, and then the samples."""
-    samples: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for run, part in zip(runs, merged, strict=True):
-        samples.setdefault(run.samples.indices(batch)[0], []).append(part)
-    outputs, lses = zip(
-        *([torch.cat(each, 3) for each in zip(*of, strict=True)] for of in samples.values()), strict=True
-    )
-    return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
-
-
-def _pairs(samples: int, mine: Run, theirs: Run, diagonal: bool) -> int:
-    """Return the number of keys that all queries of a tile attend to."""
-    q: int = mine.tokens.stop - mine.tokens.start
-    k: int = theirs.tokens.stop - theirs.tokens.start
-    return samples * (q * (q + 1) // 2 if diagonal else q * k)
 
 
 def _group_heads(q: Tensor, k: Tensor) -> Tensor:

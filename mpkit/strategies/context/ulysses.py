@@ -84,7 +84,7 @@ def ulysses_attention(
     # ---- divide heads
     q, k, v = (_DivideHeads.apply(x, group) for x in (q, k, v))  # type: ignore[no-untyped-call]
     # ---- attend
-    if ring is not None and (ring.size > 1 or (layout is not None and layout.packed)):
+    if ring is not None and (ring.size > 1 or (layout is not None and layout.is_packed)):
         how: dict[str, Any] = {"order": order, "layout": layout, "attended": attended}
         out = ring_attention(q, k, v, ring, is_causal=is_causal, scale=scale, **how)
     else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
-from mpkit.strategies.context.layout import SequenceLayout, has_positions
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.data.digest import SampleLog
 from mpkit.strategies.data.fed import FedBatches
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
@@ -123,8 +123,8 @@ class Feed:
         self._place = place.dp
         self._plan, self._cp, self._parts = job.plan, place.cp, job.plan.cp
         # Documents are in the data, and attention needs them on every rank.
-        lays_out = job.plan.cp > 1 and any(has_positions(key) for key in self._known)
-        self._gives, self._needed = needed, needed or lays_out
+        self._packed = job.where.packed
+        self._gives, self._needed = needed, needed or self._packed
         self._parts_of_step: Parts = {}
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
@@ -174,7 +174,7 @@ class Feed:
         # ---- cut
         if self._parts == 1:
             return inputs, targets, None
-        layout = SequenceLayout.of(self._plan, inputs)
+        layout = SequenceLayout.from_inputs(self._plan, inputs, self._packed)
         return layout.part(inputs, self._cp), layout.part(targets, self._cp), layout
 
 

@@ -117,7 +117,7 @@ class Pipeline:
         )  # its forward runs on every rank
 
     @property
-    def attended(self) -> int:
+    def attended_pairs(self) -> int:
         """The pairs of a query and a key in this rank's attentions of the latest step, over divided sequences."""
         return sum(sum(forward.attended.values()) for forward in self._forwards.values())
 

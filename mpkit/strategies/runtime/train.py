@@ -170,7 +170,7 @@ class Training:
             self.update.step(number, factor, self.evidence.gradients)
             self._expert_rows.end(number)
             if self._job.plan.cp > 1 and isinstance(self.pipeline, Pipeline):
-                self._record.values.count_attended(self.pipeline.attended, number)
+                self._record.values.count_attended(self.pipeline.attended_pairs, number)
         if self.update.skipped == 1 > skipped and self._rank == 0:
             print(
                 f"step {number}: gradients overflowed under the loss scale {scale:.0f}, so this update is left out and "

@@ -17,7 +17,7 @@ from mpkit.common.caught import fakes_or_real, one_line
 from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.inside import ContextParallel
-from mpkit.strategies.context.layout import SequenceLayout, packed_lengths
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import check_sequences, sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
@@ -30,7 +30,13 @@ __all__ = ["check_context_parallel"]
 
 
 def check_context_parallel(
-    model: nn.Module, inputs: Value, targets: Value, n: int, order: str = "contiguous", ulysses: int = 1
+    model: nn.Module,
+    inputs: Value,
+    targets: Value,
+    n: int,
+    order: str = "contiguous",
+    ulysses: int = 1,
+    packed: bool = False,
 ) -> None:
     """Check that n ranks can share the sequences of such a batch.
 
@@ -46,6 +52,7 @@ def check_context_parallel(
         n: number of ranks along cp.
         order: which part each rank has.
         ulysses: number of those ranks that divide the heads.
+        packed: whether some sequences are packed documents.
 
     Raises:
         ValueError: they cannot, with the reason and what would work.
@@ -53,8 +60,6 @@ def check_context_parallel(
     # ---- data
     check_sequences(inputs, targets, n, order)
     sample = part(inputs, slice(0, 1))
-
-    packed = packed_lengths(inputs) is not None
 
     def on_fakes() -> None:
         with FakeMode() as mode:
