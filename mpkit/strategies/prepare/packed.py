@@ -40,7 +40,9 @@ def check_packed_documents(resolved: ResolvedPlan, task: Task) -> Rejection | No
             try:
                 deal_chunks(documents, plan.mesh.cp_ring, plan.cp_order)
             except ValueError as error:
-                return Rejection(f"{plan}: {str(error).removesuffix('.')}: {call_of(plan, {'cp_order': 'balanced'})}")
+                return Rejection(
+                    f"{plan}: {str(error).removesuffix('.')}: {call_of(plan, {'cp_order': 'balanced'})}"
+                )
     if not packed:
         return None
     inputs, lengths = packed[0]

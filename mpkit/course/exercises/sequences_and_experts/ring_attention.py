@@ -117,7 +117,7 @@ EXERCISE = OnRanks(
         Budget("bytes that a rank sends", sent_bytes, lambda case: (case.ranks - 1) * block(case), "bytes"),
         Budget(HELD, peak("activations", "buffers"), lambda case: 12 * block(case), "bytes"),
     ),
-    after="06-tensor-parallel",
+    after="14-long-sequences",
     place=10,
     start="Write the online softmax without ranks first: cut k and v into blocks, and take one after the other. Then "
     "replace the next block by one that arrives from the rank before.",

@@ -95,7 +95,7 @@ EXERCISE = OnRanks(
         Budget(CALLS, collectives, 8),
         Budget(SENT, payload, lambda case: 8 * B * LENGTH * case["heads"] * D * 8, "bytes"),
     ),
-    after="06-tensor-parallel",
+    after="14-long-sequences",
     place=20,
     start="Do it for q only: `torch.stack(q.chunk(n, 2))` has the n groups of heads along its first dimension. What "
     "does `exchange` of that hold, and along which dimension do the parts follow one another?",
