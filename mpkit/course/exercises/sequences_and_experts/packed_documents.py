@@ -63,18 +63,12 @@ def documents_of(case: Case) -> list[int]:
     return [2 * case.ranks * draw.randint(1, 4) for _ in range(case["documents"])]
 
 
-def hidden_pairs(documents: list[int]) -> Tensor:
-    """Return which keys each query does not attend to, [s, s]."""
-    document = torch.cat([torch.full((length,), i) for i, length in enumerate(documents)])
-    s = torch.arange(len(document))
-    return (document[:, None] != document) | (s > s[:, None])
-
-
 def attend(case: Case, tokens: list[int]) -> tuple[Tensor, int]:
     """Return the attention of some tokens, [tokens, D], and their pairs of a query and a key."""
     documents = documents_of(case)
     q, k, v = torch.randn(3, sum(documents), D, generator=case.generator(), dtype=torch.float64)
-    hidden = hidden_pairs(documents)[tokens]
+    positions = torch.cat([torch.arange(length) for length in documents])
+    hidden = ~mk.models.document_mask(positions[None])[0, 0, tokens]
     scores = (q[tokens] @ k.T).masked_fill(hidden, -torch.inf)
     return scores.softmax(-1) @ v, int((~hidden).sum())
 
@@ -83,6 +77,8 @@ def play(ctx: mk.Context, answer: object, case: Case) -> object:
     """Attend with this rank's tokens; return these and the result, and log the work."""
     assert callable(answer)
     dealt = [[int(token) for token in tokens] for tokens in answer(documents_of(case), case.ranks)]
+    if len(dealt) != case.ranks:
+        return f"tokens for {len(dealt)} ranks, of {case.ranks}"
     mine = sorted(dealt[ctx.rank])
     y, pairs = attend(case, mine)
     ctx.log("pairs", pairs, step=0)
@@ -124,8 +120,7 @@ def most(name: str) -> Callable[[Seen], float]:
 
 def limit(case: Case) -> float:
     """Return a tenth more than the mean."""
-    documents = documents_of(case)
-    return int(1.1 * sum(length * (length + 1) // 2 for length in documents) / case.ranks)
+    return int(1.1 * sum(mk.attention_work(documents_of(case), 1)) / case.ranks)
 
 
 def is_slow(seen: Seen, order: str) -> bool:
