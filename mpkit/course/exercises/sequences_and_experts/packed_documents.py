@@ -125,9 +125,8 @@ def limit(case: Case) -> float:
 
 def is_slow(seen: Seen, order: str) -> bool:
     """Return whether the busiest rank has as much work as it would have in that order of the whole sequence."""
-    if seen.budget != WORK:
-        return False
-    return most("pairs")(seen) == max(mk.attention_work(documents_of(seen.case), seen.case.ranks, order))
+    work = mk.attention_work(documents_of(seen.case), seen.case.ranks, order)
+    return seen.budget == WORK and most("pairs")(seen) == max(work)
 
 
 def has_the_ends(seen: Seen) -> bool:
@@ -139,11 +138,7 @@ def has_the_ends(seen: Seen) -> bool:
 
 EXERCISE = OnRanks(
     solution=deal_tokens,
-    cases=(
-        Case(2, 1, {"documents": 2}),
-        Case(3, 5, {"documents": 3}),
-        Case(4, 2, {"documents": 5}),
-    ),
+    cases=(Case(2, 1, {"documents": 2}), Case(3, 5, {"documents": 3}), Case(4, 2, {"documents": 5})),
     play=play,
     expected=expected,
     together=together,
