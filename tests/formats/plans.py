@@ -31,7 +31,7 @@ def plans(draw: st.DrawFn) -> Plan:
     said["unused"] = draw(st.sampled_from(["error", "allow"]))
     said["batchnorm"] = draw(st.sampled_from(["sync", "local"]))
     said["prefetch"] = draw(st.integers(0, 2))
-    said["cp_order"] = draw(st.sampled_from(["contiguous", "zigzag"]))
+    said["cp_order"] = draw(st.sampled_from(["contiguous", "zigzag", "documents", "balanced"]))
     said["cp_method"] = draw(
         st.sampled_from(["ring", "ulysses"] if said["cp_order"] == "contiguous" else ["ring"])
     )

@@ -162,6 +162,7 @@ class ContextParallel(TorchFunctionMode):
             f"{list(mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences without "
             "padding need none, packed documents have position_ids that begin anew in each; sliding windows, "
             f"relative positions and prefixes need cp=1.{self._jumps()}"
+            + (" Tensors without content do not say where documents begin." if unknown else "")
         ) from unknown
 
     def _jumps(self) -> str:
