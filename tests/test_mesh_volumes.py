@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
+from mpkit.plan.mesh import join_axes
 from mpkit.trace import Kind
 from tests.mesh.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
 from tests.serial import Train
@@ -126,6 +127,7 @@ PLANS: list[dict[str, Any]] = [
     {"cp": 2, "recompute": "full"},
     {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
     {"cp": 3, "cp_method": "ulysses", "microbatches": 3, "recompute": "full"},
+    {"cp": 6, "cp_method": (3, 2), "microbatches": 2},
     {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
     {"dp": 4, "tp": 2, "zero": 3, "dp_shard": 2, "microbatches": 2},
     {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},
@@ -158,7 +160,7 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     how = {"loss": next_token_loss, "optimizer": sgd, "steps": 2}
     run = train(model, tokens(7, 12, 33), plan, **how)
     degrees = {axis for axis in plan.mesh.axes if getattr(plan.mesh, axis) > 1}
-    shards = " x ".join(axis for axis in plan.mesh.parts("dp_shard", "cp") if axis in degrees)
+    shards = join_axes(axis for axis in plan.mesh.parts("dp_shard", "cp") if axis in degrees)
     axes = degrees - {"dp", "dp_shard"} | {shards} - {""}
     check_ratios(run.timeline(), axes)
     assert set(run.timeline().comm_matrix().axes) == axes

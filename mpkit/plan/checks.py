@@ -161,7 +161,7 @@ def call_of(plan: Plan, changes: dict[str, Any] | None = None, *, bare: bool = F
     values |= changes or {}
     pipeline = values["pp"] != 1
     shown = [
-        f"{name}={list(value) if isinstance(value, tuple) else value!r}"
+        f"{name}={list(value) if name == 'cut' and isinstance(value, tuple) else value!r}"
         for name, value in values.items()
         if value != defaults[name] or (name == "schedule" and pipeline)
     ]

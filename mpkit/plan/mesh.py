@@ -17,7 +17,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["AXES", "EXPERT_AXES", "TABLE", "Axis", "Mesh", "Place", "join_axes"]
+__all__ = ["AXES", "EXPERT_AXES", "TABLE", "Axis", "Mesh", "Place", "join_axes", "ulysses_degree"]
 
 
 class Axis(NamedTuple):
@@ -48,6 +48,14 @@ TABLE = (
     Axis("edp", "the samples of a batch", "the same experts; under ZeRO a shard", "#009e73", of_experts=True),
     Axis("ep", "the experts of each layer", "each some of the experts", "#cc79a7", of_experts=True),
     Axis("cp", "each sequence", "all the same; under ZeRO each a shard", "#e69f00"),
+    Axis("cp_ring", "each sequence", "all the same; under ZeRO each a shard", "#e69f00", within="cp"),
+    Axis(
+        "cp_ulysses",
+        "each sequence; for attention the heads",
+        "all the same; under ZeRO each a shard",
+        "#cc79a7",
+        within="cp",
+    ),
     Axis("tp", "each layer", "each a part of every divided layer", "#d55e00"),
 )
 """The axes, outermost first; the last varies fastest."""
@@ -80,6 +88,7 @@ class Mesh:
         pp, dp, cp, tp: the degrees.
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
+        cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
@@ -94,6 +103,9 @@ class Mesh:
     >>> folded = Mesh(dp=2, cp=2, ep=2)
     >>> folded.groups("ep"), folded.groups("edp"), folded.groups("cp")
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (2, 3)])
+    >>> long = Mesh(cp=4, cp_ulysses=2)
+    >>> long.groups("cp_ulysses"), long.groups("cp_ring")
+    ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
     """
 
     pp: int = 1
@@ -102,15 +114,21 @@ class Mesh:
     tp: int = 1
     dp_replicate: int = 1
     ep: int = 1
+    cp_ulysses: int = 1
 
     def __repr__(self) -> str:
-        names = [*AXES, *(name for name in ("dp_replicate", "ep") if getattr(self, name) > 1)]
+        names = [*AXES, *(name for name in ("dp_replicate", "ep", "cp_ulysses") if getattr(self, name) > 1)]
         return f"Mesh({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def dp_shard(self) -> int:
         """The number of replicas in each group within which ZeRO shards."""
         return self.dp // self.dp_replicate
+
+    @property
+    def cp_ring(self) -> int:
+        """The number of ranks in each ring, around which keys and values go."""
+        return self.cp // self.cp_ulysses
 
     @property
     def edp(self) -> int:
@@ -125,6 +143,7 @@ class Mesh:
         (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
         """
         divided = {"dp"} if self.dp_replicate > 1 else set()
+        divided |= {"cp"} if 1 < self.cp_ulysses < self.cp else set()
         return tuple(
             axis.name
             for axis in TABLE
@@ -194,14 +213,16 @@ class Mesh:
     def parts(self, *axes: str) -> tuple[str, ...]:
         """Return the axes of which these consist in this mesh, outermost first.
 
-        A mesh whose replicas are not divided into groups has all of them along dp_shard, and none along dp_replicate.
+        An axis that is not divided lies along its part that has as many places: a mesh whose replicas are not divided
+        into groups has all of them along dp_shard, and none along dp_replicate.
 
         >>> Mesh(dp=4, dp_replicate=2).parts("cp", "dp"), Mesh(dp=4).parts("dp_shard"), Mesh(dp=4).parts("dp_replicate")
         (('dp_replicate', 'dp_shard', 'cp'), ('dp',), ())
         """
         if self.axes_with(*axes) is EXPERT_AXES:
             return tuple(axis for axis in EXPERT_AXES if axis in axes)
-        named = {*axes, "dp"} if "dp_shard" in axes and "dp" in self.axes else set(axes)
+        long = {axis.within for axis in TABLE if axis.name in axes and getattr(self, axis.name) > 1}
+        named = {*axes, *long.intersection(self.axes)}
         return tuple(
             axis.name
             for axis in TABLE
@@ -234,6 +255,17 @@ def join_axes(axes: Iterable[str]) -> str:
             names[names.index(parts[0])] = whole
             names = [name for name in names if name not in parts]
     return " x ".join(names)
+
+
+def ulysses_degree(cp_method: object, cp: int) -> int:
+    """Return how many of the cp ranks of a sequence divide the heads for attention, by a Plan's cp_method.
+
+    >>> [ulysses_degree(method, 8) for method in ("ring", "ulysses", (2, 4))]
+    [1, 8, 2]
+    """
+    if isinstance(cp_method, (tuple, list)):
+        return int(cp_method[0])
+    return cp if cp_method == "ulysses" else 1
 
 
 def _digits(number: int, base: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpkit.plan.mesh import AXES, Mesh, join_axes
+from mpkit.plan.mesh import AXES, Mesh, join_axes, ulysses_degree
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
 
@@ -23,7 +23,7 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     try:
         plan = json.loads(meta["plan"])
         degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
-        mesh = Mesh(**degrees)
+        mesh = Mesh(**degrees, cp_ulysses=ulysses_degree(plan.get("cp_method"), degrees["cp"]))
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return mesh if mesh.size == ranks else None

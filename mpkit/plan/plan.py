@@ -19,13 +19,13 @@ from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.expert_checks import check_experts
 from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
-from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh import Mesh, ulysses_degree
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
 from mpkit.plan.schedule.theory import bubble_in_theory
 from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
 from mpkit.plan.synonyms import MEANT, check_synonyms
-from mpkit.plan.tensor_checks import check_shared_layers
+from mpkit.plan.tensor_checks import check_shared_layers, checked_cp_method
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
 
@@ -65,8 +65,9 @@ class Plan:
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
         cp: the number of ranks that share each sequence.
         cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
+            Of packed documents (`position_ids` begin anew in each): "documents", zigzag within each, or "balanced".
         cp_method: how attention sees the whole sequence: "ring" passes keys and values around, "ulysses" divides the
-            heads during attention.
+            heads during attention; (2, 4): Ulysses among 2 neighbours, and a ring of 4 such rows (USP), cp=8.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
@@ -106,7 +107,7 @@ class Plan:
     tensor: TensorPlan | None = None
     dp_shard: int | None = None
     dp_replicate: int | None = None
-    cp_method: str = "ring"
+    cp_method: str | tuple[int, int] = "ring"
     ep: int = 1
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Plan:
         check_data_parallel(self)
         check_hybrid(self)
         check_experts(self)
+        object.__setattr__(self, "cp_method", checked_cp_method(self))
         check_shared_layers(self)
 
     # ------------------------------------------------------------ the classics by name
@@ -231,7 +233,8 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1, self.ep)
+        ulysses = ulysses_degree(self.cp_method, self.cp)
+        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1, self.ep, ulysses)
 
     @property
     def shards(self) -> int:

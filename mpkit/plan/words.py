@@ -45,12 +45,22 @@ def describe(plan: Plan) -> str:
             f"The experts of each layer are divided among {plan.ep} ranks, to which tokens go by all-to-alls."
         )
     if plan.cp > 1:
-        order = ", in zigzag order" if plan.cp_order == "zigzag" else ""
-        ring = plan.cp_method == "ring"
+        order = {
+            "contiguous": "",
+            "documents": ", and each document in zigzag order",
+            "balanced": ", in blocks that balance attention",
+        }.get(plan.cp_order, f", in {plan.cp_order} order")
+        u, r = plan.mesh.cp_ulysses, plan.mesh.cp_ring
+        around, heads = (
+            "keys and values go round",
+            "all-to-alls divide heads in place of tokens for attention",
+        )
         how = (
-            "keys and values go round them"
-            if ring
-            else "all-to-alls divide heads in place of tokens for attention"
+            f"{around} them"
+            if u == 1
+            else heads
+            if r == 1
+            else f"among {u}, {heads}; {around} {r} such groups"
         )
         parts.append(f"Each sequence is shared by {plan.cp} ranks{order}; {how}.")
     if plan.pp == 1 and not (plan.dp > 1 or plan.zero or plan.ranks == 1) and plan.microbatches > 1:

@@ -112,7 +112,7 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
         _refuse(f"rank {number}'s change of memory", name, memory[name], which)
     values = rank.values
     said = {
-        "kind": values["kind"] > 2, "step": values["step"] < 0, "time": _too_large(values["time"]),
+        "kind": values["kind"] > 3, "step": values["step"] < 0, "time": _too_large(values["time"]),
     }  # fmt: skip
     for name, which in said.items():
         _refuse(f"rank {number}'s value", name, values[name], which)

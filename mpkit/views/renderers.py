@@ -44,6 +44,10 @@ RENDERERS = {
         "text": "mpkit.views.traffic.volume:volume_text",
         "html": "mpkit.views.traffic.volume:volume_html",
     },
+    "AttentionWork": {
+        "text": "mpkit.views.sequences.work:work_text",
+        "svg": "mpkit.views.sequences.work:work_svg",
+    },
     "ExpertLoad": {
         "text": "mpkit.views.experts.load:load_text",
         "svg": "mpkit.views.experts.load:load_svg",

@@ -115,7 +115,7 @@ def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(
 
 
 def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> None:
-    """16 heads of queries and 4 of keys: 8 ranks divide them, 6 do not."""
+    """16 heads of queries and 4 of keys: 8 ranks divide them, of 6 only 2 neighbours do."""
     methods = {
         devices: {
             each.layout.cp_method
@@ -124,7 +124,7 @@ def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> Non
         }
         for devices in (6, 8)
     }
-    assert methods == {6: {"ring"}, 8: {"ring", "ulysses"}}
+    assert methods == {6: {"ring", (2, 3)}, 8: {"ring", "ulysses"}}
     advice = mk.advise("llama3-8b", "8x8-h100-ndr", global_batch=8, sequence=131_072)
     assert advice.best is not None and advice.best.cp_method == "ulysses"
     near = next(miss for miss in advice.near_misses if miss.change == "cp_method='ring'")
@@ -138,3 +138,9 @@ def test_plans_that_are_found_can_be_made_and_cost_what_was_found() -> None:
         guess = advice.estimate(plan)
         assert guess.step_time == pytest.approx(found.seconds, rel=1e-12)
         assert guess.peak_memory * (1 + FRAGMENTATION) == pytest.approx(found.memory, rel=1e-12)
+
+
+def test_one_long_sequence_on_many_nodes_has_ulysses_inside_and_a_ring_across() -> None:
+    """64 ranks cannot divide 32 heads, and a ring of 64 is as slow as the links between nodes."""
+    advice = mk.advise("llama3-8b", "8x8-h100-ndr", global_batch=1, sequence=2**20)
+    assert advice.best is not None and advice.best.cp_method == (8, 8)

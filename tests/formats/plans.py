@@ -31,16 +31,18 @@ def plans(draw: st.DrawFn) -> Plan:
     said["unused"] = draw(st.sampled_from(["error", "allow"]))
     said["batchnorm"] = draw(st.sampled_from(["sync", "local"]))
     said["prefetch"] = draw(st.integers(0, 2))
-    said["cp_order"] = draw(st.sampled_from(["contiguous", "zigzag"]))
+    said["cp_order"] = draw(st.sampled_from(["contiguous", "zigzag", "documents", "balanced"]))
     said["cp_method"] = draw(
         st.sampled_from(["ring", "ulysses"] if said["cp_order"] == "contiguous" else ["ring"])
     )
+    if said["cp"] == 4 and draw(st.booleans()):
+        said["cp_method"] = (2, 2)
     said["sequence_parallel"] = said["tp"] > 1 and draw(st.booleans())
     if draw(st.integers(0, 9)) == 0:
         said |= {"pp": 2, "schedule": OWN, "microbatches": 2, "virtual_stages": 1}
     if draw(st.integers(0, 9)) == 0:
         said |= {"pp": 1, "tp": 1, "cp": 1, "zero": 0, "offload": "none", "data_parallel": "dp", "schedule": "gpipe",
-                 "virtual_stages": 1, "sequence_parallel": False}  # fmt: skip
+                 "virtual_stages": 1, "sequence_parallel": False, "cp_method": "ring"}  # fmt: skip
     else:
         replicas = said["dp"] * said["cp"]
         said["ep"] = draw(st.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]))

@@ -10,6 +10,7 @@ from mpkit.launch.session.losses import Losses
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.stage.shard import put_together_by_name
 from mpkit.timeline.token_routes import TokenRoutes, token_routes
+from mpkit.trace.attention_work import AttentionWork, attention_work_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,6 +127,15 @@ class RunResults:
             ValueError: the model has no experts, or there is no such layer or step.
         """
         return token_routes(self.trace, layer, step)
+
+    @property
+    def attention_work(self) -> AttentionWork:
+        """How much attention each rank computed where ranks share sequences: pairs of a query and a key, by step.
+
+        Raises:
+            ValueError: ranks share no sequences, or no step is done.
+        """
+        return attention_work_of(self.trace.ranks, self.plan.mesh.groups("cp"))
 
     @property
     def stopped_early(self) -> Stop | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from mpkit.plan.formats.syntax import Page, Syntax
@@ -16,12 +17,15 @@ _DIRECTIVE = re.compile(r"^[ \t]*#SBATCH[ \t]+(?=--)", re.MULTILINE)
 _STARTS = re.compile(r"(.*/)?(torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|python[0-9.]*)")
 
 
-def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Syntax:
+def command(
+    template: Callable[[Page], str], flags: Sequence[str] = (), several: Sequence[str] = ()
+) -> Syntax:
     """Return the syntax of a script that this template makes.
 
     Args:
         template: makes the lines after the head of the file.
         flags: options without a value.
+        several: options with several values, as one word after another.
     """
 
     def dump(page: Page) -> str:
@@ -31,7 +35,7 @@ def command(template: Callable[[Page], str], flags: Sequence[str] = ()) -> Synta
     def load(text: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for words, is_within in Shell().read(_DIRECTIVE.sub("", text)):
-            for name, value in _options(words, flags):
+            for name, value in _options(words, flags, several):
                 note = f"{name} is within an `if` or a loop: read as if it came to that" if is_within else ""
                 agree(found, name, Word(value, reason=value.reason, note=note))
         if not any(name.startswith("--") for name in found):
@@ -56,15 +60,17 @@ def options(page: Page, array: str, names: Sequence[str]) -> str:
     for name in names:
         if name in page.values:
             value = page.values[name]
-            word = name if value is True else f"{name}={value}"
+            word = name if value is True else f"{name}{' ' if ' ' in str(value) else '='}{value}"
             lines.append(f"  {word:43} # {page.comments[name]}")
     return "\n".join([f"{array}=(", *lines, ")"])
 
 
-def _options(words: Sequence[Word], flags: Sequence[str]) -> Iterator[tuple[str, Word]]:
+def _options(
+    words: Sequence[Word], flags: Sequence[str], several: Sequence[str]
+) -> Iterator[tuple[str, Word]]:
     """Yield the options, `--name=value`, `--name value`, `--flag`, and variables that may hold more of them."""
     starts, is_value = any(map(_STARTS.fullmatch, words)), False
-    for word, after in zip(words, [*words[1:], Word("--")], strict=True):
+    for number, (word, after) in enumerate(zip(words, [*words[1:], Word("--")], strict=True)):
         if is_value or not re.match(r"--[a-zA-Z]", word):
             if word.reason and starts and not is_value and word not in ("$@", "$*"):
                 yield word, word
@@ -74,4 +80,6 @@ def _options(words: Sequence[Word], flags: Sequence[str]) -> Iterator[tuple[str,
         name = name.replace("_", "-")
         is_value = not equals and name not in flags and not after.startswith("--")
         text = after if is_value else value if equals else "true"
+        if is_value and name in several:
+            text = " ".join(takewhile(lambda each: not each.startswith("--"), words[number + 1 :]))
         yield name, Word(text, reason=after.reason if is_value else word.reason)

@@ -21,6 +21,8 @@ GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 COMM_TYPES = {"ring": "p2p", "ulysses": "a2a"}
+BOTH = "a2a+p2p"
+SIZES = "--hierarchical-context-parallel-sizes"
 
 
 def _fsdp(asked: ExportRequest) -> bool:
@@ -32,6 +34,17 @@ def _read_sharding(value: Any) -> dict[str, Any]:
     if not isinstance(value, str) or value not in stages:
         raise ValueError(f"one of {', '.join(stages)}")
     return {"zero": stages[value]}
+
+
+def _comm_type(method: str | tuple[int, int]) -> str:
+    return COMM_TYPES[method] if isinstance(method, str) else BOTH
+
+
+def _read_sizes(value: Any) -> dict[str, Any]:
+    sizes = [number_of(word) for word in str(value).split()]
+    if len(sizes) != 2:
+        raise ValueError("two numbers, such as 2 4")
+    return {"cp_method": tuple(sizes)}
 
 
 def _granularity(value: Any) -> dict[str, Any]:
@@ -67,8 +80,14 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
         notes.append("recomputation of some layers is read as of all")
     comm_type = values.get("--cp-comm-type", "p2p")
-    if comm_type not in COMM_TYPES.values():
-        notes.append(f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses)")
+    if comm_type != BOTH and isinstance(fields.get("cp_method"), tuple):
+        notes.append(f"{SIZES} goes with --cp-comm-type={BOTH}: left out")
+        fields["cp_method"] = "ulysses" if comm_type == COMM_TYPES["ulysses"] else "ring"
+    if comm_type not in COMM_TYPES.values() and not (comm_type == BOTH and SIZES in values):
+        notes.append(
+            f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses), or {BOTH} with "
+            f"{SIZES}"
+        )
     return fields
 
 
@@ -102,9 +121,12 @@ KEYS: tuple[FormatKey, ...] = (
            lambda asked: asked.plan.schedule == INTERLEAVED_1F1B and asked.plan.virtual_stages > 1
            and asked.plan.pp > 1),
     number("--context-parallel-size", "cp", "ranks that share each sequence"),
-    FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses",
-        lambda asked: COMM_TYPES[asked.plan.cp_method] if asked.plan.cp > 1 else None,
+    FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses; a2a+p2p: Ulysses among neighbours, and a ring",
+        lambda asked: _comm_type(asked.plan.cp_method) if asked.plan.cp > 1 else None,
         lambda value: {"cp_method": "ulysses"} if value == COMM_TYPES["ulysses"] else {}, ("cp_method",)),
+    FormatKey(SIZES, "neighbours that divide heads, and groups of them in a ring",
+        lambda asked: " ".join(map(str, asked.plan.cp_method)) if _comm_type(asked.plan.cp_method) == BOTH else None,
+        _read_sizes, ("cp_method",)),
     number("--expert-model-parallel-size", "ep", "ranks, out of the replicas, that divide each layer's experts",
            lambda asked: asked.plan.ep > 1),
     context("--expert-tensor-parallel-size", "each expert is whole",
@@ -147,6 +169,7 @@ MEGATRON = Format(
             *FLAGS, "--sequence-parallel", "--use-distributed-optimizer", "--use-megatron-fsdp", "--bf16", "--fp16",
             "--optimizer-cpu-offload", "--use-precision-aware-optimizer",
         ),
+        (SIZES,),
     ),
     (*LAUNCH, *KEYS),
     _finish,

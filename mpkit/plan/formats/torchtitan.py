@@ -153,7 +153,7 @@ TORCHTITAN = Format(
         "offload": "CPU offload is of all states, under FSDP",
         "precision": "it computes in bfloat16 or float32",
         "bucket_mb": "DDP's buckets are not in the configuration",
-        "cp_order": "without context parallelism sequences have no order",
+        "cp_order": "context_parallel_load_balancer is headtail (zigzag), or ptrr for masks of blocks",
         "cp_method": "torch's context parallelism passes keys and values around",
         "tensor": "which layers are divided is in the model's code",
     },

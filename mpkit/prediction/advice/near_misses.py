@@ -107,7 +107,7 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
         if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
             sharded = best.sharded if zero in offers.hybrid else 0
             yield f"zero={zero}", replace(best, zero=zero, sharded=sharded)
-    for method in cp_methods(priced.asked.model, offers, best.tp, best.cp):
+    for method in cp_methods(priced.asked.model, offers, best.tp, best.cp, priced.hardware.per_node):
         if method != best.cp_method:
             yield f"cp_method={method!r}", replace(best, cp_method=method)
     for ep in expert_degrees(priced.asked.model, offers, best.shards):
@@ -168,7 +168,7 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
     for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
         if not each or samples % each or (offers.filled and samples // each < layout.pp - 1):
             continue
-        for method in cp_methods(model, offers, layout.tp, layout.cp):
+        for method in cp_methods(model, offers, layout.tp, layout.cp, priced.hardware.per_node):
             yield replace(
                 layout, schedule=schedule, virtual_stages=v, microbatch=each, microbatches=samples // each,
                 sequence_parallel=layout.tp > 1 and offers.sequence, zero=layout.zero if layout.replicas > 1 else 0,

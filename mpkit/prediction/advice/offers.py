@@ -32,6 +32,7 @@ class Offers:
         cp_order: how it divides sequences for a ring.
         experts: whether it divides experts over ranks, and its files say so.
         cp_methods: how ranks that share a sequence attend to the whole of it.
+        cp_both: whether it has Ulysses times a ring.
     """
 
     pipelines: tuple[tuple[str, int], ...] | None = None
@@ -46,6 +47,7 @@ class Offers:
     hybrid: tuple[int, ...] = ()
     cp_order: str = "contiguous"
     cp_methods: tuple[str, ...] = METHODS
+    cp_both: bool = True
     experts: bool = True
 
     @property
@@ -60,7 +62,7 @@ EVERYTHING = Offers(hybrid=(1, 2, 3))
 
 TORCHTITAN = Offers(
     tuple((name, min(s.advised)) for name, s in SCHEDULES.items() if s.advised and "torchtitan" in s.elsewhere),
-    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1],
+    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1], cp_both=False,
 )  # fmt: skip
 
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
@@ -80,6 +82,7 @@ OFFERS: Mapping[str, Offers] = {
         sequence=False,
         hybrid=(3,),
         cp_methods=METHODS[1:],
+        cp_both=False,
         experts=False,
     ),
     "llm-foundry": Offers(
@@ -145,7 +148,9 @@ def missing_feature(stack: str, layout: Layout) -> str:
         ("context parallelism", has.context or layout.cp == 1, ""),
         (
             f"cp_method={layout.cp_method!r}",
-            layout.cp_method in has.cp_methods or layout.cp == 1,
+            layout.cp == 1
+            or layout.cp_method in has.cp_methods
+            or (has.cp_both and 1 < layout.ulysses < layout.cp),
             _list_values("", has.cp_methods),
         ),
         ("expert parallelism", has.experts or layout.ep == 1, ""),

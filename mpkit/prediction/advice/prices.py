@@ -85,7 +85,7 @@ class LayoutPrices:
 
     def plan_of(self, layout: Layout) -> Plan:
         """Return the plan of a layout, in 16 bits that the device has and with the order of tokens of the software."""
-        ring = layout.cp > 1 and layout.cp_method == METHODS[0]
+        ring = layout.cp > 1 and layout.cp_method != METHODS[1]
         order = offers_of(self.stack.name).cp_order if ring else ORDERS[0]
         return replace(plan_of(layout), precision=self.hardware.device.half, cp_order=order)
 

@@ -1,7 +1,7 @@
 """Space: every layout by which a batch of a model can be trained on a number of devices.
 
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
-    cp_method    a ring, and Ulysses if the heads can be divided
+    cp_method    a ring; Ulysses if the heads can be divided; and a ring of nodes with Ulysses inside
     ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages
@@ -77,7 +77,8 @@ def families(
                     continue
                 for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head):
                     ways = product(
-                        cp_methods(model, offers, tp, cp), expert_degrees(model, offers, family[0].shards)
+                        cp_methods(model, offers, tp, cp, per_node),
+                        expert_degrees(model, offers, family[0].shards),
                     )
                     for method, ep in ways:
                         etp = 1 if ep > 1 else 0
@@ -110,11 +111,26 @@ def _of_mesh(
                 yield family
 
 
-def cp_methods(model: Architecture, offers: Offers, tp: int, cp: int) -> tuple[str, ...]:
-    """Return the ways in which the ranks of a sequence can attend to the whole of it; the first where it is whole."""
+def cp_methods(
+    model: Architecture, offers: Offers, tp: int, cp: int, per_node: int
+) -> list[str | tuple[int, int]]:
+    """Return the ways in which the ranks of a sequence can attend to the whole of it; the first where it is whole.
+
+    Of Ulysses times a ring it is the one with most ranks of a node that can divide the heads, as its authors advise.
+
+    >>> llama3 = Architecture(32, 4096, 32, kv_heads=8)
+    >>> cp_methods(llama3, EVERYTHING, 1, 8, 8), cp_methods(llama3, EVERYTHING, 2, 32, 8)
+    (['ring', 'ulysses'], ['ring', (4, 8)])
+    """
     if cp == 1:
-        return METHODS[:1]
-    return tuple(each for each in offers.cp_methods if each == METHODS[0] or can_divide_heads(model, tp, cp))
+        return [METHODS[0]]
+    found: list[str | tuple[int, int]] = [
+        each for each in offers.cp_methods if each == METHODS[0] or can_divide_heads(model, tp, cp)
+    ]
+    inside = [u for u in divisors(cp)[1:-1] if u * tp <= per_node and can_divide_heads(model, tp, u)]
+    if inside and offers.cp_both and (cp * tp > per_node or METHODS[1] not in found):
+        found.append((inside[-1], cp // inside[-1]))
+    return found
 
 
 def expert_degrees(model: Architecture, offers: Offers, shards: int) -> list[int]:

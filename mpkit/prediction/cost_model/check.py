@@ -85,16 +85,18 @@ def checked_layout(
     if sequence % plan.cp:
         near = sequence // plan.cp * plan.cp or plan.cp
         raise ValueError(f"cp={plan.cp} does not divide sequences of {sequence} tokens: sequence={near} does")
-    if plan.cp_method == "ulysses" and not can_divide_heads(model, plan.tp, plan.cp):
+    ulysses = plan.mesh.cp_ulysses
+    if not can_divide_heads(model, plan.tp, ulysses):
         heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-        near = max(c for c in range(1, plan.cp) if sequence % c == 0 and can_divide_heads(model, plan.tp, c))
+        fits = [u for u in range(2, ulysses) if plan.cp % u == 0 and can_divide_heads(model, plan.tp, u)]
+        either = (
+            f"cp_method={(fits[-1], plan.cp // fits[-1])!r} divides them among {fits[-1]}, and "
+            if fits
+            else ""
+        )
         raise ValueError(
-            f"cp_method='ulysses': cp={plan.cp} ranks cannot divide {heads} heads of queries and {of_keys} of keys; "
-            + (
-                f"cp={near} ranks can, and cp_method='ring' divides none"
-                if near > 1
-                else "cp_method='ring' can"
-            )
+            f"cp_method={plan.cp_method!r}: {ulysses} of cp={plan.cp} ranks cannot divide {heads} heads of queries and "
+            f"{of_keys} of keys; {either}cp_method='ring' divides none"
         )
     return layout_of(plan, global_batch, trainable)
 

@@ -164,17 +164,20 @@ def _context_parallel(
     """Return the exposed seconds that attention to other ranks' tokens takes, forward and backward.
 
     A ring passes keys and values on, and their gradients too in the backward: half of that runs beside the attention.
-    Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is computed.
+    Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is computed. Together,
+    the ranks of a ring have the heads that Ulysses leaves them.
     """
-    inside = layout.per_node("cp", network.per_node)
-    if layout.cp_method == "ulysses":
-        heads = 2 * model.heads / layout.tp + 2 * max(model.kv_heads / layout.tp, layout.cp)
-        nbytes = element * tokens * heads * model.head_dim
-        exchanged = network.time(Kind.ALL_TO_ALL, nbytes, layout.cp, inside, calls=4)
-        return exchanged, exchanged
-    keys = element * tokens * layout.cp * 2 * model.kv_heads * model.head_dim / layout.tp
-    passed = 0.5 * network.time(Kind.ALL_GATHER, keys, layout.cp, inside)
-    return passed, 2 * passed
+    u, r = layout.ulysses, layout.cp // layout.ulysses
+    of_keys, exchanged, passed = model.kv_heads / layout.tp, 0.0, 0.0
+    if u > 1:
+        of_keys = max(of_keys, u)
+        nbytes = element * tokens * 2 * (model.heads / layout.tp + of_keys) * model.head_dim
+        inside = layout.per_node("ulysses", network.per_node)
+        exchanged = network.time(Kind.ALL_TO_ALL, nbytes, u, inside, calls=4)
+    if r > 1:
+        keys = element * tokens * r * 2 * of_keys * model.head_dim
+        passed = 0.5 * network.time(Kind.ALL_GATHER, keys, r, layout.per_node("ring", network.per_node))
+    return exchanged + passed, exchanged + 2 * passed
 
 
 def _recomputed_time(

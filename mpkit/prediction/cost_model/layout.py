@@ -9,6 +9,7 @@ from math import gcd
 from typing import Any
 
 from mpkit.plan.checks import whole
+from mpkit.plan.mesh import ulysses_degree
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
@@ -62,12 +63,17 @@ class Layout:
     head: float = 0.0
     trainable: float = 1.0
     sharded: int = 0
-    cp_method: str = "ring"
+    cp_method: str | tuple[int, int] = "ring"
 
     @cached_property
     def ranks(self) -> int:
         """The number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def ulysses(self) -> int:
+        """The ranks, out of cp, that divide the heads for attention; the others of a sequence are in a ring."""
+        return ulysses_degree(self.cp_method, self.cp)
 
     @cached_property
     def replicas(self) -> int:
@@ -130,14 +136,16 @@ class Layout:
         (8, 2)
 
         Args:
-            axis: "tp", "cp", "replicas" (dp and cp), "shards" (those among which ZeRO shards), "groups" (those that
-                hold the same shard) or "ep". Experts lie beside each other, tp apart only where they are divided, as
-                Megatron places them; mpkit's own ranks leave them tp apart.
+            axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
+                which ZeRO shards), "groups" (those that hold the same shard) or "ep". Experts lie beside each other, tp
+                apart only where they are divided, as Megatron places them; mpkit's own ranks leave them tp apart.
             devices: devices per node.
         """
         inner, size = {
             "tp": (1, self.tp),
             "cp": (self.tp, self.cp),
+            "ulysses": (self.tp, self.ulysses),
+            "ring": (self.tp * self.ulysses, self.cp // self.ulysses),
             "ep": (self.expert_tp, self.ep),
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),

@@ -110,7 +110,7 @@ class _Layer:
 @lru_cache(4096)
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
-    etp: int, sequence_parallel: bool, recompute: str, trainable: float, cp_method: str,
+    etp: int, sequence_parallel: bool, recompute: str, trainable: float, cp_method: str | tuple[int, int],
 ) -> _Layer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(

@@ -46,6 +46,7 @@ class StageForward:
 
     Attributes:
         attention: as above; recomputation needs it too.
+        attended: by micro-batch of the step, the pairs of a query and a key in attentions over divided sequences.
         others: learns whether forwards draw random numbers that are not torch's; None: nobody wants to know.
     """
 
@@ -54,7 +55,7 @@ class StageForward:
         context: Context,
         job: TrainJob,
         stage: Stage,
-        attention: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        attention: Callable[..., AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number
@@ -67,14 +68,28 @@ class StageForward:
         self.others: OtherDraws | None = None
         self._step = -1
         self._microbatches: list[MicroBatch] = []
+        self.attended: dict[int, int] = {}
 
     def begin_step(self, number: int, microbatches: list[MicroBatch]) -> None:
         """Set the step and micro-batches of the next forwards."""
-        self._step, self._microbatches = number, microbatches
+        self._step, self._microbatches, self.attended = number, microbatches, {}
 
     def flops(self, key: Hashable) -> Flops:
         """Return FLOPs and bytes of the forward and its backward, for micro-batches of this signature."""
         return self._job.where.flops(key, self._s)
+
+    def attention_of(self, m: int) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what makes the context in which a part of a micro-batch's forward is repeated."""
+        return lambda: self.attention(self._microbatches[m].layout)
+
+    def _over_sequences(self, m: int) -> AbstractContextManager[Any]:
+        """Return the context in which a micro-batch's attention is over whole sequences, and counted."""
+        self.attended[m] = 0  # also if the forward is repeated
+
+        def count(pairs: int) -> None:
+            self.attended[m] += pairs
+
+        return self.attention(self._microbatches[m].layout, count)
 
     # ---- inputs -------------------------------------------------------------------------------------------
 
@@ -102,7 +117,7 @@ class StageForward:
     def __call__(self, m: int, inputs: Value) -> tuple[Tensor, ...]:
         """Return the stage's outputs for its inputs; at the last stage, the micro-batch's share of the loss."""
         draws = self.draws(m, inputs)
-        with draws.preserve_state(), self.attention():
+        with draws.preserve_state(), self._over_sequences(m):
             # The backward and a recomputation need the inputs as they are.
             output: Any = map_tensors(torch.clone, inputs) if self._stage.in_place else inputs
             args, kwargs = arguments_of(output, first=self._s == 0)
@@ -158,7 +173,7 @@ class PartForward(StageForward):
         )
         division = self._job.where.partition.divisions[self._microbatches[m].key]
         draws = self.draws(m, inputs)
-        with draws.preserve_state(), self.attention():
+        with draws.preserve_state(), self._over_sequences(m):
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)
             return self.loss(m, outputs, draws) if self._computes_loss else made
 

@@ -11,6 +11,7 @@ A ring keeps its inputs, its output and the log-sum-exp for the backward, and no
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import DataDependentOutputException
 from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.strategies.models.own_draws import OwnDraws
@@ -61,7 +63,10 @@ class ContextParallel(TorchFunctionMode):
         group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.strategies.context.sequence`).
         draws: the rank's random numbers.
-        method: "ring" or "ulysses".
+        ulysses: those of them that divide the heads; None: nobody does.
+        ring: those around which keys and values go; None: all of them, if nobody divides heads.
+        layout: which tokens of this micro-batch each rank has, and their documents; None: whole sequences, in `order`.
+        attended: is called with the number of pairs of a query and a key that an attention computed on this rank.
 
     Attributes:
         calls: number of attentions so far.
@@ -77,11 +82,16 @@ class ContextParallel(TorchFunctionMode):
         group: ProcessGroup,
         order: str = "contiguous",
         draws: OwnDraws | None = None,
-        method: str = "ring",
+        ulysses: ProcessGroup | None = None,
+        ring: ProcessGroup | None = None,
+        layout: SequenceLayout | None = None,
+        attended: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
+        row = ulysses.size if ulysses is not None else 1
+        self._layout, self._attended = layout or SequenceLayout(group.size, order, row), attended
         self.group, self.order, self.calls = group, order, 0
-        self._draws, self._method = draws or OwnDraws(), method
+        self._draws, self._ulysses, self._ring = draws or OwnDraws(), ulysses, ring
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -116,7 +126,11 @@ class ContextParallel(TorchFunctionMode):
                 "each score is made on one rank, and again in the backward. Set it to 0 in the model (of "
                 "transformers: attention_dropout=0, attn_pdrop=0 or attention_probs_dropout_prob=0 in the config)."
             )
-        if attn_mask is not None:
+        if self._layout.is_packed:
+            is_causal = (
+                True  # within a document; that this is the model's mask was checked on whole sequences
+            )
+        elif attn_mask is not None:
             self._check_mask(attn_mask)
         if not is_causal and query.shape[-2] == 1:
             raise ValueError(
@@ -128,11 +142,13 @@ class ContextParallel(TorchFunctionMode):
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True."
             )
         _check_frames()
-        if self._method == "ulysses":
-            return ulysses_attention(query, key, value, self.group, is_causal=is_causal, scale=scale)
-        return ring_attention(
-            query, key, value, self.group, is_causal=is_causal, scale=scale, order=self.order
-        )
+        how: dict[str, Any] = {
+            "is_causal": is_causal, "scale": scale, "order": self.order, "layout": self._layout,
+            "attended": self._attended,
+        }  # fmt: skip
+        if self._ulysses is not None and self._ulysses.size > 1:
+            return ulysses_attention(query, key, value, self._ulysses, ring=self._ring, **how)
+        return ring_attention(query, key, value, self.group, **how)
 
     def _check_mask(self, mask: Tensor) -> None:
         unknown = None
@@ -144,7 +160,9 @@ class ContextParallel(TorchFunctionMode):
         raise ValueError(
             f"Attention over cp={self.group.size} ranks takes no mask but is_causal, and was given one of shape "
             f"{list(mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences without "
-            f"padding need none; sliding windows, relative positions and prefixes need cp=1.{self._jumps()}"
+            "padding need none, packed documents have position_ids that begin anew in each; sliding windows, "
+            f"relative positions and prefixes need cp=1.{self._jumps()}"
+            + (" Tensors without content do not say where documents begin." if unknown else "")
         ) from unknown
 
     def _jumps(self) -> str:

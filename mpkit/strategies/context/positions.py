@@ -36,7 +36,7 @@ def positions_of(length: int, part: tuple[int, ...], device: torch.device | None
     return torch.cat([torch.arange(p * c, p * c + c, device=device) for p in part])
 
 
-def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contiguous") -> int:
+def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contiguous", row: int = 1) -> int:
     """Set in a model which part of the sequences it will receive, once per model.
 
     In the kit's GPT the embedding is set. Any other module whose forward takes position_ids, and input_ids or
@@ -52,11 +52,12 @@ def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contigu
         model: a model, or some of its layers.
         group: the ranks of the axis along which sequences are divided.
         order: which part each rank has.
+        row: the number of ranks that divide heads.
 
     Returns:
         The number of modules that were set; 0 if none takes positions, or if the model counts them internally.
     """
-    part, told = pieces(group.index, group.size, order), 0
+    part, told = pieces(group.index, group.size, order, row), 0
     inner: set[nn.Module] = set()  # whose positions an outer module passes on
     for module in model.modules():
         if isinstance(module, Embedding):

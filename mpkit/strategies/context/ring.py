@@ -20,7 +20,7 @@ and Algorithm 1; blocks are computed as in `mpkit.strategies.context.block`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
 from mpkit.strategies.context.block import attend, gradients, merge, wide
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import pieces
+from mpkit.strategies.context.tiles import Tiles, count_pairs, join_runs
 
 __all__ = ["ring_attention"]
 
@@ -43,6 +45,8 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
     order: str = "contiguous",
+    layout: SequenceLayout | None = None,
+    attended: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
 
@@ -65,6 +69,8 @@ def ring_attention(
         is_causal: whether each token attends only to itself and those before it; then s' = s.
         scale: factor of q k^T; None for 1/sqrt(d).
         order: which part of the sequence each rank has, "contiguous" or "zigzag".
+        layout: the same where it depends on packed documents, which do not attend to each other; None: one document.
+        attended: is called with the number of pairs of a query and a key on this rank, in all samples and heads.
 
     Returns:
         [batch, heads, s/n, e], in q's dtype.
@@ -72,13 +78,15 @@ def ring_attention(
     Raises:
         ValueError: the shapes or dtypes do not fit each other.
     """
-    check_shapes(q, k, v, is_causal, len(pieces(0, group.size, order)))
+    layout = layout or SequenceLayout(group.size, order)
+    check_shapes(q, k, v, is_causal, 1 if layout.documents else len(pieces(0, group.size, order)))
     flat = q.dim() == 3
     if flat:
         q, k, v = (tensor[:, None] for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):  # sums here have the dtype that `wide` chooses
-        out: Tensor = _Ring.apply(q, k, v, group, is_causal, scale, order)  # type: ignore[no-untyped-call]
+        tiles = Tiles(group, is_causal, layout, q.shape[-2])
+        out: Tensor = _Ring.apply(q, k, v, group, tiles, scale, attended)  # type: ignore[no-untyped-call]
     return out[:, 0] if flat else out
 
 
@@ -111,26 +119,30 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         group: ProcessGroup,
-        is_causal: bool,
+        tiles: Tiles,
         scale: float,
-        order: str,
+        attended: Callable[[int], None] | None,
     ) -> Tensor:
-        tiles = _Tiles(group, is_causal, order)
-        queries = tiles.cut(wide(_group_heads(q, k)) * scale)
-        merged: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
+        queries = wide(_group_heads(q, k)) * scale
+        merged: list[tuple[Tensor, Tensor] | None] = [None] * len(tiles.runs)
+        pairs = 0
         block = _pack(k, v)
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
             moving = _RingExchange(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- attend and merge meanwhile
-            keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
-            for a, b, diagonal in tiles.tiles_of(r):
-                new = attend(queries[a], keys[b], values[b], diagonal)
+            keys, values = (wide(tensor) for tensor in _unpack(block, k, v))
+            for a, mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
+                query = mine.take_from(queries)
+                new = attend(query, theirs.take_from(keys), theirs.take_from(values), diagonal)
+                pairs += count_pairs(query.shape[0], mine, theirs, diagonal)
                 before = merged[a]
                 merged[a] = new if before is None else merge(before, new)
             block = moving.wait() if moving else block
-        outputs, lses = zip(*(each for each in merged if each is not None), strict=True)
-        out, lse = torch.cat(outputs, 3).flatten(1, 2).to(q.dtype), torch.cat(lses, 3)
+        out, lse = join_runs(tiles.runs, [each for each in merged if each is not None], q.shape[0])
+        out = out.flatten(1, 2).to(q.dtype)
+        if attended is not None:
+            attended(pairs * q.shape[1])
         ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -142,21 +154,21 @@ class _Ring(torch.autograd.Function):
         group, tiles = ctx.group, ctx.tiles
         do, out = wide(_group_heads(do, k)), wide(_group_heads(out, k))
         rows = wide(_group_heads(q, k)) * ctx.scale, lse, do, (do * out).sum(-1)
-        queries, lses, dos, deltas = (tiles.cut(tensor, 3) for tensor in rows)
         dq = torch.zeros_like(rows[0])
-        dqs = tiles.cut(dq, 3)
         block, own, following = _pack(k, v), None, None
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
             moving = _RingExchange(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- this rank's share of dk, dv of j meanwhile
             share = torch.zeros_like(wide(block))
-            dks, dvs = (tiles.cut(tensor) for tensor in _unpack(share, k, v))
-            keys, values = (tiles.cut(wide(tensor)) for tensor in _unpack(block, k, v))
-            for a, b, diagonal in tiles.tiles_of(r):
-                of_rows = lses[a], dos[a], deltas[a]
-                grads = gradients(queries[a], keys[b], values[b], diagonal, *of_rows)
-                for total, new in zip((dqs[a], dks[b], dvs[b]), grads, strict=True):
+            dk_dv = _unpack(share, k, v)
+            keys, values = (wide(tensor) for tensor in _unpack(block, k, v))
+            for _, mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
+                query, *of_rows = (mine.take_from(tensor, 3) for tensor in rows)
+                grads = gradients(query, theirs.take_from(keys), theirs.take_from(values), diagonal, *of_rows)
+                for total, new in zip(
+                    (mine.take_from(dq, 3), *map(theirs.take_from, dk_dv)), grads, strict=True
+                ):
                     total += new
             # ---- dk, dv of j follow
             if r == 0:
@@ -171,31 +183,6 @@ class _Ring(torch.autograd.Function):
         dk, dv = _unpack(own, k, v)
         dq = dq.mul_(ctx.scale).flatten(1, 2)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
-
-
-class _Tiles:
-    """Which pieces of a rank's queries attend to which pieces of another rank's keys.
-
-    Args:
-        group, is_causal, order: as for `ring_attention`.
-    """
-
-    def __init__(self, group: ProcessGroup, is_causal: bool, order: str) -> None:
-        self._n, self._i, self._causal = group.size, group.index, is_causal
-        # Where every token attends to all tokens, the order makes no difference.
-        self._order = order if is_causal else "contiguous"
-
-    def tiles_of(self, r: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield for step r the numbers of a piece of queries and one of keys, and whether they are the same."""
-        theirs = pieces((self._i - r) % self._n, self._n, self._order)
-        for a, mine in enumerate(pieces(self._i, self._n, self._order)):
-            for b, other in enumerate(theirs):
-                if not self._causal or other <= mine:
-                    yield a, b, self._causal and other == mine
-
-    def cut(self, tensor: Tensor, dim: int = -2) -> tuple[Tensor, ...]:
-        """Cut a tensor into the pieces, as views."""
-        return tensor.chunk(len(pieces(0, self._n, self._order)), dim)
 
 
 class _RingExchange:

@@ -5,6 +5,8 @@ A sequence of s tokens is cut into pieces of equal length, and rank i of n has
     contiguous   piece i of n                      rank 0: 0      rank 1: 1      (n = 2)
     zigzag       pieces i and 2n - 1 - i of 2n     rank 0: 0 3    rank 1: 1 2
 
+Under Ulysses times a ring, rows of u ranks are the places of the ring, and share the pieces of their row in order.
+
 Under a causal mask a token attends only to itself and those before it. So with contiguous pieces the last rank has the
 most to compute, and the others wait for it. In zigzag order all ranks have the same, since a rank with an early piece
 has a late one, too. (Llama 3's training: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2.)
@@ -17,22 +19,30 @@ from torch import Tensor
 
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 
-__all__ = ["ORDERS", "check_sequences", "pieces", "sequence_part"]
+__all__ = ["BY_DOCUMENT", "ORDERS", "check_sequences", "pieces", "sequence_part"]
 
 ORDERS = ("contiguous", "zigzag")
+BY_DOCUMENT = ("documents", "balanced")
+"""Orders that depend on the documents of a packed sequence; a sequence that is one document is in zigzag order."""
 
 
-def pieces(index: int, n: int, order: str = "contiguous") -> tuple[int, ...]:
-    """Return the numbers of rank i's pieces, ascending.
+def pieces(index: int, n: int, order: str = "contiguous", row: int = 1) -> tuple[int, ...]:
+    """Return the numbers of rank i's pieces.
 
     >>> [pieces(i, 3, "zigzag") for i in range(3)]
     [(0, 5), (1, 4), (2, 3)]
+    >>> [pieces(i, 4, "zigzag", row=2) for i in range(4)]  # of 2 rows, the first has 0, 1 and 6, 7
+    [(0, 1), (6, 7), (2, 3), (4, 5)]
     """
-    assert order in ORDERS and 0 <= index < n, (index, n, order)
-    return (index,) if order == "contiguous" else (index, 2 * n - 1 - index)
+    assert order in ORDERS + BY_DOCUMENT and 0 <= index < n and n % row == 0, (index, n, order, row)
+    if order == "contiguous":
+        return (index,)
+    place, within = divmod(index, row)
+    first, last = place * row, 2 * n - (place + 1) * row
+    return tuple([*range(first, first + row), *range(last, last + row)][2 * within : 2 * within + 2])
 
 
-def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -> Value:
+def sequence_part(value: Value, index: int, n: int, order: str = "contiguous", row: int = 1) -> Value:
     """Return rank i's part of inputs or targets along dimension 1 of each tensor that has one, as views if possible.
 
     >>> tokens = torch.arange(16).view(2, 8)
@@ -47,8 +57,9 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -
         index: the rank i.
         n: number of ranks that share the sequence.
         order: "contiguous" or "zigzag".
+        row: the number of ranks that divide heads, of those n.
     """
-    wanted = pieces(index, n, order)
+    wanted = pieces(index, n, order, row)
 
     def part(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2 or n == 1:
@@ -68,7 +79,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
         ValueError: the tensors have no common length, or n ranks do not divide it; or the data contains something about
             the sequence as a whole.
     """
-    if order not in ORDERS:
+    if order not in ORDERS + BY_DOCUMENT:
         raise ValueError(f"order={order!r}: it is {' or '.join(map(repr, ORDERS))}.")
     tensors = [*leaves(inputs), *leaves(targets)]
     shapes = [list(tensor.shape) for tensor in tensors]
@@ -85,7 +96,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
     if s % unit or s // unit < 2:
         down, up = max(2 * unit, s // unit * unit), max(2 * unit, -(-s // unit) * unit)
         fits = [c for c in range(1, n) if s % (c * unit // n) == 0 and s // (c * unit // n) > 1]
-        halves = " into two pieces each" if order == "zigzag" else ""
+        halves = " into two pieces each" if order != "contiguous" else ""
         either = f"s={up}" if down == up or down > s else f"s={down} or s={up}"
         raise ValueError(
             f"Sequences of s={s} tokens on cp={n} ranks: they share them equally{halves}, two tokens a piece at "

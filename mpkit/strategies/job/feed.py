@@ -12,13 +12,12 @@ sequences, they do so equally, and each has an equal part of that weight.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
-from mpkit.strategies.context.sequence import sequence_part
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.data.digest import SampleLog
 from mpkit.strategies.data.fed_batches import FedBatches
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
@@ -94,12 +93,14 @@ class MicroBatch:
         inputs, targets: empty tuples on a rank that needs neither.
         key: their signature.
         weight: their share of the batch; 0 for a stand-in, which a rank without samples takes.
+        layout: which tokens each rank has where ranks share sequences; None elsewhere.
     """
 
     inputs: Value
     targets: Value
     key: Hashable
     weight: float
+    layout: SequenceLayout | None = field(default=None, kw_only=True)
 
 
 class Feed:
@@ -120,9 +121,10 @@ class Feed:
         self._m, self._n = job.plan.microbatches, job.plan.dp
         place = job.plan.mesh.place(context.rank)
         self._place = place.dp
-        self._cut = partial(sequence_part, index=place.cp, n=job.plan.cp, order=job.plan.cp_order)
-        self._parts = job.plan.cp
-        self._needed = needed
+        self._plan, self._cp, self._parts = job.plan, place.cp, job.plan.cp
+        # Documents are in the data, and attention needs them on every rank.
+        self._packed = job.where.packed
+        self._gives, self._needed = needed, needed or self._packed
         self._parts_of_step: Parts = {}
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
@@ -140,10 +142,12 @@ class Feed:
             which = share(start, end, self._place, self._n)
             k = len(range(size)[which]) if start + self._place < end else 0
             key = self._source.key(step, which)
-            inputs, targets = self._load(step, which, key) if self._needed else ((), ())
-            microbatches.append(MicroBatch(inputs, targets, key, k / size / self._parts))
+            inputs, targets, layout = self._load(step, which, key) if self._needed else ((), (), None)
+            if not self._gives:
+                inputs, targets = (), ()
+            microbatches.append(MicroBatch(inputs, targets, key, k / size / self._parts, layout=layout))
         # ---- account
-        taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._needed]
+        taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._gives]
         fake = any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y)))
         if self._taken is not None and not fake:
             self._taken.write(step, taken)
@@ -158,7 +162,7 @@ class Feed:
         size = self._source.size(step)
         return [share(start, end, self._place, self._n) for start, end in split(size, min(self._m, size))]
 
-    def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
+    def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value, SequenceLayout | None]:
         inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]
         shapes = signature(inputs, targets)
         if shapes != key or shapes not in self._known:
@@ -168,7 +172,10 @@ class Feed:
                 "shapes: pad or cut them in its __getitem__. Batches of several shapes can be data itself, as a list."
             )
         # ---- cut
-        return self._cut(inputs), self._cut(targets)
+        if self._parts == 1:
+            return inputs, targets, None
+        layout = SequenceLayout.from_inputs(self._plan, inputs, self._packed)
+        return layout.part(inputs, self._cp), layout.part(targets, self._cp), layout
 
 
 def _shapes(key: Hashable) -> str:

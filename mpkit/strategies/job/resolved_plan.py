@@ -54,6 +54,7 @@ class ResolvedPlan:
         sharded: what tensor parallelism divides, likewise by place along tp.
         parameters: by rank, the number of elements of the trained parameters that it would hold without ZeRO.
         loss_sends: the bytes that the loss of the largest micro-batch all-reduces and all-gathers on a tp rank.
+        packed: whether ranks share sequences of which some are packed documents; then attention is by document.
         place: the place along tp whose numbers the methods return.
     """
 
@@ -67,6 +68,7 @@ class ResolvedPlan:
     sharded: tuple[ShardedModel, ...]
     parameters: tuple[int, ...]
     loss_sends: tuple[int, int]
+    packed: bool = False
     place: int = 0
 
     @property

@@ -5,7 +5,7 @@ from mpkit.strategies.models.chain import chain
 from mpkit.strategies.models.convnet import ConvNet
 from mpkit.strategies.models.cut import balance, cut
 from mpkit.strategies.models.experts import MixtureOfExperts
-from mpkit.strategies.models.gpt import GPT, GPTConfig, next_token_loss
+from mpkit.strategies.models.gpt import GPT, GPTConfig, PackedGPT, document_mask, next_token_loss
 from mpkit.strategies.models.mlp import MLP
 from mpkit.strategies.models.resnet import ResNet
 from mpkit.strategies.models.unet import UNet
@@ -16,11 +16,13 @@ __all__ = [
     "ConvNet",
     "GPTConfig",
     "MixtureOfExperts",
+    "PackedGPT",
     "ResNet",
     "UNet",
     "balance",
     "chain",
     "cut",
+    "document_mask",
     "next_token_loss",
     "repeated_blocks",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpkit.strategies.models.experts import MixtureOfExperts
 from mpkit.strategies.models.sized_chain import SizedChain
 
-__all__ = ["GPT", "GPTConfig", "next_token_loss"]
+__all__ = ["GPT", "GPTConfig", "PackedGPT", "document_mask", "next_token_loss"]
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,20 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.pieces: tuple[int, ...] = (0,)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, time] -> [batch, time, width]."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[batch, time] -> [batch, time, width]; positions [batch, time], if they are not those of one text."""
+        if positions is None:
+            positions = self._count_positions(tokens)
+        vectors: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
+        return vectors
+
+    def _count_positions(self, tokens: Tensor) -> Tensor:
         piece, longest = tokens.shape[1] // len(self.pieces), self.positions.num_embeddings
         time = piece * (1 + max(self.pieces))
         if time > longest:
             raise ValueError(f"sequences of {time} tokens, and this GPT has length={longest}")
         spans = [torch.arange(i * piece, (i + 1) * piece, device=tokens.device) for i in self.pieces]
-        positions = torch.cat(spans)
-        vectors: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
-        return vectors
+        return torch.cat(spans)
 
 
 class Block(nn.Module):
@@ -123,15 +127,15 @@ class Block(nn.Module):
             else FeedForward(config)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, width] -> the same."""
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, time, width] -> the same; mask as for `Attention`."""
+        x = x + (self.attention(self.norm1(x)) if mask is None else self.attention(self.norm1(x), mask))
         x = x + self.mlp(self.norm2(x))
         return x
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position attends to itself and to earlier positions."""
+    """Causal self-attention: each position attends to itself and to earlier positions, of its document with a mask."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -140,12 +144,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, width] -> the same."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[batch, time, width] -> the same; mask [batch, 1, time, time] says which keys a query attends to."""
         batch, time, _ = x.shape
         # 3 of [batch, heads, time, width/heads]; a tensor-parallel rank has some of the heads
         q, k, v = self.qkv(x).view(batch, time, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         mixed: Tensor = self.dropout(self.out(y.transpose(1, 2).reshape(batch, time, -1)))
         return mixed
 
@@ -177,6 +181,50 @@ class Head(nn.Module):
         """[batch, time, width] -> [batch, time, vocab]."""
         logits: Tensor = self.logits(self.norm(x))
         return logits
+
+
+class PackedGPT(nn.Module):
+    """A GPT on packed documents: tokens and their positions [batch, time] to logits [batch, time, vocab].
+
+    Positions begin at 0 in each document, as transformers' collators for packing write them. A token attends to those
+    before it in its own document, so that the loss is that of the documents one by one.
+
+    >>> model = PackedGPT(layers=1, width=8, heads=2)
+    >>> model(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1]])).shape
+    torch.Size([1, 5, 256])
+
+    Args:
+        config: the sizes; individual sizes may be given by name instead.
+    """
+
+    def __init__(self, config: GPTConfig | None = None, **sizes: Any) -> None:
+        super().__init__()
+        self.gpt = GPT(config, **sizes)
+        self.config = self.gpt.config
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[batch, time], [batch, time] -> [batch, time, vocab]."""
+        embedding, *blocks, head = self.gpt
+        x, mask = embedding(input_ids, position_ids), document_mask(position_ids)
+        for block in blocks:
+            x = block(x, mask)
+        logits: Tensor = head(x)
+        return logits
+
+
+def document_mask(position_ids: Tensor) -> Tensor:
+    """Return which keys each query attends to [batch, 1, time, time]: those before it in its own document.
+
+    >>> document_mask(torch.tensor([[0, 1, 0]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    begins = nn.functional.pad(position_ids.diff(dim=1) != 1, (1, 0))
+    document = begins.cumsum(1)
+    time = torch.arange(position_ids.shape[1], device=position_ids.device)
+    alike = document[:, :, None] == document[:, None, :]
+    return (alike & (time[:, None] >= time))[:, None]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -72,7 +72,10 @@ class ScatterFeed(Feed):
             by_rank = []
             if self._rank == 0:
                 others = [(part, key) for part, key, k in zip(which, keys, rows, strict=True) if k][1:]
-                by_rank = [(own.inputs, own.targets), *(self._load(step, part, key) for part, key in others)]
+                by_rank = [
+                    (own.inputs, own.targets),
+                    *(self._load(step, part, key)[:2] for part, key in others),
+                ]
             whole = (end - start) / size
             microbatches.append(
                 ScatteredMicroBatch(own.inputs, own.targets, own.key, own.weight, rows, keys, by_rank, whole)

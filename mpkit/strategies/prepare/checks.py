@@ -26,6 +26,7 @@ from mpkit.strategies.prepare.layers import (
 )
 from mpkit.strategies.prepare.optimizer.examine import check_optimizer
 from mpkit.strategies.prepare.outputs import check_gathered_outputs, check_unused_parameters
+from mpkit.strategies.prepare.packed import check_packed_documents
 from mpkit.strategies.prepare.probe import check_parts, check_whole_batch_loss
 from mpkit.strategies.prepare.recompute import check_kept_tensors, check_recomputed_blocks
 from mpkit.strategies.prepare.resume import check_saved_state
@@ -131,6 +132,17 @@ class Expert(nn.Module):
 
 
 train(nn.Sequential(Expert(), Expert()), mk.Plan(recompute="full"))
+"""),
+    Check("packed documents", check_packed_documents, """
+class Whole(mk.models.PackedGPT):
+    def forward(self, input_ids, position_ids):
+        embedding, *rest = self.gpt
+        return nn.Sequential(*rest)(embedding(input_ids, position_ids))
+
+
+model, tokens = Whole(vocab=4, layers=1, width=4, heads=1, length=8), torch.zeros(1, 8, dtype=torch.long)
+inputs = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+train(model, mk.Plan(cp=2), data=(inputs, tokens), loss=mk.models.next_token_loss)
 """),
     Check("tensor plan", check_tensor_plan, """
 class Residual(nn.Module):

@@ -17,6 +17,7 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
+from mpkit.strategies.context.layout import packed_lengths
 from mpkit.strategies.data.stream import Stream, is_stream
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
@@ -97,7 +98,9 @@ def prepare(
             saves=any(options.get(name) is not None for name in ("checkpoint_every", "checkpoint_dir", "resume_from")),
         )  # fmt: skip
         # ---- resolve
-        resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name)
+        known = [*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further]
+        packed = plan.cp > 1 and any(packed_lengths(inputs) is not None for inputs, _ in known)
+        resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name, packed=packed)
         # ---- checks
         raise_rejection(find_rejection(resolved, task))
         warn_if_nothing_recomputed(resolved, task)

@@ -161,7 +161,7 @@ class ForwardPass(Pipeline):
         super().__init__(context, job, axes, sync)
         self._row = tuple(action for action in self._row if action.kind in ("F", "SEND_F", "RECV_F"))
         forward_of = ScoredForward if job.where.partition is None else ScoredPartForward
-        over = partial(attention_over, job.plan, axes.communicator_of("cp"))
+        over = partial(attention_over, job.plan, axes.communicator_of)
         self._forwards = {
             s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
         }

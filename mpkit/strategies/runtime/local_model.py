@@ -28,11 +28,14 @@ from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import TokenDraws
 from mpkit.strategies.tensor import ShardedModel, shard_model
 
-__all__ = ["attention_over", "localize"]
+__all__ = ["AttentionOver", "attention_over", "localize"]
+
+AttentionOver = Callable[..., AbstractContextManager[Any]]
+"""Makes the context manager of a forward from the layout of its sequences, and what counts the keys attended to."""
 
 
 def localize(
-    model: nn.Module, plan: Plan, schedule: Schedule, tp: ProcessGroup, cp: ProcessGroup, ep: ProcessGroup
+    model: nn.Module, plan: Plan, schedule: Schedule, group_of: Callable[[str], ProcessGroup]
 ) -> ShardedModel:
     """Shard a model in place, and give it the positions of its tokens.
 
@@ -40,11 +43,12 @@ def localize(
         model: the whole model; its tensors are left as they are.
         plan: read for tensor, sequence_parallel and cp_order.
         schedule: whether it splits backwards; then tensor parallelism does not overlap.
-        tp, cp, ep: this rank's process groups.
+        group_of: a function from an axis to this rank's process group along it.
 
     Raises:
         ValueError: the model cannot be divided in this way.
     """
+    tp, cp, ep = group_of("tp"), group_of("cp"), group_of("ep")
     # ---- shard
     whole = find_experts(model) if ep.size > 1 else ()
     sharded = shard_model(
@@ -60,17 +64,18 @@ def localize(
     sharded = replace(sharded, shards=sharded.shards | experts, experts=frozenset(experts))
     # ---- positions
     if cp.size > 1:
-        shift_positions(model, cp, plan.cp_order)
+        shift_positions(model, cp, plan.cp_order, plan.mesh.cp_ulysses)
         sharded.draws.around = (f"context on {cp.index}",)
     return sharded
 
 
-def attention_over(
-    plan: Plan, cp: ProcessGroup, draws: OwnDraws
-) -> Callable[[], AbstractContextManager[Any]]:
+def attention_over(plan: Plan, group_of: Callable[[str], ProcessGroup], draws: OwnDraws) -> AttentionOver:
     """Return the context manager for forwards where tokens are divided: attention is over whole sequences, and random
     numbers that are drawn for no token are the same on all ranks.
     """
-    if cp.size > 1:
-        return partial(ContextParallel, cp, plan.cp_order, draws, plan.cp_method)
-    return partial(TokenDraws, draws) if plan.sequence_parallel and plan.tp > 1 else nullcontext
+    if plan.cp > 1:
+        ulysses, ring = group_of("cp_ulysses"), group_of("cp_ring")
+        over = partial(ContextParallel, group_of("cp"), plan.cp_order, draws, ulysses, ring)
+        return lambda layout=None, attended=None: over(layout, attended)
+    divided = plan.sequence_parallel and plan.tp > 1
+    return lambda layout=None, attended=None: TokenDraws(draws) if divided else nullcontext()

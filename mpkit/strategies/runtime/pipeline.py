@@ -86,7 +86,7 @@ class Pipeline:
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
-        over = partial(attention_over, job.plan, axes.communicator_of("cp"))
+        over = partial(attention_over, job.plan, axes.communicator_of)
         self._forwards = {
             s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
         }
@@ -115,6 +115,11 @@ class Pipeline:
         return (
             0 in self._work or self.computes_loss or self._job.where.partition is not None
         )  # its forward runs on every rank
+
+    @property
+    def attended_pairs(self) -> int:
+        """The pairs of a query and a key in this rank's attentions of the latest step, over divided sequences."""
+        return sum(sum(forward.attended.values()) for forward in self._forwards.values())
 
     def step(self, number: int, microbatches: list[MicroBatch]) -> list[float]:
         """Run the forward and backward of a batch; gradients are added to the parameters'.

@@ -169,6 +169,8 @@ class Training:
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
             self._expert_rows.end(number)
+            if self._job.plan.cp > 1 and isinstance(self.pipeline, Pipeline):
+                self._record.values.count_attended(self.pipeline.attended_pairs, number)
         if self.update.skipped == 1 > skipped and self._rank == 0:
             print(
                 f"step {number}: gradients overflowed under the loss scale {scale:.0f}, so this update is left out and "
@@ -252,10 +254,7 @@ def place_stages(
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
-    sharded = localize(
-        model, job.plan, job.where.schedule,
-        axes.communicator_of("tp"), axes.communicator_of("cp"), axes.communicator_of("ep"),
-    )  # fmt: skip
+    sharded = localize(model, job.plan, job.where.schedule, axes.communicator_of)
     if cost is not None:
         over_whole_batch(model, cost)
     numbers = job.where.schedule.stages_of(axes.place.pp)

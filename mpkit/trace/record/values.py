@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.trace import HEADER, VALUE
+from mpkit.trace.attention_work import ATTENDED
 from mpkit.trace.expert_load import ROWS
 from mpkit.trace.record.files import NameFile, RecordFile
 
@@ -57,6 +58,10 @@ class Values:
     def count_rows(self, expert: str, rows: int, step: int) -> None:
         """Note how many rows of this rank's tokens an expert got in a step; see `mpkit.trace.expert_load`."""
         self._write(expert, rows, step, ROWS)
+
+    def count_attended(self, pairs: int, step: int) -> None:
+        """Note how many pairs of a query and a key this rank computed in a step; see `mpkit.trace.attention_work`."""
+        self._write("attention", pairs, step, ATTENDED)
 
     def _write(self, name: str, value: float, step: int, kind: int) -> None:
         if self._closed:

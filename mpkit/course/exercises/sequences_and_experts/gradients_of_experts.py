@@ -78,7 +78,7 @@ EXERCISE = OnRanks(
     expected=expected,
     result="gradients",
     budgets=(Budget(CALLS, collectives, 2), Budget(SENT, payload, 8 * NUMBERS, "bytes")),
-    after="14-experts",
+    after="15-experts",
     place=40,
     when={"a-collective-a-gradient": lambda seen: seen.budget == CALLS},
 )

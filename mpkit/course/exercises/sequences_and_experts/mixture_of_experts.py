@@ -117,7 +117,7 @@ EXERCISE = OnRanks(
         Budget(CALLS, collectives, 4),
         Budget(SENT, payload, lambda case: 4 * case.ranks * case["capacity"] * width(case) * 8, "bytes"),
     ),
-    after="14-experts",
+    after="15-experts",
     place=30,
     when={
         "every-token-to-every-expert": lambda seen: seen.budget == SENT,

@@ -97,7 +97,7 @@ EXERCISE = OnRanks(
         Budget("bytes that a rank sends", sent_bytes, lambda case: (case.ranks - 1) * block(case), "bytes"),
         Budget(HELD, peak("activations", "buffers"), lambda case: 12 * block(case), "bytes"),
     ),
-    after="06-tensor-parallel",
+    after="14-long-sequences",
     place=10,
     when={
         "all-send-first": lambda seen: seen.hang,

@@ -77,7 +77,7 @@ EXERCISE = OnRanks(
         Budget(CALLS, collectives, 8),
         Budget(SENT, payload, lambda case: 8 * B * LENGTH * case["heads"] * D * 8, "bytes"),
     ),
-    after="06-tensor-parallel",
+    after="14-long-sequences",
     place=20,
     when={
         "sends-all-heads-to-everybody": lambda seen: seen.budget == SENT,

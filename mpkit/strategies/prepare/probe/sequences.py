@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,9 @@ def check_sequence_loss(plan: Plan, loss: Callable[[Any, Any], Any], outputs: An
         return  # outputs without a sequence dimension: it is not known here which part a rank has
 
     def loss_of_rank(rank: int) -> Any:
-        mine = [
-            sequence_part(leaf, rank, plan.cp, plan.cp_order) if isinstance(leaf, Tensor) else leaf
-            for leaf in made
-        ]
-        return loss(rebuild(shape, mine), sequence_part(targets, rank, plan.cp, plan.cp_order))
+        cut = partial(sequence_part, index=rank, n=plan.cp, order=plan.cp_order, row=plan.mesh.cp_ulysses)
+        mine = [cut(leaf) if isinstance(leaf, Tensor) else leaf for leaf in made]
+        return loss(rebuild(shape, mine), cut(targets))
 
     whole, parts = ProbeResult(), ProbeResult()
     with torch.no_grad(), SameDraws():  # type: ignore[no-untyped-call]

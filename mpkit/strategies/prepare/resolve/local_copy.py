@@ -16,6 +16,7 @@ from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.experts.known_experts import check_experts_of
@@ -60,22 +61,22 @@ class LocalCopy:
 
 
 def local_copies(
-    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value]
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], packed: bool
 ) -> list[LocalCopy]:
     """Return the model as the ranks along tp hold it; a single copy if all of them hold the same shapes."""
-    first = _copy_for(model, plan, schedule, batch, 0)
+    first = _copy_for(model, plan, schedule, batch, packed, 0)
     if plan.tp == 1:
         return [first]
-    last = _copy_for(model, plan, schedule, batch, plan.tp - 1)
+    last = _copy_for(model, plan, schedule, batch, packed, plan.tp - 1)
     if first.shapes == last.shapes:
         last.free()
         return [first]
-    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, plan.tp - 1)]
+    between = [_copy_for(model, plan, schedule, batch, packed, place) for place in range(1, plan.tp - 1)]
     return [first, *between, last]
 
 
 def _copy_for(
-    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], place: int
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], packed: bool, place: int
 ) -> LocalCopy:
     """Copy the model as the tp rank at `place` would hold it.
 
@@ -83,15 +84,20 @@ def _copy_for(
         model: the whole model; it is not changed.
         plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
         batch: the largest batch, whose sequences are divided along cp.
+        packed: whether some sequences are packed documents.
         place: the rank's place along tp; along cp and ep it is place 0.
 
     Raises:
         ValueError: layers or sequences cannot be divided among so many ranks.
     """
     if plan.cp > 1 and place == 0:
-        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.cp_method)
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.mesh.cp_ulysses, packed)
     check_experts_of(model, plan)
-    tp, cp, ep = FakeGroup(plan.tp, place), FakeGroup(plan.cp), FakeGroup(plan.ep)
+    tp = FakeGroup(plan.tp, place)
+
+    def group_of(axis: str) -> FakeGroup:
+        return tp if axis == "tp" else FakeGroup(getattr(plan.mesh, axis))
+
     sharded = ShardedModel()
     if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
         # The tensors remain the caller's: shards are copies, and nothing else is written into.
@@ -103,6 +109,8 @@ def _copy_for(
                 f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
                 "generators are made in forward, or left out by the module's __getstate__."
             ) from None
-        sharded = localize(model, plan, schedule, tp, cp, ep)
-    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
-    return LocalCopy(model, sharded, cut, attention_over(plan, cp, sharded.draws), tp)
+        sharded = localize(model, plan, schedule, group_of)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order, row=plan.mesh.cp_ulysses)
+    layout = SequenceLayout(plan.cp, plan.cp_order, plan.mesh.cp_ulysses, () if packed else None)
+    over = partial(attention_over(plan, group_of, sharded.draws), layout)
+    return LocalCopy(model, sharded, cut, over, tp)

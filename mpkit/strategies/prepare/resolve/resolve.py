@@ -44,8 +44,8 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def resolve(
-    model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool
-) -> ResolvedPlan:
+    model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool, packed: bool = False,
+) -> ResolvedPlan:  # fmt: skip
     """Return what a plan comes to for a model and the batches of a training.
 
     Args:
@@ -53,6 +53,7 @@ def resolve(
         sizes: a batch of every size that occurs, the largest first.
         plan, loss: the plan and loss of the training.
         by_name: as in `prepare`.
+        packed: whether ranks share sequences of which some are packed documents.
 
     Raises:
         ValueError: model, data and plan do not fit together.
@@ -63,7 +64,7 @@ def resolve(
     # ---- shapes
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
     # ---- local
-    copies = local_copies(model, plan, schedule, sizes[0])
+    copies = local_copies(model, plan, schedule, sizes[0], packed)
     # ---- dry run
     sends = _LossSends(loss, copies[0])
     numbers = [
@@ -92,7 +93,7 @@ def resolve(
         each.free()
     local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
     return ResolvedPlan(
-        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most
+        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most, packed=packed,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
+from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.positions import shift_positions
 from mpkit.strategies.context.sequence import check_sequences, sequence_part
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
@@ -29,7 +30,13 @@ __all__ = ["check_context_parallel"]
 
 
 def check_context_parallel(
-    model: nn.Module, inputs: Value, targets: Value, n: int, order: str = "contiguous", method: str = "ring"
+    model: nn.Module,
+    inputs: Value,
+    targets: Value,
+    n: int,
+    order: str = "contiguous",
+    ulysses: int = 1,
+    packed: bool = False,
 ) -> None:
     """Check that n ranks can share the sequences of such a batch.
 
@@ -44,7 +51,8 @@ def check_context_parallel(
         inputs, targets: a batch, [batch, s, ...].
         n: number of ranks along cp.
         order: which part each rank has.
-        method: "ring" or "ulysses".
+        ulysses: number of those ranks that divide the heads.
+        packed: whether some sequences are packed documents.
 
     Raises:
         ValueError: they cannot, with the reason and what would work.
@@ -56,24 +64,24 @@ def check_context_parallel(
     def on_fakes() -> None:
         with FakeMode() as mode:
             fakes = map_tensors(mode.from_tensor, sample)
-            _check_forward(without_content(model, mode), fakes, n, order, method)
+            _check_forward(without_content(model, mode), fakes, n, order, ulysses, packed)
 
     # A model that is refused is refused again on real tensors, with numbers in the message.
     fakes_or_real(
         on_fakes,
-        lambda: _check_forward(copy_model(model), sample, n, order, method),
+        lambda: _check_forward(copy_model(model), sample, n, order, ulysses, packed),
         f"A part of a sequence in {type(model).__name__}",
     )
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, sample: Value, n: int, order: str, method: str) -> None:
+def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: int, packed: bool) -> None:
     """Run the forward of the rank that has the end of the sequence."""
     group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
-    mine = sequence_part(sample, group.index, n, order)
+    mine = sequence_part(sample, group.index, n, order, ulysses)
     length = leaves(mine)[0].shape[1]
     # ---- positions
-    told = shift_positions(model, group, order)
+    told = shift_positions(model, group, order, ulysses)
     given = isinstance(mine, dict) and mine.get("position_ids") is not None
     if not (told or given):
         raise ValueError(
@@ -83,7 +91,9 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str, method: 
         )
     # ---- attention
     value: Any = mine
-    with ContextParallel(group, order, method=method) as attention:
+    rows, ring = FakeGroup(ulysses), FakeGroup(n // ulysses, group.index // ulysses)
+    layout = SequenceLayout(n, order, ulysses, () if packed else None)
+    with ContextParallel(group, order, ulysses=rows, ring=ring, layout=layout) as attention:
         try:
             for i, (_, layer) in enumerate(layers_of(model)):
                 value = call(layer, value, first=i == 0)

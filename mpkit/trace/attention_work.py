@@ -1,0 +1,90 @@
+"""How much attention each rank of a sequence computed, by step: pairs of a query and a key, in all heads and layers.
+
+Ranks that share sequences wait for the one with the most. A result is right whoever computes it, so that only this
+count shows an imbalance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.display import DrawnResult, data_frame
+from mpkit.trace.files import RankTrace
+from mpkit.trace.validation import check_steps
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["AttentionWork", "attention_work_of"]
+
+ATTENDED = 3
+"""The kind of a logged value that is the number of pairs of a query and a key in a step."""
+
+
+class AttentionWork(DrawnResult):
+    """The attention that ranks computed; it prints as a table of the last step, and shows itself as a picture.
+
+    >>> work = AttentionWork(np.array([[20.0, 68.0]]), first=0, groups=[(0, 1)])
+    >>> work.by_rank, round(work.imbalance, 3)
+    ([20.0, 68.0], 1.545)
+
+    Args:
+        pairs: [steps, ranks], the pairs of a query and a key that each rank computed.
+        first: the number of the first step.
+        groups: the ranks that share sequences, and so wait for each other.
+
+    Attributes:
+        pairs, first, groups: as given.
+    """
+
+    def __init__(self, pairs: npt.NDArray[np.float64], first: int, groups: Sequence[tuple[int, ...]]) -> None:
+        self.pairs, self.first, self.groups = pairs, first, list(groups)
+
+    @property
+    def by_rank(self) -> list[float]:
+        """The pairs of each rank in the last step."""
+        last: list[float] = self.pairs[-1].tolist()
+        return last
+
+    @property
+    def imbalance(self) -> float:
+        """The last step's pairs of the busiest rank, divided by the mean of those that share its sequences."""
+        last = self.pairs[-1]
+        return max(float(last[list(g)].max() / max(last[list(g)].mean(), 1e-300)) for g in self.groups)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return one row per step and rank.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        listed: list[tuple[Any, ...]] = [
+            (self.first + step, rank, self.pairs[step, rank]) for step, rank in np.ndindex(self.pairs.shape)
+        ]
+        return data_frame(listed, ["step", "rank", "pairs"])
+
+    __repr__ = DrawnResult.__str__
+
+
+def attention_work_of(ranks: Sequence[RankTrace], groups: Sequence[tuple[int, ...]]) -> AttentionWork:
+    """Return the work of the steps that every rank has counted.
+
+    Raises:
+        ValueError: no rank has counted any.
+    """
+    counts: list[dict[int, float]] = []
+    for rank in ranks:
+        mine = rank.values[rank.values["kind"] == ATTENDED]
+        counts.append({int(record["step"]): float(record["value"]) for record in mine})
+    steps = sorted(set(counts[0]).intersection(*counts[1:])) if counts else []
+    if not steps:
+        raise ValueError(
+            "No attention was counted: ranks share no sequences (cp=1), or no step is done. A plan shares them with "
+            "cp=, such as mk.Plan(cp=2)"
+        )
+    check_steps(steps[-1], steps[0], len(steps))
+    return AttentionWork(np.array([[of[step] for of in counts] for step in steps]), steps[0], groups)

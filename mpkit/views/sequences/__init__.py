@@ -1,0 +1,1 @@
+"""Pictures of sequences that ranks share."""
