@@ -12,10 +12,10 @@ from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
-    "alone",
     "calls",
     "collectives",
     "copied_bytes",
+    "count_exposed_layers",
     "gathers_and_layers",
     "makespan",
     "messages",
@@ -89,7 +89,7 @@ def copied_bytes(kind: Kind) -> Callable[[Seen], float]:
     return lambda seen: _most(seen, lambda ops: ops["bytes"][ops["kind"] == kind].sum())
 
 
-def alone(seen: Seen) -> float:
+def count_exposed_layers(seen: Seen) -> float:
     """Return how many layers of the worst rank no gather spans (issued before the layer, waited for after it)."""
     return _most(seen, _alone)
 

@@ -82,7 +82,7 @@ def batches(case: Case, rank: int) -> list[serial.Batch]:
     return list(zip(x, y, strict=True))
 
 
-def watched(layers: nn.Sequential) -> set[str]:
+def watch_dtypes(layers: nn.Sequential) -> set[str]:
     """Return a set that fills with the dtypes in which the layers compute."""
     dtypes: set[str] = set()
     for layer in layers.children():
@@ -93,7 +93,7 @@ def watched(layers: nn.Sequential) -> set[str]:
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Train; return losses, scales, weights and the dtypes in which the layers compute."""
     layers = model(case)
-    dtypes = watched(layers)
+    dtypes = watch_dtypes(layers)
     result = answer(
         ctx, layers, serial.sgd(layers), batches(case, ctx.rank), SCALE, case["interval"], case["max_norm"]
     )
@@ -104,7 +104,7 @@ def expected(case: Case) -> list[dict[str, Any]]:
     """Return the same, by one device that goes through the ranks' batches one after the other."""
     layers, scale, good = model(case), SCALE, 0
     optimizer, n = serial.sgd(layers), case.ranks
-    dtypes = watched(layers)
+    dtypes = watch_dtypes(layers)
     losses: list[list[float]] = [[] for _ in range(n)]
     scales = []
     for step in range(STEPS):

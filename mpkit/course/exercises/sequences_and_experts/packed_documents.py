@@ -1,22 +1,4 @@
-"""Packed documents: right, and balanced.
-
-Documents of all lengths are packed into one sequence, one after another. A token attends to itself and to those before
-it in its *own* document: token i of a document has i + 1 keys to attend to.
-
-    documents  4, 12         token     0 1 2 3 | 0 1 2 3 4 5 6 7 8 9 10 11
-                             work      1 2 3 4 | 1 2 3 4 5 6 7 8 9 10 11 12        88 in all
-
-n ranks share the sequence. Each has equally many tokens, s/n, and computes their attention. Which tokens does each rank
-have? Any choice gives the right result. But all wait for the rank with the most work: two ranks that have a half each,
-in order, have 20 and 68 of these, and 44 and 44 is possible.
-
-Return the numbers of each rank's tokens in the sequence, counted from 0. Each document is a multiple of 2n tokens.
-
-Budget: the busiest rank has at most a tenth more work than the mean, and no rank has more than two stretches of
-consecutive tokens per document, since a kernel computes a stretch at once.
-
-Source: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2, for one document.
-"""
+"""Packed documents: right, and balanced."""
 
 from __future__ import annotations
 
@@ -28,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case, Mistake
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.on_ranks import OnRanks
 
 
 # %% answer
@@ -73,9 +55,8 @@ def attend(case: Case, tokens: list[int]) -> tuple[Tensor, int]:
     return scores.softmax(-1) @ v, int((~hidden).sum())
 
 
-def play(ctx: mk.Context, answer: object, case: Case) -> object:
+def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Attend with this rank's tokens; return these and the result, and log the work."""
-    assert callable(answer)
     dealt = [[int(token) for token in tokens] for tokens in answer(documents_of(case), case.ranks)]
     if len(dealt) != case.ranks:
         return f"tokens for {len(dealt)} ranks, of {case.ranks}"
@@ -149,102 +130,12 @@ EXERCISE = OnRanks(
     ),
     after="14-long-sequences",
     place=25,
-    start="Take one document of 8 tokens and two ranks, and write down the work of each token. Cut it into four "
-    "chunks. Which two of them are together as much work as the other two?",
-    mistakes=(
-        Mistake(
-            "a-part-in-order",
-            (
-                "The result is right. Which rank do all the others wait for, and which tokens does it have?",
-                "The end of a long document is the most work, and a rank with consecutive tokens has all of it. Give "
-                "each rank a chunk with much work and one with little.",
-                "In each document: chunk `rank` and chunk `2 * n - 1 - rank` of 2n.",
-            ),
-            """
-            def deal_tokens(documents: list[int], n: int) -> list[list[int]]:
-                each = sum(documents) // n
-                return [list(range(rank * each, (rank + 1) * each)) for rank in range(n)]
-            """,
-            when=lambda seen: is_slow(seen, "contiguous"),
-        ),
-        Mistake(
-            "zigzag-over-the-whole",
-            (
-                "Zigzag order balances one document. Where in the sequence is a token with much work, if there are "
-                "several?",
-                "An early chunk of the sequence may be the end of a document, and a late one a beginning: the first "
-                "chunk with the last is not little work with much. What counts is the place within the document.",
-                "Cut each document into 2n chunks, not the sequence.",
-            ),
-            """
-            def deal_tokens(documents: list[int], n: int) -> list[list[int]]:
-                c = sum(documents) // (2 * n)
-                chunks = [list(range(i * c, (i + 1) * c)) for i in range(2 * n)]
-                return [chunks[rank] + chunks[2 * n - 1 - rank] for rank in range(n)]
-            """,
-            when=lambda seen: is_slow(seen, "zigzag"),
-        ),
-        Mistake(
-            "a-part-of-each-document",
-            (
-                "Each rank has a part of each document. Which rank has the ends of all of them?",
-                "The last part of a document is the most work in each of them, and the last rank has it every time. "
-                "Cut a document into 2n chunks, and give each rank two: one from the head, one from the tail.",
-            ),
-            [
-                ("c = length // (2 * n)", "c = length // n"),
-                ("for chunk in (rank, 2 * n - 1 - rank):", "for chunk in (rank,):"),
-            ],
-            when=has_the_ends,
-        ),
-        Mistake(
-            "token-by-token",
-            (
-                "The work is balanced. How many consecutive tokens does a rank have?",
-                "Tokens that are dealt one by one make as many stretches as there are tokens, and attention is then "
-                "computed row by row. Deal chunks: two per document are enough.",
-            ),
-            """
-            def deal_tokens(documents: list[int], n: int) -> list[list[int]]:
-                work = [i + 1 for length in documents for i in range(length)]
-                heaviest_first = sorted(range(len(work)), key=lambda token: -work[token])
-                dealt = [[] for _ in range(n)]
-                for at, token in enumerate(heaviest_first):
-                    round_, place = divmod(at, n)
-                    dealt[place if round_ % 2 == 0 else n - 1 - place].append(token)
-                return dealt
-            """,
-            when=lambda seen: seen.budget == STRETCHES,
-        ),
-        Mistake(
-            "whole-documents",
-            (
-                "Count the tokens of each rank.",
-                "Ranks have equally many tokens: everything but attention takes as long as a rank has tokens. Whole "
-                "documents have whatever lengths they have, so divide each of them among all ranks.",
-            ),
-            """
-            def deal_tokens(documents: list[int], n: int) -> list[list[int]]:
-                dealt, begin = [[] for _ in range(n)], 0
-                for length in sorted(documents, reverse=True):
-                    min(dealt, key=len).extend(range(begin, begin + length))
-                    begin += length
-                return dealt
-            """,
-            when=lambda seen: "the ranks have" in str(seen.got),
-        ),
-        Mistake(
-            "places-within-the-documents",
-            (
-                "Which tokens do your numbers mean? Is there one that two ranks have?",
-                "Tokens are counted through the whole sequence, and yours begin anew in each document. Add where the "
-                "document begins.",
-            ),
-            [("begin += length", "begin += 0")],
-            when=lambda seen: "on no rank" in str(seen.got),
-        ),
-    ),
-    otherwise=(
-        "Print the work of each rank's tokens for documents 4 and 12 on 2 ranks: 44 each is possible.",
-    ),
+    when={
+        "a-part-in-order": lambda seen: is_slow(seen, "contiguous"),
+        "zigzag-over-the-whole": lambda seen: is_slow(seen, "zigzag"),
+        "a-part-of-each-document": has_the_ends,
+        "token-by-token": lambda seen: seen.budget == STRETCHES,
+        "whole-documents": lambda seen: "the ranks have" in str(seen.got),
+        "places-within-the-documents": lambda seen: "on no rank" in str(seen.got),
+    },
 )

@@ -11,7 +11,7 @@ import mpkit as mk
 from mpkit.course.exercises.zero import flat
 from mpkit.course.framework import serial
 from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import alone, gathers_and_layers, ring
+from mpkit.course.framework.measures import count_exposed_layers, gathers_and_layers, ring
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
 
@@ -108,7 +108,7 @@ def batches(case: Case) -> list[serial.Batch]:
     return [(inputs, torch.tanh(targets)) for inputs, targets in x]
 
 
-def left(module: nn.Module) -> list[int]:
+def count_left(module: nn.Module) -> list[int]:
     """Return how many weights are gathered, and how many have a gradient."""
     gathered = sum(weight.untyped_storage().nbytes() > 0 for weight in module.parameters())
     return [gathered, sum(weight.grad is not None for weight in module.parameters())]
@@ -124,9 +124,9 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
         optimizer.zero_grad()
         outputs = sharded(x)
         loss = serial.mse(outputs, y)
-        result["after the forward"].append([left(blocks)[0], str(outputs.dtype)])
+        result["after the forward"].append([count_left(blocks)[0], str(outputs.dtype)])
         loss.backward()
-        result["after the backward"].append(left(blocks))
+        result["after the backward"].append(count_left(blocks))
         optimizer.step()
         result["losses"].append(loss.item())
     return {**result, "shards": list(sharded.shards), "kept in": str(sharded.shards[0].dtype)}
@@ -169,12 +169,12 @@ def shard_numbers(case: Case) -> int:
     return int(case["blocks"] * -(-(case["width"] ** 2) // case.ranks))
 
 
-def sent(case: Case) -> float:
+def bytes_sent(case: Case) -> float:
     """Return the bytes of two gathers in bf16 and a reduce-scatter in fp32, of all blocks."""
     return STEPS * (2 * 2 + 4) * (case.ranks - 1) * shard_numbers(case) + 1
 
 
-def ahead(seen: Seen) -> float:
+def count_gathers_ahead(seen: Seen) -> float:
     """Return the most gathers that are under way while a block computes."""
     assert seen.trace is not None
     orders = [gathers_and_layers(rank.ops) for rank in seen.trace.ranks]
@@ -201,9 +201,9 @@ EXERCISE = OnRanks(
     expected=expected,
     result=f"losses, shards and what is left in {STEPS} steps",
     budgets=(
-        Budget(SENT, ring, sent, "bytes"),
-        Budget(EXPOSED, alone, 2 * STEPS),
-        Budget(AHEAD, ahead, 2),
+        Budget(SENT, ring, bytes_sent, "bytes"),
+        Budget(EXPOSED, count_exposed_layers, 2 * STEPS),
+        Budget(AHEAD, count_gathers_ahead, 2),
     ),
     after="03-zero",
     place=55,
@@ -211,7 +211,7 @@ EXERCISE = OnRanks(
         "shards-in-16-bits": kept_in_16_bits,
         "gathers-in-32-bits": lambda seen: seen.budget == SENT,
         "prefetches-in-the-forward-only": lambda seen: (
-            seen.budget == EXPOSED and alone(seen) <= STEPS * (seen.case["blocks"] + 1)
+            seen.budget == EXPOSED and count_exposed_layers(seen) <= STEPS * (seen.case["blocks"] + 1)
         ),
         "waits-at-once": lambda seen: seen.budget == EXPOSED,
         "gathers-everything-first": lambda seen: seen.budget == AHEAD,

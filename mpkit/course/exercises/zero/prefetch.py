@@ -7,7 +7,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import alone, collectives, gathers_and_layers, peak
+from mpkit.course.framework.measures import collectives, count_exposed_layers, gathers_and_layers, peak
 from mpkit.course.framework.memory import Memory
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
@@ -101,7 +101,7 @@ EXERCISE = OnRanks(
     result="the outputs",
     budgets=(
         Budget("collectives", collectives, LAYERS),
-        Budget(EXPOSED, alone, 1),
+        Budget(EXPOSED, count_exposed_layers, 1),
         Budget(HELD, peak("activations"), 4 * LAYER + 6 * ROWS * WIDTH * 8, "bytes"),
     ),
     after="03-zero",
