@@ -26,7 +26,7 @@ from mpkit.strategies.prepare.layers import (
 )
 from mpkit.strategies.prepare.optimizer.examine import check_optimizer
 from mpkit.strategies.prepare.outputs import check_gathered_outputs, check_unused_parameters
-from mpkit.strategies.prepare.packed import check_packed_documents
+from mpkit.strategies.prepare.packed_documents import check_packed_documents
 from mpkit.strategies.prepare.probe import check_parts, check_whole_batch_loss
 from mpkit.strategies.prepare.recompute import check_kept_tensors, check_recomputed_blocks
 from mpkit.strategies.prepare.resume import check_saved_state
