@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 __all__ = ["PartForward", "StageForward", "loss_share"]
 
 
+def keep_attention(layout: object = None, attended: object = None) -> AbstractContextManager[None]:
+    """Return the context of a forward that has its sequences whole."""
+    return nullcontext()
+
+
 class StageForward:
     """The forward of a chain's stage, step after step.
 
@@ -55,7 +60,7 @@ class StageForward:
         context: Context,
         job: TrainJob,
         stage: Stage,
-        attention: Callable[..., AbstractContextManager[Any]] = nullcontext,
+        attention: Callable[..., AbstractContextManager[Any]] = keep_attention,
     ) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number

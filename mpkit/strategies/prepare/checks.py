@@ -158,7 +158,7 @@ region = mk.tensor.Region("1", ("1.up",), "1.down")
 train(nn.Sequential(nn.Linear(4, 4), Residual()), mk.Plan.tp(2, tensor=mk.tensor.TensorPlan((region,))))
 """),
     Check("optimizer", check_optimizer, """
-train(nn.Linear(4, 4), mk.Plan.zero(1, 2), optimizer=torch.optim.Adafactor)
+train(nn.Linear(4, 4), mk.Plan.zero(2, 2), optimizer=torch.optim.Adafactor)
 """),
     Check("optimizer in checkpoints", check_saved_state, """
 class Counts(torch.optim.SGD):
