@@ -76,7 +76,7 @@ def check_shared_layers(plan: Plan) -> None:
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(
             f"Plan(cp_order={plan.cp_order!r}): a rank's part of a sequence is 'contiguous', or in two pieces, "
-            "'zigzag', so that causal attention is as much work for each; of packed documents it is two pieces of each, "
+            "'zigzag', so that causal attention is as much work for each; of packed documents two pieces of each, "
             f"'documents', or blocks that are as much work, 'balanced': {call_of(plan, {'cp_order': 'zigzag'})}"
         )
     if plan.cp_method == "ulysses" and order != "contiguous":
