@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpkit.plan.mesh import AXES, Mesh
+from mpkit.plan.axes import AXES
+from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.stage.shard import Shard, evenly, put_together

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.mesh import join_axes
+from mpkit.plan.axes import join_axes
 from mpkit.trace import Kind
 from tests.mesh.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
 from tests.serial import Train

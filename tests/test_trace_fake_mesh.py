@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.mesh import AXES, Mesh
+from mpkit.plan.axes import AXES
+from mpkit.plan.mesh import Mesh
 from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.trace import MEMORY, OP, Kind, RankTrace, Trace
 from tests.fakes import adamw, both, check_same, communication

@@ -1,8 +1,8 @@
-"""Mesh: which rank has which place along the axes pp, dp, cp and tp. Pure integers.
+"""Mesh: which rank has which place along the axes (`mpkit.plan.axes`). Pure integers.
 
-`TABLE` has a row per axis, outermost first. dp consists of two axes where ZeRO shards within groups of replicas
-(hybrid sharding): `dp_replicate` is outside of `dp_shard`, so that the ranks that share shards are next to each other,
-on the fast links of a node.
+dp consists of two axes where ZeRO shards within groups of replicas (hybrid sharding): `dp_replicate` is outside of
+`dp_shard`, so that the ranks that share shards are next to each other, on the fast links of a node. Axes of one's own
+lie between cp and tp.
 
 Expert parallelism folds another mesh over the same ranks (Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section
 3): where the attention sees pp x dp x cp x tp, the experts see pp x edp x ep x tp. So ep ranks, each with some of a
@@ -12,63 +12,18 @@ layer's experts, are neighbours among the dp x cp replicas, and edp counts the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["AXES", "EXPERT_AXES", "TABLE", "Axis", "Mesh", "Place", "join_axes", "ulysses_degree"]
+from mpkit.plan.axes import AXES, EXPERT_AXES, TABLE, Axis
 
-
-class Axis(NamedTuple):
-    """An axis of the mesh.
-
-    Attributes:
-        name: its name in a Plan, in groups and in pictures.
-        divides: what its ranks divide among themselves.
-        parameters: what its ranks hold of the parameters.
-        ink: its colour in pictures: Okabe and Ito's, legible on light and dark backgrounds.
-        within: the axis that it is a part of; "" if it is whole.
-        of_experts: whether it is an axis of the mesh that the experts see.
-    """
-
-    name: str
-    divides: str
-    parameters: str
-    ink: str
-    within: str = ""
-    of_experts: bool = False
-
-
-TABLE = (
-    Axis("pp", "the layers, into stages", "each those of its stages", "#0072b2"),
-    Axis("dp", "the samples of a batch", "all the same; under ZeRO each a shard", "#009e73"),
-    Axis("dp_replicate", "the samples of a batch", "all the same", "#56b4e9", within="dp"),
-    Axis("dp_shard", "the samples of a batch", "each a shard", "#009e73", within="dp"),
-    Axis("edp", "the samples of a batch", "the same experts; under ZeRO a shard", "#009e73", of_experts=True),
-    Axis("ep", "the experts of each layer", "each some of the experts", "#cc79a7", of_experts=True),
-    Axis("cp", "each sequence", "all the same; under ZeRO each a shard", "#e69f00"),
-    Axis("cp_ring", "each sequence", "all the same; under ZeRO each a shard", "#e69f00", within="cp"),
-    Axis(
-        "cp_ulysses",
-        "each sequence; for attention the heads",
-        "all the same; under ZeRO each a shard",
-        "#cc79a7",
-        within="cp",
-    ),
-    Axis("tp", "each layer", "each a part of every divided layer", "#d55e00"),
-)
-"""The axes, outermost first; the last varies fastest."""
-
-AXES = tuple(axis.name for axis in TABLE if not axis.within and not axis.of_experts)
-"""The names of the whole axes."""
-
-EXPERT_AXES = ("pp", "dp_replicate", "edp", "ep", "tp")
-"""The axes of the mesh that experts see, outermost first."""
+__all__ = ["Mesh", "Place"]
 
 
 class Place(NamedTuple):
-    """A rank's coordinates."""
+    """A rank's coordinates along the axes that mpkit has itself."""
 
     pp: int = 0
     dp: int = 0
@@ -89,6 +44,7 @@ class Mesh:
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
         cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
+        own: axes of one's own with their degrees.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
@@ -106,6 +62,9 @@ class Mesh:
     >>> long = Mesh(cp=4, cp_ulysses=2)
     >>> long.groups("cp_ulysses"), long.groups("cp_ring")
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
+    >>> classes = Axis("classes", "the rows of the head", "each some rows of the head", "#000000")
+    >>> Mesh(dp=2, own=((classes, 2),)).groups("classes")
+    [(0, 1), (2, 3)]
     """
 
     pp: int = 1
@@ -115,10 +74,23 @@ class Mesh:
     dp_replicate: int = 1
     ep: int = 1
     cp_ulysses: int = 1
+    own: tuple[tuple[Axis, int], ...] = field(default=(), kw_only=True)
 
     def __repr__(self) -> str:
         names = [*AXES, *(name for name in ("dp_replicate", "ep", "cp_ulysses") if getattr(self, name) > 1)]
-        return f"Mesh({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+        names += [axis.name for axis, _ in self.own]
+        return f"Mesh({', '.join(f'{name}={self.degree(name)}' for name in names)})"
+
+    def degree(self, axis: str) -> int:
+        """Return the number of places along an axis."""
+        for row, degree in self.own:
+            if row.name == axis:
+                return degree
+        return int(getattr(self, axis))
+
+    def row(self, axis: str) -> Axis:
+        """Return the axis' row of the table, or of one's own."""
+        return next(row for row in (*TABLE, *(row for row, _ in self.own)) if row.name == axis)
 
     @property
     def dp_shard(self) -> int:
@@ -144,7 +116,7 @@ class Mesh:
         """
         divided = {"dp"} if self.dp_replicate > 1 else set()
         divided |= {"cp"} if 1 < self.cp_ulysses < self.cp else set()
-        return tuple(
+        return self._with_own(
             axis.name
             for axis in TABLE
             if axis.name not in divided
@@ -152,10 +124,47 @@ class Mesh:
             and (not axis.within or axis.within in divided)
         )
 
+    def _with_own(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return axes, the last of which is tp, with one's own before it."""
+        *outer, tp = axes
+        return (*outer, *(row.name for row, _ in self.own), tp)
+
+    @property
+    def whole_axes(self) -> tuple[str, ...]:
+        """The axes that are no parts of others, outermost first: pp, dp, cp, one's own, and tp."""
+        return self._with_own(AXES)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that experts see, outermost first."""
+        return self._with_own(EXPERT_AXES)
+
+    @property
+    def layer_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks compute the same samples, each with a part of each layer: one's own, and tp."""
+        return self._with_own(("tp",))
+
+    @property
+    def layer_degrees(self) -> tuple[int, ...]:
+        """The degrees of `layer_axes`."""
+        return tuple(map(self.degree, self.layer_axes))
+
+    def layer_place(self, rank: int) -> int:
+        """Return the rank's place among those that compute the same samples and hold parts of the same layers."""
+        return rank % prod(self.layer_degrees)
+
+    def layer_index(self, place: int, axis: str) -> int:
+        """Return the index along one of `layer_axes` of such a place.
+
+        >>> [Mesh(tp=4).layer_index(place, "tp") for place in range(4)]
+        [0, 1, 2, 3]
+        """
+        return _digits(place, self.layer_degrees)[self.layer_axes.index(axis)]
+
     @property
     def shape(self) -> tuple[int, ...]:
-        """The degrees, in the order of `AXES`."""
-        return tuple(getattr(self, axis) for axis in AXES)
+        """The degrees, in the order of `whole_axes`."""
+        return tuple(map(self.degree, self.whole_axes))
 
     @property
     def size(self) -> int:
@@ -163,33 +172,33 @@ class Mesh:
         return prod(self.shape)
 
     def place(self, rank: int) -> Place:
-        """Return the coordinates of a rank along the whole axes."""
+        """Return the coordinates of a rank along the axes that mpkit has itself."""
         assert 0 <= rank < self.size, f"rank {rank} is not in {self}"
-        return Place(*_digits(rank, self.shape))
+        pp, dp, cp, *_, tp = _digits(rank, self.shape)
+        return Place(pp, dp, cp, tp)
 
     def coordinates(self, rank: int, axes: Sequence[str] = ()) -> tuple[int, ...]:
-        """Return the coordinates of a rank along `axes`, or along `EXPERT_AXES` if these are given."""
-        return _digits(rank, [getattr(self, axis) for axis in axes or self.axes])
+        """Return the coordinates of a rank along `axes`, or along `expert_axes` if these are given."""
+        return _digits(rank, map(self.degree, axes or self.axes))
 
     def rank_at(self, coordinates: Iterable[int], axes: Sequence[str] = ()) -> int:
-        """Return the rank with these coordinates along `axes`, or along `EXPERT_AXES` if these are given."""
+        """Return the rank with these coordinates along `axes`, or along `expert_axes` if these are given."""
         number = 0
         for axis, i in zip(axes or self.axes, coordinates, strict=True):
-            number = number * getattr(self, axis) + i
+            assert 0 <= i < self.degree(axis), f"place {i} along {axis} is not in {self}"
+            number = number * self.degree(axis) + i
         return number
 
     def axes_with(self, *axes: str) -> tuple[str, ...]:
-        """Return all axes of the mesh that these belong to: `EXPERT_AXES` if one of them is of experts, else `axes`."""
-        return EXPERT_AXES if any(axis.name in axes for axis in TABLE if axis.of_experts) else self.axes
+        """Return all axes of the mesh that these belong to: `expert_axes` if one of them is of experts, else `axes`."""
+        return self.expert_axes if self._has_experts(axes) else self.axes
+
+    def _has_experts(self, axes: Iterable[str]) -> bool:
+        return any(self.row(axis).of_experts for axis in axes)
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the rank at these coordinates along the whole axes."""
-        place = Place(pp, dp, cp, tp)
-        assert all(0 <= i < n for i, n in zip(place, self.shape, strict=True)), f"{place} is not in {self}"
-        number = 0
-        for i, n in zip(place, self.shape, strict=True):
-            number = number * n + i
-        return number
+        """Return the rank at these coordinates; the first along axes of one's own."""
+        return self.rank_at((pp, dp, cp, *(0 for _ in self.own), tp), self.whole_axes)
 
     def replica(self, rank: int) -> int:
         """Return the number of a rank's replica; ranks along cp hold the same weights as those along dp."""
@@ -200,7 +209,7 @@ class Mesh:
         """Return the ranks, in ascending order, that differ from this one along these axes only, itself included."""
         along, every = self.parts(*axes), self.axes_with(*axes)
         ways = [
-            range(getattr(self, axis)) if axis in along else (i,)
+            range(self.degree(axis)) if axis in along else (i,)
             for axis, i in zip(every, self.coordinates(rank, every), strict=True)
         ]
         return tuple(self.rank_at(each, every) for each in product(*ways))
@@ -219,15 +228,11 @@ class Mesh:
         >>> Mesh(dp=4, dp_replicate=2).parts("cp", "dp"), Mesh(dp=4).parts("dp_shard"), Mesh(dp=4).parts("dp_replicate")
         (('dp_replicate', 'dp_shard', 'cp'), ('dp',), ())
         """
-        if self.axes_with(*axes) is EXPERT_AXES:
-            return tuple(axis for axis in EXPERT_AXES if axis in axes)
-        long = {axis.within for axis in TABLE if axis.name in axes and getattr(self, axis.name) > 1}
+        if self._has_experts(axes):
+            return tuple(axis for axis in self.expert_axes if axis in axes)
+        long = {self.row(axis).within for axis in axes if self.degree(axis) > 1}
         named = {*axes, *long.intersection(self.axes)}
-        return tuple(
-            axis.name
-            for axis in TABLE
-            if axis.name in self.axes and not named.isdisjoint({axis.name, axis.within})
-        )
+        return tuple(axis for axis in self.axes if not named.isdisjoint({axis, self.row(axis).within}))
 
     def order(self, *outermost: str) -> tuple[int, ...]:
         """Return the ranks sorted by their coordinates along these axes first.
@@ -237,35 +242,10 @@ class Mesh:
         >>> Mesh(pp=2, dp=2, tp=2).order("tp")  # on two nodes, each has a half of every layer
         (0, 2, 4, 6, 1, 3, 5, 7)
         """
-        return tuple(
-            sorted(range(self.size), key=lambda rank: [getattr(self.place(rank), axis) for axis in outermost])
-        )
-
-
-def join_axes(axes: Iterable[str]) -> str:
-    """Return the name of several axes together; parts that make up a whole axis have its name.
-
-    >>> join_axes(["pp", "dp_replicate", "dp_shard"])
-    'pp x dp'
-    """
-    names = list(axes)
-    for whole in AXES:
-        parts = [axis.name for axis in TABLE if axis.within == whole]
-        if parts and all(part in names for part in parts):
-            names[names.index(parts[0])] = whole
-            names = [name for name in names if name not in parts]
-    return " x ".join(names)
-
-
-def ulysses_degree(cp_method: object, cp: int) -> int:
-    """Return how many of the cp ranks of a sequence divide the heads for attention, by a Plan's cp_method.
-
-    >>> [ulysses_degree(method, 8) for method in ("ring", "ulysses", (2, 4))]
-    [1, 8, 2]
-    """
-    if isinstance(cp_method, (tuple, list)):
-        return int(cp_method[0])
-    return cp if cp_method == "ulysses" else 1
+        places = [
+            dict(zip(self.whole_axes, _digits(rank, self.shape), strict=True)) for rank in range(self.size)
+        ]
+        return tuple(sorted(range(self.size), key=lambda rank: [places[rank][axis] for axis in outermost]))
 
 
 def _digits(number: int, base: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpkit.plan.mesh import AXES, Mesh, join_axes, ulysses_degree
+from mpkit.plan.axes import AXES, join_axes, ulysses_degree
+from mpkit.plan.axis_checks import axes_from_json
+from mpkit.plan.mesh import Mesh
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
 
@@ -23,7 +25,8 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
     try:
         plan = json.loads(meta["plan"])
         degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
-        mesh = Mesh(**degrees, cp_ulysses=ulysses_degree(plan.get("cp_method"), degrees["cp"]))
+        own = axes_from_json(plan.get("axes") or ())
+        mesh = Mesh(**degrees, cp_ulysses=ulysses_degree(plan.get("cp_method"), degrees["cp"]), own=own)
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return mesh if mesh.size == ranks else None
@@ -45,7 +48,7 @@ def holders_of(meta: Mapping[str, Any]) -> list[int]:
 
 def long_axes(mesh: Mesh) -> list[str]:
     """List the axes with more than one place, outermost first; parts of an axis by themselves."""
-    return [axis for axis in mesh.axes if getattr(mesh, axis) > 1]
+    return [axis for axis in mesh.axes if mesh.degree(axis) > 1]
 
 
 def axis_of(
@@ -88,5 +91,5 @@ def place_text(mesh: Mesh, rank: int) -> str:
     >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
     'pp1 dp0 tp1'
     """
-    places = zip(AXES, mesh.shape, mesh.place(rank), strict=True)
+    places = zip(mesh.whole_axes, mesh.shape, mesh.coordinates(rank, mesh.whole_axes), strict=True)
     return " ".join(f"{axis}{place}" for axis, degree, place in places if degree > 1)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
+from mpkit.plan.axes import ulysses_degree
+from mpkit.plan.axis_checks import axes_as_json, axes_from_json, checked_axes
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.expert_checks import check_experts
 from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
-from mpkit.plan.mesh import Mesh, ulysses_degree
+from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
 from mpkit.plan.schedule.theory import bubble_in_theory
@@ -30,6 +32,7 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
 
 if TYPE_CHECKING:
+    from mpkit.plan.axes import Axis
     from mpkit.plan.config import Config
     from mpkit.plan.schedule.read import Source
 
@@ -72,6 +75,7 @@ class Plan:
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
             experts and back by all-to-alls.
+        axes: axes of your own with their degrees, {Axis: 2}, each with its strategy; see `mpkit.plan.axes`.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -109,12 +113,14 @@ class Plan:
     dp_replicate: int | None = None
     cp_method: str | tuple[int, int] = "ring"
     ep: int = 1
+    axes: Mapping[Axis, int] | Sequence[tuple[Axis, int]] = ()
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
         take_hybrid_degrees(self)
         for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
+        object.__setattr__(self, "axes", checked_axes(self))
         check_ranks(self)
         object.__setattr__(self, "schedule", checked_schedule(self))
         object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
@@ -227,14 +233,16 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the plan needs: pp x dp x cp x tp."""
+        """The number of ranks that the plan needs: pp x dp x cp x tp, times those of your own axes."""
         return self.mesh.size
 
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
         ulysses = ulysses_degree(self.cp_method, self.cp)
-        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1, self.ep, ulysses)
+        replicas, own = self.dp_replicate or 1, self.axes
+        own = tuple(own.items() if isinstance(own, Mapping) else own)
+        return Mesh(self.pp, self.dp, self.cp, self.tp, replicas, self.ep, ulysses, own=own)
 
     @property
     def shards(self) -> int:
@@ -344,6 +352,7 @@ class Plan:
             values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
         if self.tensor is not None:
             values["tensor"] = self.tensor.to_dict()
+        values["axes"] = axes_as_json(self.mesh.own)
         return json.dumps(values)
 
     @classmethod
@@ -370,6 +379,8 @@ class Plan:
             values["schedule"] = Schedule(**values["schedule"])
         if isinstance(values.get("tensor"), Mapping):
             values["tensor"] = TensorPlan.from_dict(values["tensor"])
+        if values.get("axes"):
+            values["axes"] = axes_from_json(values["axes"])
         return cls(**values)
 
     # ------------------------------------------------------------ other frameworks' files

@@ -28,10 +28,11 @@ def describe(plan: Plan) -> str:
     DDP on 4 ranks: each a quarter of every batch. The experts of each layer are divided among 2 ranks, to which tokens
     go by all-to-alls.
     """
-    long = [axis for axis in ("pp", "dp", "cp", "tp") if getattr(plan, axis) > 1]
+    mesh = plan.mesh
+    long = [axis for axis in mesh.whole_axes if mesh.degree(axis) > 1]
     parts = []
     if len(long) > 1:
-        degrees = " x ".join(str(getattr(plan, axis)) for axis in long)
+        degrees = " x ".join(str(mesh.degree(axis)) for axis in long)
         parts.append(f"{plan.ranks} ranks, {degrees} ({' x '.join(long)}).")
     if plan.pp > 1 or (plan.ranks == 1 and not plan.zero):
         parts.append(_pipeline(plan))
@@ -40,29 +41,13 @@ def describe(plan: Plan) -> str:
     if plan.tp > 1:
         between = ", and between layers each has its part of the sequence" if plan.sequence_parallel else ""
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
+    parts += [f"Along {own.name}, {n} ranks divide {own.divides}; {own.parameters}." for own, n in mesh.own]
     if plan.ep > 1:
         parts.append(
             f"The experts of each layer are divided among {plan.ep} ranks, to which tokens go by all-to-alls."
         )
     if plan.cp > 1:
-        order = {
-            "contiguous": "",
-            "documents": ", and each document in zigzag order",
-            "balanced": ", in blocks that balance attention",
-        }.get(plan.cp_order, f", in {plan.cp_order} order")
-        u, r = plan.mesh.cp_ulysses, plan.mesh.cp_ring
-        around, heads = (
-            "keys and values go round",
-            "all-to-alls divide heads in place of tokens for attention",
-        )
-        how = (
-            f"{around} them"
-            if u == 1
-            else heads
-            if r == 1
-            else f"among {u}, {heads}; {around} {r} such groups"
-        )
-        parts.append(f"Each sequence is shared by {plan.cp} ranks{order}; {how}.")
+        parts.append(_sequences(plan))
     if plan.pp == 1 and not (plan.dp > 1 or plan.zero or plan.ranks == 1) and plan.microbatches > 1:
         parts.append(f"Each batch in {plan.microbatches} micro-batches, whose gradients accumulate.")
     bits = {"full": "", "bf16": "Computes in bf16.", "fp16": "Computes in fp16, with loss scaling."}
@@ -72,6 +57,21 @@ def describe(plan: Plan) -> str:
         "params": "Optimizer and parameters live on the host.",
     }
     return " ".join(filter(None, [*parts, bits[plan.precision], host[plan.offload]]))
+
+
+def _sequences(plan: Plan) -> str:
+    order = {
+        "contiguous": "",
+        "documents": ", and each document in zigzag order",
+        "balanced": ", in blocks that balance attention",
+    }.get(plan.cp_order, f", in {plan.cp_order} order")
+    u, r = plan.mesh.cp_ulysses, plan.mesh.cp_ring
+    around, heads = (
+        "keys and values go round",
+        "all-to-alls divide heads in place of tokens for attention",
+    )
+    how = f"{around} them" if u == 1 else heads if r == 1 else f"among {u}, {heads}; {around} {r} such groups"
+    return f"Each sequence is shared by {plan.cp} ranks{order}; {how}."
 
 
 def _pipeline(plan: Plan) -> str:

@@ -39,6 +39,8 @@ class FormulaInputs:
         rows: by stage, bytes of the rows of one micro-batch that go to experts, whole sequences.
         counts: by stage, bytes of the numbers of rows by expert.
         owned: by stage, n k: of n ranks and of the k elements of the one that owns most, where ZeRO-1 divides by owner.
+        own: by axis of one's own, by kind of communication: its formula in symbols, and by stage the bytes that a rank
+            sends on the wire for a micro-batch.
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -61,6 +63,7 @@ class FormulaInputs:
     rows: Sequence[float] = ()
     counts: Sequence[float] = ()
     owned: Sequence[float] = ()
+    own: Mapping[str, Mapping[str, tuple[str, Sequence[float]]]] = field(default_factory=dict)
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -82,7 +85,7 @@ class FormulaInputs:
             queries_outputs=told.get("qo_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
-            counts=told.get("counts_bytes") or (), owned=told.get("owned") or (),
+            counts=told.get("counts_bytes") or (), owned=told.get("owned") or (), own=told.get("own") or {},
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 

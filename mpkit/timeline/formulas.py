@@ -11,6 +11,7 @@
     pp    b s h elements per boundary and micro-batch, forward and backward
     ep    two all-to-alls of T k h elements per layer with experts, forward and backward: 4 T k h (ep-1)/ep, and one of
           the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones
+    own   what an axis of one's own says (`mpkit.plan.axes.Axis.volume`)
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
           4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c. Ulysses times a
           ring: the same with (u-1)/u along cp_ulysses, and 1/u of a ring of r along cp_ring
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpkit.plan.mesh import join_axes
+from mpkit.plan.axes import join_axes
 from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.timeline.formula_inputs import FormulaInputs
 from mpkit.trace import Kind
@@ -54,6 +55,8 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return None
     long = long_axes(known.mesh)
     shard_group = join_axes(name for name in known.mesh.parts("dp_shard", "cp") if name in long)
+    if axis in known.own:
+        return _own(known, axis, kind)
     if axis == "tp":
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
@@ -304,6 +307,18 @@ def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
         f"{symbols} an attention a micro-batch",
         words,
         lambda rank: known.total(tensors, rank) / known.mesh.tp * known.microbatches * per_rank,
+    )
+
+
+def _own(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
+    """Return the formula along an axis of one's own, whose row says it for a micro-batch."""
+    if kind.name.lower() not in known.own[axis]:
+        return None
+    symbols, by_stage = known.own[axis][kind.name.lower()]
+    return Formula(
+        f"{symbols} a micro-batch",
+        f"what {axis} divides",
+        lambda rank: known.microbatches * known.total(by_stage, rank),
     )
 
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from mpkit.common.display import ChartedResult, data_frame
 from mpkit.devices.hardware import wire_factor
-from mpkit.plan.mesh import TABLE, Mesh
+from mpkit.plan.axes import TABLE
+from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import axis_of, place_text
 from mpkit.trace import Kind, Lane
 
@@ -135,7 +136,7 @@ def _members(
 def _order(axis: str) -> tuple[int, list[int]]:
     """Return a sort key that puts single axes first, in the order of the mesh."""
     names = [each.name for each in TABLE]
-    parts = [names.index(part) for part in axis.split(" x ") if part in names]
+    parts = [names.index(part) if part in names else len(names) for part in axis.split(" x ")]
     return len(parts), parts
 
 
@@ -151,12 +152,14 @@ class CommMatrix(ChartedResult):
         places: each rank's place in the mesh, such as "pp0 tp1"; "" without a mesh.
         of: the step that was counted, such as "step 2"; "" if there are no steps.
         unknown: how many communications are left out, since the trace does not tell their bytes.
+        mesh: the mesh of the ranks; None if it is not known.
     """
 
     by_axis: dict[str, npt.NDArray[np.float64]]
     places: list[str] = field(default_factory=list)
     of: str = ""
     unknown: int = 0
+    mesh: Mesh | None = None
 
     @property
     def axes(self) -> list[str]:
@@ -214,4 +217,5 @@ def comm_matrix(timeline: Timeline, axis: str | None = None) -> CommMatrix:
         [place_text(mesh, rank) if mesh else "" for rank in range(n)],
         f"step {steps[-1]}" if steps else "",
         unknown_payloads(timeline),
+        mesh,
     )

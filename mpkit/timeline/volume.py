@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import data_frame, draw
+from mpkit.plan.mesh import Mesh
 from mpkit.timeline.formulas import FormulaInputs, formula_of
 from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind
@@ -56,11 +57,13 @@ class CommVolume:
         rows: one row per axis and kind.
         of: the rank and the step, in words.
         unknown: how many communications are left out, since the trace does not tell their bytes.
+        mesh: the mesh of the ranks; None if it is not known.
     """
 
     rows: tuple[VolumeRow, ...]
     of: str
     unknown: int = 0
+    mesh: Mesh | None = None
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per axis and kind, with the columns of `VolumeRow` and the ratio.
@@ -112,4 +115,4 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
     where = (f", in step {steps[-1]}" if steps else "") + (
         f", without {unknown:,} communications of unknown bytes" if unknown else ""
     )
-    return CommVolume(tuple(rows), f"What {whose}{where}", unknown)
+    return CommVolume(tuple(rows), f"What {whose}{where}", unknown, timeline.mesh)

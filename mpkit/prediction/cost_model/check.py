@@ -14,13 +14,19 @@ __all__ = ["can_divide_heads", "check_plan", "check_products", "checked_layout"]
 
 
 def check_plan(plan: object) -> None:
-    """Check that a plan is one.
+    """Check that a plan is one, and has no axis of one's own.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or has one.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 8)")
+    if plan.axes:
+        raise ValueError(
+            f"{plan!r}: what your own axis does is in its strategy, and a formula of a model's sizes does not know it. "
+            "mk.trace_fake(model_fn, plan, ...) plays it on tensors without content, and tells time and memory on any "
+            f"hardware; the rest of the plan is {call_of(plan, {'axes': ()})}"
+        )
 
 
 def check_products(stack: Stack, device: Device) -> None:

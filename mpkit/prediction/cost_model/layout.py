@@ -8,8 +8,8 @@ from functools import cache, cached_property
 from math import gcd
 from typing import Any
 
+from mpkit.plan.axes import ulysses_degree
 from mpkit.plan.checks import whole
-from mpkit.plan.mesh import ulysses_degree
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B

@@ -5,7 +5,7 @@ only. Communication along one axis never reaches another, so a strategy is given
 
     replicas     dp x cp: ranks that hold the same weights and compute on different samples or parts of a sequence
     shards       dp_shard x cp: those among which ZeRO shards the weights; all replicas, unless the plan is hybrid
-    model        pp x tp: ranks that together hold one model
+    model        pp x tp: ranks that together hold one model; axes of one's own are like tp
     experts      ep: ranks, out of the replicas, that divide each layer's experts; dp_replicate x edp hold the same ones
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpkit.plan.mesh import EXPERT_AXES, Mesh
+from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.one_rank import OneRank
 
@@ -45,15 +45,16 @@ class MeshAxes:
     def __init__(self, comm: Communicator, device: torch.device, mesh: Mesh) -> None:
         assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
         self._comm, self.mesh = comm, mesh
-        self.place = mesh.place(comm.rank)
+        self.place, self.layer_place = mesh.place(comm.rank), mesh.layer_place(comm.rank)
+        self._index = dict(zip(mesh.whole_axes, mesh.coordinates(comm.rank, mesh.whole_axes), strict=True))
         self._known: dict[tuple[str, ...], Communicator] = {}
         self._meshes = {mesh.axes: self._device_mesh(device, mesh.axes)}
         if mesh.ep > 1:
-            self._meshes[EXPERT_AXES] = self._device_mesh(device, EXPERT_AXES)
+            self._meshes[mesh.expert_axes] = self._device_mesh(device, mesh.expert_axes)
 
     def _device_mesh(self, device: torch.device, axes: Sequence[str]) -> DeviceMesh | None:
         """Create torch's mesh of the axes with more than one place; None if there is one, which spans all ranks."""
-        shape = {axis: degree for axis in axes if (degree := getattr(self.mesh, axis)) > 1}
+        shape = {axis: degree for axis in axes if (degree := self.mesh.degree(axis)) > 1}
         return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
 
     def communicator_of(self, *axes: str) -> Communicator:
@@ -61,10 +62,17 @@ class MeshAxes:
 
         All ranks request the same groups in the same order.
         """
-        wanted = tuple(axis for axis in self.mesh.parts(*axes) if getattr(self.mesh, axis) > 1)
+        wanted = tuple(axis for axis in self.mesh.parts(*axes) if self.mesh.degree(axis) > 1)
         if wanted not in self._known:
             self._known[wanted] = self._communicator(wanted)
         return self._known[wanted]
+
+    def leads(self, but: str = "") -> bool:
+        """Whether this rank is the first of those that compute the same samples, along every axis but one.
+
+        Of what these ranks hold alike, or hold parts of along the one axis, the ranks that lead count, save or return.
+        """
+        return all(self._index[axis] == 0 for axis in self.mesh.layer_axes if axis != but)
 
     def _communicator(self, axes: Sequence[str]) -> Communicator:
         if not axes:

@@ -120,9 +120,9 @@ class TrainJob:
         """The plan that was asked for."""
         return self.where.plan
 
-    def for_place(self, tp: int) -> TrainJob:
-        """Return the job as a rank at this place along tp sees it."""
-        return replace(self, where=self.where.for_place(tp))
+    def for_place(self, place: int) -> TrainJob:
+        """Return the job as a rank at this place (`Mesh.layer_place`) sees it."""
+        return replace(self, where=self.where.for_place(place))
 
     def without_proof(self, why: str) -> TrainJob:
         """Return the same job, of which no step is compared with serial training, and why."""

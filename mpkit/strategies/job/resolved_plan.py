@@ -50,12 +50,12 @@ class ResolvedPlan:
         placed: the names of each stage's layers; of its blocks in a partitioned model.
         held: the names of the parameters that each stage computes with.
         shared: tied weights that several stages compute with.
-        local: what a rank makes of a micro-batch, by its place along tp; only one entry if all are equal.
-        sharded: what tensor parallelism divides, likewise by place along tp.
+        local: what a rank makes of a micro-batch, by its place (`Mesh.layer_place`); only one entry if all are equal.
+        sharded: which parameters are divided, likewise.
         parameters: by rank, the number of elements of the trained parameters that it would hold without ZeRO.
         loss_sends: the bytes that the loss of the largest micro-batch all-reduces and all-gathers on a tp rank.
         packed: whether ranks share sequences of which some are packed documents; then attention is by document.
-        place: the place along tp whose numbers the methods return.
+        place: the place whose numbers the methods return.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ class ResolvedPlan:
         return self.plan.mesh
 
     def for_place(self, place: int) -> ResolvedPlan:
-        """Return the same outcome as the ranks at this place along tp see it."""
+        """Return the same outcome as the ranks at this place see it."""
         return replace(self, place=place)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,18 +39,18 @@ State = dict[str, Slice]
 # ---- to save -------------------------------------------------------------------------------------------------
 
 
-def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State:
+def held_entries(training: Training, *, first: bool, leads: Callable[[str], bool]) -> State:
     """Return this rank's part of the entries of a checkpoint.
 
     Args:
         first: whether this rank is the first of its replicas, whose buffers are saved.
-        first_of_tp: whether this rank is tp rank 0, whose copies of replicated parameters are saved: ZeRO may divide
-            those of the other tp ranks at other places.
+        leads: whether this rank saves what lies along an axis (`MeshAxes.leads`). Of parameters that tp leaves whole
+            one rank's copies are saved: ZeRO may divide those of the other tp ranks at other places.
     """
     state: State = {}
     update = training.update
     for piece in training.sync.pieces:
-        if piece.start == piece.end or (piece.axis != "tp" and not first_of_tp):
+        if piece.start == piece.end or not leads(piece.axis):
             continue
         master = update.masters.master_of(piece)
         state[f"weight/{piece.name}"] = _slice(piece, master)
@@ -58,7 +58,7 @@ def held_entries(training: Training, *, first: bool, first_of_tp: bool) -> State
         for key, value in states.items():
             state |= _state(piece, master, key, value)
     for piece in training.sync.frozen:
-        if piece.start < piece.end and (piece.axis == "tp" or first_of_tp):
+        if piece.start < piece.end and leads(piece.axis):
             state[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
         for name, tensor in buffers(training):

@@ -33,6 +33,7 @@ from mpkit.strategies.checkpoint.index import read_index
 from mpkit.strategies.checkpoint.lock import FolderLock
 from mpkit.strategies.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
 from mpkit.strategies.checkpoint.publish import clean, next_number, partial_of, publish
+from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.randomness import seed_all
 from mpkit.strategies.runtime.checkpoint_state import (
@@ -61,15 +62,15 @@ class Checkpoints:
     Args:
         context: this rank's context.
         job: says what to save when and where, and what to resume from.
+        axes: the mesh's axes.
         training: the training that is saved or restored.
     """
 
-    def __init__(self, context: Context, job: TrainJob, training: Training) -> None:
+    def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, training: Training) -> None:
         self._context, self._job, self._training = context, job, training
         self._record = context.record
-        place = job.plan.mesh.place(context.rank)
-        self._first_of_tp = place.tp == 0
-        self._first = place.dp == place.cp == place.tp == 0
+        place, self._leads = axes.place, axes.leads
+        self._first = place.dp == place.cp == 0 and axes.leads()
         if job.how.saving is None and job.how.resume is None:
             return
         # Plans and digests are sent as objects, for which nccl would need the GPU.
@@ -105,7 +106,7 @@ class Checkpoints:
         context = self._context
         partial = partial_of(Path(saving.folder), step)
         # ---- collect
-        state = held_entries(self._training, first=self._first, first_of_tp=self._first_of_tp)
+        state = held_entries(self._training, first=self._first, leads=self._leads)
         drawn = random_states(context.device)
         state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
         if self._training.after.state:

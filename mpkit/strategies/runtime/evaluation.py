@@ -68,7 +68,7 @@ class Evaluation:
             if isinstance(sync, DP)
             else ForwardPass(context, self._job, axes, sync)
         )
-        self._counts = axes.place.tp == 0  # tensor-parallel ranks compute the same scores
+        self._counts = axes.leads()  # the others compute the same scores
 
     def run(self) -> dict[str, float]:
         """Evaluate the model as it is now, and return what was measured, by name; every rank calls it."""

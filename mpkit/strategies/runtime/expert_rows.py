@@ -39,7 +39,7 @@ class ExpertRows:
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes) -> None:
         self._record, self._microbatches = context.record, list[MicroBatch]()
         self._counts: dict[str, Tensor] = {}
-        if axes.place.tp and not job.plan.sequence_parallel:
+        if not axes.leads(but="tp" if job.plan.sequence_parallel else ""):
             return
         for name, module in find_experts(job.what.model).items():
             experts = number_of_experts(module) * job.plan.ep

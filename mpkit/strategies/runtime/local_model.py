@@ -1,5 +1,6 @@
 """This rank's part of the model: its shard of each layer, its experts, and its part of each sequence.
 
+    own axes    parts along axes of one's own, by their strategies (`mpkit.plan.axes`)
     shard       tensor parallelism: parameters replaced by this rank's parts (`mpkit.strategies.tensor`)
     experts     expert parallelism: likewise, by expert (`mpkit.strategies.experts`)
     positions   context parallelism: the model is given the positions of its tokens (`mpkit.strategies.context`)
@@ -9,7 +10,7 @@ A rank does this with its process groups, and the parent's dry run does the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from mpkit.strategies.experts.divided_experts import divide_experts
 from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import TokenDraws
+from mpkit.strategies.runtime.own_axes import divide_along_own_axes
 from mpkit.strategies.tensor import ShardedModel, shard_model
 
 __all__ = ["AttentionOver", "attention_over", "localize"]
@@ -41,7 +43,7 @@ def localize(
 
     Args:
         model: the whole model; its tensors are left as they are.
-        plan: read for tensor, sequence_parallel and cp_order.
+        plan: read for axes, tensor, sequence_parallel and cp_order.
         schedule: whether it splits backwards; then tensor parallelism does not overlap.
         group_of: a function from an axis to this rank's process group along it.
 
@@ -49,8 +51,10 @@ def localize(
         ValueError: the model cannot be divided in this way.
     """
     tp, cp, ep = group_of("tp"), group_of("cp"), group_of("ep")
+    # ---- own axes
+    own = divide_along_own_axes(model, plan, group_of)
     # ---- shard
-    whole = find_experts(model) if ep.size > 1 else ()
+    whole = {*_owners(own), *(find_experts(model) if ep.size > 1 else ())}
     sharded = shard_model(
         model,
         tp,
@@ -61,12 +65,23 @@ def localize(
     )
     # ---- experts
     experts = divide_experts(model, ep)
-    sharded = replace(sharded, shards=sharded.shards | experts, experts=frozenset(experts))
+    along = {name: axis for name, (axis, _) in own.items()} | dict.fromkeys(experts, "ep")
+    if twice := [name for name in own if name in sharded.shards or name in experts]:
+        raise ValueError(
+            f"{plan!r}: {twice[0]} is divided along {along[twice[0]]} and along another axis; one axis can divide it"
+        )
+    shards = sharded.shards | {name: shard for name, (_, shard) in own.items()} | experts
+    sharded = replace(sharded, shards=shards, along=along)
     # ---- positions
     if cp.size > 1:
         shift_positions(model, cp, plan.cp_order, plan.mesh.cp_ulysses)
         sharded.draws.around = (f"context on {cp.index}",)
     return sharded
+
+
+def _owners(parameters: Iterable[str]) -> set[str]:
+    """Return the names of the modules that have these parameters."""
+    return {name.rpartition(".")[0] for name in parameters}
 
 
 def attention_over(plan: Plan, group_of: Callable[[str], ProcessGroup], draws: OwnDraws) -> AttentionOver:

@@ -141,7 +141,7 @@ class Training:
         self._warned = False
         self.loss: float | None = None  # of the latest step, or this replica's share of it
         self.after = AfterStep(context, job, axes, self, checks)
-        self.checkpoints = Checkpoints(context, job, self)
+        self.checkpoints = Checkpoints(context, job, axes, self)
         self.evidence = RankEvidence(context, job, self)
         self._expert_rows = expert_rows
 
@@ -197,21 +197,21 @@ class Training:
     def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
         """Return this rank's part of the model's state, on the CPU; every rank calls it.
 
-        Parameters that are replicated over tp are returned from tp rank 0 only.
+        What several ranks hold alike is returned from the first of them only.
         """
         state: dict[str, Tensor | PartOfWhole] = {}
         sharded = next(iter(self.sync.stages.values())).sharded
         for name, value in (self.rest | self.sync.state_dict()).items():
             shard = sharded.shards.get(name)
-            if self._axes.place.tp and (shard is None or name in sharded.experts):
+            if not self._axes.leads(but=sharded.axis_of(name)):
                 continue
             state[name] = value if shard is None else PartOfWhole(shard, value)
         return state
 
 
 def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:
-    """Return the job as this rank sees it: at its place along tp, with a loss that knows the other replicas."""
-    job = job.for_place(axes.place.tp)
+    """Return the job as this rank sees it: at its place, with a loss that knows the other replicas."""
+    job = job.for_place(axes.layer_place)
     loss = job.what.loss
     if isinstance(loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
         return job.with_loss(loss.bind_group(axes.communicator_of("dp")))

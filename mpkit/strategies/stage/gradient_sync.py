@@ -50,7 +50,7 @@ class Piece:
             ZeRO-1 divides by owner. After `finish` its `grad` is the gradient of the loss over the whole batch; None if
             it has none.
         shard: the part of the model's parameter that is local; None if all of it is.
-        axis: along which it is divided: "tp", "ep", or "" if all of it is local.
+        axis: along which it is divided: "tp", "ep", one's own, or "" if all of it is local.
         partial: whether, under tensor parallelism, the gradient on each rank is a partial sum.
     """
 
@@ -97,7 +97,7 @@ class GradientSync:
         """Return a piece, with its parameter's shard under tensor parallelism."""
         sharded = next(iter(self.stages.values())).sharded
         shard, partial = sharded.shards.get(name), name in sharded.partial
-        axis = "" if shard is None else "ep" if name in sharded.experts else "tp"
+        axis = sharded.axis_of(name)
         return Piece(name, parameter, parameter.shape, start, end, held, shard, partial, axis)
 
     @property

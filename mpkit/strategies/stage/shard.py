@@ -88,14 +88,23 @@ class ShardedModel:
         partial: names of parameters that tp leaves whole, whose gradients are partial sums on each of its ranks.
         plan: the plan that was applied, with the model's own names.
         draws: where this rank draws random numbers of its own.
-        experts: names of parameters that are divided by expert, along ep; the others are divided along tp.
+        along: the axis of each part that does not lie along tp, by the same names: "ep" of experts, or one's own.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     plan: TensorPlan = field(default_factory=lambda: TensorPlan(()))
     draws: OwnDraws = field(default_factory=OwnDraws, compare=False)
-    experts: frozenset[str] = frozenset()
+    along: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def experts(self) -> frozenset[str]:
+        """The names of parameters that are divided by expert."""
+        return frozenset(name for name, axis in self.along.items() if axis == "ep")
+
+    def axis_of(self, name: str) -> str:
+        """Return the axis along which a parameter is divided; "" if it is whole."""
+        return self.along.get(name, "tp") if name in self.shards else ""
 
 
 class PartOfWhole(NamedTuple):

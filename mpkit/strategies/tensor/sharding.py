@@ -67,8 +67,8 @@ def shard_model(
     if group.size == 1:
         return ShardedModel()
     # ---- resolve
-    plan = check(model, group.size, find_tensor_plan(model) if plan is None else plan, sequence=sequence)
-    plan = replace(plan, regions=tuple(region for region in plan.regions if region.entry not in whole))
+    plan = _leave_whole(find_tensor_plan(model) if plan is None else plan, set(whole))
+    plan = check(model, group.size, plan, sequence=sequence)
     # ---- shards
     shards = shards_of(model, group, plan)
     sums = partial_sums(model, plan, shards, sequence=sequence)
@@ -91,6 +91,16 @@ def shard_model(
     if sequence and plan.sequence is not None:
         divide_sequence(model, group, draws, *plan.sequence)
     return ShardedModel(shards.found, sums, plan, draws)
+
+
+def _leave_whole(plan: TensorPlan, whole: set[str]) -> TensorPlan:
+    """Return the plan without what divides these modules."""
+    return replace(
+        plan,
+        regions=tuple(r for r in plan.regions if not whole & {r.entry, *r.column, r.row}),
+        embeddings=tuple(name for name in plan.embeddings if name not in whole),
+        head=None if plan.head in whole else plan.head,
+    )
 
 
 def _finishes(region: Region, group: ProcessGroup, shards: Shards) -> dict[str, Finish]:

@@ -70,8 +70,8 @@ class Update:
         self._sync, self._tied = sync, tied
         # The ranks that together update the model: those of one model, and those that share its shards or experts.
         over = ("dp_shard", "cp") if sync.divided else ("ep",) if job.plan.ep > 1 else ()
-        self._together = axes.communicator_of("pp", "tp", *over)
-        self._tp, self._first_of_tp = axes.communicator_of("tp"), axes.place.tp == 0
+        self._together = axes.communicator_of("pp", *axes.mesh.layer_axes, *over)
+        self._tp, self._leads = axes.communicator_of("tp"), axes.leads
         self._first_of_ep = sync.divided or axes.communicator_of("ep").index == 0
         self._limit, self._schedule = job.how.max_grad_norm, job.how.lr_schedule
         self.masters = Masters(context, job.plan, sync.pieces, fp32_params)
@@ -178,12 +178,12 @@ class Update:
     def _clip(self, gradients: Mapping[Piece, Tensor], limit: float) -> None:
         """Clip by global norm (Pascanu et al. 2013): multiply all gradients by min(1, limit / their joint norm).
 
-        As in torch.nn.utils.clip_grad_norm_, 1e-6 is added to the norm. Parameters that are replicated over tp count on
-        tp rank 0 only; those that ranks with different experts hold alike, on the first of these.
+        As in torch.nn.utils.clip_grad_norm_, 1e-6 is added to the norm. What several ranks hold alike counts on the
+        first of them only.
         """
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
         for piece, gradient in gradients.items():
-            if (piece.axis == "tp" or self._first_of_tp) and (piece.axis == "ep" or self._first_of_ep):
+            if self._leads(but=piece.axis) and (piece.axis == "ep" or self._first_of_ep):
                 square += gradient.to(torch.float64).square().sum().to(self._device)
         self._together.all_reduce(square)
         self.norm = square.sqrt().item()

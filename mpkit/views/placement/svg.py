@@ -91,7 +91,7 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
 def _boxes(placement: Placement, width: int) -> list[RankBox]:
     """Place a box per rank: stages from left to right, replicas one below the other; on one axis, a node per row."""
     mesh = placement.mesh
-    inner = mesh.cp * mesh.tp
+    inner = mesh.size // (mesh.pp * mesh.dp)
     alone = sum(degree > 1 for degree in mesh.shape) < 2
     across = mesh.pp * inner
     if alone:
@@ -103,9 +103,7 @@ def _boxes(placement: Placement, width: int) -> list[RankBox]:
     boxes = []
     for rank in range(mesh.size):
         at = mesh.place(rank)
-        column, row = (
-            divmod(rank, across)[::-1] if alone else (at.pp * inner + at.cp * mesh.tp + at.tp, at.dp)
-        )
+        column, row = divmod(rank, across)[::-1] if alone else (at.pp * inner + rank % inner, at.dp)
         x = MARGIN + 10 + column * (wide + APART) + column // inner * (BETWEEN - APART)
         boxes.append(RankBox(x, top + row * (TALL + BELOW), wide, column, row))
     return boxes
@@ -169,15 +167,16 @@ def _lines(talk: Talk, boxes: list[RankBox], placement: Placement) -> Iterator[s
     for group in talk.groups:
         for one, other in pairwise(group):
             told = f"{talk.axis}: rank {one} and rank {other}{link_words(talk)}"
-            look = _look(talk.axis, placement.node_of(one) != placement.node_of(other))
+            crosses = placement.node_of(one) != placement.node_of(other)
+            look = _look(ink_of(talk.axis, placement.mesh), crosses)
             path = _path(boxes[one], boxes[other], talk.axis)
             yield f'<path fill="none" {look} d="{path}"><title>{escape(told)}</title></path>' if path else ""
 
 
-def _look(axis: str, crosses: bool) -> str:
+def _look(ink: str, crosses: bool) -> str:
     """Return the attributes of a line: thin and dashed from node to node."""
     width = 'stroke-width="2" stroke-dasharray="5 4"' if crosses else 'stroke-width="3.5"'
-    return f'stroke="{ink_of(axis)}" {width}'
+    return f'stroke="{ink}" {width}'
 
 
 def _path(a: RankBox, b: RankBox, axis: str) -> str:
@@ -223,7 +222,7 @@ def _legend(placement: Placement, y: float) -> tuple[list[str], float]:
     parts = []
     for talk in placement.talks:
         parts.append(
-            f"<line {_look(talk.axis, talk.crosses)} "
+            f"<line {_look(ink_of(talk.axis, placement.mesh), talk.crosses)} "
             f'x1="{MARGIN + 10:g}" x2="{MARGIN + 42:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
         )
         parts.append(_words(MARGIN + 52, y, talk.axis, "words", ' font-weight="600"'))

@@ -48,7 +48,7 @@ def placement_text(placement: Placement) -> str:
 def shape_words(placement: Placement) -> str:
     """Describe how many ranks there are, along which axes, on which machine."""
     mesh = placement.mesh
-    long = [f"{axis} {getattr(mesh, axis)}" for axis in long_axes(mesh)]
+    long = [f"{axis} {mesh.degree(axis)}" for axis in long_axes(mesh)]
     many = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
     machine = placement.hardware
     on = ""
@@ -79,8 +79,9 @@ def link_words(talk: Talk) -> str:
 
 
 def divided_heading(placement: Placement) -> str:
-    """Return the heading of the layers that are divided, with the axes that do: tp, ep or both."""
-    axes = [axis for axis in ("tp", "ep") if getattr(placement.mesh, axis) > 1] or ["tp"]
+    """Return the heading of the layers that are divided, with the axes that do: tp, ep, or one's own."""
+    mesh = placement.mesh
+    axes = [axis for axis in (*reversed(mesh.layer_axes), "ep") if mesh.degree(axis) > 1] or ["tp"]
     return f"what {' and '.join(axes)} divide{'s' * (len(axes) == 1)}"
 
 

@@ -72,7 +72,7 @@ def _title(axis: str, amounts: npt.NDArray[np.float64]) -> str:
 
 
 def _heatmap(matrix: CommMatrix, axis: str, highest: float) -> Any:
-    amounts, ink = matrix.by_axis[axis], ink_of(axis)
+    amounts, ink = matrix.by_axis[axis], ink_of(axis, matrix.mesh)
     factor, _ = suitable_unit(amounts)
     stops = np.linspace(0.0, 1.0, 11)
     ranks = range(len(amounts))

@@ -41,7 +41,7 @@ def traffic_svg(matrix: CommMatrix, width: int = 960) -> str:
     for number, axis in enumerate(axes):
         x = MARGIN + number % across * (LABEL + cell * n + GAP)
         y = TOP + number // across * tall
-        panels.append(_panel(axis, matrix.by_axis[axis], x, y, cell, highest))
+        panels.append(_panel(axis, ink_of(axis, matrix.mesh), matrix.by_axis[axis], (x, y), cell, highest))
     down = -(-len(axes) // across)
     height = TOP + down * tall + 14
     title = matrix.title
@@ -52,12 +52,13 @@ def traffic_svg(matrix: CommMatrix, width: int = 960) -> str:
 
 
 def _panel(
-    axis: str, amounts: npt.NDArray[np.float64], x: float, y: float, cell: float, highest: float
-) -> str:
+    axis: str, ink: str, amounts: npt.NDArray[np.float64], corner: tuple[float, float], cell: float, highest: float
+) -> str:  # fmt: skip
     """Draw one axis: its name and sum, the ranks on two sides, the cells."""
     n = len(amounts)
     factor, unit = suitable_unit(amounts)
-    left, top, side = x + LABEL, y + HEAD, cell * n
+    (x, y), side = corner, cell * n
+    left, top = x + LABEL, y + HEAD
     every = max(1, 2 ** ceil(log2(24 / cell)))  # of many ranks, only some are numbered
     numbered = cell >= 28
     parts = [
@@ -77,7 +78,7 @@ def _panel(
     for row in range(n):
         for column in range(n):
             if value := float(amounts[row, column]):
-                fill = tint(ink_of(axis), sqrt(value / highest))
+                fill = tint(ink, sqrt(value / highest))
                 place = left + cell * column, top + cell * row
                 told = f"rank {row} to rank {column}: {bytes_text(value)}"
                 parts.append(_cell(place, cell, gap, fill, f"{value / factor:.3g}" if numbered else "", told))

@@ -81,7 +81,7 @@ def check_plan(plan: Any, ranks: int) -> None:
         raise ValueError(f"plan is {a_kind_of(plan)}; it is an mk.Plan, such as {named}")
     if plan.ranks != ranks:
         degrees = " x ".join(
-            f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "tp", "cp") if getattr(plan, name) > 1
+            f"{name}={plan.mesh.degree(name)}" for name in plan.mesh.whole_axes if plan.mesh.degree(name) > 1
         )
         takes = f"{degrees or 'a serial plan'}, {plan.ranks} rank{'s' * (plan.ranks > 1)}"
         instead = (
@@ -111,10 +111,13 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
         return Plan.serial(plan.microbatches)
     order = ("dp", "pp", "cp", "tp") if plan.ranks > 1 else ("pp", "dp", "cp", "tp")
     before = {axis: getattr(plan, axis) for axis in order}
+    own = prod(degree for _, degree in plan.mesh.own)
+    if ranks % own:
+        plan, own = replace(plan, axes=()), 1
     meshes = [
         dict(zip(order, degrees, strict=True))
         for degrees in product(range(1, ranks + 1), repeat=len(order))
-        if prod(degrees) == ranks
+        if own * prod(degrees) == ranks
     ]
 
     def loss(mesh: dict[str, int]) -> tuple[int, int, int, list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from mpkit.strategies.experts.known_experts import check_experts_of
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.runtime.local_model import attention_over, localize
+from mpkit.strategies.runtime.own_axes import check_parts_of_axes
 from mpkit.strategies.stage.shard import ShardedModel
 
 __all__ = ["LocalCopy", "local_copies"]
@@ -63,29 +65,31 @@ class LocalCopy:
 def local_copies(
     model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], packed: bool
 ) -> list[LocalCopy]:
-    """Return the model as the ranks along tp hold it; a single copy if all of them hold the same shapes."""
+    """Return the model as the ranks along tp and one's own axes hold it; one copy if all hold the same shapes."""
+    check_parts_of_axes(model, plan, _with_own_modules)
     first = _copy_for(model, plan, schedule, batch, packed, 0)
-    if plan.tp == 1:
+    places = prod(plan.mesh.layer_degrees)
+    if places == 1:
         return [first]
-    last = _copy_for(model, plan, schedule, batch, packed, plan.tp - 1)
+    last = _copy_for(model, plan, schedule, batch, packed, places - 1)
     if first.shapes == last.shapes:
         last.free()
         return [first]
-    between = [_copy_for(model, plan, schedule, batch, packed, place) for place in range(1, plan.tp - 1)]
+    between = [_copy_for(model, plan, schedule, batch, packed, place) for place in range(1, places - 1)]
     return [first, *between, last]
 
 
 def _copy_for(
     model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], packed: bool, place: int
 ) -> LocalCopy:
-    """Copy the model as the tp rank at `place` would hold it.
+    """Copy the model as the rank at `place` would hold it.
 
     Args:
         model: the whole model; it is not changed.
         plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
         batch: the largest batch, whose sequences are divided along cp.
         packed: whether some sequences are packed documents.
-        place: the rank's place along tp; along cp and ep it is place 0.
+        place: the rank's place along tp and one's own axes (`Mesh.layer_place`); along cp and ep it is place 0.
 
     Raises:
         ValueError: layers or sequences cannot be divided among so many ranks.
@@ -93,24 +97,34 @@ def _copy_for(
     if plan.cp > 1 and place == 0:
         check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.mesh.cp_ulysses, packed)
     check_experts_of(model, plan)
-    tp = FakeGroup(plan.tp, place)
+    mesh = plan.mesh
+    tp = FakeGroup(plan.tp, mesh.layer_index(place, "tp"))
 
     def group_of(axis: str) -> FakeGroup:
-        return tp if axis == "tp" else FakeGroup(getattr(plan.mesh, axis))
+        index = mesh.layer_index(place, axis) if axis in mesh.layer_axes else 0
+        return tp if axis == "tp" else FakeGroup(mesh.degree(axis), index)
 
     sharded = ShardedModel()
-    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
-        # The tensors remain the caller's: shards are copies, and nothing else is written into.
-        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        try:
-            model = copy_model(model, dict(tensors))
-        except (TypeError, RuntimeError, AttributeError, pickle.PicklingError) as error:
-            raise ValueError(
-                f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
-                "generators are made in forward, or left out by the module's __getstate__."
-            ) from None
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.axes:
+        model = _with_own_modules(model)
         sharded = localize(model, plan, schedule, group_of)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order, row=plan.mesh.cp_ulysses)
     layout = SequenceLayout(plan.cp, plan.cp_order, plan.mesh.cp_ulysses, () if packed else None)
     over = partial(attention_over(plan, group_of, sharded.draws), layout)
     return LocalCopy(model, sharded, cut, over, tp)
+
+
+def _with_own_modules(model: nn.Module) -> nn.Module:
+    """Return a copy with the caller's tensors: shards are copies of these, and nothing else is written into.
+
+    Raises:
+        ValueError: the model cannot be copied.
+    """
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return copy_model(model, dict(tensors))
+    except (TypeError, RuntimeError, AttributeError, pickle.PicklingError) as error:
+        raise ValueError(
+            f"The model cannot be copied, and so not sent to the ranks: {one_line(error)}. Locks, open files and "
+            "generators are made in forward, or left out by the module's __getstate__."
+        ) from None
