@@ -6,7 +6,8 @@ lie between cp and tp.
 
 Expert parallelism folds another mesh over the same ranks (Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section
 3): where the attention sees pp x dp x cp x tp, the experts see pp x edp x ep x tp. So ep ranks, each with some of a
-layer's experts, are neighbours among the dp x cp replicas, and edp counts the replicas of an expert.
+layer's experts, are neighbours among the dp x cp replicas, and edp counts the replicas of an expert. With etp = 1, tp
+is folded too: the experts see pp x edp x ep, and neighbours along tp divide experts.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Mesh:
         pp, dp, cp, tp: the degrees.
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
+        etp: 1 if ep counts the ranks along tp too; 0 if these hold the same experts.
         cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
         own: axes of one's own with their degrees.
 
@@ -59,6 +61,8 @@ class Mesh:
     >>> folded = Mesh(dp=2, cp=2, ep=2)
     >>> folded.groups("ep"), folded.groups("edp"), folded.groups("cp")
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (2, 3)])
+    >>> Mesh(dp=2, tp=2, ep=2).groups("ep"), Mesh(dp=2, tp=2, ep=2, etp=1).groups("ep")
+    ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
     >>> long = Mesh(cp=4, cp_ulysses=2)
     >>> long.groups("cp_ulysses"), long.groups("cp_ring")
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
@@ -75,6 +79,7 @@ class Mesh:
     ep: int = 1
     cp_ulysses: int = 1
     own: tuple[tuple[Axis, int], ...] = field(default=(), kw_only=True)
+    etp: int = field(default=0, kw_only=True)
 
     def __repr__(self) -> str:
         names = [*AXES, *(name for name in ("dp_replicate", "ep", "cp_ulysses") if getattr(self, name) > 1)]
@@ -105,7 +110,7 @@ class Mesh:
     @property
     def edp(self) -> int:
         """The number of replicas of an expert; in hybrid sharding, of each group."""
-        return self.dp_shard * self.cp // self.ep
+        return self.dp_shard * self.cp * (self.tp if self.etp else 1) // self.ep
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -137,7 +142,7 @@ class Mesh:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes of the mesh that experts see, outermost first."""
-        return self._with_own(EXPERT_AXES)
+        return EXPERT_AXES[:-1] if self.etp else self._with_own(EXPERT_AXES)
 
     @property
     def layer_axes(self) -> tuple[str, ...]:

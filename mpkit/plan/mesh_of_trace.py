@@ -26,7 +26,12 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
         plan = json.loads(meta["plan"])
         degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
         own = axes_from_json(plan.get("axes") or ())
-        mesh = Mesh(**degrees, cp_ulysses=ulysses_degree(plan.get("cp_method"), degrees["cp"]), own=own)
+        mesh = Mesh(
+            **degrees,
+            cp_ulysses=ulysses_degree(plan.get("cp_method"), degrees["cp"]),
+            own=own,
+            etp=plan.get("etp") or 0,
+        )
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return mesh if mesh.size == ranks else None

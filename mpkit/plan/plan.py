@@ -75,6 +75,8 @@ class Plan:
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
             experts and back by all-to-alls.
+        etp: 1: ep counts the ranks along tp too, each of which has tokens of its own (`sequence_parallel`); the mesh of
+            the experts is folded over that of the attention. None: the ranks along tp hold the same experts.
         axes: axes of your own with their degrees, {Axis: 2}, each with its strategy; see `mpkit.plan.axes`.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
@@ -113,6 +115,7 @@ class Plan:
     dp_replicate: int | None = None
     cp_method: str | tuple[int, int] = "ring"
     ep: int = 1
+    etp: int | None = None
     axes: Mapping[Axis, int] | Sequence[tuple[Axis, int]] = ()
 
     def __post_init__(self) -> None:
@@ -242,7 +245,9 @@ class Plan:
         ulysses = ulysses_degree(self.cp_method, self.cp)
         replicas, own = self.dp_replicate or 1, self.axes
         own = tuple(own.items() if isinstance(own, Mapping) else own)
-        return Mesh(self.pp, self.dp, self.cp, self.tp, replicas, self.ep, ulysses, own=own)
+        return Mesh(
+            self.pp, self.dp, self.cp, self.tp, replicas, self.ep, ulysses, own=own, etp=self.etp or 0
+        )
 
     @property
     def shards(self) -> int:

@@ -43,8 +43,9 @@ def describe(plan: Plan) -> str:
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
     parts += [f"Along {own.name}, {n} ranks divide {own.divides}; {own.parameters}." for own, n in mesh.own]
     if plan.ep > 1:
+        folded = ", neighbours along tp included" if plan.etp else ""
         parts.append(
-            f"The experts of each layer are divided among {plan.ep} ranks, to which tokens go by all-to-alls."
+            f"The experts of each layer are divided among {plan.ep} ranks{folded}, to which tokens go by all-to-alls."
         )
     if plan.cp > 1:
         parts.append(_sequences(plan))

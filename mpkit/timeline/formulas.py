@@ -196,6 +196,8 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
     """Return the formula over the ranks among which ZeRO shards, for all parameters but experts or for these."""
     mesh, m = known.mesh, known.microbatches
     n = mesh.edp if of_experts else mesh.dp_shard * mesh.cp
+    # Where tp is folded, the ranks that hold the same experts can be those that hold the same of all else.
+    both = of_experts and mesh.groups("edp") == mesh.groups("dp_shard", "cp")
     zero = int(known.plan.get("zero", 0))
     every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate full gradients
     gathers = 2 + known.ends_again  # recomputing a block needs no gather of its own
@@ -223,13 +225,8 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
         if known.owned:
             return known.total(known.owned, rank) * known.element * (n - 1) / n
         again = known.value_at(known.split, rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0
-        return (
-            (times + again)
-            * known.replica_elements(rank, of_experts=of_experts)
-            * known.element
-            * (n - 1)
-            / n
-        )
+        psi = known.params[rank] if both else known.replica_elements(rank, of_experts=of_experts)
+        return (times + again) * psi * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
 

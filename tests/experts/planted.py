@@ -49,7 +49,7 @@ def counted_by_each(rank: int) -> None:
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self._first_of_ep = True
+        self._first_of_rest = True
 
     Update.__init__ = made  # type: ignore[method-assign]
 

@@ -54,6 +54,9 @@ PLANS = [
     mk.Plan(dp=2, cp=2, zero=3, ep=4, recompute="full"),
     mk.Plan(dp=2, tp=2, sequence_parallel=True, zero=1, ep=2),
     mk.Plan(pp=2, dp=2, schedule="zbv", virtual_stages=2, microbatches=4, ep=2),
+    mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, etp=1, zero=1),
+    mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1, zero=3, recompute="full"),
+    mk.Plan(pp=2, tp=2, sequence_parallel=True, schedule="1f1b", microbatches=4, ep=2, etp=1),
 ]
 
 
@@ -129,10 +132,12 @@ def test_evaluation_and_the_average_of_weights(train: Train) -> None:
 
 
 def test_groups_are_those_of_the_paper() -> None:
-    """arXiv 2504.14960, listing 1: 64 ranks, tp 2, cp 2, ep 2, with pp outermost here. Its etp is our tp."""
+    """arXiv 2504.14960, listing 1: 64 ranks, tp 2, cp 2, ep 2, with pp outermost here, where etp is tp, then 1."""
     mesh = Mesh(pp=2, dp=8, cp=2, tp=2, ep=2)
     assert mesh.group(0, "ep") == mesh.group(0, "cp") == (0, 2)
     assert mesh.group(0, "edp") == mesh.group(0, "dp") == tuple(range(0, 32, 4))
+    folded = Mesh(pp=2, dp=8, cp=2, tp=2, ep=8, etp=1)
+    assert folded.group(0, "ep") == tuple(range(8)) and folded.group(0, "edp") == (0, 8, 16, 24)
     assert Mesh(dp=6, ep=3).groups("ep", "edp") == [(0, 1, 2, 3, 4, 5)]
     assert Mesh(dp=4, dp_replicate=2, ep=2).groups("dp_replicate", "edp") == [(0, 2), (1, 3)]
 
@@ -146,6 +151,7 @@ def test_groups_are_those_of_the_paper() -> None:
         mk.Plan(dp=4, zero=1, microbatches=2, ep=2),
         mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, recompute="full", ep=2),
         mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2),
+        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=1),
     ],
     ids=repr,
 )
@@ -194,6 +200,15 @@ def test_the_experts_of_a_rank_are_a_part_of_all(train: Train) -> None:
             r"does not divide dp_shard x cp = 2, such as .*ep=2\)",
         ),
         ({"dp": 2, "data_parallel": "dp", "ep": 2}, r"divides no experts. DDP does: Plan\(dp=2, ep=2\)"),
+        ({"tp": 2, "ep": 2, "etp": 1}, r"has tokens of its own.*sequence_parallel=True, ep=2, etp=1\)"),
+        (
+            {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+            r"mpkit divides no expert: 1.*hold the same experts: Plan\(dp=2, tp=2, ep=2\)",
+        ),
+        (
+            {"tp": 2, "sequence_parallel": True, "ep": 3, "etp": 1},
+            r"ep=3 does not divide dp x cp x tp = 2, such as Plan\(tp=2, sequence_parallel=True, ep=2, etp=1\)",
+        ),
         ({"dp": 2, "ep": 0}, r"ep is a whole number, 1 or more, such as in Plan\(dp=4, ep=4\)"),
     ],
 )
@@ -230,6 +245,7 @@ def test_models_that_cannot_be() -> None:
         mk.Plan(dp=2, ep=2, microbatches=2, recompute="full"),  # of 7 samples
         mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2),
         mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
+        mk.Plan(tp=2, sequence_parallel=True, ep=2, etp=1),
     ],
     ids=repr,
 )

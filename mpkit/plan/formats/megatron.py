@@ -77,6 +77,10 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
                 f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
             )
         fields["microbatches"] = total // (micro * dp)
+    if fields.get("ep", 1) > 1 and fields.get("tp", 1) > 1 and "etp" not in fields:
+        notes.append(
+            "--expert-tensor-parallel-size is the ranks along tp, which share each expert: read as whole ones"
+        )
     if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
         notes.append("recomputation of some layers is read as of all")
     comm_type = values.get("--cp-comm-type", "p2p")
@@ -93,6 +97,11 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
 
 def _check(asked: ExportRequest) -> None:
     plan = asked.plan
+    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
+        raise ValueError(
+            f"{call_of(plan)}: with experts and tensor parallelism, Megatron divides the sequence between layers too: "
+            f"{call_of(plan, {'sequence_parallel': True, 'etp': 1})}"
+        )
     if plan.schedule == INTERLEAVED_1F1B and plan.pp > 1 and plan.microbatches % plan.pp:
         more = plan.pp * (plan.microbatches // plan.pp + 1)
         raise ValueError(
@@ -129,8 +138,9 @@ KEYS: tuple[FormatKey, ...] = (
         _read_sizes, ("cp_method",)),
     number("--expert-model-parallel-size", "ep", "ranks, out of the replicas, that divide each layer's experts",
            lambda asked: asked.plan.ep > 1),
-    context("--expert-tensor-parallel-size", "each expert is whole",
-            lambda asked: 1 if asked.plan.ep > 1 and asked.plan.tp > 1 else None, (int,)),
+    FormatKey("--expert-tensor-parallel-size", "each expert is whole",
+              lambda asked: 1 if asked.plan.ep > 1 and asked.plan.tp > 1 else None,
+              lambda value: {"etp": 1} if int(value) == 1 else {}, ("etp",)),
     flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
     context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
     context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),
@@ -183,6 +193,7 @@ MEGATRON = Format(
         "dp_replicate": "--num-distributed-optimizer-instances goes with ZeRO-1",
         "offload": "the distributed optimizer is offloaded (zero=1 or more), parameters are not",
         "cp_order": "Megatron divides sequences in zigzag order",
+        "etp": "Megatron counts the ranks along tp among those that divide experts: etp=1",
         "prefetch": "how far ahead is its own choice",
         "bucket_mb": "--ddp-bucket-size is a whole number of elements",
         "tensor": "which layers are divided is in the model's code",

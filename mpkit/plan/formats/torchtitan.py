@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpkit.plan.checks import call_of
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -89,6 +90,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         fields.pop("sequence_parallel", None)
     elif f"{P}.enable_sequence_parallel" not in values:
         fields["sequence_parallel"] = True
+    if fields.get("ep", 1) > 1 and fields.get("tp", 1) > 1 and fields.get("sequence_parallel"):
+        fields["etp"] = 1
     local = number_of(values.get(f"{T}.local_batch_size", 8))
     micro = number_of(values.get(f"{P}.pipeline_parallel_microbatch_size", 1)) if pipelined else local
     total = values.get(f"{T}.global_batch_size", -1)
@@ -96,6 +99,17 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if str(values.get("activation_checkpoint", "")).startswith("SelectiveAC"):
         notes.append("selective recomputation by operators is not read: a Plan's is of attentions")
     return fields | {"microbatches": max(1, parts)}
+
+
+def _check(asked: ExportRequest) -> None:
+    plan = asked.plan
+    inner = plan.cp * plan.tp
+    if plan.etp and plan.ep % inner:
+        fits = plan.mesh.edp * plan.ep // inner * inner
+        raise ValueError(
+            f"{call_of(plan)}: in torchtitan all {inner} ranks along cp and tp are among those that divide experts: "
+            f"{call_of(plan, {'ep': fits})}"
+        )
 
 
 def _body(page: Page) -> str:
@@ -156,6 +170,7 @@ TORCHTITAN = Format(
         "cp_order": "context_parallel_load_balancer is headtail (zigzag), or ptrr for masks of blocks",
         "cp_method": "torch's context parallelism passes keys and values around",
         "tensor": "which layers are divided is in the model's code",
+        "etp": "the ranks along tp are among those that divide experts: etp=1",
     },
-
+    _check,
 )  # fmt: skip

@@ -110,7 +110,7 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
     for method in cp_methods(priced.asked.model, offers, best.tp, best.cp, priced.hardware.per_node):
         if method != best.cp_method:
             yield f"cp_method={method!r}", replace(best, cp_method=method)
-    for ep in expert_degrees(priced.asked.model, offers, best.shards):
+    for ep in expert_degrees(priced.asked.model, offers, best):
         if ep in (2 * best.ep, best.ep / 2):
             yield f"ep={ep}", replace(best, ep=ep, etp=1 if ep > 1 else 0)
     if best.sharded:
@@ -156,7 +156,7 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
         or asked.sequence % layout.cp
         or asked.global_batch % layout.dp
         or layout.pp * layout.virtual_stages > model.layers
-        or layout.shards % layout.ep
+        or layout.shards * (1 if layout.alike else layout.tp // layout.expert_tp) % layout.ep
         or (offers.even and model.layers % (layout.pp * layout.virtual_stages))
     )
     if impossible:

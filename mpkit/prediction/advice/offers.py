@@ -31,6 +31,7 @@ class Offers:
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
         cp_order: how it divides sequences for a ring.
         experts: whether it divides experts over ranks, and its files say so.
+        inner_experts: whether all ranks along cp and tp are among those that divide them.
         cp_methods: how ranks that share a sequence attend to the whole of it.
         cp_both: whether it has Ulysses times a ring.
     """
@@ -49,6 +50,7 @@ class Offers:
     cp_methods: tuple[str, ...] = METHODS
     cp_both: bool = True
     experts: bool = True
+    inner_experts: bool = False
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -63,6 +65,7 @@ EVERYTHING = Offers(hybrid=(1, 2, 3))
 TORCHTITAN = Offers(
     tuple((name, min(s.advised)) for name, s in SCHEDULES.items() if s.advised and "torchtitan" in s.elsewhere),
     (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1], cp_both=False,
+    inner_experts=True,
 )  # fmt: skip
 
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))

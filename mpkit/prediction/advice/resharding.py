@@ -76,15 +76,18 @@ def _fetched_bytes(sizes: list[_PieceSize], before: Layout, after: Layout, stack
 def _interval(layout: Layout, rank: int, sharded_from: int, *, experts: bool) -> Interval:
     """Return what a rank holds of each piece: of weights from ZeRO-3 on a part, of states from ZeRO-1 on.
 
-    The ranks of a mesh are numbered with tp innermost, then cp, dp and pp; neighbours along cp and dp divide experts.
+    The ranks of a mesh are numbered with tp innermost, then cp, dp and pp. Neighbours divide experts; they are tp apart
+    where the ranks along tp share an expert or hold the same ones.
     """
     tp, ep = (layout.expert_tp, layout.ep) if experts else (layout.tp, 1)
-    replica = rank // layout.tp % layout.replicas
+    apart = layout.tp if layout.alike else tp
+    among = rank % (layout.replicas * layout.tp) // apart  # its number among those that hold such parts
     width = 1 / (tp * ep)
-    begin = (replica % ep * tp + rank % layout.tp % tp) * width
+    begin = (among % ep * tp + rank % layout.tp % tp) * width
     if layout.zero < sharded_from:
         return begin, begin + width
-    n, part = layout.shards // ep, replica % layout.shards // ep
+    n = layout.expert_shards if experts else layout.shards
+    part = among // ep % n
     return begin + width * part / n, begin + width * (part + 1) / n
 
 

@@ -78,7 +78,7 @@ def families(
                 for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head):
                     ways = product(
                         cp_methods(model, offers, tp, cp, per_node),
-                        expert_degrees(model, offers, family[0].shards),
+                        expert_degrees(model, offers, family[0]),
                     )
                     for method, ep in ways:
                         etp = 1 if ep > 1 else 0
@@ -133,11 +133,16 @@ def cp_methods(
     return found
 
 
-def expert_degrees(model: Architecture, offers: Offers, shards: int) -> list[int]:
-    """Return the numbers of ranks that can divide the experts of a layer, out of those that share shards."""
+def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[int]:
+    """Return the numbers of ranks that can divide the experts of a layer, out of those that share shards.
+
+    Where the software has all ranks along cp and tp divide experts, these are among them.
+    """
     if not model.experts or not offers.experts:
         return [1]
-    return [ep for ep in divisors(shards) if model.experts % ep == 0]
+    inner = layout.cp * layout.tp if offers.inner_experts else 1
+    ranks = layout.shards * (layout.tp if offers.inner_experts else 1)
+    return [ep for ep in divisors(ranks) if model.experts % ep == 0 and (ep == 1 or ep % inner == 0)]
 
 
 def divisors(n: int) -> list[int]:

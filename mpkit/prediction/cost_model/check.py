@@ -80,7 +80,9 @@ def checked_layout(
         )
     if model.experts % plan.ep or (plan.ep > 1 and not model.experts):
         fits = [
-            n for n in range(1, plan.ep) if model.experts and not model.experts % n and not plan.shards % n
+            n
+            for n in range(1, plan.ep)
+            if model.experts and not model.experts % n and not plan.mesh.edp * plan.ep % n
         ]
         raise ValueError(
             f"ep={plan.ep} ranks cannot hold equally many of {model.experts} experts per layer: "

@@ -26,6 +26,7 @@ class Layout:
         pp, dp, cp, tp: the degrees of the mesh; tp is innermost, pp outermost.
         ep: the ranks, out of dp x cp, among which the experts of a layer are divided.
         etp: the ranks along tp that share each expert: 1 if each has whole ones; 0: all of them.
+        alike: whether the ranks along tp hold the same whole experts, instead of being among those that ep counts.
         zero: the stage of ZeRO.
         microbatch: samples per micro-batch and replica.
         microbatches: micro-batches per step and replica, m.
@@ -51,6 +52,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 0
+    alike: bool = False
     zero: int = 0
     microbatch: int = 1
     microbatches: int = 1
@@ -84,6 +86,12 @@ class Layout:
     def expert_tp(self) -> int:
         """The number of ranks that share each expert."""
         return self.etp or self.tp
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of ranks that hold the same experts, and among which ZeRO shards these."""
+        folded = 1 if self.alike else self.tp // self.expert_tp
+        return max(1, self.shards * folded // self.ep)
 
     @property
     def expert_parts(self) -> int:
@@ -137,8 +145,8 @@ class Layout:
 
         Args:
             axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
-                which ZeRO shards), "groups" (those that hold the same shard) or "ep". Experts lie beside each other, tp
-                apart only where they are divided, as Megatron places them; mpkit's own ranks leave them tp apart.
+                which ZeRO shards), "groups" (those that hold the same shard) or "ep": beside each other, and tp apart
+                where the ranks along tp share an expert or hold the same ones.
             devices: devices per node.
         """
         inner, size = {
@@ -146,7 +154,7 @@ class Layout:
             "cp": (self.tp, self.cp),
             "ulysses": (self.tp, self.ulysses),
             "ring": (self.tp * self.ulysses, self.cp // self.ulysses),
-            "ep": (self.expert_tp, self.ep),
+            "ep": (self.tp if self.alike else self.expert_tp, self.ep),
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
             "groups": (self.tp * self.shards, self.groups),
@@ -205,6 +213,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
         cp_method=plan.cp_method, ep=plan.ep, etp=1 if plan.ep > 1 else 0,
+        alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
     )  # fmt: skip
 
 
@@ -215,4 +224,5 @@ def plan_of(layout: Layout) -> Plan:
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
+        etp=1 if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
     )  # fmt: skip

@@ -83,4 +83,4 @@ class ParameterShares:
         whole, own = self.stages[stage] * layout.trainable, self.experts[stage] * layout.trainable
         if not layout.zero:
             return whole
-        return (whole - own) / layout.shards + own / max(1, layout.shards // layout.ep)
+        return (whole - own) / layout.shards + own / layout.expert_shards

@@ -76,7 +76,7 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
     for name, module in layers.items():
         experts = number_of_experts(module)
         if experts % plan.ep:
-            fits = [n for n in range(1, experts + 1) if experts % n == 0 and plan.shards % n == 0]
+            fits = [n for n in range(1, experts + 1) if experts % n == 0 and plan.mesh.edp * plan.ep % n == 0]
             raise ValueError(
                 f"Plan(ep={plan.ep}): {plan.ep} ranks cannot hold equally many of the {experts} experts of {name}: "
                 f"ep={max(n for n in fits if n <= plan.ep)} can"

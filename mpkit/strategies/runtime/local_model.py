@@ -71,7 +71,9 @@ def localize(
             f"{plan!r}: {twice[0]} is divided along {along[twice[0]]} and along another axis; one axis can divide it"
         )
     shards = sharded.shards | {name: shard for name, (_, shard) in own.items()} | experts
-    sharded = replace(sharded, shards=shards, along=along)
+    # Where tp is folded, its ranks are replicas of experts, whose gradients are summed over these.
+    partial = sharded.partial - experts.keys() if plan.etp else sharded.partial
+    sharded = replace(sharded, shards=shards, along=along, partial=partial)
     # ---- positions
     if cp.size > 1:
         shift_positions(model, cp, plan.cp_order, plan.mesh.cp_ulysses)

@@ -240,7 +240,7 @@ def assemble(
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)
-    elif replicas.size > 1:
+    elif replicas.size > 1 or (held.experts is not None and held.experts.replicas.size > 1):
         sync = DDP(held)
     else:
         sync = GradientSync(stages)

@@ -68,7 +68,9 @@ def shard_model(
         return ShardedModel()
     # ---- resolve
     plan = _leave_whole(find_tensor_plan(model) if plan is None else plan, set(whole))
-    plan = check(model, group.size, plan, sequence=sequence)
+    plan = _leave_whole(
+        check(model, group.size, plan, sequence=sequence), set(whole)
+    )  # now with the model's names
     # ---- shards
     shards = shards_of(model, group, plan)
     sums = partial_sums(model, plan, shards, sequence=sequence)

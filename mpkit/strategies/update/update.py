@@ -69,10 +69,14 @@ class Update:
         self._comm, self._device = context.comm, context.device
         self._sync, self._tied = sync, tied
         # The ranks that together update the model: those of one model, and those that share its shards or experts.
-        over = ("dp_shard", "cp") if sync.divided else ("ep",) if job.plan.ep > 1 else ()
+        over = ("dp_shard", "cp") if sync.divided or job.plan.etp else ("ep",) if job.plan.ep > 1 else ()
         self._together = axes.communicator_of("pp", *axes.mesh.layer_axes, *over)
         self._tp, self._leads = axes.communicator_of("tp"), axes.leads
-        self._first_of_ep = sync.divided or axes.communicator_of("ep").index == 0
+        # Of these, the first ones that hold the experts, and all else.
+        alike = (("edp",), ("dp_shard", "cp")) if job.plan.etp else ((), ("ep",))
+        self._first_of_experts, self._first_of_rest = (
+            sync.divided or axes.communicator_of(*along).index == 0 for along in alike
+        )
         self._limit, self._schedule = job.how.max_grad_norm, job.how.lr_schedule
         self.masters = Masters(context, job.plan, sync.pieces, fp32_params)
         self.scaler = LossScaler(enabled=job.plan.precision == "fp16")
@@ -183,7 +187,8 @@ class Update:
         """
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
         for piece, gradient in gradients.items():
-            if self._leads(but=piece.axis) and (piece.axis == "ep" or self._first_of_ep):
+            first = self._first_of_experts if piece.axis == "ep" else self._first_of_rest
+            if first and self._leads(but=piece.axis):
                 square += gradient.to(torch.float64).square().sum().to(self._device)
         self._together.all_reduce(square)
         self.norm = square.sqrt().item()
