@@ -131,22 +131,18 @@ def test_a_stage_begins_within_a_region(train: Train) -> None:
 STAGES = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2}
 
 
-def some_mesh(draw: Any, *, sequences: bool) -> dict[str, Any]:
+def some_mesh(draw: Any) -> dict[str, Any]:
     """Up to 8 ranks."""
     pp = draw(st.sampled_from([1, 2, 2, 3]))
     dp = draw(st.sampled_from([n for n in (1, 2, 3, 4) if pp * n <= 8]))
     tp = draw(st.sampled_from([n for n in (1, 2, 3) if pp * dp * n <= 8]))
-    cp = draw(st.sampled_from([n for n in (1, 2, 4) if sequences and pp * dp * tp * n <= 8] or [1]))
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2", *STAGES])) if pp > 1 else "gpipe"
     whole = schedule in ("interleaved_zb", "dualpipev")
     zero = draw(st.integers(0, 3))
     return {
-        "pp": pp, "dp": dp, "tp": tp, "cp": cp, "schedule": schedule,
+        "pp": pp, "dp": dp, "tp": tp, "schedule": schedule,
         "virtual_stages": STAGES.get(schedule, 1),
         "microbatches": 2 * pp if whole else draw(st.integers(1, 3)),
-        "cp_order": draw(st.sampled_from(["contiguous", "zigzag"])),
-        "cp_method": draw(st.sampled_from(["ring", (2, 2)])) if cp == 4 else "ring",
-        "sequence_parallel": sequences and tp > 1 and draw(st.booleans()),
         "zero": zero, "dp_shard": draw(st.sampled_from([None, 2])) if dp == 4 and zero else None,
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "prefetch": draw(st.integers(0, 2)), "bucket_mb": draw(st.sampled_from([0.001, 25])),
@@ -154,27 +150,11 @@ def some_mesh(draw: Any, *, sequences: bool) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-@settings(max_examples=20)
-@given(data=st.data())
-def test_random_meshes_of_transformers_equal_serial_training(train: Train, data: Any) -> None:
-    plan = some_mesh(data.draw, sequences=True)
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    heads = data.draw(st.integers(plan["tp"], 4)) if plan["cp_method"] == "ring" else 2 * plan["tp"]
-    length = 2 * plan["cp"] * 2 * plan["tp"] if plan["sequence_parallel"] else 4 * plan["cp"]
-    model = GPT(
-        vocab=data.draw(st.integers(plan["tp"], 20)), layers=plan["pp"] * plan["virtual_stages"],
-        width=heads * data.draw(st.integers(1, 4)), heads=heads, length=length,
-    ).double()  # fmt: skip
-    batch = max(plan["microbatches"], 3) + data.draw(st.integers(0, 3))
-    check_equal(train, model, tokens(batch, length, model.config.vocab), mk.Plan(**plan), **HOW)
-
-
-@pytest.mark.soak
 @settings(max_examples=12)
 @given(data=st.data())
 def test_random_meshes_of_chains_equal_serial_training(train: Train, data: Any) -> None:
     """Pairs of linear layers, odd widths, cut wherever; with fewer samples than replicas now and then."""
-    plan = some_mesh(data.draw, sequences=False)
+    plan = some_mesh(data.draw)
     torch.manual_seed(data.draw(st.integers(0, 99)))
     width = data.draw(st.integers(plan["tp"], 7))
     layers: list[nn.Module] = []
