@@ -39,6 +39,8 @@ class FormulaInputs:
         rows: by stage, bytes of the rows of one micro-batch that go to experts, whole sequences.
         counts: by stage, bytes of the numbers of rows by expert.
         owned: by stage, n k: of n ranks and of the k elements of the one that owns most, where ZeRO-1 divides by owner.
+        routing: by stage, bytes of all-reduces and of all-gathers (their results) per step, for routing that depends on
+            the whole batch.
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -61,6 +63,7 @@ class FormulaInputs:
     rows: Sequence[float] = ()
     counts: Sequence[float] = ()
     owned: Sequence[float] = ()
+    routing: tuple[Sequence[float], Sequence[float]] = ((), ())
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -83,6 +86,7 @@ class FormulaInputs:
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
             counts=told.get("counts_bytes") or (), owned=told.get("owned") or (),
+            routing=(told.get("routing_reduced") or (), told.get("routing_gathered") or ()),
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 

@@ -36,6 +36,7 @@ from mpkit.strategies.nn_dataparallel.dp import DP
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
 from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.runtime.after_step import AfterStep
+from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.runtime.checkpoints import Checkpoints
 from mpkit.strategies.runtime.evidence import RankEvidence
 from mpkit.strategies.runtime.expert_rows import ExpertRows
@@ -128,6 +129,7 @@ class Training:
             self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
         expert_rows = ExpertRows(context, job, axes)
+        self._routing = BatchRouting(context, job, axes, stages)
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = (
@@ -155,9 +157,11 @@ class Training:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)
             self._expert_rows.begin(batch)
             self.pipeline.loss_scale = self.update.scaler.scale
+            self._routing.begin_step(batch, self.update.scaler.scale)
             self.sync.begin_step()
             returned = self.pipeline.step(number, batch)
             self.sync.finish()
+            self._routing.end_step()
             self.tied.sum_gradients()
             self.loss, factor = self._loss_and_factor(returned)
             loss = self.loss
