@@ -89,6 +89,7 @@ class Mesh:
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
         cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
+        dp_secondary: the number of neighbouring replicas among which ZeRO-3's backward gathers (hpZ); 0: all.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
@@ -115,6 +116,7 @@ class Mesh:
     dp_replicate: int = 1
     ep: int = 1
     cp_ulysses: int = 1
+    dp_secondary: int = 0
 
     def __repr__(self) -> str:
         names = [*AXES, *(name for name in ("dp_replicate", "ep", "cp_ulysses") if getattr(self, name) > 1)]

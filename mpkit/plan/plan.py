@@ -18,7 +18,7 @@ from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree,
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.expert_checks import check_experts
-from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
+from mpkit.plan.hybrid import check_hybrid, check_secondary, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh, ulysses_degree
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
@@ -72,6 +72,8 @@ class Plan:
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
             experts and back by all-to-alls.
+        dp_secondary: hpZ of ZeRO++: besides its shard a rank of ZeRO-3 keeps a secondary one, of parameters divided
+            among so many replicas, such as those of a node, from which the backward gathers. None: it keeps none.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -109,6 +111,7 @@ class Plan:
     dp_replicate: int | None = None
     cp_method: str | tuple[int, int] = "ring"
     ep: int = 1
+    dp_secondary: int | None = None
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
@@ -122,6 +125,7 @@ class Plan:
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
         check_hybrid(self)
+        check_secondary(self)
         check_experts(self)
         object.__setattr__(self, "cp_method", checked_cp_method(self))
         check_shared_layers(self)
@@ -234,7 +238,16 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
         ulysses = ulysses_degree(self.cp_method, self.cp)
-        return Mesh(self.pp, self.dp, self.cp, self.tp, self.dp_replicate or 1, self.ep, ulysses)
+        return Mesh(
+            self.pp,
+            self.dp,
+            self.cp,
+            self.tp,
+            self.dp_replicate or 1,
+            self.ep,
+            ulysses,
+            self.dp_secondary or 0,
+        )
 
     @property
     def shards(self) -> int:

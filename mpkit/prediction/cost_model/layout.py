@@ -40,6 +40,7 @@ class Layout:
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
         cp_method: as in a Plan.
+        secondary: the ranks among which ZeRO-3's backward gathers secondary shards (hpZ); 0: there are none.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -64,6 +65,7 @@ class Layout:
     trainable: float = 1.0
     sharded: int = 0
     cp_method: str | tuple[int, int] = "ring"
+    secondary: int = 0
 
     @cached_property
     def ranks(self) -> int:
@@ -137,8 +139,9 @@ class Layout:
 
         Args:
             axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
-                which ZeRO shards), "groups" (those that hold the same shard) or "ep". Experts lie beside each other, tp
-                apart only where they are divided, as Megatron places them; mpkit's own ranks leave them tp apart.
+                which ZeRO shards), "groups" (those that hold the same shard), "secondary" (those with secondary shards)
+                or "ep". Experts lie beside each other, tp apart only where they are divided, as Megatron places them;
+                mpkit's own ranks leave them tp apart.
             devices: devices per node.
         """
         inner, size = {
@@ -150,6 +153,7 @@ class Layout:
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
             "groups": (self.tp * self.shards, self.groups),
+            "secondary": (self.tp, self.secondary),
         }[axis]
         places = devices // inner
         return gcd(size, places) if places and size > 1 else 1
@@ -205,6 +209,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
         cp_method=plan.cp_method, ep=plan.ep, etp=1 if plan.ep > 1 else 0,
+        secondary=(plan.dp_secondary or 0) * plan.cp,
     )  # fmt: skip
 
 
@@ -215,4 +220,5 @@ def plan_of(layout: Layout) -> Plan:
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
+        dp_secondary=layout.secondary // layout.cp or None,
     )  # fmt: skip

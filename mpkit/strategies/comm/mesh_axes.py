@@ -12,6 +12,7 @@ only. Communication along one axis never reaches another, so a strategy is given
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +45,7 @@ class MeshAxes:
 
     def __init__(self, comm: Communicator, device: torch.device, mesh: Mesh) -> None:
         assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
-        self._comm, self.mesh = comm, mesh
+        self._comm, self._device, self.mesh = comm, device, mesh
         self.place = mesh.place(comm.rank)
         self._known: dict[tuple[str, ...], Communicator] = {}
         self._meshes = {mesh.axes: self._device_mesh(device, mesh.axes)}
@@ -55,6 +56,12 @@ class MeshAxes:
         """Create torch's mesh of the axes with more than one place; None if there is one, which spans all ranks."""
         shape = {axis: degree for axis in axes if (degree := getattr(self.mesh, axis)) > 1}
         return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
+
+    def divide_replicas(self, groups: int) -> MeshAxes:
+        """Return the same ranks' axes with the replicas divided into groups; every rank calls it at the same time."""
+        return MeshAxes(
+            self._comm, self._device, replace(self.mesh, dp_replicate=groups, ep=1, dp_secondary=0)
+        )
 
     def communicator_of(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.

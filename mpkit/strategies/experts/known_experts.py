@@ -42,7 +42,9 @@ def find_balanced(model: nn.Module) -> dict[str, MixtureOfExperts]:
     (['block0.mlp'], [])
     """
     layers = model.named_modules()
-    return {name: each for name, each in layers if isinstance(each, MixtureOfExperts) and each.balancing}
+    return {
+        name: each for name, each in layers if isinstance(each, MixtureOfExperts) and each.balance_options
+    }
 
 
 def _is_of_experts(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ def check_balanced_routing(resolved: ResolvedPlan, task: Task) -> Rejection | No
     """Reject plans under which an expert's capacity or a router's losses would not be those of the whole batch."""
     for name, layer in find_balanced(task.model).items():
         for why, works in _obstacles(layer, resolved, task):
-            given = ", ".join(f"{key}={value}" for key, value in layer.balancing.items())
+            given = ", ".join(f"{key}={value}" for key, value in layer.balance_options.items())
             return Rejection(
                 f"{resolved.plan}: {name or 'the layer'} has {given}, and {why}. What works: {works}"
             )

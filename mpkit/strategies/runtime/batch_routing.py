@@ -8,7 +8,7 @@
 A stretch is some consecutive tokens of one sample. Replica r of n has the samples r, r + n, ... of a micro-batch, and
 ranks that share sequences have pieces of each (`mpkit.strategies.context.sequence`).
 
-What this is of the whole batch, `mpkit.strategies.models.routing` says. A forward that is repeated counts once.
+`mpkit.strategies.models.experts.routing` says what this is of the whole batch. A forward that is repeated counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.experts import MixtureOfExperts
-from mpkit.strategies.models.routing import BatchShare, WholeBatch, number_rows
+from mpkit.strategies.models.experts.routing import BatchShare, WholeBatch, number_rows
 from mpkit.strategies.stage.stage import Stage
 
 if TYPE_CHECKING:

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart, expert_replicas, shard_groups
+from mpkit.strategies.data_parallel.replicated_part import (
+    ReplicatedPart,
+    expert_replicas,
+    secondary_group,
+    shard_groups,
+)
 from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.strategies.data_parallel.sync_cost import SyncCost
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
@@ -241,6 +246,7 @@ def assemble(
         groups=shard_groups(plan, axes),
         experts=expert_replicas(plan, axes),
         by_owner=job.how.by_owner,
+        secondary=secondary_group(plan, axes),
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)

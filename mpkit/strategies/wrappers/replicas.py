@@ -135,7 +135,7 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
                 f"twice: {what}({'model' if name else 'wrapped'}.module) wraps it in this way instead"
             )
     for name, layer in find_balanced(module).items():
-        given = ", ".join(f"{key}={value}" for key, value in layer.balancing.items())
+        given = ", ".join(f"{key}={value}" for key, value in layer.balance_options.items())
         raise ValueError(
             f"{what}: {name or 'the module'} has {given}, which depend on all tokens of a batch, and in a loop of your "
             "own no rank knows which batch its samples are of. cluster.train does: "

@@ -1,7 +1,7 @@
 """A mixture of experts as a layer: a router, and experts whose weights lie side by side in one tensor.
 
     route       a token's experts are those of its k largest probabilities, which are their weights
-    balance     what keeps experts equally busy, if wanted (`mpkit.strategies.models.routing`)
+    balance     what keeps experts equally busy, if wanted (`mpkit.strategies.models.experts.routing`)
     experts     each computes the tokens that chose it; none is dropped, unless experts have a capacity
     combine     the weighted sum over each token's experts
     shared      added to it: an MLP that all tokens visit
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import FakeTensor
-from mpkit.strategies.models.routing import RouterLosses, WholeBatch
+from mpkit.strategies.models.experts.routing import RouterLosses, WholeBatch
 
 __all__ = ["Experts", "MixtureOfExperts", "SharedExperts", "count_rows"]
 
@@ -93,7 +93,7 @@ class MixtureOfExperts(nn.Module):
         self.batch = WholeBatch()
 
     @property
-    def balancing(self) -> dict[str, float]:
+    def balance_options(self) -> dict[str, float]:
         """The arguments by which a forward in training depends on all tokens of the batch."""
         names = ("capacity", "aux_loss", "z_loss", "bias_rate")
         return {name: value for name in names if (value := getattr(self, name))}
@@ -101,7 +101,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, ..., width] -> the same."""
         tokens = x.reshape(-1, x.shape[-1])
-        balancing = self.training and bool(self.balancing)
+        balancing = self.training and bool(self.balance_options)
         if balancing:
             self.batch.begin(self)
         # ---- route

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from mpkit.strategies.models.experts import MixtureOfExperts
+    from mpkit.strategies.models.experts.mixture import MixtureOfExperts
 
 __all__ = ["BatchShare", "RouterLosses", "WholeBatch", "count_choices", "number_rows"]
 
