@@ -12,7 +12,7 @@ layer's experts, are neighbours among the dp x cp replicas, and edp counts the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -131,6 +131,15 @@ class Mesh:
     def cp_ring(self) -> int:
         """The number of ranks in each ring, around which keys and values go."""
         return self.cp // self.cp_ulysses
+
+    @property
+    def in_groups(self) -> Mesh:
+        """The mesh whose ranks along dp_shard and cp keep secondary shards together.
+
+        >>> Mesh(dp=4, dp_secondary=2).in_groups.groups("dp_shard", "cp")
+        [(0, 1), (2, 3)]
+        """
+        return replace(self, dp_replicate=self.dp // self.dp_secondary, ep=1, dp_secondary=0)
 
     @property
     def edp(self) -> int:

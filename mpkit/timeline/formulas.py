@@ -65,7 +65,7 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _over_groups(known)
     if axis == "ep" and kind == Kind.ALL_TO_ALL:
         return _exchanges(known)
-    if axis == shard_group.replace("dp", "dp_secondary", 1) and known.mesh.dp_secondary:
+    if known.mesh.dp_secondary and axis == _secondary_axis(known, shard_group):
         return _secondary(known, kind)
     if axis in (shard_group, "edp"):
         return _replicas(known, kind, of_experts=axis == "edp")
@@ -242,6 +242,11 @@ def _gathers_of_step(known: FormulaInputs, rank: int) -> float:
     return (2 + known.ends_again + known.value_at(known.split, rank)) * known.microbatches
 
 
+def _secondary_axis(known: FormulaInputs, shard_group: str) -> str:
+    """Return the name of the groups of hpZ, which are those of cp alone if each has one replica."""
+    return shard_group.replace("dp", "dp_secondary", 1) if known.mesh.dp_secondary > 1 else "cp"
+
+
 def _secondary(known: FormulaInputs, kind: Kind) -> Formula | None:
     """Return the formula within the groups of hpZ: all gathers of a step but the first, of secondary shards."""
     s = known.mesh.dp_secondary * known.mesh.cp
@@ -253,7 +258,11 @@ def _secondary(known: FormulaInputs, kind: Kind) -> Formula | None:
         return (_gathers_of_step(known, rank) - 1) * elements * (s - 1) / s
 
     times = (2 + known.ends_again) * known.microbatches - 1
-    return Formula(f"{times} psi (s-1)/s", "parameters again, from secondary shards", volume)
+    return Formula(
+        f"{times} psi (s-1)/s" if times > 1 else "psi (s-1)/s",
+        "parameters again, from secondary shards",
+        volume,
+    )
 
 
 def _over_groups(known: FormulaInputs) -> Formula | None:

@@ -126,6 +126,9 @@ def test_the_plan_is_written_read_and_changed() -> None:
     assert change_plan(plan, zero=1) == mk.Plan(dp=16, zero=1)
     with pytest.raises(TypeError, match="dp_secondary= is the number of replicas"):
         mk.Plan(dp=16, zero=3, zero_hpz_partition_size=8)  # type: ignore[call-arg]
+    talks = {talk.axis: talk for talk in plan.placement(hardware="2x8-h100-ndr").talks}
+    assert talks["dp"].crosses and not talks["dp_secondary"].crosses
+    assert talks["dp_secondary"].groups == (tuple(range(8)), tuple(range(8, 16)))
     assert "from secondary shards within groups of 8" in describe(plan)
 
 

@@ -12,7 +12,6 @@ only. Communication along one axis never reaches another, so a strategy is given
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,11 +56,10 @@ class MeshAxes:
         shape = {axis: degree for axis in axes if (degree := getattr(self.mesh, axis)) > 1}
         return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
 
-    def divide_replicas(self, groups: int) -> MeshAxes:
-        """Return the same ranks' axes with the replicas divided into groups; every rank calls it at the same time."""
-        return MeshAxes(
-            self._comm, self._device, replace(self.mesh, dp_replicate=groups, ep=1, dp_secondary=0)
-        )
+    @property
+    def in_groups(self) -> MeshAxes:
+        """The same ranks, with the replicas divided into groups of dp_secondary; every rank asks at the same time."""
+        return MeshAxes(self._comm, self._device, self.mesh.in_groups)
 
     def communicator_of(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.

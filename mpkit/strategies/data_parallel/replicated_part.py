@@ -57,7 +57,7 @@ def secondary_group(plan: Plan, axes: MeshAxes) -> Communicator | None:
     """
     if plan.dp_secondary is None:
         return None
-    return axes.divide_replicas(plan.dp // plan.dp_secondary).communicator_of("dp_shard", "cp")
+    return axes.in_groups.communicator_of("dp_shard", "cp")
 
 
 class ExpertReplicas(NamedTuple):
