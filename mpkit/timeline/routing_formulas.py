@@ -32,7 +32,7 @@ def add_routing(
     )
     if not any(sent):
         return formula
-    symbols, words = f"{times} E (n-1)/n a layer", "the rows of each expert in the whole batch"
+    symbols, words = f"{'2 ' * (times == 2)}E (n-1)/n a layer", "the rows of each expert in the whole batch"
     if formula is None:
         return Formula(symbols, words, lambda rank: times * known.total(sent, rank) * (n - 1) / n)
     return Formula(

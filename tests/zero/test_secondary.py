@@ -13,6 +13,8 @@ import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.hybrid import change_plan
 from mpkit.plan.words import describe
+from mpkit.prediction.advice.offers import missing_feature
+from mpkit.prediction.cost_model.layout import layout_of
 from mpkit.timeline.traffic import flows
 from mpkit.trace import Kind
 from tests.experts.test_expert_parallel import HOW, gpt, texts
@@ -27,7 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
     ("plan", "sizes"),
     [
         (mk.Plan(dp=4, zero=3, dp_secondary=2, microbatches=2, recompute="full"), {}),
-        (mk.Plan(pp=2, dp=4, zero=3, dp_secondary=2, schedule="1f1b", microbatches=2), {}),
         (mk.Plan(dp=2, cp=2, tp=2, zero=3, dp_secondary=1, prefetch=0), {"heads": 2, "experts": 0}),
         (mk.Plan(dp=4, zero=3, dp_secondary=2, ep=2, precision="full"), {"aux_loss": 0.1}),
         (
@@ -97,6 +98,9 @@ def test_the_secondary_copy_is_predicted() -> None:
     more = hpz.memory[0]["params"] - plain.memory[0]["params"]
     assert more == pytest.approx(2 * 8.03e9 / 8, rel=1e-3)
     assert hpz.step_time < 0.9 * plain.step_time
+    layout = layout_of(mk.Plan(dp=32, zero=3, dp_secondary=8), 32)
+    assert missing_feature("torchtitan", layout).startswith("torchtitan has no secondary shards")
+    assert not missing_feature("deepspeed", layout)
 
 
 @pytest.mark.parametrize(

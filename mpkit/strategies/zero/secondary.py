@@ -8,6 +8,7 @@
 
 A rank holds psi/n + psi/s parameters. Gathers among all ranks send psi (n-1)/n per step instead of 2 psi (n-1)/n.
 Gradients are reduced among all ranks, as in ZeRO-3. (ZeRO++ gathers in the forward of each micro-batch among all.)
+`mpkit.strategies.reference.secondary_shards` is the algorithm in 40 lines.
 
 Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209,
 section 3.2.
