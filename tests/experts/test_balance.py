@@ -22,6 +22,7 @@ from mpkit.strategies.reference.experts.balance import (
     move_bias,
     route_with_bias,
 )
+from tests.experts.planted import BALANCE_FAULTS, PlantedInExperts
 from tests.experts.test_expert_parallel import HOW, gpt, texts
 from tests.serial import EXACT, Train, check_equal, same, serial
 
@@ -218,3 +219,22 @@ def test_dropped_choices_are_counted_once(train: Train) -> None:
         assert rows.max() <= ceil(0.8 * 7 * 8 * 2 / 4)
         assert (rows.sum(axis=1) + load.dropped[layer]).tolist() == [7 * 8 * 2] * 3
     assert re.search(r"block1.mlp.experts .* [0-9]+% dropped", str(load))
+
+
+@pytest.mark.parametrize("fault", BALANCE_FAULTS)
+def test_the_proof_finds_what_is_wrong_with_the_balance(
+    clusters: Callable[[int], mk.Cluster], fault: str
+) -> None:
+    how = {**HOW, "loss": PlantedInExperts(next_token_loss, fault), "verify": "all"}
+    plan = mk.Plan(dp=4, ep=2) if "secondary" not in fault else mk.Plan(dp=4, zero=3, dp_secondary=2)
+    run = clusters(4).train(gpt(**ALL), texts(8, 8), plan, **how)
+    with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
+        run.wait()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_of_routers_have_the_scale_of_the_loss(train: Train, precision: str) -> None:
+    """In fp16 all gradients are multiplied by 2^16 until the update."""
+    plan = mk.Plan(dp=2, zero=2, precision=precision, ep=2)
+    run = train(gpt(**ALL).float(), texts(8), plan, **HOW, verify="all")
+    assert str(run.proof).startswith("equal to serial training in steps 1 to 3"), run.proof

@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         bias, rows: buffers [E], if there is a bias: the bias, and the rows of each expert in the latest step, by which
             the bias moves before the next one.
         batch: says what the whole batch is of which a forward computes a part; it is the forward's own, unless ranks
-            or micro-batches divide it.
+            or micro-batches divide it. In a loop of your own with a loss scale, set `batch.loss_scale` to it.
 
     Raises:
         ValueError: there are fewer experts than a token visits, or a factor is not what it can be.

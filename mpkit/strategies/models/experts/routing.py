@@ -32,8 +32,13 @@ __all__ = ["BatchShare", "RouterLosses", "WholeBatch", "count_choices", "number_
 class WholeBatch:
     """What a layer asks about the batch of which it computes a part; here each forward is a batch of its own.
 
-    `mpkit.strategies.experts.batch_routing` answers for micro-batches and replicas.
+    `mpkit.strategies.runtime.batch_routing` answers for micro-batches and replicas.
+
+    Attributes:
+        loss_scale: the factor of the loss, and so of all gradients, with which 16 bits represent them.
     """
+
+    loss_scale = 1.0
 
     def begin(self, layer: MixtureOfExperts) -> None:
         """Move the layer's bias, if this is the first forward of a step."""
@@ -47,7 +52,7 @@ class WholeBatch:
             chosen: each token's experts, [T, k], sample by sample.
             samples: the number of samples.
         """
-        share = BatchShare(chosen, layer.experts_in_all)
+        share = BatchShare(chosen, layer.experts_in_all, self.loss_scale)
         layer.keep_rows(share.rows())
         return share
 
@@ -62,17 +67,18 @@ class BatchShare:
     Args:
         chosen: each token's experts, [T, k].
         E: the number of experts.
+        loss_scale: the factor of all gradients.
 
     Attributes:
         chosen, E: as given.
         choices: T k, of the whole batch.
-        scale: the gradient of a mean over the batch's tokens with respect to each of these, 1 / T.
+        scale: the gradient of a mean over the batch's tokens with respect to each of these: the loss scale / T.
     """
 
-    def __init__(self, chosen: Tensor, E: int) -> None:
+    def __init__(self, chosen: Tensor, E: int, loss_scale: float = 1.0) -> None:
         self.chosen, self.E = chosen, E
         self.choices = chosen.numel()
-        self.scale = 1 / max(1, len(chosen))
+        self.scale = loss_scale / max(1, len(chosen))
 
     def rows(self) -> Tensor:
         """Return the rows of each expert in the whole batch, (E,)."""
