@@ -50,7 +50,7 @@ class BatchRouting(WholeBatch):
         self._layers = find_balanced(job.what.model)
         held = {module for stage in stages.values() for module in stage.layers.modules()}
         self._moved = [layer for layer in self._layers.values() if layer in held and layer.bias_rate]
-        self.loss_scale = 1.0
+        self.loss_scale, self._device = 1.0, context.device
         self._rows: dict[MixtureOfExperts, dict[int, Tensor]] = {}  # by micro-batch
         self._summed: dict[MixtureOfExperts, Tensor] = {}
         self._placed: dict[tuple[MixtureOfExperts, int], Tensor] = {}
@@ -118,7 +118,8 @@ class BatchRouting(WholeBatch):
         return self._summed[layer]
 
     def _sum_own(self, layer: MixtureOfExperts) -> Tensor:
-        return torch.stack(list(self._rows[layer].values())).sum(0)
+        none = torch.zeros(layer.experts_in_all, dtype=torch.long, device=self._device)
+        return sum(self._rows.get(layer, {}).values(), none)
 
     def places_of(self, layer: MixtureOfExperts, m: int, share: _Share) -> Tensor:
         """Return the numbers of a micro-batch's rows in the order of the whole batch."""
