@@ -20,7 +20,7 @@ from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree,
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.expert_checks import check_experts
-from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
+from mpkit.plan.hybrid import check_hybrid, check_secondary, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
@@ -78,6 +78,8 @@ class Plan:
         etp: 1: ep counts the ranks along tp too, each of which has tokens of its own (`sequence_parallel`); the mesh of
             the experts is folded over that of the attention. None: the ranks along tp hold the same experts.
         axes: axes of your own with their degrees, {Axis: 2}, each with its strategy; see `mpkit.plan.axes`.
+        dp_secondary: hpZ of ZeRO++: besides its shard a rank of ZeRO-3 keeps a secondary one, of parameters divided
+            among so many replicas, such as those of a node, from which the backward gathers. None: it keeps none.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -117,6 +119,7 @@ class Plan:
     ep: int = 1
     etp: int | None = None
     axes: Mapping[Axis, int] | Sequence[tuple[Axis, int]] = ()
+    dp_secondary: int | None = None
 
     def __post_init__(self) -> None:
         # Each check relies on those before it.
@@ -131,6 +134,7 @@ class Plan:
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
         check_hybrid(self)
+        check_secondary(self)
         check_experts(self)
         object.__setattr__(self, "cp_method", checked_cp_method(self))
         check_shared_layers(self)
@@ -243,10 +247,18 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
         ulysses = ulysses_degree(self.cp_method, self.cp)
-        replicas, own = self.dp_replicate or 1, self.axes
-        own = tuple(own.items() if isinstance(own, Mapping) else own)
+        own = tuple(self.axes.items() if isinstance(self.axes, Mapping) else self.axes)
         return Mesh(
-            self.pp, self.dp, self.cp, self.tp, replicas, self.ep, ulysses, own=own, etp=self.etp or 0
+            self.pp,
+            self.dp,
+            self.cp,
+            self.tp,
+            self.dp_replicate or 1,
+            self.ep,
+            ulysses,
+            self.dp_secondary or 0,
+            own=own,
+            etp=self.etp or 0,
         )
 
     @property

@@ -41,6 +41,8 @@ class FormulaInputs:
         owned: by stage, n k: of n ranks and of the k elements of the one that owns most, where ZeRO-1 divides by owner.
         own: by axis of one's own, by kind of communication: its formula in symbols, and by stage the bytes that a rank
             sends on the wire for a micro-batch.
+        routing: by stage, bytes of all-reduces and of all-gathers (their results) per step, for routing that depends on
+            the whole batch.
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -64,6 +66,7 @@ class FormulaInputs:
     counts: Sequence[float] = ()
     owned: Sequence[float] = ()
     own: Mapping[str, Mapping[str, tuple[str, Sequence[float]]]] = field(default_factory=dict)
+    routing: tuple[Sequence[float], Sequence[float]] = ((), ())
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -86,6 +89,7 @@ class FormulaInputs:
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
             counts=told.get("counts_bytes") or (), owned=told.get("owned") or (), own=told.get("own") or {},
+            routing=(told.get("routing_reduced") or (), told.get("routing_gathered") or ()),
             blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 

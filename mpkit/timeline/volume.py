@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mpkit.common.display import data_frame, draw
 from mpkit.plan.mesh import Mesh
 from mpkit.timeline.formulas import FormulaInputs, formula_of
+from mpkit.timeline.routing_formulas import add_routing
 from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind
 
@@ -98,7 +99,7 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
             groups.setdefault((flow.axis, flow.kind), []).append(flow)
     rows = []
     for (axis, kind), mine in groups.items():
-        formula = formula_of(known, axis, kind)
+        formula = add_routing(formula_of(known, axis, kind), known, axis, kind)
         amounts = (
             sum(flow.calls for flow in mine) / len(ranks),
             sum(flow.payload for flow in mine) / len(ranks),

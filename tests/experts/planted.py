@@ -10,10 +10,13 @@ from torch import Tensor
 
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.experts import divided_experts
+from mpkit.strategies.models.experts.routing import number_rows
+from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.update.update import Update
+from mpkit.strategies.zero.secondary import SecondaryFlat
 from tests.proof.planted import Planted
 
-__all__ = ["EXPERT_FAULTS", "PlantedInExperts"]
+__all__ = ["BALANCE_FAULTS", "EXPERT_FAULTS", "PlantedInExperts"]
 
 
 def of_all_replicas(rank: int) -> None:
@@ -54,6 +57,38 @@ def counted_by_each(rank: int) -> None:
     Update.__init__ = made  # type: ignore[method-assign]
 
 
+def rows_of_a_rank(rank: int) -> None:
+    """The auxiliary loss takes the rows of a rank's own tokens for those of the batch."""
+    BatchRouting.rows_of = lambda self, layer: self._sum_own(layer)  # type: ignore[method-assign]
+
+
+def places_of_a_rank(rank: int) -> None:
+    """Each rank numbers its own rows, so that an expert takes more than its capacity."""
+    BatchRouting.places_of = lambda self, layer, m, share: number_rows(share.chosen, share.E)  # type: ignore[method-assign]
+
+
+def bias_of_a_rank(rank: int) -> None:
+    """Biases move by the rows of a rank's own tokens."""
+
+    def end_step(self: BatchRouting) -> None:
+        for layer in self._moved:
+            layer.keep_rows(self._sum_own(layer))
+
+    BatchRouting.end_step = end_step  # type: ignore[method-assign]
+
+
+def stale_secondary_shards(rank: int) -> None:
+    """Secondary shards are those of the first step for ever."""
+    SecondaryFlat.expire = lambda self: None  # type: ignore[method-assign]
+
+
+BALANCE_FAULTS: dict[str, Callable[[int], None]] = {
+    "rows of a rank": rows_of_a_rank,
+    "places of a rank": places_of_a_rank,
+    "bias of a rank": bias_of_a_rank,
+    "stale secondary shards": stale_secondary_shards,
+}
+
 EXPERT_FAULTS: dict[str, Callable[[int], None]] = {
     "experts of all replicas": of_all_replicas,
     "other experts": by_other_experts,
@@ -68,4 +103,4 @@ class PlantedInExperts(Planted):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if dist.is_initialized():
-            EXPERT_FAULTS[self.fault](dist.get_rank())
+            (EXPERT_FAULTS | BALANCE_FAULTS)[self.fault](dist.get_rank())

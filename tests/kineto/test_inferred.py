@@ -136,3 +136,38 @@ def test_an_optimizer_that_is_divided(tmp_path: Path) -> None:
 def test_tokens_that_go_to_experts(tmp_path: Path) -> None:
     found = inferred(tmp_path, calls("all_to_allv", [512, 512], HOST, [0, 1]))
     assert "2 all-to-alls among 2 ranks within the forwards" in str(found)
+
+
+def attention(program: Program, at: float) -> None:
+    program.kernel("flash_fwd_kernel", at, at + 2, 2, op="aten::scaled_dot_product_attention")
+
+
+def in_turn(*events: Event) -> Event:
+    """Events of a forward, each after the one before."""
+    return lambda program, at: [event(program, at + 30 * i) for i, event in enumerate(events)] and None
+
+
+def exchange(elements: int, ranks: list[int]) -> Event:
+    return calls("all_to_all", [elements], HOST, ranks)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3]])
+def test_heads_that_are_exchanged_for_sequences(tmp_path: Path, ranks: list[int]) -> None:
+    """Ulysses' ranks hold the same weights: their gradients are summed with those of the replicas."""
+    rows = exchange(2048, ranks)
+    forward = in_turn(rows, rows, rows, attention, rows)
+    found = inferred(tmp_path, forward, calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
+    assert found.plan == mk.Plan(dp=4 // len(ranks), cp=len(ranks), cp_method="ulysses")
+    assert "4 for each of 1 attentions, before and after it: heads are exchanged" in str(found)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_experts_that_are_divided(tmp_path: Path, counted: bool) -> None:
+    """By the counts that go before rows, or by the attention that goes before both."""
+    rows, counts = exchange(2048, [0, 1]), exchange(4, [0, 1])
+    forward = in_turn(counts, rows, rows) if counted else in_turn(attention, *[nothing] * 4, rows, rows)
+    found = inferred(tmp_path / "a", forward, calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
+    assert found.plan == mk.Plan(dp=4, ep=2)
+    assert "experts are divided, ep=2" in str(found)
+    alone = inferred(tmp_path / "b", forward)
+    assert alone.plan == mk.Plan(dp=2, ep=2)

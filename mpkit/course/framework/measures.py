@@ -12,6 +12,8 @@ from mpkit.devices.hardware import wire_factor
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
+    "bytes_between_nodes",
+    "bytes_inside_nodes",
     "calls",
     "collectives",
     "copied_bytes",
@@ -82,6 +84,51 @@ def wire(seen: Seen) -> float:
     An all-reduce counts as much as the reduce-scatter and the all-gather that it is made of.
     """
     return sent_bytes(seen) + ring(seen)
+
+
+def bytes_between_nodes(seen: Seen) -> float:
+    """Return the bytes that the busiest rank sends in collectives and messages that leave its node.
+
+    A node has `case["a_node"]` ranks.
+    """
+    return _most_of(seen, leaving=True)
+
+
+def bytes_inside_nodes(seen: Seen) -> float:
+    """Return the bytes that the busiest rank sends in those that stay in its node."""
+    return _most_of(seen, leaving=False)
+
+
+def _most_of(seen: Seen, *, leaving: bool) -> float:
+    assert seen.trace is not None
+    k = seen.case["a_node"]
+    return max(
+        sum(_bytes(rank, op) for op in _communication(rank) if _leaves(rank, number, op, k) == leaving)
+        for number, rank in enumerate(seen.trace.ranks)
+    )
+
+
+def _communication(rank: Any) -> Any:
+    return rank.ops[(rank.ops["lane"] == Lane.COMM) & (rank.ops["kind"] != Kind.BARRIER)]
+
+
+def _members(rank: Any, op: Any) -> list[int]:
+    return [int(each) for each in rank.name(int(op["group"])).split(",") if each]
+
+
+def _leaves(rank: Any, number: int, op: Any, k: int) -> bool:
+    """Return whether a collective or message has ranks of two nodes."""
+    rooted = op["kind"] in (Kind.SEND, Kind.RECV)
+    members = [number, int(op["peer"])] if rooted else _members(rank, op)
+    return len({member // k for member in members}) > 1
+
+
+def _bytes(rank: Any, op: Any) -> float:
+    if op["kind"] == Kind.SEND:
+        return float(op["bytes"])
+    if op["kind"] == Kind.RECV:
+        return 0.0
+    return float(op["bytes"]) * wire_factor(int(op["kind"]), len(_members(rank, op)))
 
 
 def copied_bytes(kind: Kind) -> Callable[[Seen], float]:

@@ -34,6 +34,7 @@ class Offers:
         inner_experts: whether all ranks along cp and tp are among those that divide them.
         cp_methods: how ranks that share a sequence attend to the whole of it.
         cp_both: whether it has Ulysses times a ring.
+        secondary: whether ZeRO-3 keeps secondary shards (hpZ).
     """
 
     pipelines: tuple[tuple[str, int], ...] | None = None
@@ -51,6 +52,7 @@ class Offers:
     cp_both: bool = True
     experts: bool = True
     inner_experts: bool = False
+    secondary: bool = False
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -60,7 +62,7 @@ class Offers:
         return tuple((name, v) for name, entry in SCHEDULES.items() for v in entry.advised)
 
 
-EVERYTHING = Offers(hybrid=(1, 2, 3))
+EVERYTHING = Offers(hybrid=(1, 2, 3), secondary=True)
 
 TORCHTITAN = Offers(
     tuple((name, min(s.advised)) for name, s in SCHEDULES.items() if s.advised and "torchtitan" in s.elsewhere),
@@ -87,6 +89,7 @@ OFFERS: Mapping[str, Offers] = {
         cp_methods=METHODS[1:],
         cp_both=False,
         experts=False,
+        secondary=True,
     ),
     "llm-foundry": Offers(
         (),
@@ -156,6 +159,7 @@ def missing_feature(stack: str, layout: Layout) -> str:
             or (has.cp_both and 1 < layout.ulysses < layout.cp),
             _list_values("", has.cp_methods),
         ),
+        ("secondary shards (dp_secondary, hpZ)", has.secondary or not layout.secondary, ""),
         ("expert parallelism", has.experts or layout.ep == 1, ""),
         ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
         ("pipelines", bool(has.schedules) or layout.pp == 1, ""),

@@ -161,7 +161,8 @@ class Architecture:
         """Return the parameters of a layer, with its norms and biases."""
         products = self.matmuls(layer)
         norms = (3 if self.encoder and layer >= self.encoder else 2) * (1 + self.bias) * self.hidden
-        biases = sum(m.n for m in products if not (m.experts or m.name == "router")) if self.bias else 0
+        bare = ("router", "shared up", "shared down")
+        biases = sum(m.n for m in products if not (m.experts or m.name in bare)) if self.bias else 0
         return sum(m.parameters for m in products) + norms + biases + self.q_rank + self.kv_rank
 
     def expert_parameters(self, layer: int = 0) -> int:

@@ -261,6 +261,8 @@ def changes(plan: Plan, microbatch: int, half: str = "bf16") -> list[tuple[str, 
         options += [(f"zero={stage}", {"zero": stage}) for stage in range(plan.zero + 1, 4)]
     if plan.dp_shard:
         options.append(("dp_shard=None", {"dp_shard": None}))
+    if plan.dp_secondary:
+        options.append(("dp_secondary=None", {"dp_secondary": None}))
     if plan.tp > 1 and not plan.sequence_parallel:
         options.append(("sequence_parallel=True", {"sequence_parallel": True}))
     if plan.dp % 2 == 0:

@@ -41,6 +41,7 @@ class Layout:
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
         cp_method: as in a Plan.
+        secondary: the ranks among which ZeRO-3's backward gathers secondary shards (hpZ); 0: there are none.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -66,6 +67,7 @@ class Layout:
     trainable: float = 1.0
     sharded: int = 0
     cp_method: str | tuple[int, int] = "ring"
+    secondary: int = 0
 
     @cached_property
     def ranks(self) -> int:
@@ -145,8 +147,8 @@ class Layout:
 
         Args:
             axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
-                which ZeRO shards), "groups" (those that hold the same shard) or "ep": beside each other, and tp apart
-                where the ranks along tp share an expert or hold the same ones.
+                which ZeRO shards), "groups" (those that hold the same shard), "secondary" (those with secondary shards)
+                or "ep": beside each other, and tp apart where the ranks along tp share an expert or hold the same ones.
             devices: devices per node.
         """
         inner, size = {
@@ -158,6 +160,7 @@ class Layout:
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
             "groups": (self.tp * self.shards, self.groups),
+            "secondary": (self.tp, self.secondary),
         }[axis]
         places = devices // inner
         return gcd(size, places) if places and size > 1 else 1
@@ -214,6 +217,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
         cp_method=plan.cp_method, ep=plan.ep, etp=1 if plan.ep > 1 else 0,
         alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
+        secondary=(plan.dp_secondary or 0) * plan.cp,
     )  # fmt: skip
 
 
@@ -225,4 +229,5 @@ def plan_of(layout: Layout) -> Plan:
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
         etp=1 if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
+        dp_secondary=layout.secondary // layout.cp or None,
     )  # fmt: skip

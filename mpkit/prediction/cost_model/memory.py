@@ -186,7 +186,9 @@ def state_memory(
     return {
         "params": 0.0
         if layout.offload == "params"
-        else stack.element * whole / (n if layout.zero == 3 else 1),
+        else stack.element
+        * whole
+        * ((1 / n if layout.zero == 3 else 1) + (1 / layout.secondary if layout.secondary else 0)),
         "grads": stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable),
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
         "gathered": gathered,

@@ -191,7 +191,12 @@ def _gathers(
     gather = network.time(Kind.ALL_GATHER, stack.element * shares.layer, n, inside)
     reduce = network.time(Kind.REDUCE_SCATTER, stack.reduced * shares.layer, n, inside) + across
     edge = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside)
+    again = gather
+    if layout.secondary:  # all but the first gather of a step are within the groups
+        near = layout.per_node("secondary", network.per_node)
+        again = network.time(Kind.ALL_GATHER, stack.element * shares.layer, layout.secondary, near)
+        gather = (gather + (layout.microbatches - 1) * again) / layout.microbatches
     if not stack.overlap:
-        return gather, gather + reduce, edge
-    waits = overlapped_time(forward, gather) - forward, overlapped_time(backward, gather + reduce) - backward
+        return gather, again + reduce, edge
+    waits = overlapped_time(forward, gather) - forward, overlapped_time(backward, again + reduce) - backward
     return *waits, gather + edge

@@ -44,7 +44,7 @@ class MeshAxes:
 
     def __init__(self, comm: Communicator, device: torch.device, mesh: Mesh) -> None:
         assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
-        self._comm, self.mesh = comm, mesh
+        self._comm, self._device, self.mesh = comm, device, mesh
         self.place, self.layer_place = mesh.place(comm.rank), mesh.layer_place(comm.rank)
         self._index = dict(zip(mesh.whole_axes, mesh.coordinates(comm.rank, mesh.whole_axes), strict=True))
         self._known: dict[tuple[str, ...], Communicator] = {}
@@ -56,6 +56,11 @@ class MeshAxes:
         """Create torch's mesh of the axes with more than one place; None if there is one, which spans all ranks."""
         shape = {axis: degree for axis in axes if (degree := self.mesh.degree(axis)) > 1}
         return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
+
+    @property
+    def in_groups(self) -> MeshAxes:
+        """The same ranks, with the replicas divided into groups of dp_secondary; every rank asks at the same time."""
+        return MeshAxes(self._comm, self._device, self.mesh.in_groups)
 
     def communicator_of(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from mpkit.common.torch_private import _BatchNorm
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.models.experts import MixtureOfExperts
 
 __all__ = ["StatefulBuffers", "unequal_buffers"]
 
 
 def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
-    """Return the buffers that may differ between ranks: all but those of synchronized BatchNorms."""
+    """Return the buffers that may differ between ranks: all but those of synchronized BatchNorms, and of routers."""
     equal = {
         id(buffer)
         for inner in module.modules()
-        if isinstance(inner, _BatchNorm) and plan.batchnorm == "sync"
+        if isinstance(inner, MixtureOfExperts) or (isinstance(inner, _BatchNorm) and plan.batchnorm == "sync")
         for buffer in inner.buffers()
     }
     return [buffer for buffer in module.buffers() if id(buffer) not in equal]

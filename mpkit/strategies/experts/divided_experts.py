@@ -10,8 +10,9 @@
 The gradients take both all-to-alls the other way. Every rank takes part in each of them, with however few tokens, so
 that none waits in vain: a rank that receives no row computes one of zeros, whose result it drops.
 
-No token is dropped, whatever the routing: each rank receives as many rows as there are. So the result is that of the
-whole layer. `mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
+Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
+of no expert (E) is a dropped one, and does not travel. `mpkit.strategies.reference.experts.expert_parallel` is the
+algorithm in 30 lines.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
 section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, for the ranks that divide them.
@@ -93,10 +94,11 @@ def _forward(
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]
     # ---- permute
     order = chosen.flatten().argsort(stable=True)
-    token = order // chosen.shape[1]
     # ---- count
     sends, receives = _exchange_counts(chosen, here, group)
     to, of = (list(map(sum, counts)) for counts in (sends, receives))
+    order = order[: sum(to)]
+    token = order // chosen.shape[1]
     # ---- dispatch
     rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
     # ---- experts

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from mpkit.common.torch_private import _DropoutNd
+from mpkit.strategies.models.experts import MixtureOfExperts
 
-__all__ = ["check_experts_of", "chosen_experts", "find_experts", "number_of_experts"]
+__all__ = ["check_experts_of", "chosen_experts", "find_balanced", "find_experts", "number_of_experts"]
 
 CHOSEN = ("chosen", "top_k_index", "router_indices", "topk_indices", "selected_experts")
 """Names of a forward's argument with each token's experts, [T, k]."""
@@ -31,6 +32,19 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     (['block0.mlp.experts', 'block1.mlp.experts'], [])
     """
     return {name: module for name, module in model.named_modules() if _is_of_experts(module)}
+
+
+def find_balanced(model: nn.Module) -> dict[str, MixtureOfExperts]:
+    """Return the layers whose routing depends on the whole batch in training, by name.
+
+    >>> from mpkit.models import GPT
+    >>> list(find_balanced(GPT(layers=1, experts=4, aux_loss=0.01))), list(find_balanced(GPT(layers=1, experts=4)))
+    (['block0.mlp'], [])
+    """
+    layers = model.named_modules()
+    return {
+        name: each for name, each in layers if isinstance(each, MixtureOfExperts) and each.balance_options
+    }
 
 
 def _is_of_experts(module: nn.Module) -> bool:

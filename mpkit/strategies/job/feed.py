@@ -94,6 +94,7 @@ class MicroBatch:
         key: their signature.
         weight: their share of the batch; 0 for a stand-in, which a rank without samples takes.
         layout: which tokens each rank has where ranks share sequences; None elsewhere.
+        samples: the number of samples that all replicas have of this micro-batch.
     """
 
     inputs: Value
@@ -101,6 +102,7 @@ class MicroBatch:
     key: Hashable
     weight: float
     layout: SequenceLayout | None = field(default=None, kw_only=True)
+    samples: int = field(default=0, kw_only=True)
 
 
 class Feed:
@@ -145,7 +147,8 @@ class Feed:
             inputs, targets, layout = self._load(step, which, key) if self._needed else ((), (), None)
             if not self._gives:
                 inputs, targets = (), ()
-            microbatches.append(MicroBatch(inputs, targets, key, k / size / self._parts, layout=layout))
+            weight = k / size / self._parts
+            microbatches.append(MicroBatch(inputs, targets, key, weight, layout=layout, samples=end - start))
         # ---- account
         taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._gives]
         fake = any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y)))

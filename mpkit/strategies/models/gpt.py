@@ -15,6 +15,11 @@ from mpkit.strategies.models.sized_chain import SizedChain
 
 __all__ = ["GPT", "GPTConfig", "PackedGPT", "document_mask", "next_token_loss"]
 
+OF_EXPERTS = ("shared_experts", "capacity", "aux_loss", "z_loss", "bias_rate")
+
+INTO_STREAM = ("attention.out.weight", "mlp.out.weight", "mlp.experts.down", "mlp.shared.down.weight")
+"""Parameters whose product is added to the residual stream."""
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -29,6 +34,8 @@ class GPTConfig:
         dropout: the dropout rate; with 0, a pipeline repeats results exactly.
         experts: the number of experts in place of each block's MLP, E; 0: an MLP.
         top_k: how many of them each token visits, k.
+        shared_experts, capacity, aux_loss, z_loss, bias_rate: as in `MixtureOfExperts`: experts that all tokens visit,
+            and what keeps the others equally busy.
     """
 
     vocab: int = 256
@@ -39,11 +46,23 @@ class GPTConfig:
     dropout: float = 0.0
     experts: int = 0
     top_k: int = 2
+    shared_experts: int = 0
+    capacity: float | None = None
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("vocab", "length", "layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GPTConfig({name}={getattr(self, name)}): {name} is 1 or more.")
+        given = [name for name in OF_EXPERTS if getattr(self, name)]
+        if given and not self.experts:
+            name = given[0]
+            raise ValueError(
+                f"GPTConfig({name}={getattr(self, name)}) is for models with experts, and there are none: "
+                f"experts=8, {name}={getattr(self, name)}"
+            )
         if self.width % self.heads:
             heads = max(n for n in range(1, self.heads + 1) if self.width % n == 0)
             raise ValueError(
@@ -79,7 +98,7 @@ class GPT(SizedChain):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
                 # The more blocks add to the residual stream, the smaller each contribution.
-                into_stream = name.endswith(("attention.out.weight", "mlp.out.weight", "mlp.experts.down"))
+                into_stream = name.endswith(INTO_STREAM)
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if into_stream else 0.02)
 
 
@@ -122,7 +141,17 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
         self.mlp: nn.Module = (
-            MixtureOfExperts(config.width, config.experts, config.top_k, dropout=config.dropout)
+            MixtureOfExperts(
+                config.width,
+                config.experts,
+                config.top_k,
+                dropout=config.dropout,
+                shared_experts=config.shared_experts,
+                capacity=config.capacity,
+                aux_loss=config.aux_loss,
+                z_loss=config.z_loss,
+                bias_rate=config.bias_rate,
+            )
             if config.experts
             else FeedForward(config)
         )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
+from mpkit.strategies.prepare.balanced_routing import check_balanced_routing
 from mpkit.strategies.prepare.forward_effects import check_forward_effects
 from mpkit.strategies.prepare.hooks import check_gradient_hooks, check_state_hooks, check_wrapped_layers
 from mpkit.strategies.prepare.layers import (
@@ -182,6 +183,10 @@ class Centered(nn.Linear):
 
 
 train(Centered(4, 4), mk.Plan.ddp(2))
+"""),
+    Check("balanced routing", check_balanced_routing, """
+model = mk.models.MixtureOfExperts(4, experts=4, aux_loss=0.01)
+train(model, mk.Plan(dp=2, microbatches=2))
 """),
 )  # fmt: skip
 

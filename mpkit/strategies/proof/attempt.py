@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import Value, part
+from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.prepare.dry_run.copies import without_graphs
@@ -134,6 +135,8 @@ class Attempt:
 
     def _run(self, serial: Serial, batch: tuple[Value, Value], draws: StepDraws) -> Found:
         draws.begin()
+        for layer in find_balanced(serial.model).values():  # which add gradients to those of the loss
+            layer.batch.loss_scale = self.scale
         with run_user_code("the step"), GivenDraws(draws.give):
             return serial.gradients(*batch, scale=self.scale)
 

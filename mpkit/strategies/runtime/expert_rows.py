@@ -20,6 +20,7 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
+from mpkit.trace.expert_load import DROPPED
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -43,7 +44,7 @@ class ExpertRows:
             return
         for name, module in find_experts(job.what.model).items():
             experts = number_of_experts(module) * job.plan.ep
-            self._counts[name] = torch.zeros(experts, dtype=torch.long, device=context.device)
+            self._counts[name] = torch.zeros(experts + 1, dtype=torch.long, device=context.device)
             module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True)
 
     def begin(self, microbatches: Sequence[MicroBatch]) -> None:
@@ -58,7 +59,7 @@ class ExpertRows:
         # A forward that is recomputed later runs without gradients, as an evaluation does.
         if not torch.is_grad_enabled() or step < 0 or not self._weight_of(m) or type(chosen) is not Tensor:
             return
-        counts += chosen.flatten().bincount(minlength=len(counts))
+        counts += chosen.flatten().bincount(minlength=len(counts))  # choices that are dropped are the last
 
     def _weight_of(self, m: int) -> float:
         return self._microbatches[m].weight if 0 <= m < len(self._microbatches) else 1.0
@@ -66,5 +67,6 @@ class ExpertRows:
     def end(self, step: int) -> None:
         """Record the counts of a step."""
         for name, counts in self._counts.items():
-            for expert, count in enumerate(counts.tolist()):
+            *rows, dropped = counts.tolist()
+            for expert, count in (*enumerate(rows), *([(DROPPED, dropped)] if dropped else ())):
                 self._record.values.count_rows(f"{name}[{expert}", count, step)

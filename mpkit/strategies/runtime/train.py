@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart, expert_replicas, shard_groups
+from mpkit.strategies.data_parallel.replicated_part import (
+    ReplicatedPart,
+    expert_replicas,
+    secondary_group,
+    shard_groups,
+)
 from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
 from mpkit.strategies.data_parallel.sync_cost import SyncCost
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
@@ -36,6 +41,7 @@ from mpkit.strategies.nn_dataparallel.dp import DP
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
 from mpkit.strategies.program_calls.comparison import compare_calls
 from mpkit.strategies.runtime.after_step import AfterStep
+from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.runtime.checkpoints import Checkpoints
 from mpkit.strategies.runtime.evidence import RankEvidence
 from mpkit.strategies.runtime.expert_rows import ExpertRows
@@ -128,6 +134,7 @@ class Training:
             self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
         expert_rows = ExpertRows(context, job, axes)
+        self._routing = BatchRouting(context, job, axes, stages)
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = (
@@ -155,9 +162,11 @@ class Training:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)
             self._expert_rows.begin(batch)
             self.pipeline.loss_scale = self.update.scaler.scale
+            self._routing.begin_step(batch, self.update.scaler.scale)
             self.sync.begin_step()
             returned = self.pipeline.step(number, batch)
             self.sync.finish()
+            self._routing.end_step()
             self.tied.sum_gradients()
             self.loss, factor = self._loss_and_factor(returned)
             loss = self.loss
@@ -237,6 +246,7 @@ def assemble(
         groups=shard_groups(plan, axes),
         experts=expert_replicas(plan, axes),
         by_owner=job.how.by_owner,
+        secondary=secondary_group(plan, axes),
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)

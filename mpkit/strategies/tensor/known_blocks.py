@@ -26,6 +26,7 @@ BLOCKS: dict[str, tuple[Region, ...]] = {
     "mpkit.strategies.models.gpt.Block": (
         Region("attention", ("attention.qkv",), "attention.out", "heads", (1, 1, 1), ("heads",)),
         Region("mlp", ("mlp.up",), "mlp.out"),
+        Region("mlp.shared", ("mlp.shared.up",), "mlp.shared.down"),
     ),
     "GPT2Block": (
         Region("attn", ("attn.c_attn",), "attn.c_proj", "num_heads", (1, 1, 1), ("num_heads", "split_size")),

@@ -14,6 +14,7 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.one_rank import OneRank
 from mpkit.strategies.comm.own_process import current_communicator
 from mpkit.strategies.data_parallel.replicated_part import ShardGroups, shard_groups
+from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 
@@ -118,7 +119,8 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
         within: wrappers that may be inside of it.
 
     Raises:
-        ValueError: it is no module, has no parameters to train, or is wrapped already.
+        ValueError: it is no module, has no parameters to train, is wrapped already, or has experts whose routing
+            depends on the whole batch.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -132,6 +134,13 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
                 f"{what}: {where} wrapped already ({type(inner).__name__}), and its gradients would be reduced "
                 f"twice: {what}({'model' if name else 'wrapped'}.module) wraps it in this way instead"
             )
+    for name, layer in find_balanced(module).items():
+        given = ", ".join(f"{key}={value}" for key, value in layer.balance_options.items())
+        raise ValueError(
+            f"{what}: {name or 'the module'} has {given}, which depend on all tokens of a batch, and in a loop of your "
+            "own no rank knows which batch its samples are of. cluster.train does: "
+            f"cluster.train(model, data, mk.Plan(dp=4), ...)"
+        )
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         why = "all of its parameters are frozen" if parameters else "it has no parameters"

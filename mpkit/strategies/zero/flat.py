@@ -163,6 +163,9 @@ class Flat:
     def free(self) -> None:
         """Free the whole tensor after its use: this one stays."""
 
+    def expire(self) -> None:
+        """Note that the shards have changed, or may have: nothing else is kept of this one."""
+
     def drop(self) -> None:
         """Free all memory, even that which normally stays, since nobody needs its contents."""
         self._resize(self.whole, 0)

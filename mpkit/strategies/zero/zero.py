@@ -94,7 +94,7 @@ class Zero(GradientSync):
         """Move a unit's parameters into a flat tensor, of which they become views."""
         shard_group, _ = held.groups_of(unit.parameters[0])
         layout = FlatLayout(unit.parameters, shard_group.index, shard_group.size, by_owner=held.by_owner)
-        flat = self.flat_params(layout, self._record, "params", shard_group)
+        flat = self._new_flat(unit, layout, held)
         flat.whole.zero_()
         for parameter, view in zip(unit.parameters, flat.views, strict=True):
             view.copy_(parameter.detach())
@@ -103,6 +103,10 @@ class Zero(GradientSync):
         flat.shard.copy_(flat.mine)
         flat.free()
         return flat
+
+    def _new_flat(self, unit: Unit, layout: FlatLayout, held: ReplicatedPart) -> Flat:
+        """Return a flat tensor for a unit's parameters."""
+        return self.flat_params(layout, self._record, "params", held.groups_of(unit.parameters[0])[0])
 
     def _broadcast_rest(self, held: ReplicatedPart) -> None:
         """Broadcast the first replica's buffers, and parameters that are not sharded."""

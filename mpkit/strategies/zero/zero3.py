@@ -58,9 +58,11 @@ class Zero3(Zero):
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """Take the first replica's buffers; afterwards, free the parameters that the forwards gathered."""
+        self._expire()  # an evaluation may be of other parameters, such as averaged ones
         with super().evaluation_mode():
             yield
         self._gathering.after_backward()
+        self._expire()
 
     def finish(self) -> None:
         """Wait for the reduce-scatter of tied weights; the other shards are complete.
@@ -75,9 +77,16 @@ class Zero3(Zero):
     def renew(self) -> None:
         """Free what is still whole, since it is out of date; the next forward gathers the updated shards."""
         self._gathering.after_backward()
+        self._expire()
+
+    def _expire(self) -> None:
+        for flat in self._params:
+            flat.expire()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keep all parameters whole inside the block, which every rank enters. Changes to them are lost."""
+        self._expire()
         with self._gathering.gather_all():
             yield
+        self._expire()

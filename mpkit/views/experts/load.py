@@ -32,6 +32,10 @@ def load_text(load: ExpertLoad) -> str:
         told = f"busiest {load.imbalance(layer)[-1]:.2f} x mean" + (
             f", {unused} without rows" if unused else ""
         )
+        if layer in load.dropped:
+            told += (
+                f", {load.dropped[layer][-1] / max(1.0, load.dropped[layer][-1] + last.sum()):.0%} dropped"
+            )
         lines.append(f"{layer.ljust(wide)}  {blocks}  {told}")
     return "\n".join(lines)
 

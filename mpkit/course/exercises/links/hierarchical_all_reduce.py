@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.measures import bytes_between_nodes, bytes_inside_nodes
 from mpkit.course.framework.on_ranks import OnRanks, call_with
-from mpkit.devices.hardware import wire_factor
-from mpkit.trace import Kind, Lane
 
 
 # %% answer
@@ -48,48 +44,6 @@ def expected(case: Case) -> list[Tensor]:
     return [torch.stack([given(case, rank) for rank in range(case.ranks)]).sum(0)] * case.ranks
 
 
-def crossing(seen: Seen) -> float:
-    """Return the bytes that the busiest rank sends in collectives and messages that leave its node."""
-    return _most(seen, True)
-
-
-def staying(seen: Seen) -> float:
-    """Return the bytes that the busiest rank sends in those that stay in its node."""
-    return _most(seen, False)
-
-
-def _most(seen: Seen, leaving: bool) -> float:
-    assert seen.trace is not None
-    k = seen.case["a_node"]
-    return max(
-        sum(_bytes(rank, op) for op in _communication(rank) if _leaves(rank, number, op, k) == leaving)
-        for number, rank in enumerate(seen.trace.ranks)
-    )
-
-
-def _communication(rank: Any) -> Any:
-    return rank.ops[(rank.ops["lane"] == Lane.COMM) & (rank.ops["kind"] != Kind.BARRIER)]
-
-
-def _members(rank: Any, op: Any) -> list[int]:
-    return [int(each) for each in rank.name(int(op["group"])).split(",") if each]
-
-
-def _leaves(rank: Any, number: int, op: Any, k: int) -> bool:
-    """Return whether a collective or message has ranks of two nodes."""
-    rooted = op["kind"] in (Kind.SEND, Kind.RECV)
-    members = [number, int(op["peer"])] if rooted else _members(rank, op)
-    return len({member // k for member in members}) > 1
-
-
-def _bytes(rank: Any, op: Any) -> float:
-    if op["kind"] == Kind.SEND:
-        return float(op["bytes"])
-    if op["kind"] == Kind.RECV:
-        return 0.0
-    return float(op["bytes"]) * wire_factor(int(op["kind"]), len(_members(rank, op)))
-
-
 def between(case: Case) -> float:
     """Return the bytes that a rank may send between nodes."""
     k = case["a_node"]
@@ -114,8 +68,8 @@ EXERCISE = OnRanks(
     expected=expected,
     result="the sum",
     budgets=(
-        Budget(BETWEEN, crossing, between, "bytes"),
-        Budget(INSIDE, staying, inside, "bytes"),
+        Budget(BETWEEN, bytes_between_nodes, between, "bytes"),
+        Budget(INSIDE, bytes_inside_nodes, inside, "bytes"),
     ),
     after="13-links-and-collectives",
     place=40,
@@ -123,13 +77,15 @@ EXERCISE = OnRanks(
         "makes-its-own-groups-only": lambda seen: seen.mismatch or seen.hang,
         "one-flat-all-reduce": lambda seen: (
             seen.budget == BETWEEN
-            and crossing(seen) >= 2 * (seen.case.ranks - 1) / seen.case.ranks * LENGTH * 8
-            and not staying(seen)
+            and bytes_between_nodes(seen) >= 2 * (seen.case.ranks - 1) / seen.case.ranks * LENGTH * 8
+            and not bytes_inside_nodes(seen)
         ),
-        "one-rank-for-the-node": lambda seen: seen.budget and staying(seen) > inside(seen.case),
-        "nodes-and-others-swapped": lambda seen: seen.budget == BETWEEN and staying(seen) < inside(seen.case),
+        "one-rank-for-the-node": lambda seen: seen.budget and bytes_inside_nodes(seen) > inside(seen.case),
+        "nodes-and-others-swapped": lambda seen: (
+            seen.budget == BETWEEN and bytes_inside_nodes(seen) < inside(seen.case)
+        ),
         "everybody-sends-the-node-s-sum": lambda seen: (
-            seen.budget == BETWEEN and crossing(seen) == seen.case["a_node"] * between(seen.case)
+            seen.budget == BETWEEN and bytes_between_nodes(seen) == seen.case["a_node"] * between(seen.case)
         ),
     },
 )

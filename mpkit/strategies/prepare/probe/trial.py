@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
+from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.dry_run.copies import copy_model
@@ -208,6 +209,10 @@ class ProbeTrial:
             if norm.running_mean is None:
                 norm.forward = _same  # type: ignore[method-assign]
             norm.eval()
+        for layer in find_balanced(
+            model
+        ).values():  # whose routing depends on the batch, as is known and handled
+            layer.training = False
         return model
 
 

@@ -13,7 +13,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.prepare.resolve.routed_rows import routed_rows
+from mpkit.strategies.prepare.resolve.routed_rows import routed_rows, routing_bytes
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.zero.flat import assign_owners
@@ -77,6 +77,7 @@ def describe_run(
             "owned": _owned_elements(named, resolved) if by_owner else [],
             "own": _own_volumes(model, batch[0], resolved, average / batch_size(batch[0]) * dtype.itemsize),
             **_expert_numbers(model, named, resolved, batch[0], average * dtype.itemsize),
+            **routing_bytes(model, resolved, batch_size(batch[0])),
         },
         "shards": _describe_shards(resolved.sharded),
     }

@@ -1,4 +1,5 @@
-"""The rows that a model's routers send to experts, which expert parallelism exchanges.
+"""The rows that a model's routers send to experts, which expert parallelism exchanges, and what ranks tell each other
+about them where routing depends on the whole batch.
 
 One sample goes through the whole model, on fake tensors if possible and otherwise for real.
 """
@@ -14,15 +15,22 @@ import torch
 from torch import nn
 
 from mpkit.common.exceptions import fakes_or_real
-from mpkit.strategies.data.microbatch import Value, map_tensors, part
-from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
+from mpkit.strategies.context.sequence import pieces
+from mpkit.strategies.data.microbatch import Value, map_tensors, part, split
+from mpkit.strategies.experts.known_experts import (
+    chosen_experts,
+    find_balanced,
+    find_experts,
+    number_of_experts,
+)
+from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.dry_run.copies import without_content
 from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["routed_rows"]
+__all__ = ["routed_rows", "routing_bytes"]
 
 
 def routed_rows(
@@ -75,3 +83,32 @@ def _walk(model: nn.Module, sample: Value) -> dict[str, int]:
         for i, (_, layer) in enumerate(layers_of(model)):
             value = call(layer, value, first=i == 0)
     return sizes
+
+
+def routing_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> dict[str, list[float]]:
+    """Return, by stage, the bytes that routing reduces and gathers in a step, where it depends on the whole batch.
+
+    Args:
+        model: the whole model.
+        resolved: the plan, resolved for it.
+        size: the number of samples of a batch.
+    """
+    plan, layers = resolved.plan, find_balanced(model)
+    t = plan.tp if plan.sequence_parallel else 1
+    if not layers or plan.dp * plan.cp * t == 1:
+        return {}
+    stretches = plan.cp * t * len(pieces(0, plan.cp, plan.cp_order, plan.mesh.cp_ulysses))
+    samples = sum(
+        plan.dp * -(-(end - start) // plan.dp) for start, end in split(size, min(plan.microbatches, size))
+    )
+    reduced, gathered = [0.0] * len(resolved.held), [0.0] * len(resolved.held)
+    for name, layer in layers.items():
+        stage = next(
+            i
+            for i, names in enumerate(resolved.held)
+            if any(n.startswith(f"{name}." if name else "") for n in names)
+        )
+        numbers = 8.0 * layer.experts_in_all
+        reduced[stage] += numbers * (bool(layer.aux_loss) + bool(layer.bias_rate))
+        gathered[stage] += numbers * samples * stretches * (layer.capacity is not None)
+    return {"routing_reduced": reduced, "routing_gathered": gathered}

@@ -2,7 +2,8 @@
 
     pipeline       who sends to whom, and in which order each rank runs forwards and backwards   `pipeline`
     replicas       FSDP2's annotations, or reductions of gradients                                `replicas`
-    layers         all-reduces within forwards; all-to-alls                                       `layers`
+    layers         all-reduces within forwards                                                    `layers`
+    exchanges      all-to-alls within forwards, for experts or for heads (Ulysses)                `exchanges`
     accumulation   backwards per step
     recomputation  operators that run again within a backward
     world          degrees that together are more than there are ranks contradict each other
@@ -20,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from mpkit.plan.plan import Plan
-from mpkit.timeline.foreign.inference.layers import note_all_to_alls, tensor_of
+from mpkit.timeline.foreign.inference.exchanges import exchanges_of
+from mpkit.timeline.foreign.inference.layers import tensor_of
 from mpkit.timeline.foreign.inference.observations import AxisEvidence, ObservedSteps
 from mpkit.timeline.foreign.inference.pipeline import InferredPipeline, pipeline_of
 from mpkit.timeline.foreign.inference.replicas import replicas_of
@@ -63,8 +65,9 @@ def infer(trace: Trace) -> InferredStrategy:
         "tp": tensor_of(seen, sharded=bool(replicas.options.get("zero"))),
         "microbatches": _of_accumulation(seen) if pipeline is None else AxisEvidence(),
         "recompute": _of_recomputation(seen),
+        "cp": exchanges_of(seen, replicas),
     }
-    evidence = [sentence for part in parts.values() for sentence in part.evidence] + note_all_to_alls(seen)
+    evidence = [sentence for part in parts.values() for sentence in part.evidence]
     options, contradictions = _within_world(parts, seen.world)
     evidence += contradictions
     try:
@@ -88,9 +91,8 @@ def _within_world(parts: Mapping[str, AxisEvidence], world: int) -> tuple[dict[s
     """
     kept, sentences = dict(parts), []
     for doubtful in sorted(("dp", "tp"), key=lambda axis: parts[axis].announced):
-        degrees = {
-            axis: part.options[axis] for axis, part in kept.items() if axis in part.options and axis in AXES
-        }
+        options = {name: value for part in kept.values() for name, value in part.options.items()}
+        degrees = {axis: options[axis] for axis in AXES if axis in options}
         if prod(degrees.values()) <= world:
             break
         if doubtful in degrees:
@@ -104,7 +106,7 @@ def _within_world(parts: Mapping[str, AxisEvidence], world: int) -> tuple[dict[s
     return {name: value for part in kept.values() for name, value in part.options.items()}, sentences
 
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "tp", "cp")
 
 
 # ---- the parts

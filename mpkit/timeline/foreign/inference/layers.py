@@ -1,4 +1,4 @@
-"""Whether layers are divided: tensor parallelism, and all-to-alls, by which experts or sequences are."""
+"""Whether layers are divided: tensor parallelism."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from mpkit.timeline.foreign.inference.observations import AxisEvidence, ObservedSteps
 from mpkit.trace import Kind
 
-__all__ = ["note_all_to_alls", "tensor_of"]
+__all__ = ["tensor_of"]
 
 
 def tensor_of(seen: ObservedSteps, *, sharded: bool) -> AxisEvidence:
@@ -38,17 +38,3 @@ def tensor_of(seen: ObservedSteps, *, sharded: bool) -> AxisEvidence:
                 {"tp": size}, [f"{words}: tensor parallelism."], announced=bool(named or redistributed)
             )
     return AxisEvidence()
-
-
-def note_all_to_alls(seen: ObservedSteps) -> list[str]:
-    """Return a sentence on all-to-alls within forwards; what they are for does not show."""
-    for number in range(len(seen.ranks)):
-        found = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_TO_ALL,))
-        size = max((seen.group(number, row)[0] for row in found), default=1)
-        if size > 1:
-            return [
-                f"{len(found)} all-to-alls among {size} ranks within the forwards of a step: tokens go to experts and "
-                "back, heads are exchanged for sequences (Ulysses, Plan(cp_method='ulysses')), or rows of sharded "
-                "embeddings are fetched. The trace does not say which."
-            ]
-    return []

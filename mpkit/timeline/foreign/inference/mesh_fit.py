@@ -24,19 +24,24 @@ def plan_of_mesh(trace: Trace, plan: Plan | None) -> Plan | None:
         return None
     for number, rank in enumerate(trace.ranks):
         comm = rank.ops[(rank.ops["kind"] >= Kind.SEND) & (rank.ops["kind"] <= Kind.BARRIER)]
+        exchanged = {int(row["group"]) for row in comm if row["kind"] == Kind.ALL_TO_ALL}
         for line in {int(group) for group in comm["group"]}:
             words = rank.name(line).partition("#")[0]
             members = sorted(int(part) for part in words.replace(">", ",").split(",") if part.isdigit())
             if len(members) < 2 or len(members) == plan.ranks:
                 continue
-            if not _along_one_axis(plan.mesh, tuple(members), number, message=">" in words):
+            if not _along_one_axis(
+                plan.mesh, tuple(members), number, message=">" in words, exchange=line in exchanged
+            ):
                 return None
     return plan
 
 
-def _along_one_axis(mesh: Mesh, members: tuple[int, ...], rank: int, *, message: bool) -> bool:
+def _along_one_axis(
+    mesh: Mesh, members: tuple[int, ...], rank: int, *, message: bool, exchange: bool
+) -> bool:
     """Say whether ranks are a group along one axis (or two, as the replicas of a norm are); messages run along pp."""
-    axis = axis_of(mesh, members)
+    axis = axis_of(mesh, members, exchange=exchange)
     if message:
         return axis == "pp"
     return tuple(sorted(mesh.group(rank, *axis.split(" x ")))) == members

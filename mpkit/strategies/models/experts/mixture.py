@@ -1,0 +1,206 @@
+"""A mixture of experts as a layer: a router, and experts whose weights lie side by side in one tensor.
+
+    route       a token's experts are those of its k largest probabilities, which are their weights
+    balance     what keeps experts equally busy, if wanted (`mpkit.strategies.models.experts.routing`)
+    experts     each computes the tokens that chose it; none is dropped, unless experts have a capacity
+    combine     the weighted sum over each token's experts
+    shared      added to it: an MLP that all tokens visit
+
+`Experts` has the interface that transformers' models have: `experts(x, chosen, weights)`, all parameters [E, ...]. So
+one description holds for both, and `Plan(ep=n)` divides the first dimension (`mpkit.strategies.experts`).
+
+Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", ICLR 2017;
+Dai et al., "DeepSeekMoE", 2024, section 3.2, for shared experts.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpkit.common.torch_private import FakeTensor
+from mpkit.strategies.models.experts.routing import RouterLosses, WholeBatch
+
+__all__ = ["Experts", "MixtureOfExperts", "SharedExperts", "count_rows"]
+
+
+class MixtureOfExperts(nn.Module):
+    """In place of a transformer's MLP: each token visits `top_k` of `experts` MLPs, [..., width] -> the same.
+
+    >>> layer = MixtureOfExperts(width=8, experts=4, top_k=2)
+    >>> layer(torch.zeros(2, 3, 8)).shape, layer.experts.up.shape
+    (torch.Size([2, 3, 8]), torch.Size([4, 32, 8]))
+
+    Args:
+        width: h, of the tokens.
+        experts: E, the number of experts.
+        top_k: k, how many of them each token visits.
+        hidden: the width inside of an expert; None: 4 h.
+        dropout: the dropout rate of what is added to the residual stream.
+        shared_experts: the number of experts that all tokens visit, besides these.
+        capacity: c; in training an expert takes ceil(c T k / E) rows of the batch's T k. None: as many as come.
+        aux_loss: alpha, the factor of the auxiliary loss, whose gradient is added in training.
+        z_loss: beta, the factor of the z-loss, likewise.
+        bias_rate: by how much an expert's bias moves per step; 0: there is no bias.
+
+    Attributes:
+        bias, rows: buffers [E], if there is a bias: the bias, and the rows of each expert in the latest step, by which
+            the bias moves before the next one.
+        batch: says what the whole batch is of which a forward computes a part; it is the forward's own, unless ranks
+            or micro-batches divide it. In a loop of your own with a loss scale, set `batch.loss_scale` to it.
+
+    Raises:
+        ValueError: there are fewer experts than a token visits, or a factor is not what it can be.
+    """
+
+    bias: Tensor
+    rows: Tensor
+
+    def __init__(
+        self, width: int, experts: int, top_k: int = 2, hidden: int | None = None, dropout: float = 0.0, *,
+        shared_experts: int = 0, capacity: float | None = None, aux_loss: float = 0.0, z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(
+                f"MixtureOfExperts(experts={experts}, top_k={top_k}): a token visits top_k different experts, 1 to "
+                f"{experts} of them: top_k={min(max(top_k, 1), experts)}"
+            )
+        for name, value in (("aux_loss", aux_loss), ("z_loss", z_loss), ("bias_rate", bias_rate)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(
+                    f"MixtureOfExperts({name}={value}): a factor of 0 or more, such as {name}=0.001"
+                )
+        if capacity is not None and not 0 < capacity < float("inf"):
+            raise ValueError(
+                f"MixtureOfExperts(capacity={capacity}): an expert takes capacity times its even share of the rows, "
+                "more than 0: capacity=1.25; None: as many as come"
+            )
+        self.top_k, self.experts_in_all = top_k, experts
+        self.capacity, self.aux_loss, self.z_loss, self.bias_rate = capacity, aux_loss, z_loss, bias_rate
+        hidden = hidden or 4 * width
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width, hidden)
+        self.shared = SharedExperts(width, shared_experts * hidden) if shared_experts else None
+        self.dropout = nn.Dropout(dropout)
+        if bias_rate:
+            self.register_buffer("bias", torch.zeros(experts))
+            self.register_buffer("rows", torch.zeros(experts))
+        self.batch = WholeBatch()
+
+    @property
+    def balance_options(self) -> dict[str, float]:
+        """The arguments by which a forward in training depends on all tokens of the batch."""
+        names = ("capacity", "aux_loss", "z_loss", "bias_rate")
+        return {name: value for name in names if (value := getattr(self, name))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, ..., width] -> the same."""
+        tokens = x.reshape(-1, x.shape[-1])
+        balancing = self.training and bool(self.balance_options)
+        if balancing:
+            self.batch.begin(self)
+        # ---- route
+        logits = self.router(tokens)
+        p = logits.softmax(-1)
+        chosen = (p.detach() + self.bias if self.bias_rate else p).topk(self.top_k).indices
+        # ---- balance
+        share = self.batch.share(self, chosen, len(x)) if balancing else None
+        if share is not None and (self.aux_loss or self.z_loss):
+            p = RouterLosses.apply(p, logits, share, self.aux_loss, self.z_loss)  # type: ignore[no-untyped-call]
+        weights = p.gather(1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        if share is not None and self.capacity is not None:
+            places = share.places()
+            chosen = chosen.masked_fill(places > self.capacity_of(share.choices), self.experts_in_all)
+        # ---- experts, combine
+        mixed = self.experts(tokens, chosen, weights).view_as(x)
+        # ---- shared
+        if self.shared is not None:
+            mixed = mixed + self.shared(x)
+        made: Tensor = self.dropout(mixed)
+        return made
+
+    def capacity_of(self, choices: int) -> int:
+        """Return C, how many of a batch's T k rows an expert takes."""
+        assert self.capacity is not None
+        return ceil(self.capacity * choices / self.experts_in_all)
+
+    @torch.no_grad()
+    def move_bias(self) -> None:
+        """Move the bias by the rows of the latest step, once."""
+        if self.bias_rate:
+            self.bias += self.bias_rate * torch.sign(self.rows.mean() - self.rows)
+            self.rows.zero_()
+
+    @torch.no_grad()
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep the rows of each expert in a step, by which the bias moves before the next one."""
+        if self.bias_rate:
+            self.rows.copy_(rows)
+
+
+class SharedExperts(nn.Module):
+    """Experts that all tokens visit: n of them side by side are one MLP of n times the width, without biases."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same."""
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Experts(nn.Module):
+    """E MLPs: a linear map, a GELU, and a linear map back, without biases.
+
+    Attributes:
+        up: their first weights, [E, hidden, width].
+        down: their second weights, [E, width, hidden].
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        for weight in (self.up, self.down):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            x: tokens, [T, width].
+            chosen: each token's experts, [T, k], integers from 0 to E - 1; E: the choice is dropped.
+            weights: their weights, [T, k].
+        """
+        counts = count_rows(chosen, len(self.up))
+        order = chosen.flatten().argsort(stable=True)[: sum(counts)]
+        token = order // chosen.shape[1]
+        parts = x.index_select(0, token).split(counts)
+        made = [
+            F.linear(F.gelu(F.linear(part, up)), down)
+            for part, up, down in zip(parts, self.up.unbind(), self.down.unbind(), strict=True)
+        ]
+        weighted = torch.cat(made) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
+
+
+def count_rows(chosen: Tensor, experts: int) -> list[int]:
+    """Return how many rows each expert gets; of fake tensors, which have no values, all get equally many.
+
+    >>> count_rows(torch.tensor([[0, 2], [2, 4]]), 4)  # 4 is no expert: that choice is dropped
+    [1, 0, 2, 0]
+    """
+    if isinstance(chosen, FakeTensor) or chosen.is_meta:
+        rows = chosen.numel()
+        return [rows // experts + (i < rows % experts) for i in range(experts)]
+    counts: list[int] = chosen.flatten().bincount(minlength=experts).tolist()
+    return counts[:experts]

@@ -1,0 +1,240 @@
+"""Routing that depends on the whole batch, in training by every kind of plan: it equals serial training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mpkit as mk
+from mpkit.models import GPT, MixtureOfExperts, next_token_loss
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.reference.experts.balance import (
+    auxiliary_loss,
+    drop_beyond_capacity,
+    move_bias,
+    route_with_bias,
+)
+from tests.experts.planted import BALANCE_FAULTS, PlantedInExperts
+from tests.experts.test_expert_parallel import HOW, gpt, texts
+from tests.serial import EXACT, Train, check_equal, same, serial
+
+pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
+
+BIAS = {"bias_rate": 0.02, "z_loss": 0.05, "shared_experts": 1}
+"""What works with every schedule."""
+ALL = {**BIAS, "aux_loss": 0.5, "capacity": 1.0}
+
+PLANS = [
+    (mk.Plan(dp=2, zero=1, microbatches=3), BIAS | {"capacity": 0.9}),  # a replica without a last micro-batch
+    (mk.Plan(dp=4, ep=2), ALL),
+    (mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2, recompute="full", ep=2), ALL),
+    (mk.Plan(pp=2, schedule="zbv", virtual_stages=2, microbatches=4), BIAS | {"capacity": 1.2}),
+    (mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=3), BIAS | {"capacity": 1.1}),
+    (mk.Plan(dp=2, cp=2, zero=3, ep=4), ALL),
+    (mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2), ALL),
+]
+
+
+@pytest.mark.parametrize(("plan", "balancing"), PLANS, ids=[repr(plan) for plan, _ in PLANS])
+def test_training_equals_serial_training(train: Train, plan: mk.Plan, balancing: dict[str, Any]) -> None:
+    run = check_equal(train, gpt(heads=2, **balancing), texts(7, 7), plan, **HOW)
+    assert run.proof is not None and str(run.proof).startswith("equal to serial training")
+
+
+class Packed(nn.Module):
+    """A model that is not a chain, so that a pipeline partitions it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt(heads=2, **ALL)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        made: Tensor = self.gpt(tokens)
+        return made * 2
+
+
+def test_a_model_that_is_not_a_chain(train: Train) -> None:
+    plan = mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2)
+    check_equal(train, Packed(), texts(7, 7), plan, **HOW)
+
+
+def test_the_losses_are_those_of_the_papers() -> None:
+    """Autograd's gradients of alpha E sum f P and of beta mean log^2 sum exp are the ones that the layer adds."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(6, experts=4, top_k=2, aux_loss=0.3, z_loss=0.2).double()
+    plain = MixtureOfExperts(6, experts=4, top_k=2).double()
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(5, 3, 6).double()
+    layer(x).square().mean().backward()
+    logits = plain.router(x.view(-1, 6))
+    p = logits.softmax(-1)
+    losses = 0.3 * auxiliary_loss(p, p.topk(2).indices) + 0.2 * logits.logsumexp(-1).square().mean()
+    (plain(x).square().mean() + losses).backward()
+    torch.testing.assert_close(layer.router.weight.grad, plain.router.weight.grad)
+
+
+def test_the_bias_and_the_capacity_are_those_of_the_reference() -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(6, experts=4, top_k=2, capacity=0.8, bias_rate=0.1).double()
+    sent: list[Tensor] = []
+    layer.experts.register_forward_pre_hook(lambda _, args: sent.append(args[1]))
+    bias, x = torch.zeros(4).double(), torch.randn(5, 3, 6).double()
+    for _ in range(3):
+        layer(x)
+        torch.testing.assert_close(layer.bias, bias)
+        p = layer.router(x.view(-1, 6)).softmax(-1)
+        chosen, weights = route_with_bias(p, bias, 2)
+        kept, dropped = drop_beyond_capacity(chosen, weights, 4, 0.8)
+        assert dropped and torch.equal(sent.pop(), chosen.masked_fill(kept == 0, 4))
+        bias = move_bias(bias, chosen.flatten().bincount(minlength=4), 0.1)
+    layer.eval()(x)
+    assert int(sent.pop().max()) == 3  # a model that is evaluated drops nothing
+
+
+@pytest.mark.parametrize(
+    ("plan", "balancing", "works"),
+    [
+        (mk.Plan(dp=2, microbatches=2), {"aux_loss": 0.1}, "Plan(dp=2)"),
+        (
+            mk.Plan(pp=2, schedule="1f1b", microbatches=2, tp=2),
+            {"aux_loss": 0.1},
+            "Plan(pp=2, tp=2, schedule='gpipe', microbatches=2)",
+        ),
+        (mk.Plan(dp=2, data_parallel="dp"), {"bias_rate": 0.1}, "Plan(dp=2)"),
+        (
+            mk.Plan(cp=2, tp=2, sequence_parallel=True, cp_order="zigzag"),
+            {"capacity": 1.0},
+            "Plan(tp=2, cp=2, cp_order='zigzag')",
+        ),
+        (
+            mk.Plan(pp=2, microbatches=2, schedule=mk.Schedule(["F1 F0 B1 B0", "F1 F0 B1 B0"])),
+            {"capacity": 1.0},
+            "Plan(pp=2, schedule='gpipe', microbatches=2)",
+        ),
+    ],
+)
+def test_plans_that_do_not_see_the_whole_batch(plan: mk.Plan, balancing: dict[str, Any], works: str) -> None:
+    """Each is rejected, with a plan that is not."""
+    data = [(x.view(-1, 12)[:8], y.view(-1, 12)[:8]) for x, y in texts(12)]
+    with pytest.raises(ValueError, match=re.escape(f"What works: {works}") + "$"):
+        prepare(gpt(heads=2, length=12, **balancing), data, plan, ranks=plan.ranks, **HOW)
+    better: mk.Plan = eval(works, {"Plan": mk.Plan})
+    prepare(gpt(heads=2, length=12, **balancing), data, better, ranks=better.ranks, **HOW)
+
+
+def test_a_loss_that_counts_and_arguments_that_cannot_be() -> None:
+    how = {**HOW, "loss": lambda out, y: (next_token_loss(out, y) * y.numel(), (y > 3).sum())}
+    with pytest.raises(ValueError, match=r"a count that is known after the last forward\. What works: Plan"):
+        prepare(gpt(z_loss=0.1), texts(8), mk.Plan(dp=2), ranks=2, **how)
+    prepare(gpt(z_loss=0.1), texts(8), mk.Plan.serial(), ranks=1, **how)
+    with pytest.raises(ValueError, match=r"experts=8, aux_loss=0.1"):
+        GPT(aux_loss=0.1)
+    with pytest.raises(ValueError, match=r"capacity=1.25"):
+        GPT(experts=4, capacity=0.0)
+    with pytest.raises(ValueError, match=r"z_loss=0.001"):
+        GPT(experts=4, z_loss=-1.0)
+
+
+def test_a_checkpoint_has_the_bias(train: Train, tmp_path: Path) -> None:
+    """Four experts per rank, then two, then all: the bias and the rows by which it moves come along."""
+    model, data = gpt(**ALL), texts(6, 6)
+    losses: list[float] = []
+    for i, plan in enumerate((mk.Plan(dp=2, ep=2), mk.Plan(pp=2, zero=0), mk.Plan.serial())):
+        resume = {"resume_from": tmp_path} if i else {}
+        run = train(
+            model,
+            data,
+            plan,
+            **{**HOW, "steps": 2 * i + 2},
+            checkpoint_every=2,
+            checkpoint_dir=tmp_path,
+            **resume,
+        )
+        losses += run.losses
+    expected, weights = serial(model, data, **{**HOW, "steps": 6})
+    assert losses == pytest.approx(expected, rel=EXACT["rtol"])
+    same(run, expected[4:], weights, **EXACT)
+
+
+def test_wrappers_reject_what_depends_on_a_batch(clusters: Callable[[int], mk.Cluster]) -> None:
+    def wrap(ctx: mk.Context) -> str:
+        try:
+            mk.ddp(MixtureOfExperts(4, experts=2, aux_loss=0.1))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    (said, _) = clusters(2).run(wrap)
+    assert "aux_loss=0.1, which depend on all tokens of a batch" in said
+
+
+def test_the_price_of_shared_experts() -> None:
+    """Parameters and FLOPs of an estimate are those of the model."""
+    sizes = {"vocab": 64, "layers": 2, "width": 32, "heads": 4, "length": 16, "experts": 4}
+    hardware = mk.hardware("h100")
+    for shared in (0, 2):
+        model = GPT(**sizes, shared_experts=shared)
+        assert Architecture(
+            2, 32, 4, vocabulary=64, positions=16, bias=True, experts=4, top_k=2, shared_ffn=128 * shared
+        ).parameters == sum(p.numel() for p in model.parameters())
+        answer = mk.fits(model, mk.Plan(dp=2), hardware, global_batch=2, sequence=16)
+        assert answer is not None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(dp=2, zero=0, microbatches=1),
+        mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2, recompute="full"),
+        mk.Plan(tp=2, cp=2, sequence_parallel=True),
+    ],
+    ids=repr,
+)
+def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
+    """Ranks that have different tokens tell each other rows by expert, and every row of the table has its formula."""
+    how = {**HOW, "max_grad_norm": None, "steps": 2}
+    run = train(gpt(heads=2, vocab=32, **ALL), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
+    rows = run.timeline().comm_volume().rows
+    of_routing = [row for row in rows if "the rows of each expert" in row.words]
+    assert {row.kind for row in of_routing} == {"all_reduce", "all_gather"}
+    assert all(row.ratio == pytest.approx(1.0, rel=1e-9) for row in of_routing), of_routing
+
+
+def test_dropped_choices_are_counted_once(train: Train) -> None:
+    """A choice is an expert's row or dropped, under any plan; what is dropped does not travel."""
+    plan = mk.Plan(dp=2, ep=2, microbatches=2, recompute="full")
+    one, load = (
+        train(gpt(capacity=0.8), texts(7), each, **HOW).expert_load for each in (mk.Plan.serial(), plan)
+    )
+    for layer, rows in load.rows.items():
+        assert rows.tolist() == one.rows[layer].tolist()
+        assert rows.max() <= ceil(0.8 * 7 * 8 * 2 / 4)
+        assert (rows.sum(axis=1) + load.dropped[layer]).tolist() == [7 * 8 * 2] * 3
+    assert re.search(r"block1.mlp.experts .* [0-9]+% dropped", str(load))
+
+
+@pytest.mark.parametrize("fault", BALANCE_FAULTS)
+def test_the_proof_finds_what_is_wrong_with_the_balance(
+    clusters: Callable[[int], mk.Cluster], fault: str
+) -> None:
+    how = {**HOW, "loss": PlantedInExperts(next_token_loss, fault), "verify": "all"}
+    plan = mk.Plan(dp=4, ep=2) if "secondary" not in fault else mk.Plan(dp=4, zero=3, dp_secondary=2)
+    run = clusters(4).train(gpt(**ALL), texts(8, 8), plan, **how)
+    with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
+        run.wait()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_of_routers_have_the_scale_of_the_loss(train: Train, precision: str) -> None:
+    """In fp16 all gradients are multiplied by 2^16 until the update."""
+    plan = mk.Plan(dp=2, zero=2, precision=precision, ep=2)
+    run = train(gpt(**ALL).float(), texts(8), plan, **HOW, verify="all")
+    assert str(run.proof).startswith("equal to serial training in steps 1 to 3"), run.proof
