@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +24,8 @@ from mpkit.common.safe_text import escape
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.page.html import html
+from mpkit.views.theme import THEMES
 
 __all__ = ["GALLERY", "PICTURES", "RUNS", "main", "record", "write"]
 
@@ -51,9 +52,13 @@ class Shown:
     sentence: str
     call: str
 
+    def result(self) -> Any:
+        """Return what the call returns."""
+        return eval(self.call, {"mk": mk, "GPT": GPT})
+
     def draw(self) -> str:
-        """Return the picture of what the call returns, as SVG."""
-        return str(eval(self.call, {"mk": mk, "GPT": GPT}).to_svg())
+        """Return its picture, as SVG."""
+        return str(self.result().to_svg())
 
 
 GALLERY = (

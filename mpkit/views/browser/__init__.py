@@ -34,6 +34,8 @@ from __future__ import annotations
 
 from importlib.resources import files
 
+from mpkit.views.theme import substitute_theme
+
 __all__ = ["FILES", "TRIAL", "css", "esm", "slider_names", "sortable"]
 
 FILES = (
@@ -67,23 +69,24 @@ def esm(more: tuple[str, ...] = ()) -> str:
     >>> esm().count("export default")
     1
     """
-    here = files(__name__)
-    return "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in [*FILES, *more])
+    return "\n".join(_read(f"{name}.js") for name in [*FILES, *more])
 
 
 def css() -> str:
     """Return the style sheet that belongs to it."""
-    return (files(__name__) / "timeline.css").read_text(encoding="utf-8")
+    return _read("timeline.css")
 
 
 def sortable() -> tuple[str, str]:
     """Return the source of the sortable table's module, and its style sheet."""
-    here = files(__name__)
-    return (here / "sortable.js").read_text(encoding="utf-8"), (here / "sortable.css").read_text(
-        encoding="utf-8"
-    )
+    return _read("sortable.js"), _read("sortable.css")
 
 
 def slider_names() -> str:
     """Return the source of the module that names sliders."""
-    return (files(__name__) / "slider_names.js").read_text(encoding="utf-8")
+    return _read("slider_names.js")
+
+
+def _read(name: str) -> str:
+    """Return a file of this folder, with the theme's values in it."""
+    return substitute_theme((files(__name__) / name).read_text(encoding="utf-8"))

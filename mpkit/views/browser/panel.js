@@ -6,6 +6,7 @@
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
 function isDark() {
   const { body, documentElement: root } = document;
+  if (window.matchMedia("print").matches) return false; // paper is light
   if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false";
   if (body.classList.contains("vscode-dark") || body.classList.contains("vscode-high-contrast")) return true;
   if (body.classList.contains("vscode-light")) return false;
@@ -15,15 +16,15 @@ function isDark() {
 
 /** Call back when that may have changed; returns how to stop. */
 function watchTheme(changed) {
-  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const media = ["(prefers-color-scheme: dark)", "print"].map((query) => window.matchMedia(query));
   const page = new MutationObserver(changed);
   const options = { attributes: true, attributeFilter: ["class", "theme", "data-jp-theme-light"] };
   page.observe(document.body, options);
   page.observe(document.documentElement, options);
-  system.addEventListener("change", changed);
+  media.forEach((each) => each.addEventListener("change", changed));
   return () => {
     page.disconnect();
-    system.removeEventListener("change", changed);
+    media.forEach((each) => each.removeEventListener("change", changed));
   };
 }
 
@@ -49,7 +50,7 @@ class Panel {
       this.tracks.draw();
       this.fillView();
     };
-    this.stops = [watchTheme(() => this.theme()), watchSize(this.stage, this.chart), listen(this)];
+    this.stops = [watchTheme(() => this.printed()), watchSize(this.stage, this.chart), listen(this)];
     this.theme();
   }
 
@@ -213,6 +214,12 @@ class Panel {
       this.root.style.setProperty(`--mpkit-edge-${key}`, (dark ? ink.edge_dark : ink.edge_light) || "transparent");
     });
     this.chart.ask();
+  }
+
+  /** Take the theme at once: paper does not wait for the screen's next frame. */
+  printed() {
+    this.theme();
+    this.chart.draw();
   }
 
   fit() {

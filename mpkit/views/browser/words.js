@@ -1,6 +1,6 @@
 // Numbers as people read them, as units.py writes them.
 
-const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const FONT = "$font"; // the theme's
 
 function digits(value) {
   const size = Math.abs(value);

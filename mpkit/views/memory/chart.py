@@ -13,9 +13,9 @@ import numpy as np
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.memory.series import held_text, memory_of
+from mpkit.views.theme import GREY, LINE, dress_chart
 
 try:
     import plotly.graph_objects as go
@@ -27,7 +27,8 @@ from mpkit.views.drawing.colours import CATEGORY_INKS
 
 __all__ = ["memory_figure"]
 
-PANELS = 16
+PANELS, ACROSS = 16, 2
+"""The most GPUs with a panel each, and the most panels side by side."""
 
 
 def memory_figure(timeline: Timeline) -> Any:
@@ -42,9 +43,14 @@ def memory_figure(timeline: Timeline) -> Any:
 
 def _panels(ranks: int, timeline: Timeline) -> Any:
     """Draw a panel per GPU: categories stacked over time, a mark and a number at the peak."""
-    across = min(4, ranks)
+    across = min(ACROSS, ranks)
     down = -(-ranks // across)
     memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
+    used = [
+        (number, category)
+        for number, category in enumerate(CATEGORIES)
+        if any(memory.levels[:, number].any() for memory in memories)
+    ]
     figure = make_subplots(
         rows=down,
         cols=across,
@@ -59,7 +65,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
     )
     for rank, memory in enumerate(memories):
         place = {"row": rank // across + 1, "col": rank % across + 1}
-        for number, category in enumerate(CATEGORIES):
+        for number, category in used:
             ink = CATEGORY_INKS[category][0]
             area = go.Scatter(
                 x=memory.times.astype(np.float32),
@@ -102,26 +108,11 @@ def _bars(ranks: int, timeline: Timeline) -> Any:
 def _dress_chart(figure: Any, height: int, timeline: Timeline) -> Any:
     """Give the chart the same plain look as the other pictures, on any background."""
     unit = "" if timeline.clock == "simulated" else "B"
-    figure.update_layout(
-        height=height,
-        margin={"l": 56, "r": 16, "t": 34, "b": 56},
-        **LOOK,
-        legend={
-            "orientation": "h",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "x": 0,
-            "traceorder": "normal",
-        },
-        hovermode="x unified",
-    )
+    dress_chart(figure, height=height, left=56, above=34, below=56, hovermode="x unified")
     figure.update_xaxes(
-        showgrid=False, linecolor=LINE, zeroline=False, tickformat="~s", ticksuffix="s", nticks=4, tickangle=0
+        showgrid=False, linecolor=LINE, tickformat="~s", ticksuffix="s", nticks=4, tickangle=0
     )
-    figure.update_yaxes(
-        gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix=unit, rangemode="tozero", nticks=4
-    )
+    figure.update_yaxes(tickformat="~s", ticksuffix=unit, rangemode="tozero", nticks=4)
     if figure.layout.barmode == "stack":
         figure.update_xaxes(tickformat=None, ticksuffix=None, nticks=None, tickangle=None)
     return figure

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.chart_look import LINE, LOOK
 from mpkit.views.memory.strategies_svg import shown_of
+from mpkit.views.theme import ALARM, dress_chart
 
 if TYPE_CHECKING:
     from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
@@ -47,20 +47,12 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
             y=[sum(row.formula.values()) for row in rows],
             mode="markers",
             name="params + grads + optimizer by the formula",
-            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": "#d55e00"}},
+            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": ALARM}},
             customdata=[tuple(row.formula.values()) for row in rows],
             hovertemplate="formula: %{y:.4s}B = %{customdata[0]:.4s} + %{customdata[1]:.4s} + "
             "%{customdata[2]:.4s}<extra></extra>",
         )
     )
     title = f"Memory by strategy, {memory.how}" + (f"; {left_out} more ranks not shown" if left_out else "")
-    figure.update_layout(
-        title={"text": title},
-        barmode="stack",
-        bargap=0.2,
-        height=400,
-        margin={"l": 64, "r": 16, "t": 48, "b": 64},
-        **LOOK,
-    )
-    figure.update_yaxes(gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix="B", rangemode="tozero")
-    return figure
+    dress_chart(figure, title, 400, below=64, barmode="stack", bargap=0.2)
+    return figure.update_yaxes(tickformat="~s", ticksuffix="B", rangemode="tozero")

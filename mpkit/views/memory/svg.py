@@ -10,17 +10,19 @@ import numpy as np
 from mpkit.common.safe_text import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import short_label
-from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
+from mpkit.views.drawing.sheet import category_classes, keys, sheet
 from mpkit.views.drawing.ticks import levels, ticks
 from mpkit.views.memory.series import RankMemory, device_memory, held_text, memory_of, share_text
+from mpkit.views.theme import MARGIN, THEMES
 
 __all__ = ["highest_of", "memory_svg"]
 
 PANEL, GAP, HEAD, AXIS = 92.0, 18.0, 18.0, 18.0
 BESIDE = 44.0
 """The room for the axis of bytes, left of each row of panels, which share it."""
+LEAST = 220
+"""Pixels of the picture's width for each panel, at least."""
 MOST = 64
 """The most panels; if there are more GPUs, the first are shown, and a note says so."""
 
@@ -37,7 +39,7 @@ def memory_svg(
     title: str = "",
     theme: str = "auto",
     highest: int = 0,
-    across: int = 4,
+    across: int = 0,
 ) -> str:
     """Draw the memory of every GPU over time as a standalone SVG document.
 
@@ -47,12 +49,12 @@ def memory_svg(
         title: a heading; none is drawn if empty.
         theme: "light", "dark", or "auto" for what the reader's system prefers.
         highest: the bytes that the scale reaches at least, so that pictures can be compared.
-        across: the most panels beside each other.
+        across: the most panels side by side; 0: as many as the width has room for, 4 at most.
     """
     shown = min(timeline.world_size, MOST)
     memories = [memory_of(timeline, rank, points=300) for rank in range(shown)]
     highest = max(highest, *(memory.total for memory in memories), 1)
-    across = max(1, min(across, shown))
+    across = max(1, min(across or min(4, int(width / LEAST)), shown))
     panel = (width - 2 * MARGIN - BESIDE - (across - 1) * GAP) / across
     top = MARGIN + (26 if title else 0)
     tall = HEAD + PANEL + AXIS
@@ -67,19 +69,20 @@ def memory_svg(
         body.append(_panel(memory, short_label(timeline, rank), peaks[rank], x, y, panel, highest))
     bottom = top + -(-shown // across) * (tall + GAP) - 6
     used = [i for i in range(len(CATEGORIES)) if any(memory.levels[:, i].any() for memory in memories)]
-    body.append(_legend(used, bottom + 4, timeline.world_size - shown))
-    height = bottom + 30
-    if device:
-        told = f"percentages: of the {held_text(timeline, device)} of one {name}"
-        body.append(f'<text class="faint" x="{MARGIN:g}" y="{height:g}">{escape(told)}</text>')
-        height += 20
+    missing = timeline.world_size - shown
+    looks = [(f'class="m{category}"', CATEGORIES[category]) for category in used]
+    legend = keys(looks, bottom + 4, width, f"and {missing} GPUs more" if missing else "")
+    body += legend.parts
+    height = legend.y + 26
+    foot = f"percentages: of the {held_text(timeline, device)} of one {name}" if device else ""
     words = "; ".join(f"{short_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
-    if title:
-        body.insert(0, heading(title))
     classes = category_classes()
     for name, ground in THEMES.items():
         classes[name]["peak"] = f"stroke:{ground.text}"
-    return sheet("memory", title or "Memory by GPU", words, body, width, height, theme=theme, classes=classes)
+    name = title or "Memory by GPU"
+    return sheet(
+        "memory", name, words, body, width, height, head=title, foot=foot, theme=theme, classes=classes
+    )
 
 
 def _scale(timeline: Timeline, highest: int, base: float, width: float) -> str:
@@ -147,11 +150,4 @@ def _steps(x: np.ndarray, y: np.ndarray, *, back: bool = False) -> str:
     parts = [f"L{x[0]:.1f} {y[0]:.1f}"]
     for i in range(1, len(x)):
         parts.append(f"V{y[i]:.1f}H{x[i]:.1f}" if back else f"H{x[i]:.1f}V{y[i]:.1f}")
-    return "".join(parts)
-
-
-def _legend(used: list[int], y: float, missing: int) -> str:
-    parts, x = keys(((f'class="m{category}"', CATEGORIES[category]) for category in used), y)
-    if missing > 0:
-        parts.append(f'<text class="faint" x="{x:g}" y="{y + 10.5:g}">and {missing} GPUs more</text>')
     return "".join(parts)

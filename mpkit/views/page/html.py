@@ -29,11 +29,11 @@ from mpkit.trace.proof import Proof
 from mpkit.views.browser import TRIAL, css, esm
 from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.clock_words import clock_words, files_words
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
 from mpkit.views.memory.series import held_text
 from mpkit.views.memory.svg import highest_of, memory_svg
 from mpkit.views.page.trial import LINK, trial
+from mpkit.views.theme import THEMES, style_block, substitute_theme
 from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.path import MOST, has_path, path_of
 from mpkit.views.timeline.svg import svg
@@ -91,7 +91,9 @@ def html(
         _section(number, name, timeline, steps.get(name), captions.get(name, ""), highest, widest, common)
         for number, (name, timeline) in enumerate(named.items())
     ]
-    page = Template((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
+    page = Template(
+        substitute_theme((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
+    )
     return page.substitute(
         title=escape(title),
         intro="".join(
@@ -179,7 +181,7 @@ def _pack_bytes(values: bytes) -> str:
 def _memory(timeline: Timeline, highest: int, when: str) -> str:
     """Return the memory of each GPU while the figures are of it, drawn twice: for wide windows and for phones."""
     wide = memory_svg(timeline, 1100, highest=highest)
-    narrow = memory_svg(timeline, 360, highest=highest, across=1)
+    narrow = memory_svg(timeline, 360, highest=highest)
     drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
     many = "" if timeline.world_size > 8 else " open"
     return f"<details{many}><summary>Memory by GPU{when}</summary>{drawn}</details>"
@@ -241,7 +243,7 @@ def _variables() -> str:
     def block(name: str) -> str:
         return "".join(f"--{word}:{value};" for word, value in vars(THEMES[name]).items())
 
-    return f":root{{{block('light')}}}@media (prefers-color-scheme: dark){{:root{{{block('dark')}}}}}"
+    return style_block(lambda name: f":root{{{block(name)}}}")
 
 
 def _embed_json(value: Any) -> str:
