@@ -11,6 +11,7 @@
     overview.js  the whole run as a strip, with a frame around what is seen
     tip.js       what is under the pointer, in words
     walk.js      from operation to operation by keys, said to a screen reader
+    search.js    operations found by words, and the rest paler
     pointer.js   wheel, drag, hover, keys
     track.js     below the lanes, on their time axis: a lane per rank with what it held of memory
     tracks.js    all of these, from the bytes that the kernel sends
@@ -50,6 +51,7 @@ FILES = (
     "overview",
     "tip",
     "walk",
+    "search",
     "pointer",
     "track",
     "tracks",

@@ -29,7 +29,7 @@ function watchTheme(changed) {
 }
 
 const KEYS = "Timeline. Arrows pan and zoom, Page Up and Page Down go from step to step, 0 shows all, "
-  + "Shift and an arrow go from operation to operation, C shows the critical path.";
+  + "Shift and an arrow go from operation to operation, C shows the critical path, / searches.";
 
 const ENDED = "The kernel of this picture has ended or was restarted. This is the last that it sent.";
 
@@ -44,6 +44,7 @@ class Panel {
     this.overview = new Overview(this.strip, this.chart, () => this.changed());
     this.tip = new Tip(this.stage);
     this.walk = new Walk(this);
+    this.search = this.chart.search = new Search(this, this.tools);
     this.tracks = new Tracks(this.below, this);
     this.chart.drawn = () => {
       this.overview.draw();
@@ -59,7 +60,7 @@ class Panel {
     this.title = head.appendChild(node("strong", "mpkit-title"));
     this.bubble = figure(head, "bubble", "idle share of a step, averaged over GPUs (GPipe's definition)");
     this.time = figure(head, "step time", "from a step's first operation to its last one's end");
-    const tools = head.appendChild(node("span", "mpkit-tools"));
+    const tools = this.tools = head.appendChild(node("span", "mpkit-tools"));
     this.followed = button(tools, "Follow", "keep the newest steps in view", () => this.toggleFollow());
     this.pages = [
       button(tools, "‹", "the step before (Page Up)", () => this.page(-1)),
@@ -126,6 +127,7 @@ class Panel {
   changed() {
     const { store } = this.chart;
     this.root.dataset.spans = store.count;
+    this.search.refresh();
     const stages = Math.max(0, ...[...store.stages.values()].map((some) => some.length));
     if (`${store.keys.size} ${stages}` !== this.legend.dataset.of) this.fillLegend(stages);
     this.chart.ask();
