@@ -59,7 +59,7 @@ class Search {
     this.field.setAttribute("aria-label", HINT);
     this.field.dataset.lmSuppressShortcuts = "true"; // or JupyterLab takes the letters for its keys
     this.told = node("span", "mpkit-found");
-    this.told.setAttribute("role", "status");
+    this.told.setAttribute("aria-live", "polite");
     tools.prepend(this.told, this.field);
     this.field.addEventListener("input", () => this.ask(this.field.value));
     this.field.addEventListener("keydown", (event) => this.key(event));
