@@ -22,7 +22,7 @@ Screenshot = Callable[[Page, str], None]
 def test_pages_open_from_files_and_axe_finds_nothing_serious(
     new_page: NewPage, tmp_path: Path, screenshot: Screenshot, width: int, scheme: str
 ) -> None:
-    write(tmp_path, {"gpipe": ("GPipe", stand_in(4))})
+    write(tmp_path, {"gpipe": ("GPipe", stand_in(2))})
     page = new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
     for name in ("index", "gallery", "runs/gpipe", "explorer"):
         page.goto((tmp_path / f"{name}.html").as_uri())

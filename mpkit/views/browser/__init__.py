@@ -25,6 +25,11 @@ to try:
     own.js       a schedule that the reader writes, checked
     trial.js     sliders, and the panel that shows what they set
 
+And on pages whose run the reader can replay on another link:
+
+    retimed.js   a recorded run on a link: when each operation runs
+    relink.js    the link's name and numbers, and the panel that shows the run on it
+
 Separate modules:
 
     sortable.js      a table that the reader sorts
@@ -37,7 +42,7 @@ from importlib.resources import files
 
 from mpkit.views.theme import substitute_theme
 
-__all__ = ["FILES", "TRIAL", "css", "esm", "slider_names", "sortable"]
+__all__ = ["FILES", "RELINK", "TRIAL", "css", "esm", "slider_names", "sortable"]
 
 FILES = (
     "words",
@@ -60,6 +65,7 @@ FILES = (
 )
 
 TRIAL = ("played", "own", "trial")
+RELINK = ("retimed", "relink")
 
 
 def esm(more: tuple[str, ...] = ()) -> str:
