@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mpkit as mk
+from mpkit.common.display import draw, image
 from mpkit.common.safe_text import escape
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
@@ -173,7 +175,8 @@ def _gallery() -> str:
 
 
 def _picture(shown: Shown) -> str:
-    return f'<div class="picture" role="group" tabindex="0" aria-label="{escape(shown.title)}">{shown.draw()}</div>'
+    result = shown.result()
+    return f'<div class="picture">{image(partial(draw, result, "svg"), str(result))}</div>'
 
 
 def _page(title: str, body: str) -> str:
@@ -188,8 +191,8 @@ def _page(title: str, body: str) -> str:
         f"{{:root{{{rules('dark')}}}}}body{{margin:0;background:var(--ground);color:var(--text);"
         "font:16px/1.55 system-ui,sans-serif}main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 3rem}"
         "a{color:inherit;text-underline-offset:3px}li{margin:.3rem 0}"
-        ".picture{overflow-x:auto;border:1px solid var(--line);border-radius:10px}"
-        ".picture svg{display:block;min-width:680px}"
+        ".picture{border:1px solid var(--line);border-radius:10px;overflow:hidden;display:flow-root}"
+        ".picture img{display:block}"
         "pre{overflow-wrap:anywhere;border-left:3px solid var(--line);"
         "padding:.4rem .8rem;font-size:13px;white-space:pre-wrap}"
         f"</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"

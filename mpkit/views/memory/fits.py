@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
-from mpkit.common.units import percent
+from mpkit.common.units import memory_text, percent
 from mpkit.prediction.cost_model.fits import MARGIN_WORD, MEANING
 from mpkit.prediction.cost_model.memory import CATEGORIES
 from mpkit.views.drawing.axes import legible_on
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FITS_CLASSES", "fits_svg", "fits_text", "memory_bars"]
 
 GIB = 2**30
-LEAST = 0.05 * GIB
+LEAST = 1 << 20
 """Bytes below which a category is not in the legend."""
 
 ROW, BAR, TOP, MOST = 30.0, 20.0, 44.0, 16
@@ -73,7 +73,7 @@ def _title(fits: Fits) -> str:
 
 def _share(fits: Fits, nbytes: float) -> str:
     """Return bytes as GiB of the device's, and the percentage."""
-    return f"{nbytes / GIB:.1f} of {fits.available / GIB:.1f} GiB, {percent(nbytes / fits.available)}"
+    return f"{nbytes / GIB:.1f} of {memory_text(fits.available)}, {percent(nbytes / fits.available)}"
 
 
 def memory_bars(fits: Fits, top: float, width: float) -> tuple[list[str], float]:
@@ -108,7 +108,7 @@ def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: floa
         if wide > 0:
             parts.append(
                 f'<rect class="f{i}" x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR:g}">'
-                f"<title>{name}, {meaning}: {number} GiB</title></rect>"
+                f"<title>{name}, {meaning}: {memory_text(nbytes)}</title></rect>"
             )
             if wide > 7 * len(number) + 6 and i < len(CATEGORIES):
                 parts.append(
@@ -138,7 +138,7 @@ def _axis(fits: Fits, top: float, bottom: float, scale: float, most: float) -> l
             f"{number}{' GiB' * (number == 0)}</text>"
         )
     device = escape(fits.estimate.hardware.device.name)
-    words = f"the memory of one {device}: {fits.available / GIB:.1f} GiB"
+    words = f"the memory of one {device}: {memory_text(fits.available)}"
     parts.append(
         f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top - 6:g}" y2="{bottom + 4:g}">'
         f"<title>{words}</title></line>"
@@ -150,14 +150,14 @@ def _legend(fits: Fits, y: float, width: float) -> tuple[list[str], float]:
     """Draw a square for each category that is there, with its GiB on the fullest rank; return the y below."""
     memory = fits.memory[fits.fullest]
     listed = [
-        (f"f{i}", f"{name} {memory[name] / GIB:.1f}")
+        (f"f{i}", f"{name} {memory_text(memory[name])}")
         for i, name in enumerate(CATEGORIES)
         if memory[name] >= LEAST
     ]
-    listed.append(("f8", f"{MARGIN_WORD} {fits.margin(memory) / GIB:.1f}"))
+    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory))}"))
     parts, _, y, _ = keys(((f'class="{look}"', words) for look, words in listed), y, width)
     device = fits.estimate.hardware.device.name
-    told = f"GiB on rank {fits.fullest}; red line: one {device} has {fits.available / GIB:.1f} GiB"
+    told = f"on rank {fits.fullest}; red line: one {device} has {memory_text(fits.available)}"
     lines = wrap_words(told, width - 2 * MARGIN)
     return [*parts, *faint_lines(lines, y + 34)], y + 20 + 20 * len(lines)
 

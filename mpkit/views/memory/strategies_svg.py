@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
-from mpkit.common.units import bytes_text
+from mpkit.common.units import memory_text
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.sheet import category_classes, keys, sheet
 from mpkit.views.theme import ALARM, MARGIN
@@ -68,18 +68,18 @@ def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) ->
             y -= tall
             parts.append(
                 f'<rect class="m{i}" x="{x + 3:.1f}" y="{y:.1f}" width="{width - 6:.1f}" height="{tall:.1f}">'
-                f"<title>{category}: {bytes_text(row.held[category])}</title></rect>"
+                f"<title>{category}: {memory_text(row.held[category])}</title></rect>"
             )
     line = base - sum(row.formula.values()) / highest * HEIGHT
     parts.append(
         f'<line stroke="{ALARM}" stroke-width="2.5" x1="{x:.1f}" x2="{x + width:.1f}" y1="{line:.1f}" '
         f'y2="{line:.1f}">'
-        f"<title>formula: {bytes_text(sum(row.formula.values()))}</title></line>"
+        f"<title>formula: {memory_text(sum(row.formula.values()))}</title></line>"
     )
     parts.append(
         f'<text class="faint" x="{x + width / 2:.1f}" y="{base + 15:g}" text-anchor="middle">{row.rank}</text>'
     )
-    label = f"{row.strategy}, rank {row.rank}: {bytes_text(sum(row.held.values()))}"
+    label = f"{row.strategy}, rank {row.rank}: {memory_text(sum(row.held.values()))}"
     return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
 
 
