@@ -158,17 +158,17 @@ class Replay:
 
     def collect_ops(self) -> list[list[int]]:
         """Return the ops of each rank in the order in which `collect` has their spans."""
-        spans, ops, order = self._ordered()
+        spans, ops, order = self._sort_spans()
         return [ops[order][spans["rank"][order] == this.rank].tolist() for this in self._ranks]
 
-    def _ordered(self) -> tuple[Array, Array, Array]:
-        """Return all spans, their ops, and the order by rank and start."""
+    def _sort_spans(self) -> tuple[Array, Array, Array]:
+        """Return all spans, their ops, and their order by rank and start."""
         spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
         return spans, ops, np.lexsort((ops, spans["start"], spans["rank"]))
 
     def collect(self) -> ReplayResult:
         """Return everything so far."""
-        spans, ops, order = self._ordered()
+        spans, ops, order = self._sort_spans()
         row = np.full(len(order) + 1, -1)  # the last one is row -1: no cause
         row[order] = np.arange(len(order))
         spans = spans[order]

@@ -79,7 +79,7 @@ def link_values(link: Link) -> dict[str, Any]:
     """Return what decides the times on a link, as JSON can hold it.
 
     >>> link_values(Link("wire", 5e-6, 1e9, {Kind.ALL_REDUCE: 8e8}))
-    {'latency': 5e-06, 'bandwidth': 1000000000.0, 'bus': {'35': 800000000.0}, 'ramp': 0.0}
+    {'latency': 5e-06, 'bandwidth': 1000000000.0, 'bus': {'34': 800000000.0}, 'ramp': 0.0}
     """
     bus = {str(int(kind)): rate for kind, rate in link.bus.items()}
     return {"latency": link.latency, "bandwidth": link.bandwidth, "bus": bus, "ramp": link.ramp}

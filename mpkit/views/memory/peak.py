@@ -41,11 +41,11 @@ def peak_words(timeline: Timeline) -> str:
     words = (
         f"{short_label(timeline, rank)} holds most: {held_text(timeline, memory.total)} at {seconds(time)}"
     )
-    words += _doing(spans, moment) + _alive(spans, moment)
+    words += _action_at(spans, moment) + _micro_batches_alive(spans, moment)
     return words + (f"; {parts}." if timeline.clock != "simulated" else ".")
 
 
-def _doing(spans: npt.NDArray[Any], moment: float) -> str:
+def _action_at(spans: npt.NDArray[Any], moment: float) -> str:
     """Say which action runs at a moment."""
     actions = work(spans)
     now = actions[(actions["start"] <= moment) & (moment < actions["end"])]
@@ -57,7 +57,7 @@ def _doing(spans: npt.NDArray[Any], moment: float) -> str:
     )
 
 
-def _alive(spans: npt.NDArray[Any], moment: float) -> str:
+def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
     """Say of which micro-batches activations are alive at a moment: forward begun, backward not over."""
     actions = work(spans)
     begun = actions[(actions["kind"] == Kind.FORWARD) & (actions["start"] <= moment)]
