@@ -14,17 +14,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mpkit as mk
+from mpkit.common.display import draw, image
 from mpkit.common.safe_text import escape
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
+from mpkit.timeline.replay.link_program import link_program
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.page.html import html
+from mpkit.views.theme import THEMES
 
 __all__ = ["GALLERY", "PICTURES", "RUNS", "main", "record", "write"]
 
@@ -51,9 +55,13 @@ class Shown:
     sentence: str
     call: str
 
+    def result(self) -> Any:
+        """Return what the call returns."""
+        return eval(self.call, {"mk": mk, "GPT": GPT})
+
     def draw(self) -> str:
-        """Return the picture of what the call returns, as SVG."""
-        return str(eval(self.call, {"mk": mk, "GPT": GPT}).to_svg())
+        """Return its picture, as SVG."""
+        return str(self.result().to_svg())
 
 
 GALLERY = (
@@ -115,11 +123,13 @@ def write(folder: Path, runs: Mapping[str, tuple[str, mk.Run]]) -> None:
     (folder / "explorer.html").write_text(explorer, encoding="utf-8")
     (folder / "runs").mkdir()
     for name, (title, run) in runs.items():
-        here = {"on the virtual clock": run.timeline()}
-        here |= {
-            words: run.timeline(hardware=machine) for words, machine in LINKS.items() if len(run.ranks) > 1
-        }
-        page = html(here, f"{title} on {len(run.ranks)} ranks", intro=f"{SEEN[name]}\n\n{REPLAYED}")
+        timeline = run.timeline()
+        ranks = timeline.world_size
+        here = {"on the virtual clock": timeline}
+        here |= {words: run.timeline(hardware=machine) for words, machine in LINKS.items() if ranks > 1}
+        relink = link_program(run.trace, mk.hardware(timeline.meta["hardware"])) if ranks > 1 else None
+        intro = f"{SEEN[name]}\n\n{REPLAYED if relink else ALONE}"
+        page = html(here, f"{title} on {ranks} rank{'s' * (ranks > 1)}", intro=intro, relink=relink)
         (folder / "runs" / f"{name}.html").write_text(page, encoding="utf-8")
     (folder / "gallery.html").write_text(_page("Gallery", _gallery()), encoding="utf-8")
     (folder / "index.html").write_text(_page("mpkit", _index(runs)), encoding="utf-8")
@@ -133,14 +143,18 @@ EXPLORER = (
 REPLAYED = (
     "The same recorded run three times: on the virtual clock, on which each rank has a core of this machine to itself, "
     "and replayed on four GPUs with NVLink and without. What changes is the time that computing and messages take; who "
-    "waits for whom follows from that."
+    "waits for whom follows from that. At the end of the page you replay it on any link."
+)
+
+ALONE = (
+    "The recorded run on the virtual clock: its rank has a core of this machine to itself. Nothing is sent."
 )
 
 
 def _index(runs: Mapping[str, tuple[str, mk.Run]]) -> str:
     listed = "".join(
-        f'<li><a href="runs/{name}.html">{escape(title)}</a>, {len(run.ranks)} '
-        f"rank{'s' * (len(run.ranks) != 1)}: {escape(SEEN[name])}</li>"
+        f'<li><a href="runs/{name}.html">{escape(title)}</a>, {run.trace.world_size} '
+        f"rank{'s' * (run.trace.world_size != 1)}: {escape(SEEN[name])}</li>"
         for name, (title, run) in runs.items()
     )
     return (
@@ -148,7 +162,7 @@ def _index(runs: Mapping[str, tuple[str, mk.Run]]) -> str:
         "installation, no kernel and no network.</p>"
         f'<h2><a href="explorer.html">Explorer</a></h2><p>{EXPLORER}</p>{_picture(GALLERY[0])}'
         f"<h2>Runs</h2><p>A GPT with 8 blocks, trained for {STEPS} steps with each strategy on CPU processes. Zoom in, "
-        f"select an operation, show the critical path.</p><ul>{listed}</ul>"
+        f"search, select an operation, show the critical path, replay it on another link.</p><ul>{listed}</ul>"
         f'<h2><a href="gallery.html">Gallery</a></h2><p>What mpkit draws, with the call that makes each picture.</p>'
     )
 
@@ -161,7 +175,8 @@ def _gallery() -> str:
 
 
 def _picture(shown: Shown) -> str:
-    return f'<div class="picture" role="group" tabindex="0" aria-label="{escape(shown.title)}">{shown.draw()}</div>'
+    result = shown.result()
+    return f'<div class="picture">{image(partial(draw, result, "svg"), str(result))}</div>'
 
 
 def _page(title: str, body: str) -> str:
@@ -176,8 +191,8 @@ def _page(title: str, body: str) -> str:
         f"{{:root{{{rules('dark')}}}}}body{{margin:0;background:var(--ground);color:var(--text);"
         "font:16px/1.55 system-ui,sans-serif}main{max-width:60rem;margin:0 auto;padding:1.5rem 1rem 3rem}"
         "a{color:inherit;text-underline-offset:3px}li{margin:.3rem 0}"
-        ".picture{overflow-x:auto;border:1px solid var(--line);border-radius:10px}"
-        ".picture svg{display:block;min-width:680px}"
+        ".picture{border:1px solid var(--line);border-radius:10px;overflow:hidden;display:flow-root}"
+        ".picture img{display:block}"
         "pre{overflow-wrap:anywhere;border-left:3px solid var(--line);"
         "padding:.4rem .8rem;font-size:13px;white-space:pre-wrap}"
         f"</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"

@@ -10,7 +10,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,9 @@ def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any]:
 class DrawnResult:
     """A result that prints, and shows itself as a picture in a notebook."""
 
+    _wraps = True
+    """Whether its picture can be drawn for a narrow column."""
+
     def to_svg(self, path: str | Path | None = None) -> str:
         """Return the picture as a standalone SVG document; write it to `path` as well if that is given."""
         return write_text(draw(self, "svg"), path)
@@ -90,7 +93,8 @@ class DrawnResult:
         return str(draw(self, "text"))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/html": image(self.to_svg(), self._words()), "text/plain": str(self)}
+        drawn = partial(draw, self, "svg") if self._wraps else self.to_svg()
+        return {"text/html": image(drawn, self._words()), "text/plain": str(self)}
 
 
 class HasChart:
@@ -119,13 +123,33 @@ class ChartedResult(HasChart, DrawnResult):
         return picture | HasChart._repr_mimebundle_(self, include, exclude)
 
 
-def image(svg_text: str, words: str) -> str:
+WIDE, NARROW = 960, 420
+"""Pixels: the widths of pictures in notebooks."""
+
+
+def image(drawn: str | Callable[[int], str], words: str) -> str:
     """Return an `<img>` that holds its SVG, with words for readers who cannot see it.
 
     This is the only kind of SVG that JupyterLab shows for an output whose widget is gone, and an image runs no script.
+
+    Args:
+        drawn: the picture, or what draws it in a width: then columns of less than 620 pixels, such as half of a window
+            or a phone, show it as drawn for them.
+        words: the picture in words.
     """
-    data = b64encode(svg_text.encode()).decode()
-    return f'<img alt="{escape(words, quote=True)}" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
+    if isinstance(drawn, str):
+        return f'<img alt="{escape(words, quote=True)}" style="max-width:100%" src="{_address(drawn)}">'
+    # Each picture's width is far below 0 or far above its most, by the width of what surrounds it: one of them shows.
+    looks = [
+        f"width:calc({what}*999);max-width:min(100%,{most}px);height:auto"
+        for what, most in (("(100% - 619px)", WIDE), ("(620px - 100%)", NARROW))
+    ]
+    wide = f'<img alt="{escape(words, quote=True)}" style="{looks[0]}" src="{_address(drawn(WIDE))}">'
+    return wide + f'<img width="0" height="0" alt="" style="{looks[1]}" src="{_address(drawn(NARROW))}">'
+
+
+def _address(svg_text: str) -> str:
+    return f"data:image/svg+xml;base64,{b64encode(svg_text.encode()).decode()}"
 
 
 def write_text(text: str, path: str | Path | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "flops_text", "percent", "seconds"]
+__all__ = ["bytes_text", "flops_text", "memory_text", "memory_unit", "percent", "seconds", "trim_zeros"]
 
 
 def seconds(value: float) -> str:
@@ -29,6 +29,42 @@ def bytes_text(value: float) -> str:
         if abs(value) >= factor * 0.9995:
             return f"{_digits(value / factor)} {unit}"
     return f"{value:.0f} B"
+
+
+def memory_text(value: float) -> str:
+    """Format bytes of memory: in GiB, as drivers and frameworks report it; under a tenth of one in MiB, and so on.
+
+    >>> memory_text(45.31 * 2**30), memory_text(0.25 * 2**30), memory_text(0.05 * 2**30), memory_text(0)
+    ('45.3 GiB', '0.25 GiB', '51.2 MiB', '0 B')
+    """
+    factor, unit = memory_unit(value)
+    number = value / factor
+    if unit == "B":
+        return f"{value:.0f} B"
+    return f"{number:.1f} {unit}" if unit == "GiB" and number >= 0.995 else f"{_digits(number)} {unit}"
+
+
+def memory_unit(value: float) -> tuple[int, str]:
+    """Return the bytes of the unit in which memory of this size is told, and the unit's name.
+
+    >>> memory_unit(3e9), memory_unit(3e6)
+    ((1073741824, 'GiB'), (1048576, 'MiB'))
+    """
+    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(value) >= 0.1 * factor:
+            return factor, unit
+    return 1, "B"
+
+
+def trim_zeros(words: str) -> str:
+    """Shorten a round amount, which needs no digits behind the point.
+
+    >>> trim_zeros("20.0 MiB"), trim_zeros("100 ms"), trim_zeros("0 B")
+    ('20 MiB', '100 ms', '0')
+    """
+    number, unit = words.split(" ", 1)
+    number = number.rstrip("0").rstrip(".") if "." in number else number
+    return number if number == "0" else f"{number} {unit}"
 
 
 def flops_text(value: float) -> str:

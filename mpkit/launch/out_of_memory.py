@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpkit.common.units import bytes_text
+from mpkit.common.units import memory_text
 from mpkit.timeline.memory_savings import MemorySaving, Situation, savings
 from mpkit.trace import CATEGORIES, Trace
 
@@ -42,7 +42,7 @@ def _bars(held: Mapping[str, int]) -> list[str]:
     total = sum(held.values())
     rows = [*((category, held.get(category, 0)) for category in CATEGORIES), ("in all", total)]
     return [
-        f"  {name:<12}{bytes_text(nbytes):>9}  {'█' * round(BAR * nbytes / total) if total else ''}".rstrip()
+        f"  {name:<12}{memory_text(nbytes):>9}  {'█' * round(BAR * nbytes / total) if total else ''}".rstrip()
         for name, nbytes in rows
     ]
 
@@ -53,9 +53,9 @@ def _allocator(device: Mapping[str, int], held: int) -> list[str]:
     others = device["total"] - device["free"] - device["reserved"]
     kept = device["reserved"] - device["allocated"]
     return [
-        f"The GPU has {bytes_text(device['total'])}: torch allocated {bytes_text(device['allocated'])} "
-        f"({bytes_text(max(0, device['allocated'] - held))} of it in no category: workspaces, temporaries), keeps "
-        f"{bytes_text(kept)} unused, and {bytes_text(others)} are CUDA's own and other programs'."
+        f"The GPU has {memory_text(device['total'])}: torch allocated {memory_text(device['allocated'])} "
+        f"({memory_text(max(0, device['allocated'] - held))} of it in no category: workspaces, temporaries), keeps "
+        f"{memory_text(kept)} unused, and {memory_text(others)} are CUDA's own and other programs'."
         + (
             " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes use of what is kept."
             if kept > held / 4
@@ -73,13 +73,11 @@ def _advice(now: Situation) -> list[str]:
     states, activations = now.model_states(now.plan), now.activations(now.plan)
     assumed = "" if now.states_known else ", with an optimizer like Adam, which is assumed"
     head = (
-        f"{now.plan} needs {bytes_text(states)} per step for parameters, gradients and optimizer states (by the "
-        f"formulas{assumed}) and had {bytes_text(activations)} of activations. What would help most, predicted:"
+        f"{now.plan} needs {memory_text(states)} per step for parameters, gradients and optimizer states (by the "
+        f"formulas{assumed}) and had {memory_text(activations)} of activations. What would help most, predicted:"
     )
     return [head, *(_line(number, saving) for number, saving in enumerate(found[:MOST], 1))]
 
 
 def _line(number: int, saving: MemorySaving) -> str:
-    return (
-        f"  {number}. mk.{saving.plan}: {bytes_text(saving.nbytes)} less ({saving.why}; costs {saving.price})"
-    )
+    return f"  {number}. mk.{saving.plan}: {memory_text(saving.nbytes)} less ({saving.why}; costs {saving.price})"

@@ -11,6 +11,7 @@ May import  all rooms but `course`.
     timeline/widget.py      ... as a live widget, with the browser's half of it (browser/)
     page/html.py            ... as one page, with the same JavaScript; trial.py: its schedules to try, with sliders
     timeline/perfetto.py    ... as a trace for ui.perfetto.dev
+    theme.py                fonts, margins and grounds of every figure, page and widget: light, dark, on paper
     drawing/lanes.py        what ranks are called, and how they are grouped by their places in the mesh
     memory/                 memory by category and GPU, as a chart or as SVG
     traffic/                bytes from rank to rank; volume.py: what a rank sends, compared with the formulas

@@ -740,7 +740,7 @@ def test_what_gpus_did_is_drawn_below_the_memory(new_page: NewPage, screenshot: 
     samples["nvlink_sent"][told], samples["nvlink_received"][told] = 2e9, 1e9
     live = with_memory(page, replace(timeline, device_samples=samples))
     expect(page.get_by_role("img", name="GPU utilisation over time: GPU 0 at most 100 %")).to_be_visible()
-    in_use = page.get_by_role("img", name="GPU memory in use over time: GPU 0 at most 1.00 GB")
+    in_use = page.get_by_role("img", name="GPU memory in use over time: GPU 0 at most 0.93 GiB")
     expect(in_use).to_be_visible()
     whose = ", ".join(f"GPU {rank} at most 3.00 GB/s" for rank in range(3))
     links = page.get_by_role("img", name=f"NVLink traffic over time: {whose}. The table")
@@ -939,3 +939,80 @@ def test_the_kernel_finds_the_path_when_it_is_asked_for(new_page: NewPage) -> No
     drawn(page)
     expect(page.get_by_role("button", name="Critical path")).to_be_hidden()
     assert page.evaluate(f"{CHART}.path") is None
+
+
+# ---------------------------------------------------------------- the search
+
+
+@pytest.mark.parametrize("kind", ["page", "live"])
+def test_a_search_keeps_what_it_finds_and_pales_the_rest(
+    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, kind: str
+) -> None:
+    """In a saved page, without a kernel, and in what a live view leaves behind."""
+    page, timeline = new_page(), mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
+    names = [*timeline.names, "model.layers.7.mlp", "block17"]
+    spans = timeline.spans.copy()
+    forwards = np.flatnonzero(spans["kind"] == Kind.FORWARD)
+    spans["name"][forwards] = len(names) - 1
+    seventh = forwards[(spans["rank"][forwards] == 2) & (spans["microbatch"][forwards] < 3)]
+    spans["name"][seventh] = len(names) - 2
+    timeline = replace(timeline, spans=spans, names=names)
+    if kind == "page":
+        open_html(page, tmp_path, timeline)
+    else:
+        with_memory(page, timeline).view.live = False
+    blue = INKS[Key.FORWARD].light
+    assert colour(page, 0.85) == colour(page, 4.35, rank=2) == blue
+    field = page.get_by_role("searchbox", name='Search operations, such as "all_gather"')
+    page.get_by_role("group", name="Timeline.").focus()
+    page.keyboard.press("/")
+    expect(field).to_be_focused()
+
+    for words, found in (
+        ("Layer 7", "3 found, 3.00 s"), ("rank 3", "found, "), ("rank 2 layer 7 micro-batch 1", "1 found"),
+        ("all_gather", "none found"), ("receive GPU 1", "16 found, 4.00 s"), ("forward block", "29 found"),
+    ):  # fmt: skip
+        field.fill(words)
+        expect(page.locator(".mpkit-found")).to_contain_text(found)
+
+    field.fill("layer 7")
+    drawn(page)
+    assert colour(page, 4.35, rank=2) == blue != colour(page, 0.85)
+    screenshot(page, f"search-{kind}")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(page.locator(".mpkit-said").first).to_contain_text("model.layers.7.mlp · micro-batch 1, on GPU 2")
+    found = (
+        Axe()
+        .run(
+            page,
+            options={
+                "rules": {
+                    "document-title": {"enabled": kind == "page"},
+                    "html-has-lang": {"enabled": kind == "page"},
+                }
+            },
+        )
+        .response["violations"]
+    )
+    assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
+    page.keyboard.press("Escape")
+    drawn(page)
+    assert colour(page, 0.85) == blue
+    expect(page.get_by_role("group", name="Timeline.")).to_be_focused()
+
+
+def test_hovering_over_a_message_joins_its_ends_in_a_saved_page(new_page: NewPage, tmp_path: Path) -> None:
+    page = new_page()
+    open_html(page, tmp_path, mk.simulate(mk.Plan.gpipe(2, 2), hop=0.5))
+    x, _ = place(page, 1.2, 1)
+    tops = page.evaluate(
+        f"{CHART}.placed.rows.filter((row) => row.rank === 1 && row.part === 'comm').map((row) => row.y)"
+    )
+    box = page.locator(".mpkit-stage").first.bounding_box()
+    assert box
+    page.mouse.move(x, box["y"] + tops[0] + 3)
+    drawn(page)
+    assert page.evaluate(f"{CHART}.store.linked.link.what") == "message"
+    page.emulate_media(media="print")  # paper is light
+    page.wait_for_function("document.querySelector('.mpkit-timeline').dataset.theme === 'light'")

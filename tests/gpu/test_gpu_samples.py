@@ -374,8 +374,8 @@ def test_text_has_a_line_per_gpu(trace: mk.Trace) -> None:
     cells = [re.split(r"  +", line) for line in device_lines(timeline)]
     assert cells == [
         ["GPU: mean (highest)", "utilisation", "memory in use", "PCIe traffic", "NVLink traffic", "samples"],
-        ["GPU 0", "56 % (97 %)", "2.88 GB (3.75 GB)", "48.5 MB/s (52.0 MB/s)", "3.01 GB/s (4.58 GB/s)", "8"],
-        ["GPU 1", "56 % (97 %)", "4.38 GB (5.25 GB)", "48.5 MB/s (52.0 MB/s)", "not told", "8"],
+        ["GPU 0", "56 % (97 %)", "2.7 GiB (3.5 GiB)", "48.5 MB/s (52.0 MB/s)", "3.01 GB/s (4.58 GB/s)", "8"],
+        ["GPU 1", "56 % (97 %)", "4.1 GiB (4.9 GiB)", "48.5 MB/s (52.0 MB/s)", "not told", "8"],
     ]
     assert device_lines(timeline)[0] in str(timeline)
 

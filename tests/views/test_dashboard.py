@@ -154,12 +154,14 @@ def test_pace_gives_costly_things_a_twentieth_of_the_time() -> None:
 
 def test_a_panel_a_gpu_with_its_peak(data_parallel: mk.Timeline) -> None:
     figure = memory_figure(data_parallel)
-    assert len(figure.data) == 2 * (5 + 1)
+    used = [trace.name for trace in figure.data[: len(figure.data) // 2 - 1]]
+    assert len(figure.data) == 2 * (len(used) + 1) and used[0] == "params"  # no key that nothing wears
     assert [title.text for title in figure.layout.annotations] == [
-        "rank 0 (CPU): <b>peak 2.00 kB</b>",
-        "rank 1 (CPU): <b>peak 2.00 kB</b>",
+        "rank 0 (CPU): <b>peak 1.95 KiB</b>",
+        "rank 1 (CPU): <b>peak 1.95 KiB</b>",
     ]
-    assert figure.data[5].y[0] == 2000 and figure.data[5].x[0] == 3.0
+    peak = figure.data[len(used)]
+    assert peak.y[0] == np.float32(2000 / 1024) and peak.x[0] == 3.0
     assert all(trace.x.dtype == trace.y.dtype == np.float32 for trace in figure.data)
 
 
@@ -168,7 +170,7 @@ def test_few_points_whatever_the_length(gpipe: mk.Timeline) -> None:
     held["time"], held["total"] = np.arange(200_000), np.arange(200_000) % 1000
     figure = memory_figure(replace(gpipe, held=held))
     assert max(len(trace.x) for trace in figure.data) <= 500
-    assert figure.data[0].y.max() == 999
+    assert figure.data[0].y.max() == 999  # of micro-batches
 
 
 def test_many_gpus_have_a_bar_each(gpipe: mk.Timeline) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from math import inf
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.timeline.replay.spans import HELD
 from mpkit.trace import CATEGORIES
+from mpkit.views.memory.peak import UNMEASURED, repeated_from
 from mpkit.views.memory.series import memory_of
 from mpkit.views.memory.svg import memory_svg
+from mpkit.views.timeline.tracks import pack_tracks
 
 CHANGES = st.lists(
     st.tuples(st.floats(0, 40), st.integers(0, len(CATEGORIES) - 1), st.integers(0, 10**9)),
@@ -53,7 +57,7 @@ def test_a_panel_a_gpu_with_its_peak(data_parallel: mk.Timeline) -> None:
     root = ElementTree.fromstring(drawn)
     panels = root.findall("{http://www.w3.org/2000/svg}g")
     assert [panel.get("aria-label") for panel in panels] == ["rank 0 (CPU)", "rank 1 (CPU)"]
-    assert drawn.count("peak 2.00 kB") == 2 + 2  # drawn, and said
+    assert drawn.count("peak 1.95 KiB") == 2 + 2  # drawn, and said
 
 
 def test_a_simulation_counts_micro_batches() -> None:
@@ -65,3 +69,18 @@ def test_many_gpus_and_no_memory(gpipe: mk.Timeline) -> None:
     drawn = memory_svg(many)
     assert "and 36 GPUs more" in drawn
     ElementTree.fromstring(memory_svg(replace(gpipe, held=gpipe.held[:0])))
+
+
+def test_watched_steps_that_were_not_measured_are_marked() -> None:
+    """The first steps are measured until one repeats another; those after it are drawn as it was."""
+    timeline = mk.simulate(mk.Plan.gpipe(2, 2), steps=5)
+    assert repeated_from(timeline) == inf  # not watched: all was measured
+    watched = replace(timeline, meta={**timeline.meta, "watched": True})
+    # The second step frees what the first held when it began, and the third does the same: the fourth is not measured.
+    fourth = timeline.spans[(timeline.spans["step"] == 3) & (timeline.spans["rank"] == 0)]
+    assert repeated_from(watched) == fourth["start"].min()
+    drawn = memory_svg(watched)
+    assert UNMEASURED in " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
+    assert drawn.count('opacity="0.5"') == 2
+    head, _ = pack_tracks(watched)
+    assert head["tracks"][0]["repeats"] == repeated_from(watched) and UNMEASURED in head["tracks"][0]["told"]

@@ -14,7 +14,8 @@ import mpkit as mk
 from mpkit.timeline import metrics
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.trace import Kind
-from mpkit.views.drawing.colours import INKS, THEMES, Key
+from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.theme import THEMES
 from mpkit.views.timeline.coverage import coverage, strongest
 from mpkit.views.timeline.idle import subtract_spans
 from mpkit.views.timeline.picture import BOX, picture

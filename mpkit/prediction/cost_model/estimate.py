@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mpkit.common.calls import answers
 from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.checks import call_of
@@ -159,7 +159,7 @@ class Estimate(DrawnResult, Answer):
         low, high = self.band
         shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
         most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
-        held = ", ".join(f"{name} {most[name] / GIB:.1f}" for name in CATEGORIES if most[name] > 0.05 * GIB)
+        held = ", ".join(f"{name} {memory_text(most[name])}" for name in CATEGORIES if most[name] >= 1 << 20)
         name = self.model.name or "the model"
         origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
         return "\n".join(

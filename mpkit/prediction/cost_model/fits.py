@@ -18,7 +18,7 @@ from typing import Any
 from mpkit.common.calls import answers
 from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
-from mpkit.common.units import seconds
+from mpkit.common.units import memory_text, seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.hybrid import change_plan
@@ -211,10 +211,10 @@ class Fits(DrawnResult, DelegatedAnswer):
             f"{self.available / GIB:.1f} GiB on rank {self.fullest}, {samples}"
         ]
         for category in sorted(CATEGORIES, key=lambda each: -memory[each]):
-            if memory[category] >= 0.01 * GIB:
-                lines.append(f"  {memory[category] / GIB:8.1f} GiB  {category}: {MEANING[category]}")
+            if memory[category] >= 1 << 20:
+                lines.append(f"  {memory_text(memory[category]):>12}  {category}: {MEANING[category]}")
         spare = f"{FRAGMENTATION:.0%} of all that, which an allocator reserves beside it"
-        lines.append(f"  {self.margin(memory) / GIB:8.1f} GiB  {MARGIN_WORD}: {spare}")
+        lines.append(f"  {memory_text(self.margin(memory)):>12}  {MARGIN_WORD}: {spare}")
         if self:
             lines.append(f"The largest batch that fits: {self.largest_batch} samples.")
         elif self.remedy is not None:

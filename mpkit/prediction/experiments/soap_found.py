@@ -83,6 +83,7 @@ class Soap(DrawnResult):
     shapes: dict[str, tuple[int, ...]]
     ways: list[Way]
     trace: Trace
+    _wraps = False
 
     def __getitem__(self, name: str) -> Way:
         """Return the way with this name."""

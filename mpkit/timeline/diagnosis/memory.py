@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.findings.finding import Finding
 from mpkit.trace import CATEGORIES, Kind, Lane
@@ -48,9 +48,9 @@ def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> Iterable
     largest = max(CATEGORIES, key=lambda name: peak[name])
     yield evidence.make_finding(
         "memory near the limit",
-        f"{evidence.name_ranks([rank])} holds {bytes_text(peak['total'])} of its device's {bytes_text(memory)} "
+        f"{evidence.name_ranks([rank])} holds {memory_text(peak['total'])} of its device's {memory_text(memory)} "
         f"({percent(shares[rank])}), "
-        f"most of it {largest} ({bytes_text(peak[largest])}).",
+        f"most of it {largest} ({memory_text(peak[largest])}).",
         reason="Near the limit the allocator frees and asks again, which stops the device; a longer sequence "
         "ends the run.",
         remedy=_less(largest),
@@ -90,7 +90,7 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
         return
     rank = int(np.argmax(np.add(peaks, kept)))
     room = (
-        f" of {bytes_text(memory[rank])}"
+        f" of {memory_text(memory[rank])}"
         if memory[rank]
         else f", {percent(kept[rank] / max(peaks[rank], 1))} more"
     )
@@ -99,7 +99,7 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
         "useless recomputation",
         f"Recomputation takes {seconds(gain)} a step ({evidence.share(gain)}), and without it rank "
         f"{evidence.whole.rank_number(rank)}, the fullest, would hold about "
-        f"{bytes_text(peaks[rank] + kept[rank])}{room} instead of {bytes_text(peaks[rank])}.",
+        f"{memory_text(peaks[rank] + kept[rank])}{room} instead of {memory_text(peaks[rank])}.",
         reason="Activations that fit need not be computed twice.",
         remedy="recompute='none', or recompute only some of the blocks.",
         gain=gain, rows=rows, check="timeline.peak_memory_of_run",

@@ -85,6 +85,11 @@ class Replay:
         self._held: list[Array] = [np.zeros(0, HELD)]
 
     @property
+    def ranks(self) -> Sequence[RankReplay]:
+        """The ranks' sides of it."""
+        return self._ranks
+
+    @property
     def names(self) -> list[str]:
         """The strings that spans refer to; the list grows."""
         return self._names.all
@@ -151,10 +156,19 @@ class Replay:
             self._meta["waiting"] = waiting_ranks(self._ranks)
         return spans
 
+    def collect_ops(self) -> list[list[int]]:
+        """Return the ops of each rank in the order in which `collect` has their spans."""
+        spans, ops, order = self._sort_spans()
+        return [ops[order][spans["rank"][order] == this.rank].tolist() for this in self._ranks]
+
+    def _sort_spans(self) -> tuple[Array, Array, Array]:
+        """Return all spans, their ops, and their order by rank and start."""
+        spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
+        return spans, ops, np.lexsort((ops, spans["start"], spans["rank"]))
+
     def collect(self) -> ReplayResult:
         """Return everything so far."""
-        spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)
-        order = np.lexsort((ops, spans["start"], spans["rank"]))
+        spans, ops, order = self._sort_spans()
         row = np.full(len(order) + 1, -1)  # the last one is row -1: no cause
         row[order] = np.arange(len(order))
         spans = spans[order]

@@ -165,11 +165,28 @@ class RankReplay:
         op, close = self._others[over], close[over]
         self._others = self._others[~over]
         start = program.clock(program.work[op], op)
-        # A step ends at the point that its lane has reached when the first op after it begins.
-        done = program.done[op]
+        return op, start, program.clock(self._done_at(op, close), close)
+
+    def _done_at(self, op: Array, close: Array) -> Array:
+        """Return the work at the ends of ops; a step ends where its lane is when the first op after it begins."""
+        program = self.program
+        done: Array = program.done[op]
         steps = np.flatnonzero(program.ops["kind"][op] == _STEP)
         done[steps] = [program.work[at] if at < program.count else program.total for at in close[steps]]
-        return op, start, program.clock(done, close)
+        return done
+
+    @property
+    def controls(self) -> list[Control]:
+        """What is processed one by one, of the records taken last."""
+        return self._controls
+
+    def rows_of(self, ops: list[int]) -> list[tuple[int, int, float, float, int]]:
+        """Return of each op: rank, op, work before it, work at its end, and the op before which it ends."""
+        program, op = self.program, np.array(ops, np.int64)
+        close = np.minimum(program.close[op], program.count)
+        done = self._done_at(op, close)
+        columns = (program.work[op].tolist(), done.tolist(), close.tolist())
+        return [(self.rank, *each) for each in zip(ops, *columns, strict=True)]
 
     @property
     def unserved_count(self) -> int:

@@ -11,6 +11,7 @@
     overview.js  the whole run as a strip, with a frame around what is seen
     tip.js       what is under the pointer, in words
     walk.js      from operation to operation by keys, said to a screen reader
+    search.js    operations found by words, and the rest paler
     pointer.js   wheel, drag, hover, keys
     track.js     below the lanes, on their time axis: a lane per rank with what it held of memory
     tracks.js    all of these, from the bytes that the kernel sends
@@ -24,6 +25,11 @@ to try:
     own.js       a schedule that the reader writes, checked
     trial.js     sliders, and the panel that shows what they set
 
+And on pages whose run the reader can replay on another link:
+
+    retimed.js   a recorded run on a link: when each operation runs
+    relink.js    the link's name and numbers, and the panel that shows the run on it
+
 Separate modules:
 
     sortable.js      a table that the reader sorts
@@ -34,7 +40,9 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-__all__ = ["FILES", "TRIAL", "css", "esm", "slider_names", "sortable"]
+from mpkit.views.theme import substitute_theme
+
+__all__ = ["FILES", "RELINK", "TRIAL", "css", "esm", "slider_names", "sortable"]
 
 FILES = (
     "words",
@@ -48,6 +56,7 @@ FILES = (
     "overview",
     "tip",
     "walk",
+    "search",
     "pointer",
     "track",
     "tracks",
@@ -56,6 +65,7 @@ FILES = (
 )
 
 TRIAL = ("played", "own", "trial")
+RELINK = ("retimed", "relink")
 
 
 def esm(more: tuple[str, ...] = ()) -> str:
@@ -67,23 +77,24 @@ def esm(more: tuple[str, ...] = ()) -> str:
     >>> esm().count("export default")
     1
     """
-    here = files(__name__)
-    return "\n".join((here / f"{name}.js").read_text(encoding="utf-8") for name in [*FILES, *more])
+    return "\n".join(_read(f"{name}.js") for name in [*FILES, *more])
 
 
 def css() -> str:
     """Return the style sheet that belongs to it."""
-    return (files(__name__) / "timeline.css").read_text(encoding="utf-8")
+    return _read("timeline.css")
 
 
 def sortable() -> tuple[str, str]:
     """Return the source of the sortable table's module, and its style sheet."""
-    here = files(__name__)
-    return (here / "sortable.js").read_text(encoding="utf-8"), (here / "sortable.css").read_text(
-        encoding="utf-8"
-    )
+    return _read("sortable.js"), _read("sortable.css")
 
 
 def slider_names() -> str:
     """Return the source of the module that names sliders."""
-    return (files(__name__) / "slider_names.js").read_text(encoding="utf-8")
+    return _read("slider_names.js")
+
+
+def _read(name: str) -> str:
+    """Return a file of this folder, with the theme's values in it."""
+    return substitute_theme((files(__name__) / name).read_text(encoding="utf-8"))

@@ -124,6 +124,7 @@ class Chart {
     this.drawMarks(frame, placed);
     this.drawRows(frame, placed);
     if (this.path) drawPath(frame, this, placed);
+    if (this.search?.query) drawFound(frame, this, placed);
     drawWaits(frame, this, placed);
     this.drawAxis(frame, placed);
     drawCursor(frame, this.cursor, placed.top, placed.bottom);

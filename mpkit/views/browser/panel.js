@@ -6,6 +6,7 @@
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
 function isDark() {
   const { body, documentElement: root } = document;
+  if (window.matchMedia("print").matches) return false; // paper is light
   if (body.dataset.jpThemeLight) return body.dataset.jpThemeLight === "false";
   if (body.classList.contains("vscode-dark") || body.classList.contains("vscode-high-contrast")) return true;
   if (body.classList.contains("vscode-light")) return false;
@@ -15,20 +16,20 @@ function isDark() {
 
 /** Call back when that may have changed; returns how to stop. */
 function watchTheme(changed) {
-  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const media = ["(prefers-color-scheme: dark)", "print"].map((query) => window.matchMedia(query));
   const page = new MutationObserver(changed);
   const options = { attributes: true, attributeFilter: ["class", "theme", "data-jp-theme-light"] };
   page.observe(document.body, options);
   page.observe(document.documentElement, options);
-  system.addEventListener("change", changed);
+  media.forEach((each) => each.addEventListener("change", changed));
   return () => {
     page.disconnect();
-    system.removeEventListener("change", changed);
+    media.forEach((each) => each.removeEventListener("change", changed));
   };
 }
 
 const KEYS = "Timeline. Arrows pan and zoom, Page Up and Page Down go from step to step, 0 shows all, "
-  + "Shift and an arrow go from operation to operation, C shows the critical path.";
+  + "Shift and an arrow go from operation to operation, C shows the critical path, / searches.";
 
 const ENDED = "The kernel of this picture has ended or was restarted. This is the last that it sent.";
 
@@ -43,13 +44,14 @@ class Panel {
     this.overview = new Overview(this.strip, this.chart, () => this.changed());
     this.tip = new Tip(this.stage);
     this.walk = new Walk(this);
+    this.search = this.chart.search = new Search(this, this.tools);
     this.tracks = new Tracks(this.below, this);
     this.chart.drawn = () => {
       this.overview.draw();
       this.tracks.draw();
       this.fillView();
     };
-    this.stops = [watchTheme(() => this.theme()), watchSize(this.stage, this.chart), listen(this)];
+    this.stops = [watchTheme(() => this.printed()), watchSize(this.stage, this.chart), listen(this)];
     this.theme();
   }
 
@@ -58,7 +60,7 @@ class Panel {
     this.title = head.appendChild(node("strong", "mpkit-title"));
     this.bubble = figure(head, "bubble", "idle share of a step, averaged over GPUs (GPipe's definition)");
     this.time = figure(head, "step time", "from a step's first operation to its last one's end");
-    const tools = head.appendChild(node("span", "mpkit-tools"));
+    const tools = this.tools = head.appendChild(node("span", "mpkit-tools"));
     this.followed = button(tools, "Follow", "keep the newest steps in view", () => this.toggleFollow());
     this.pages = [
       button(tools, "‹", "the step before (Page Up)", () => this.page(-1)),
@@ -125,6 +127,7 @@ class Panel {
   changed() {
     const { store } = this.chart;
     this.root.dataset.spans = store.count;
+    this.search.refresh();
     const stages = Math.max(0, ...[...store.stages.values()].map((some) => some.length));
     if (`${store.keys.size} ${stages}` !== this.legend.dataset.of) this.fillLegend(stages);
     this.chart.ask();
@@ -213,6 +216,12 @@ class Panel {
       this.root.style.setProperty(`--mpkit-edge-${key}`, (dark ? ink.edge_dark : ink.edge_light) || "transparent");
     });
     this.chart.ask();
+  }
+
+  /** Take the theme at once: paper does not wait for the screen's next frame. */
+  printed() {
+    this.theme();
+    this.chart.draw();
   }
 
   fit() {

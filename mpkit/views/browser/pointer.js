@@ -100,6 +100,7 @@ function key(event, panel) {
     0: () => panel.fit(),
     Home: () => panel.fit(),
     c: () => panel.togglePath(),
+    "/": () => panel.search.field.focus(),
     Escape: () => panel.select(null),
   };
   const walks = {

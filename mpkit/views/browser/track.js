@@ -35,7 +35,7 @@ class Track {
     }));
     const of = data.device ? `, ${percent(highest / data.device)} of a device's ${this.amount(data.device)}` : "";
     const scale = highest ? `each lane reaches to ${this.amount(highest)}${of}` : "nothing is known yet";
-    const state = `${scale} ${used.map(({ word }) => word)} ${panel.root.dataset.theme}`;
+    const state = `${scale} ${data.told} ${used.map(({ word }) => word)} ${panel.root.dataset.theme}`;
     if (this.head.dataset.state === state) return;
     this.head.dataset.state = state;
     this.head.replaceChildren(node("b", "", data.name), node("span", "", scale));
@@ -44,6 +44,7 @@ class Track {
       item.appendChild(node("i")).style.background = this.ink(key);
       item.append(key.word);
     }
+    if (data.told) this.head.append(node("span", "mpkit-track-told", data.told));
   }
 
   ink(key) {
@@ -52,7 +53,8 @@ class Track {
 
   amount(value) {
     const { unit } = this.data;
-    if (unit.startsWith("B")) return amount(value, unit); // B, B/s
+    if (unit === "B") return memory(value);
+    if (unit === "B/s") return amount(value, unit);
     return unit ? `${digits(value)} ${unit}` : String(Math.round(value));
   }
 
@@ -125,7 +127,26 @@ class Track {
       const level = base - (row.totals[moment] / highest) * (base - top - 2 * ratio);
       context.fillRect(left + from, Math.round(level) - ratio, Math.max(to - from, ratio), ratio);
     }
+    this.unmeasured(frame, base, top);
     this.drawPeak(frame, row, base, top);
+  }
+
+  /** The ground over the steps that were not measured, and a line where they begin. */
+  unmeasured({ context, ratio, left, width, t0, scale, theme }, base, top) {
+    const x = Math.max(((this.data.repeats ?? Infinity) - t0) * scale, 0);
+    if (!(x < width)) return;
+    context.save();
+    context.globalAlpha = 0.5;
+    context.fillStyle = theme.ground;
+    context.fillRect(left + x, top, width - x, base - top);
+    context.globalAlpha = 1;
+    context.strokeStyle = theme.text;
+    context.setLineDash([4 * ratio, 3 * ratio]);
+    context.beginPath();
+    context.moveTo(left + x, top);
+    context.lineTo(left + x, base);
+    context.stroke();
+    context.restore();
   }
 
   /** Words in a lane of which nothing is known, since others are known: it is not zero. */

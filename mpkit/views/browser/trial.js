@@ -9,11 +9,6 @@ export function showTrial(section, look, data) {
   return new Trial(section, look, data);
 }
 
-/** What base64 text that holds JSON in gzip says. */
-export async function unpackedJson(text) {
-  return JSON.parse(new TextDecoder().decode(await unpacked(text)));
-}
-
 class Trial {
   constructor(section, look, data) {
     this.section = section;

@@ -88,4 +88,9 @@ export async function unpacked(text) {
   return new DataView(await new Response(stream).arrayBuffer());
 }
 
+/** What base64 text that holds JSON in gzip says. */
+export async function unpackedJson(text) {
+  return JSON.parse(new TextDecoder().decode(await unpacked(text)));
+}
+
 export default timelineWidget;

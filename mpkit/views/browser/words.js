@@ -1,6 +1,6 @@
 // Numbers as people read them, as units.py writes them.
 
-const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const FONT = "$font"; // the theme's
 
 function digits(value) {
   const size = Math.abs(value);
@@ -21,6 +21,14 @@ function amount(value, base) {
     if (value >= factor * 0.9995) return `${digits(value / factor)} ${unit}${base}`;
   }
   return `${Math.round(value)} ${base}`;
+}
+
+/** Bytes of memory: GiB; under a tenth of one MiB, and so on. */
+function memory(value) {
+  const [factor, unit] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find(([bytes]) => value >= 0.1 * bytes) ?? [1, "B"];
+  if (unit === "B") return `${Math.round(value)} B`;
+  const number = value / factor;
+  return `${unit === "GiB" && number >= 0.995 ? number.toFixed(1) : digits(number)} ${unit}`;
 }
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from mpkit.common.safe_text import escape
 from mpkit.launch.doctor.findings.finding import CheckupFinding, Level
 from mpkit.views.checkup.text import verdict
+from mpkit.views.theme import ACCENT, STATUS
 
 if TYPE_CHECKING:
     from mpkit.launch.doctor.report import CheckupReport
 
 __all__ = ["report_html"]
 
-COLOURS = {Level.COSTS: "#c62828", Level.NOTE: "#00796b", Level.FINE: "#2e7d32", Level.UNCHECKED: "#8d6e00"}
+COLOURS = {
+    Level.COSTS: STATUS["bad"], Level.NOTE: ACCENT, Level.FINE: STATUS["good"], Level.UNCHECKED: STATUS["doubt"],
+}  # fmt: skip
 ORDER = (Level.COSTS, Level.NOTE, Level.UNCHECKED, Level.FINE)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mpkit.common.disk import write_whole
-from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.common.units import bytes_text, memory_text, percent, seconds
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
@@ -178,9 +178,9 @@ class Demo:
         row("step time", [seconds(t.step_time) for t in each])
         row("speed-up", [f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
         table.add_section()
-        row("peak memory", [bytes_text(_fullest(t)["total"]) for t in each])
+        row("peak memory", [memory_text(_fullest(t)["total"]) for t in each])
         for category in CATEGORIES:
-            row(f"  {category}", [bytes_text(_fullest(t).get(category, 0)) for t in each])
+            row(f"  {category}", [memory_text(_fullest(t).get(category, 0)) for t in each])
         row("bytes sent", [bytes_text(_sent_bytes(t)) for t in each])
         table.add_section()
         row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])

@@ -7,6 +7,7 @@ parts      both, with the reasons and the timelines of the best three
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import image
@@ -14,8 +15,8 @@ from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.views.comparison.svg import comparison_svg
-from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
 from mpkit.views.drawing.sortable import Cell, Column, SortableTable
+from mpkit.views.theme import ACCENT, ALARM, GREY, dress_chart
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
@@ -63,22 +64,15 @@ def advice_figure(advice: Advice) -> Any:
             text=[repr(plan) for plan in frontier],
             mode="lines+markers",
             name="the frontier: none found is faster and smaller",
-            line={"color": "#0072b2", "shape": "hv"},
+            line={"color": ACCENT, "shape": "hv"},
             hovertemplate="%{text}<br>%{y:.3s}s per step, %{x:.1f} GiB<extra></extra>",
         )
     )
     room = advice.priced.hardware.device.memory / GIB
-    figure.add_vline(x=room, line_dash="dash", line_color="#d55e00", annotation_text=f"{room:.0f} GiB")
-    figure.update_layout(
-        title={"text": str(advice).split(":")[0]},
-        height=420,
-        margin={"l": 64, "r": 16, "t": 48, "b": 48},
-        **LOOK,
-        legend={"x": 0.92, "y": 0.98, "xanchor": "right"},
-    )
-    figure.update_xaxes(title="GiB on the fullest rank", gridcolor=LINE, zeroline=False)
-    figure.update_yaxes(title="seconds per step", type="log", gridcolor=LINE, zeroline=False)
-    return figure
+    figure.add_vline(x=room, line_dash="dash", line_color=ALARM, annotation_text=f"{room:.0f} GiB")
+    dress_chart(figure, str(advice).split(":")[0], 420)
+    figure.update_xaxes(title="GiB on the fullest rank")
+    return figure.update_yaxes(title="seconds per step", type="log")
 
 
 COLUMNS = (
@@ -123,5 +117,7 @@ def advice_parts(advice: Advice) -> list[Any]:
     timelines = advice.timelines(3)
     if max(len(each.spans) for each in timelines.values()) <= LEGIBLE:
         three = compare_timelines([*timelines.items()])
-        parts.append(HTML(image(comparison_svg(three), f"Predicted timelines of the best plans. {three}")))
+        parts.append(
+            HTML(image(partial(comparison_svg, three), f"Predicted timelines of the best plans. {three}"))
+        )
     return parts

@@ -5,9 +5,10 @@ from __future__ import annotations
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.prediction.experiments.compare_bubbles import BubbleCurve
-from mpkit.views.drawing.colours import INKS, THEMES, Key
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.drawing.sheet import sheet
 from mpkit.views.drawing.ticks import levels
+from mpkit.views.theme import MARGIN, THEMES
 
 __all__ = ["bubble_curve_svg", "bubble_curve_text"]
 
@@ -42,7 +43,7 @@ def bubble_curve_svg(curve: BubbleCurve, width: int = 860) -> str:
     def y_of(share: float) -> float:
         return base - share * PLOT
 
-    parts = [heading(_title(curve).capitalize(), 30)]
+    parts = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(
             f'<line class="line" x1="{left:g}" x2="{right:g}" y1="{y_of(share):g}" y2="{y_of(share):g}"/>'
@@ -71,8 +72,9 @@ def bubble_curve_svg(curve: BubbleCurve, width: int = 860) -> str:
         )
     parts.append(_legend(right, bool(line)))
     return sheet(
-        "bubble-curve", _title(curve), bubble_curve_text(curve), parts, width, base + FOOT, classes=_classes()
-    )
+        "bubble-curve", _title(curve), bubble_curve_text(curve), parts, width, base + FOOT,
+        head=_title(curve).capitalize(), classes=_classes(),
+    )  # fmt: skip
 
 
 def _title(curve: BubbleCurve) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import image
@@ -9,9 +10,9 @@ from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import seconds
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.comparison.svg import bars_svg
-from mpkit.views.drawing.chart_look import LINE, LOOK
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import widest_label
+from mpkit.views.theme import dress_chart
 from mpkit.views.timeline.widget import TimelineView
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def comparison_view(comparison: Comparison) -> Any:
     room = max(row.timeline.step_time for row in comparison.rows)
     widest = widest_label(row.timeline for row in comparison.rows)
     views = [TimelineView(row.timeline, title=row.name, room=room, widest=widest) for row in comparison.rows]
-    return ipywidgets.VBox([*views, ipywidgets.HTML(image(bars_svg(comparison), str(comparison)))])
+    return ipywidgets.VBox([*views, ipywidgets.HTML(image(partial(bars_svg, comparison), str(comparison)))])
 
 
 def comparison_figure(comparison: Comparison) -> Any:
@@ -53,14 +54,5 @@ def comparison_figure(comparison: Comparison) -> Any:
                     hovertemplate="%{y}: %{customdata}<extra>" + what + "</extra>",
                 )
             )
-    figure.update_layout(
-        title={"text": "Where a step's time goes, averaged over ranks"},
-        barmode="stack",
-        height=160 + 44 * len(rows),
-        margin={"l": 16, "r": 16, "t": 48, "b": 40},
-        **LOOK,
-        legend={"traceorder": "normal"},
-    )
-    figure.update_xaxes(gridcolor=LINE, zeroline=False, title="seconds")
-    figure.update_yaxes(automargin=True)
-    return figure
+    title, height = "Where a step's time goes, averaged over ranks", 160 + 44 * len(rows)
+    return dress_chart(figure, title, height, left=16, barmode="stack").update_xaxes(title="seconds")

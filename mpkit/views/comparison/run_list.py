@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 
 if TYPE_CHECKING:
     from mpkit.launch.session.run_list import KeptRun, RunList
@@ -35,7 +35,7 @@ def _cells(row: KeptRun) -> list[tuple[str, float | str | None]]:
         (str(row.steps), row.steps),
         ("" if row.step_time is None else seconds(row.step_time), row.step_time),
         ("" if row.bubble is None else percent(row.bubble), row.bubble),
-        (bytes_text(row.memory) if row.memory else "", row.memory or None),
+        (memory_text(row.memory) if row.memory else "", row.memory or None),
         ("" if row.loss is None else f"{row.loss:.4g}", row.loss),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.missing_packages import needs_notebook
-from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
+from mpkit.views.theme import GREY, SERIES, dress_chart
 
 if TYPE_CHECKING:
     from mpkit.prediction.experiments.scaling import Scaling
@@ -64,20 +64,11 @@ def scaling_figure(scaling: Scaling) -> Any:
                     marker={"color": ink, "symbol": "circle-open", "size": 10},
                 )
             )
-    figure.update_layout(
-        title={"text": scaling.kind + (f", on {scaling.hardware}" if scaling.hardware else "")},
-        height=360,
-        margin={"l": 64, "r": 16, "t": 48, "b": 48},
-        **LOOK,
-        legend={"x": 0.02, "y": 0.98},
-    )
-    figure.update_xaxes(title="ranks", type="log", tickvals=numbers, gridcolor=LINE, zeroline=False)
+    dress_chart(figure, scaling.kind + (f", on {scaling.hardware}" if scaling.hardware else ""))
+    figure.update_xaxes(title="ranks", type="log", tickvals=numbers)
     # The ticks are where the ideal line crosses the numbers of ranks, so that distances from it can be read off.
     marks = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in ideal]
-    figure.update_yaxes(
-        title="samples/s", type="log", tickvals=ideal, ticktext=marks, gridcolor=LINE, zeroline=False
-    )
-    return figure
+    return figure.update_yaxes(title="samples/s", type="log", tickvals=ideal, ticktext=marks)
 
 
 def _add_predicted(figure: Any, name: str, last: list[Any], ahead: list[Any], ink: str) -> None:

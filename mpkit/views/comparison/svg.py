@@ -15,8 +15,9 @@ from mpkit.common.units import seconds
 from mpkit.timeline.idleness import CAUSES
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.sheet import keys, sheet
+from mpkit.views.theme import MARGIN
 from mpkit.views.timeline.picture import picture
-from mpkit.views.timeline.svg import GUTTER, MARGIN, gutter_of, svg
+from mpkit.views.timeline.svg import GUTTER, gutter_of, svg
 
 if TYPE_CHECKING:
     from mpkit.timeline.comparison import ComparedStep, Comparison
@@ -48,7 +49,7 @@ def comparison_svg(comparison: Comparison, width: int = 960) -> str:
         y += tall
         parts.append(_bar(row, MARGIN + gutter, y, span / room if room else 0.0))
         y += SPACE
-    return _document(comparison, width, [*parts, _legend(comparison, y + 6)], y + 30)
+    return _document(comparison, width, parts, y + 6)
 
 
 def bars_svg(comparison: Comparison, width: int = 960) -> str:
@@ -68,12 +69,16 @@ def bars_svg(comparison: Comparison, width: int = 960) -> str:
     for row in comparison.rows:
         parts.append(_bar(row, MARGIN + GUTTER, y, scale, row.name))
         y += BAR + 8
-    return _document(comparison, width, [*parts, _legend(comparison, y + 16)], y + 30)
+    return _document(comparison, width, parts, y + 16)
 
 
-def _document(comparison: Comparison, width: int, parts: list[str], height: float) -> str:
+def _document(comparison: Comparison, width: int, parts: list[str], y: float) -> str:
+    """Put a legend below the parts, its first line at `y`, and a sheet around both."""
     title = " and ".join(row.name for row in comparison.rows)
-    return sheet("compare", title, str(comparison), parts, width, height)
+    seen = [what for what in CAUSES if any(row.idle[what] > 0 for row in comparison.rows)]
+    words = {"work": "work", **{what: f"idle: {what}" for what in seen}}
+    legend = keys(((f'fill="{CAUSE_INKS[what]}"', word) for what, word in words.items()), y - 10, width)
+    return sheet("compare", title, str(comparison), [*parts, *legend.parts], width, legend.y + 34)
 
 
 def _bar(row: ComparedStep, x: float, y: float, scale: float, label: str = "mean of ranks") -> str:
@@ -92,9 +97,3 @@ def _bar(row: ComparedStep, x: float, y: float, scale: float, label: str = "mean
             )
         x += long
     return f'<g aria-label="{escape(row.name)}: where the time goes">{"".join(parts)}</g>'
-
-
-def _legend(comparison: Comparison, y: float) -> str:
-    seen = [what for what in CAUSES if any(row.idle[what] > 0 for row in comparison.rows)]
-    words = {"work": "work", **{what: f"idle: {what}" for what in seen}}
-    return "".join(keys(((f'fill="{CAUSE_INKS[what]}"', word) for what, word in words.items()), y - 10)[0])

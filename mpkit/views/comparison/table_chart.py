@@ -7,7 +7,7 @@ from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.missing_packages import needs_notebook
-from mpkit.views.drawing.chart_look import GREY, LINE, LOOK, SERIES
+from mpkit.views.theme import GREY, SERIES, dress_chart
 
 if TYPE_CHECKING:
     from mpkit.prediction.chart import Chart
@@ -65,13 +65,11 @@ def chart_figure(chart: Chart, height: int = 360) -> Any:
             x=log10(x) if "x" in chart.log else x, y=1, yref="paper", yanchor="bottom", showarrow=False,
             text=told.replace(", ", "<br>"), font={"size": 11},
         )  # fmt: skip
-    above = 96 if any("," in words for words in chart.marks) else 72 if chart.marks else 48
-    figure.update_layout(
-        title={"text": chart.title}, height=height, margin={"l": 64, "r": 24, "t": above, "b": 52},
-        showlegend=chart.by is not None, legend={"title": {"text": chart.by or ""}}, barmode="group", **LOOK,
-    )  # fmt: skip
+    above = 48 if any("," in words for words in chart.marks) else 24 if chart.marks else 0
+    dress_chart(figure, chart.title, height, above=above, showlegend=chart.by is not None, barmode="group")
+    figure.update_layout(legend_title_text=chart.by or "")
     for axis, update, title in (("x", figure.update_xaxes, chart.x), ("y", figure.update_yaxes, chart.y)):
-        update(title=title, gridcolor=LINE, zeroline=False, automargin=True)
+        update(title=title)
         if axis in chart.log:
             marks = _decades([float(row[title]) for row in chart.rows])
             update(type="log", tickvals=marks, ticktext=[f"{mark:,g}" for mark in marks])

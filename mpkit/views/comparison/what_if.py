@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.safe_text import escape
-from mpkit.common.units import bytes_text, percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.views.comparison.svg import comparison_svg
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def _memory(found: WhatIf) -> list[str]:
     lines = ["Peak memory of the fullest rank:"]
     for name, ranks in held:
         fullest = max(ranks, key=lambda rank: sum(rank.values()))
-        parts = ", ".join(f"{what} {bytes_text(size)}" for what, size in fullest.items() if size)
-        lines.append(f"  {name:<22} {bytes_text(sum(fullest.values()))} ({parts})")
+        parts = ", ".join(f"{what} {memory_text(size)}" for what, size in fullest.items() if size)
+        lines.append(f"  {name:<22} {memory_text(sum(fullest.values()))} ({parts})")
     if found.played is not None:
         lines.append(
             "  Played ranks count an operator's temporaries as buffers, which a run does not record."

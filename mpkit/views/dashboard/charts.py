@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mpkit.common.safe_text import escape
 from mpkit.trace.metrics import Metrics
-from mpkit.views.drawing.colours import INKS, THEMES, Key
-from mpkit.views.drawing.sheet import MARGIN, sheet
+from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.drawing.sheet import sheet
+from mpkit.views.theme import MARGIN, THEMES
 
 __all__ = ["charts_svg", "round_steps"]
 
@@ -69,7 +70,7 @@ def charts_svg(
     if not metrics and len(losses) < 3:
         return ""
     shown = panels[:MOST]
-    across = min(ACROSS, len(shown))
+    across = max(1, min(ACROSS, len(shown), int(width / 280)))
     each = (width - 2 * MARGIN - (across - 1) * GAP) / across
     body = []
     for i, panel in enumerate(shown):

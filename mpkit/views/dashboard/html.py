@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
+from mpkit.views.dashboard.charts import charts_svg
 from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
 from mpkit.views.drawing.badge import badge
+from mpkit.views.drawing.colours import WHITE
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.svg import memory_svg
+from mpkit.views.theme import ACCENT, ALARM, MONO, STATUS, THEMES
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
@@ -30,9 +35,9 @@ __all__ = [
 
 STOP_HINT = "End the ranks now. While a cell is running, interrupt the kernel instead: that stops them too."
 
-_CHIPS = {"running": "#0072b2", "finished": "#007a5a", "stopped": "#9a6b00", "failed": "#c23b00"}
-_FAINT = "color:var(--jp-ui-font-color2,#656d76)"
-_MONO = "font:12px/1.45 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace"
+_CHIPS = {"running": ACCENT, "finished": STATUS["good"], "stopped": STATUS["doubt"], "failed": STATUS["bad"]}
+_FAINT = f"color:var(--jp-ui-font-color2,{STATUS['done']})"
+_MONO = f"font:12px/1.45 {MONO}"
 
 
 def head(title: str, status: str, proof: Proof | None = None) -> str:
@@ -42,7 +47,7 @@ def head(title: str, status: str, proof: Proof | None = None) -> str:
     True
     """
     chip = (
-        f"background:{_CHIPS.get(status, _CHIPS['running'])};color:#fff;border-radius:9px;padding:1px 9px;"
+        f"background:{_CHIPS.get(status, _CHIPS['running'])};color:{WHITE};border-radius:9px;padding:1px 9px;"
         "font-size:12px;margin-left:10px;vertical-align:1px"
     )
     going = "" if status in ("finished", "stopped", "failed") else ' class="mpkit-chip-going"'
@@ -97,7 +102,7 @@ def sparkline(losses: Sequence[float], width: int = 110, height: int = 22) -> st
     return (
         f'<svg role="img" aria-label="loss from {losses[0]:.3g} to {losses[-1]:.3g}" width="{width}" '
         f'height="{height}" style="vertical-align:middle;margin-left:6px">'
-        f'<polyline points="{path}" fill="none" stroke="#0072b2" stroke-width="1.6" stroke-linejoin="round"/></svg>'
+        f'<polyline points="{path}" fill="none" stroke="{ACCENT}" stroke-width="1.6" stroke-linejoin="round"/></svg>'
     )
 
 
@@ -108,7 +113,7 @@ def output(lines: Sequence[str]) -> str:
     # Two boxes: the outer one reverses the order, which keeps it scrolled to the end.
     return (
         '<div style="max-height:220px;overflow:auto;display:flex;flex-direction:column-reverse;'
-        'border-top:1px solid var(--jp-border-color2,#d8dee4)">'
+        f'border-top:1px solid var(--jp-border-color2,{THEMES["light"].line})">'
         f'<pre style="{_MONO};margin:6px 0;white-space:pre-wrap">{escape(chr(10).join(lines))}</pre></div>'
     )
 
@@ -118,14 +123,15 @@ def trouble(message: str) -> str:
     if not message:
         return ""
     return (
-        f'<pre style="{_MONO};white-space:pre-wrap;margin:6px 0;padding:8px 12px;border-left:4px solid #d55e00;'
-        f'background:rgba(213,94,0,0.08)">{escape(message)}</pre>'
+        f'<pre style="{_MONO};white-space:pre-wrap;margin:6px 0;padding:8px 12px;border-left:4px solid {ALARM};'
+        f'background:{ALARM}14">{escape(message)}</pre>'
     )
 
 
-def charts(drawn: str) -> str:
-    """Return the charts of loss and metrics as an image; "" if there are none."""
-    return image(drawn, "Loss and metrics by step") if drawn else ""
+def charts(losses: Sequence[float], first_step: int, metrics: Metrics) -> str:
+    """Return the charts of loss and metrics as an image; "" if there is too little to draw."""
+    drawn = partial(charts_svg, losses, first_step, metrics)
+    return image(drawn, "Loss and metrics by step") if drawn() else ""
 
 
 def static(
@@ -148,12 +154,15 @@ def static(
     fold = timeline.world_size > FOLDED
     step = timeline.steps[-1] if len(timeline.steps) > LEGIBLE else None
     if step is not None:
-        strip = strip_svg(timeline)
-        drawn.append(image(strip, f"The whole run as a strip, its last step framed: step {step}"))
+        drawn.append(
+            image(
+                partial(strip_svg, timeline), f"The whole run as a strip, its last step framed: step {step}"
+            )
+        )
     words = summary(picture(timeline, step, fold=fold))
-    drawn.append(image(svg(timeline, step=step, fold=fold), words))
+    drawn.append(image(partial(svg, timeline, step=step, fold=fold), words))
     drawn.append(f"<p>{escape(note)}</p>" if note else "")
     if len(timeline.held):
         shown = timeline if step is None else timeline.step(step)
-        drawn.append(image(memory_svg(shown), "Memory by GPU over time"))
+        drawn.append(image(partial(memory_svg, shown), "Memory by GPU over time"))
     return "".join([*drawn, output(lines)])

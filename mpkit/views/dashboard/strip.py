@@ -7,8 +7,9 @@ import numpy as np
 from mpkit.common.units import seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
-from mpkit.views.drawing.colours import INKS, THEMES, Key
-from mpkit.views.drawing.sheet import MARGIN, sheet
+from mpkit.views.drawing.colours import INKS, Key
+from mpkit.views.drawing.sheet import sheet
+from mpkit.views.theme import MARGIN, THEMES
 from mpkit.views.timeline.coverage import coverage, runs, strongest
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of

@@ -23,7 +23,6 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
-from mpkit.views.dashboard.charts import charts_svg
 from mpkit.views.dashboard.pace import Background, Pace, TimeLeft
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
 from mpkit.views.timeline.text import text
@@ -137,9 +136,9 @@ class Dashboard:
 
     def set_charts(self, losses: Sequence[float], first_step: int, metrics: Metrics) -> None:
         """Show the loss and what was logged, by step."""
-        drawn = charts_svg(losses, first_step, metrics)
+        charted = parts.charts(losses, first_step, metrics)
         with self._lock:
-            self._charted = parts.charts(drawn)
+            self._charted = charted
             self._charts.value = self._charted
 
     def set_memory(self, timeline: Timeline) -> None:

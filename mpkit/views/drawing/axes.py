@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpkit.plan.axes import TABLE
 from mpkit.plan.mesh import Mesh
+from mpkit.views.drawing.colours import BLACK, WHITE, luminance
 
 __all__ = ["AXIS_INKS", "ink_of", "legible_on", "tint"]
 
@@ -40,14 +41,8 @@ def legible_on(ink: str) -> str:
     >>> legible_on("#0072b2"), legible_on("#ebf4f9")
     ('#ffffff', '#000000')
     """
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _shares(ink)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]  # WCAG 2.1
-    return "#ffffff" if luminance < 0.1791 else "#000000"
+    return WHITE if luminance(ink) < 0.1791 else BLACK  # equally far from both
 
 
 def _parts(ink: str) -> list[int]:
     return [int(ink[at : at + 2], 16) for at in (1, 3, 5)]
-
-
-def _shares(ink: str) -> list[float]:
-    return [part / 255 for part in _parts(ink)]

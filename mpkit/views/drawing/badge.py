@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mpkit.common.safe_text import escape
 from mpkit.trace.proof import Proof
+from mpkit.views.theme import STATUS
 
 __all__ = ["badge"]
 
-_COLOURS = {"equal": "#007a5a", "not verified": "#9a6b00", "not equal": "#c23b00"}
+_COLOURS = {"equal": STATUS["good"], "not verified": STATUS["doubt"], "not equal": STATUS["bad"]}
 _STYLE = (
     "border-radius:9px;padding:1px 9px;font-size:12px;font-weight:500;display:inline-block;line-height:1.5"
 )

@@ -20,17 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.trace import Kind
+from mpkit.views.theme import THEMES
 
 __all__ = [
     "CATEGORY_INKS",
     "CAUSE_INKS",
     "DEVICE_INKS",
-    "FONT",
     "INKS",
-    "THEMES",
     "Ink",
     "Key",
-    "Theme",
     "contrast",
     "key_of",
     "luminance",
@@ -82,24 +80,6 @@ INKS: dict[Key, Ink] = {
 }
 
 
-@dataclass(frozen=True)
-class Theme:
-    """The background of the operations, and the text next to them."""
-
-    ground: str
-    text: str
-    faint: str
-    line: str
-    idle: str
-    hatch: str
-
-
-THEMES: dict[str, Theme] = {
-    "light": Theme("#ffffff", "#1f2328", "#656d76", "#d8dee4", "#f1f3f6", "#c3c9d2"),
-    "dark": Theme("#14171c", "#e6e9ee", "#98a1ad", "#30363d", "#20242b", "#454c57"),
-}
-
-
 def _table() -> npt.NDArray[Any]:
     table = np.zeros(256, np.uint8)
     for kind in Kind:
@@ -118,9 +98,12 @@ CATEGORY_INKS = {
     "optimizer": ("#5f2fa3", "#9572dc"),
     "activations": ("#c4a9ec", "#e0d2f9"),
     "buffers": ("#e9defa", "#5b3d97"),
+    "logits": ("#e26bb5", "#c383a6"),
+    "gathered": ("#5d5aed", "#6f6df0"),
+    "context": ("#755775", "#8a7391"),
 }
 """The colours of the categories of memory, by theme (light, dark): violets, in the order in which they are stacked of
-unlike lightness."""
+unlike lightness; the last three are of predictions alone."""
 
 DEVICE_INKS = {
     "utilisation": ("#5b6b00", "#b9c94a"),
@@ -144,8 +127,6 @@ CAUSE_INKS = {
     "other": "#7f816c",
 }
 """The colours of work and of the causes of idle time in comparisons, on light and dark backgrounds alike."""
-
-FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def key_of(kinds: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -20,7 +20,8 @@ from typing import TypeAlias
 from mpkit.common.display import DrawnResult
 from mpkit.common.safe_text import escape
 from mpkit.views.drawing.matrix_svg import BOTH, Box, both_ranks, matrix, rank_classes
-from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
+from mpkit.views.drawing.sheet import keys, sheet
+from mpkit.views.theme import MARGIN
 
 __all__ = ["Matrices", "matrices", "picture"]
 
@@ -41,6 +42,7 @@ class Matrices(DrawnResult):
 
     title: str
     line: tuple[tuple[str, int, int, str] | str, ...]
+    _wraps = False
 
     def _words(self) -> str:
         return f"{self.title}: {self}"
@@ -84,8 +86,11 @@ def _words(name: str, rows: int, columns: int, way: str) -> str:
 
 def picture(drawn: Matrices) -> str:
     """Return the SVG of a line of matrices and signs."""
-    legend, end = keys((('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 38)
-    body = [heading(drawn.title, 26), both_ranks(), *legend]
+    legend = keys(
+        (('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 38, float("inf")
+    )
+    end = legend.x
+    body = [both_ranks(), *legend.parts]
     body.append(f'<text class="comm" x="{end:g}" y="49" font-size="15" font-weight="700">⇄</text>')
     body.append(f'<text class="words" x="{end + 20:g}" y="48.5">here something is sent</text>')
     tallest = max((one[1] for one in drawn.line if not isinstance(one, str)), default=1) * CELL
@@ -105,7 +110,14 @@ def picture(drawn: Matrices) -> str:
             x += wide
     width = max(x, end + 170.0) + MARGIN
     return sheet(
-        "matrices", drawn.title, str(drawn), body, width, HEAD + tallest + 22, classes=rank_classes()
+        "matrices",
+        drawn.title,
+        str(drawn),
+        body,
+        width,
+        HEAD + tallest + 22,
+        head=drawn.title,
+        classes=rank_classes(),
     )
 
 

@@ -12,7 +12,11 @@ __all__ = ["BOTH", "Box", "both_ranks", "matrix", "rank_classes"]
 Box = tuple[tuple[int, int], ...]
 """Which part of a tensor: the first index and the one after the last, by dimension."""
 
-RANK_INKS = {"light": ("#0072b2", "#e69f00"), "dark": ("#2f8fd8", "#e69f00")}
+RANK_INKS = {
+    theme: tuple(getattr(INKS[key], theme) for key in (Key.FORWARD, Key.BACKWARD))
+    for theme in ("light", "dark")
+}
+"""Blue and orange, for the two ranks."""
 
 CELL, MOST, APART = 9.0, 8, 4.0
 """Pixels of a number's square; the largest matrix side in squares; pixels between samples."""

@@ -1,8 +1,8 @@
 """A standalone SVG sheet: the frame around charts that are drawn as SVG.
 
-ground     a rounded rectangle in the theme's colour, and a heading on it
-classes    colours as classes, one block per theme, so that one file serves readers of both
-keys       a legend: a coloured square and a word each
+ground     a rounded rectangle in the theme's colour, and a heading on it that wraps to the width
+classes    colours as classes, one block per theme, so that one file serves readers of both, and paper
+keys       a legend: a coloured square and a word each, on as many lines as it needs
 
 A sheet's classes: `ground` and `words`, `faint`, `line` as in `Theme`; `m0`, `m1`, ... are the categories of memory.
 """
@@ -10,63 +10,80 @@ A sheet's classes: `ground` and `words`, `faint`, `line` as in `Theme`; `m0`, `m
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from mpkit.common.safe_text import escape
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.colours import CATEGORY_INKS, FONT, THEMES
+from mpkit.views.drawing.colours import CATEGORY_INKS
+from mpkit.views.theme import FONT, HEADING, MARGIN, TEXT, THEMES, style_block, wrap_words
 
-__all__ = ["MARGIN", "category_classes", "heading", "keys", "sheet"]
+__all__ = ["KeyLines", "category_classes", "faint_lines", "keys", "sheet"]
 
-MARGIN = 16.0
+LINE = 20.0
+"""Pixels from line to line."""
 
 
 def sheet(
     kind: str, title: str, told: str, body: Iterable[str], width: float, height: float,
-    *, theme: str = "auto", classes: dict[str, dict[str, str]] | None = None,
+    *, head: str = "", below: str = "", foot: str = "", theme: str = "auto",
+    classes: dict[str, dict[str, str]] | None = None,
 ) -> str:  # fmt: skip
     """Return a standalone SVG document.
 
-    >>> sheet("demo", "A title", "In words.", [heading("A title")], 300, 40).splitlines()[1:3]
-    ['<title>A title</title>', '<desc>In words.</desc>']
+    >>> print(sheet("demo", "A title", "In words.", [], 300, 40, head="A heading").splitlines()[-2])
+    <text class="words" x="16" y="28" font-size="15" font-weight="600">A heading</text>
 
     Args:
         kind: the kind of chart: the document's class is "mpkit-" and this.
         title: its name, shown on hovering and read to those who cannot see it.
         told: the chart in words, for readers who cannot see it.
-        body: the elements to draw, in order.
-        width, height: in pixels.
+        body: the elements to draw, in order; below a heading, and `below` it, of one line each.
+        width, height: in pixels; lines that do not fit the width wrap, and push the body down.
+        head: its heading.
+        below: a line of faint words below the heading.
+        foot: faint words below the body; their lines add to the height.
         theme: "light", "dark", or "auto" for what the reader's system prefers.
         classes: more rules by class, for each theme.
     """
-    size = f'width="{width:g}" height="{height:.0f}"'
+    room = width - 2 * MARGIN
+    lines, more = wrap_words(head, room, HEADING, bold=True), wrap_words(below, room)
+    top = [
+        f'<text class="words" x="{MARGIN:g}" y="{28 + LINE * i:g}" font-size="{HEADING}" font-weight="600">'
+        f"{escape(line)}</text>"
+        for i, line in enumerate(lines)
+    ]
+    top += faint_lines(more, 28 + LINE * len(lines))
+    feet = wrap_words(foot, room)
+    down = LINE * (max(len(lines) - 1, 0) + max(len(more) - 1, 0))
+    drawn = [f'<g transform="translate(0 {down:g})">', *body, "</g>"] if down else [*body]
+    drawn += faint_lines(feet, height + down + 10)
+    tall = height + down + (LINE * len(feet) + 4 if feet else 0)
+    size = f'width="{width:g}" height="{tall:.0f}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit-{kind}" role="img" {size} '
-            f'viewBox="0 0 {width:g} {height:.0f}" font-family="{FONT}" font-size="12">',
+            f'viewBox="0 0 {width:g} {tall:.0f}" font-family="{FONT}" font-size="{TEXT}">',
             f"<title>{escape(title)}</title>",
             f"<desc>{escape(told)}</desc>",
-            _style(kind, theme, classes or {}),
+            f"<style>{style_block(lambda name: _rules(kind, name, classes or {}), theme)}</style>",
             f'<rect class="ground" {size} rx="8"/>',
-            *body,
+            *top,
+            *drawn,
             "</svg>",
         ]
     )
 
 
-def _style(kind: str, theme: str, classes: dict[str, dict[str, str]]) -> str:
-    def block(name: str) -> str:
-        ground = THEMES[name]
-        rules = {
-            "ground": f"fill:{ground.ground}",
-            "words": f"fill:{ground.text}",
-            "faint": f"fill:{ground.faint}",
-            "line": f"stroke:{ground.line}",
-            **classes.get(name, {}),
-        }
-        return "".join(f".mpkit-{kind} .{of}{{{rule}}}" for of, rule in rules.items())
-
-    dark = f"@media (prefers-color-scheme: dark){{{block('dark')}}}" if theme == "auto" else ""
-    return f"<style>{block('light' if theme == 'auto' else theme)}{dark}</style>"
+def _rules(kind: str, theme: str, classes: dict[str, dict[str, str]]) -> str:
+    ground = THEMES[theme]
+    rules = {
+        "ground": f"fill:{ground.ground}",
+        "words": f"fill:{ground.text}",
+        "faint": f"fill:{ground.faint}",
+        "line": f"stroke:{ground.line}",
+        **classes.get(theme, {}),
+    }
+    return "".join(f".mpkit-{kind} .{of}{{{rule}}}" for of, rule in rules.items())
 
 
 def category_classes() -> dict[str, dict[str, str]]:
@@ -75,22 +92,42 @@ def category_classes() -> dict[str, dict[str, str]]:
     return {name: {f"m{i}": f"fill:{ink[name == 'dark']}" for i, ink in enumerate(inks)} for name in THEMES}
 
 
-def heading(words: str, y: float = 28.0) -> str:
-    """Draw a sheet's first line."""
-    return f'<text class="words" x="{MARGIN:g}" y="{y:g}" font-size="15" font-weight="600">{escape(words)}</text>'
+def faint_lines(lines: Iterable[str], y: float) -> list[str]:
+    """Draw faint words, a line below the other, the first at `y`."""
+    return [
+        f'<text class="faint" x="{MARGIN:g}" y="{y + LINE * i:g}">{escape(line)}</text>'
+        for i, line in enumerate(lines)
+    ]
 
 
-def keys(looks: Iterable[tuple[str, str]], y: float) -> tuple[list[str], float]:
-    """Draw a legend's line, its squares from `y` down; returns its elements, and the x at which it ends.
+class KeyLines(NamedTuple):
+    """A legend: its elements, where it ends, and how much it is taller than one line, in pixels."""
+
+    parts: list[str]
+    x: float
+    y: float
+    more: float
+
+
+def keys(looks: Iterable[tuple[str, str]], y: float, width: float, last: str = "") -> KeyLines:
+    """Draw a legend, the squares of its first line from `y` down.
 
     Args:
         looks: for each key, the attribute that colours it, such as `class="m0"`, and its word.
         y: the upper edge, in pixels.
+        width: of the picture.
+        last: faint words behind the last key.
     """
     parts: list[str] = []
-    x = MARGIN
-    for look, word in looks:
-        parts.append(f'<rect {look} x="{x:g}" y="{y:g}" width="14" height="12" rx="2"/>')
-        parts.append(f'<text class="words" x="{x + 20:g}" y="{y + 10.5:g}">{escape(word)}</text>')
-        x += 20 + 7 * len(word) + 14
-    return parts, x
+    x, top = MARGIN, y
+    for look, word in [*looks, *([("", last)] if last else [])]:
+        square = 20 if look else 0
+        room = square + 7 * len(word) + 14
+        if x + room - 14 > width - MARGIN and x > MARGIN:
+            x, y = MARGIN, y + LINE
+        if look:
+            parts.append(f'<rect {look} x="{x:g}" y="{y:g}" width="14" height="12" rx="2"/>')
+        shown = "words" if look else "faint"
+        parts.append(f'<text class="{shown}" x="{x + square:g}" y="{y + 10.5:g}">{escape(word)}</text>')
+        x += room
+    return KeyLines(parts, x, y, y - top)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from mpkit.common.units import seconds
+from mpkit.common.units import memory_unit, seconds, trim_zeros
 
-__all__ = ["levels", "ticks"]
+__all__ = ["levels", "memory_levels", "ticks"]
 
 
 def ticks(duration: float, most: int) -> list[tuple[float, str]]:
@@ -17,7 +17,19 @@ def ticks(duration: float, most: int) -> list[tuple[float, str]]:
     >>> [text for _, text in ticks(0.0031, 4)]
     ['0', '1 ms', '2 ms', '3 ms']
     """
-    return [(time, _words(time)) for time in levels(duration, most)]
+    return [(time, trim_zeros(seconds(time))) for time in levels(duration, most)]
+
+
+def memory_levels(highest: float, most: int) -> list[tuple[float, str]]:
+    """Return at most `most` + 1 amounts of memory from 0 to `highest`, round in the unit that it is told in.
+
+    >>> [words for _, words in memory_levels(45 * 2**30, 3)]
+    ['0', '20 GiB', '40 GiB']
+    """
+    factor, unit = memory_unit(highest)
+    return [
+        (level * factor, f"{level:g} {unit}" if level else "0") for level in levels(highest / factor, most)
+    ]
 
 
 def levels(highest: float, most: int) -> list[float]:
@@ -32,11 +44,3 @@ def levels(highest: float, most: int) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= highest * (1 - 1e-9))
     count = math.floor(highest / step * (1 + 1e-9))
     return [i * step for i in range(count + 1)]
-
-
-def _words(time: float) -> str:
-    """Format a time like `seconds`, without the trailing zeros that a round number has after the point."""
-    number, unit = seconds(time).split(" ")
-    if time == 0:
-        return "0"
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"

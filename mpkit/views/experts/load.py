@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
 from mpkit.views.drawing.axes import ink_of, tint
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.sheet import sheet
+from mpkit.views.theme import MARGIN
 
 if TYPE_CHECKING:
     from mpkit.trace.expert_load import ExpertLoad, Rows
@@ -55,9 +56,8 @@ def load_svg(load: ExpertLoad, width: int = 960) -> str:
     steps = _steps(load)
     last = load.first + steps - 1
     note = f"row: an expert; column: a step, {load.first} to {last}; pale: no row, strong: twice the mean"
-    faint = f'<text class="faint" x="{MARGIN:g}" y="{y - 8:.0f}">{note}</text>'
     title = "Rows by expert and step"
-    return sheet("experts", title, str(load), [heading(title), *panels, faint], width, y + 8)
+    return sheet("experts", title, str(load), panels, width, y - 18, head=title, foot=note)
 
 
 def _steps(load: ExpertLoad) -> int:

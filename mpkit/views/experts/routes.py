@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpkit.views.drawing.axes import ink_of
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.sheet import sheet
+from mpkit.views.theme import MARGIN
 
 if TYPE_CHECKING:
     from mpkit.timeline.token_routes import TokenRoutes
@@ -87,8 +88,7 @@ def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
         )
     title = f"Tokens of {routes.layer} in step {routes.step}"
     note = f"{routes.moved_share:.0%} of {total:.0f} rows leave their rank; pale: those that stay"
-    faint = f'<text class="faint" x="{MARGIN:g}" y="{bottom + 24:.0f}">{note}</text>'
-    return sheet("routes", title, str(routes), [heading(title), *ribbons, *parts, faint], width, bottom + 40)
+    return sheet("routes", title, str(routes), [*ribbons, *parts], width, bottom + 14, head=title, foot=note)
 
 
 def _box(x: float, y: float, tall: float, told: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import image
@@ -19,8 +20,10 @@ from mpkit.common.safe_text import escape
 from mpkit.errors import MpkitError
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.timeline.comparison import compare_timelines
+from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.slider_names import SliderNames
 from mpkit.views.explorer.exploration import Exploration, ExplorerSetting
+from mpkit.views.theme import STATUS
 from mpkit.views.timeline.widget import TimelineView
 
 try:
@@ -200,7 +203,7 @@ class Explorer(ipywidgets.VBox):
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         shown = {side.schedule.value: side.explored.timeline for side in self.sides if side.explored}
         still = compare_timelines([*shown.items()])
-        fallback = {"text/plain": str(still), "text/html": image(still.to_svg(), str(still))}
+        fallback = {"text/plain": str(still), "text/html": image(partial(comparison_svg, still), str(still))}
         return {**(data or {}), **fallback}, metadata
 
     def _on_change(self) -> None:
@@ -219,7 +222,10 @@ class Explorer(ipywidgets.VBox):
 
         run = train(plan, *self._job)
         comparison = compare_timelines([("", run)])
-        return image(comparison.to_svg(), str(comparison)) + f"<pre>{escape(str(comparison))}</pre>"
+        return (
+            image(partial(comparison_svg, comparison), str(comparison))
+            + f"<pre>{escape(str(comparison))}</pre>"
+        )
 
 
 def _slider(name: str, value: float) -> Any:
@@ -240,5 +246,5 @@ def _slider(name: str, value: float) -> Any:
 
 
 def _problem(words: str) -> str:
-    look = "color:#b35900;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+    look = f"color:{STATUS['bad']};white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
     return f'<pre style="{look}">{escape(words)}</pre>'

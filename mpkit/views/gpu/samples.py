@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import bytes_text
+from mpkit.common.units import bytes_text, memory_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.colours import DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label
@@ -142,5 +142,6 @@ def _mean_and_most(values: npt.NDArray[Any], unit: str) -> str:
     mean, most = float(values.mean()), float(values.max())
     if unit == "%":
         return f"{mean:.0f} % ({most:.0f} %)"
-    per = unit.removeprefix("B")
-    return f"{bytes_text(mean)}{per} ({bytes_text(most)}{per})"
+    if unit == "B":
+        return f"{memory_text(mean)} ({memory_text(most)})"
+    return f"{bytes_text(mean)}/s ({bytes_text(most)}/s)"

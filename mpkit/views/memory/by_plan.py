@@ -12,9 +12,9 @@ from mpkit.common.safe_text import escape
 from mpkit.prediction.experiments.compare_memory import MemoryByPlan
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
-from mpkit.views.drawing.ticks import levels
-from mpkit.views.memory.series import held_text, memory_of
+from mpkit.views.drawing.sheet import category_classes, keys, sheet
+from mpkit.views.memory.series import held_text, levels_of, memory_of
+from mpkit.views.theme import MARGIN
 
 __all__ = ["by_plan_svg", "by_plan_text"]
 
@@ -64,13 +64,13 @@ def by_plan_svg(memory: MemoryByPlan, width: int = 960) -> str:
     highest = max((bar.total for bars in shown.values() for bar in bars), default=0) or 1
     left, right, base = MARGIN + LEFT, width - MARGIN, TOP + PLOT
     title = "Most memory per rank, by plan" + (f"; {left_out} more ranks not shown" if left_out else "")
-    parts = [heading(title, 30)]
-    for level in levels(highest, 4):
+    parts = []
+    for level, words in levels_of(any_timeline, highest, 4):
         y = base - level / highest * PLOT
         parts.append(
             f'<line class="line" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="faint" x="{left - 8:g}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{held_text(any_timeline, level) if level else '0'}</text>"
+            f"{words}{' micro-batches' * (any_timeline.clock == 'simulated' and level > 0)}</text>"
         )
     count = sum(len(bars) for bars in shown.values())
     each = min((right - left - GAP * len(shown)) / max(count, 1), 64.0)
@@ -90,8 +90,11 @@ def by_plan_svg(memory: MemoryByPlan, width: int = 960) -> str:
         for i, category in enumerate(CATEGORIES)
         if any(bar.held[category] for bars in shown.values() for bar in bars)
     ]
-    parts += keys(used, base + 52)[0]
-    return sheet("memory-by-plan", title, str(memory), parts, width, base + FOOT, classes=category_classes())
+    legend = keys(used, base + 52, width)
+    return sheet(
+        "memory-by-plan", title, str(memory), [*parts, *legend.parts], width, base + FOOT + legend.more,
+        head=title, classes=category_classes(),
+    )  # fmt: skip
 
 
 def _bars(timeline: Timeline) -> list[Bar]:

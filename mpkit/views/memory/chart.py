@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from mpkit.common.missing_packages import needs_notebook
+from mpkit.common.units import memory_unit
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.chart_look import GREY, LINE, LOOK
 from mpkit.views.drawing.lanes import short_label
-from mpkit.views.memory.series import held_text, memory_of
+from mpkit.views.memory.series import RankMemory, held_text, memory_of
+from mpkit.views.theme import GREY, LINE, dress_chart
 
 try:
     import plotly.graph_objects as go
@@ -27,7 +28,8 @@ from mpkit.views.drawing.colours import CATEGORY_INKS
 
 __all__ = ["memory_figure"]
 
-PANELS = 16
+PANELS, ACROSS = 16, 2
+"""The most GPUs with a panel each, and the most panels side by side."""
 
 
 def memory_figure(timeline: Timeline) -> Any:
@@ -42,9 +44,15 @@ def memory_figure(timeline: Timeline) -> Any:
 
 def _panels(ranks: int, timeline: Timeline) -> Any:
     """Draw a panel per GPU: categories stacked over time, a mark and a number at the peak."""
-    across = min(4, ranks)
+    across = min(ACROSS, ranks)
     down = -(-ranks // across)
     memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
+    factor, unit = _unit_of(timeline, memories)
+    used = [
+        (number, category)
+        for number, category in enumerate(CATEGORIES)
+        if any(memory.levels[:, number].any() for memory in memories)
+    ]
     figure = make_subplots(
         rows=down,
         cols=across,
@@ -59,69 +67,62 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
     )
     for rank, memory in enumerate(memories):
         place = {"row": rank // across + 1, "col": rank % across + 1}
-        for number, category in enumerate(CATEGORIES):
+        for number, category in used:
             ink = CATEGORY_INKS[category][0]
             area = go.Scatter(
                 x=memory.times.astype(np.float32),
-                y=memory.levels[:, number].astype(np.float32),
+                y=(memory.levels[:, number] / factor).astype(np.float32),
                 name=category,
                 legendgroup=category,
                 showlegend=rank == 0,
                 stackgroup="held",
                 line={"shape": "hv", "width": 0, "color": ink},
                 fillcolor=ink,
-                hovertemplate="%{y:.3s}B<extra>" + category + "</extra>",
+                hovertemplate=f"%{{y:.3g}} {unit}<extra>{category}</extra>",
             )
             figure.add_trace(area, **place)
         peak = go.Scatter(
             x=memory.times[memory.peak : memory.peak + 1].astype(np.float32),
-            y=np.array([memory.total], np.float32),
+            y=np.array([memory.total / factor], np.float32),
             mode="markers",
             marker={"color": GREY, "size": 8, "symbol": "diamond"},
             showlegend=False,
             cliponaxis=False,
-            hovertemplate="peak: %{y:.3s}B at %{x:.3s}s<extra></extra>",
+            hovertemplate=f"peak: %{{y:.3g}} {unit} at %{{x:.3s}}s<extra></extra>",
         )
         figure.add_trace(peak, **place)
     figure.update_annotations(font={"size": 12}, yshift=4)
-    return _dress_chart(figure, 90 + 130 * down, timeline)
+    return _dress_chart(figure, 90 + 130 * down, unit)
 
 
 def _bars(ranks: int, timeline: Timeline) -> Any:
     """Draw a bar per GPU, with what it held when it held most."""
     memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
+    factor, unit = _unit_of(timeline, memories)
     labels = [short_label(timeline, rank) for rank in range(ranks)]
     figure = go.Figure()
     for number, category in enumerate(CATEGORIES):
-        held = np.array([memory.levels[memory.peak, number] for memory in memories], np.float32)
+        held = np.array([memory.levels[memory.peak, number] / factor for memory in memories], np.float32)
         figure.add_trace(go.Bar(x=labels, y=held, name=category, marker_color=CATEGORY_INKS[category][0]))
     figure.update_layout(barmode="stack", bargap=0.15)
-    return _dress_chart(figure, 280, timeline)
+    return _dress_chart(figure, 280, unit)
 
 
-def _dress_chart(figure: Any, height: int, timeline: Timeline) -> Any:
+def _unit_of(timeline: Timeline, memories: list[RankMemory]) -> tuple[int, str]:
+    """Return the bytes of the unit of all panels, and its name; a simulation counts micro-batches."""
+    if timeline.clock == "simulated":
+        return 1, "micro-batches"
+    return memory_unit(max(memory.total for memory in memories))
+
+
+def _dress_chart(figure: Any, height: int, unit: str) -> Any:
     """Give the chart the same plain look as the other pictures, on any background."""
-    unit = "" if timeline.clock == "simulated" else "B"
-    figure.update_layout(
-        height=height,
-        margin={"l": 56, "r": 16, "t": 34, "b": 56},
-        **LOOK,
-        legend={
-            "orientation": "h",
-            "yref": "container",
-            "y": 0,
-            "yanchor": "bottom",
-            "x": 0,
-            "traceorder": "normal",
-        },
-        hovermode="x unified",
-    )
+    dress_chart(figure, height=height, left=56, above=34, below=56, hovermode="x unified")
     figure.update_xaxes(
-        showgrid=False, linecolor=LINE, zeroline=False, tickformat="~s", ticksuffix="s", nticks=4, tickangle=0
+        showgrid=False, linecolor=LINE, tickformat="~s", ticksuffix="s", nticks=4, tickangle=0
     )
-    figure.update_yaxes(
-        gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix=unit, rangemode="tozero", nticks=4
-    )
+    figure.update_yaxes(rangemode="tozero", nticks=4)
+    figure.layout.yaxis.title = unit  # of the first panel, for all
     if figure.layout.barmode == "stack":
         figure.update_xaxes(tickformat=None, ticksuffix=None, nticks=None, tickangle=None)
     return figure

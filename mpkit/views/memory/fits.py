@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
-from mpkit.common.units import percent
+from mpkit.common.units import memory_text, percent
 from mpkit.prediction.cost_model.fits import MARGIN_WORD, MEANING
 from mpkit.prediction.cost_model.memory import CATEGORIES
-from mpkit.views.drawing.colours import THEMES
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.axes import legible_on
+from mpkit.views.drawing.colours import CATEGORY_INKS
+from mpkit.views.drawing.sheet import faint_lines, keys, sheet
+from mpkit.views.theme import MARGIN, REST, THEMES, wrap_words
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.fits import Fits
@@ -23,33 +25,23 @@ if TYPE_CHECKING:
 __all__ = ["FITS_CLASSES", "fits_svg", "fits_text", "memory_bars"]
 
 GIB = 2**30
-LEAST = 0.05 * GIB
+LEAST = 1 << 20
 """Bytes below which a category is not in the legend."""
 
 ROW, BAR, TOP, MOST = 30.0, 20.0, 44.0, 16
 LEFT, RIGHT = MARGIN + 90, 172.0
 """Pixels for the ranks, left of the bars, and for their totals, right of them."""
 
-INKS = {
-    "params": ("#0072b2", "#ffffff"), "grads": ("#e69f00", "#111111"), "optimizer": ("#009e73", "#ffffff"),
-    "activations": ("#56b4e9", "#111111"), "logits": ("#cc79a7", "#111111"), "gathered": ("#d55e00", "#ffffff"),
-    "buffers": ("#f0e442", "#111111"), "context": ("#8a8f98", "#111111"),
-}  # fmt: skip
-"""By category its colour, and that of numbers on it."""
-
-LIMIT = {"light": "#d1242f", "dark": "#ff7b72"}
-_RULES = {
-    **{f"f{i}": f"fill:{INKS[name][0]}" for i, name in enumerate(CATEGORIES)},
-    **{f"n{i}": f"fill:{INKS[name][1]};font-size:11px" for i, name in enumerate(CATEGORIES)},
-    "f8": "fill:#8a8f98;opacity:.45",
-}
+INKS = {theme: [CATEGORY_INKS[name][theme == "dark"] for name in CATEGORIES] for theme in THEMES}
 FITS_CLASSES = {
     theme: {
-        **_RULES,
-        "limit": f"stroke:{LIMIT[theme]};stroke-width:2.5",
-        "over": f"fill:{LIMIT[theme]};font-weight:600",
+        **{f"f{i}": f"fill:{ink}" for i, ink in enumerate(INKS[theme])},
+        **{f"n{i}": f"fill:{legible_on(ink)};font-size:11px" for i, ink in enumerate(INKS[theme])},
+        "f8": f"fill:{REST};opacity:.45",
+        "limit": f"stroke:{ground.limit};stroke-width:2.5",
+        "over": f"fill:{ground.limit};font-weight:600",
     }
-    for theme in THEMES
+    for theme, ground in THEMES.items()
 }
 """The colours of the bars as classes of a sheet, for each theme."""
 
@@ -68,7 +60,7 @@ def fits_svg(fits: Fits, width: int = 960) -> str:
     """
     body, bottom = memory_bars(fits, TOP, width)
     title = _title(fits)
-    return sheet("fits", title, fits.describe(), [heading(title), *body], width, bottom, classes=FITS_CLASSES)
+    return sheet("fits", title, fits.describe(), body, width, bottom, head=title, classes=FITS_CLASSES)
 
 
 def _title(fits: Fits) -> str:
@@ -81,7 +73,7 @@ def _title(fits: Fits) -> str:
 
 def _share(fits: Fits, nbytes: float) -> str:
     """Return bytes as GiB of the device's, and the percentage."""
-    return f"{nbytes / GIB:.1f} of {fits.available / GIB:.1f} GiB, {percent(nbytes / fits.available)}"
+    return f"{nbytes / GIB:.1f} of {memory_text(fits.available)}, {percent(nbytes / fits.available)}"
 
 
 def memory_bars(fits: Fits, top: float, width: float) -> tuple[list[str], float]:
@@ -116,7 +108,7 @@ def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: floa
         if wide > 0:
             parts.append(
                 f'<rect class="f{i}" x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR:g}">'
-                f"<title>{name}, {meaning}: {number} GiB</title></rect>"
+                f"<title>{name}, {meaning}: {memory_text(nbytes)}</title></rect>"
             )
             if wide > 7 * len(number) + 6 and i < len(CATEGORIES):
                 parts.append(
@@ -146,7 +138,7 @@ def _axis(fits: Fits, top: float, bottom: float, scale: float, most: float) -> l
             f"{number}{' GiB' * (number == 0)}</text>"
         )
     device = escape(fits.estimate.hardware.device.name)
-    words = f"the memory of one {device}: {fits.available / GIB:.1f} GiB"
+    words = f"the memory of one {device}: {memory_text(fits.available)}"
     parts.append(
         f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top - 6:g}" y2="{bottom + 4:g}">'
         f"<title>{words}</title></line>"
@@ -158,23 +150,16 @@ def _legend(fits: Fits, y: float, width: float) -> tuple[list[str], float]:
     """Draw a square for each category that is there, with its GiB on the fullest rank; return the y below."""
     memory = fits.memory[fits.fullest]
     listed = [
-        (f"f{i}", f"{name} {memory[name] / GIB:.1f}")
+        (f"f{i}", f"{name} {memory_text(memory[name])}")
         for i, name in enumerate(CATEGORIES)
         if memory[name] >= LEAST
     ]
-    listed.append(("f8", f"{MARGIN_WORD} {fits.margin(memory) / GIB:.1f}"))
-    parts, x = [], MARGIN
-    for look, words in listed:
-        wide = 20 + 6.8 * len(words) + 14
-        if x + wide > width - MARGIN and x > MARGIN:
-            x, y = MARGIN, y + 20
-        parts.append(f'<rect class="{look}" x="{x:g}" y="{y:g}" width="14" height="12" rx="2"/>')
-        parts.append(_words(x + 20, y + 10.5, words))
-        x += wide
+    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory))}"))
+    parts, _, y, _ = keys(((f'class="{look}"', words) for look, words in listed), y, width)
     device = fits.estimate.hardware.device.name
-    told = f"GiB on rank {fits.fullest}; red line: one {device} has {fits.available / GIB:.1f} GiB"
-    parts.append(_words(MARGIN, y + 34, told, "faint"))
-    return parts, y + 40
+    told = f"on rank {fits.fullest}; red line: one {device} has {memory_text(fits.available)}"
+    lines = wrap_words(told, width - 2 * MARGIN)
+    return [*parts, *faint_lines(lines, y + 34)], y + 20 + 20 * len(lines)
 
 
 def _words(x: float, y: float, words: str, look: str = "words") -> str:

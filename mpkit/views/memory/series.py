@@ -12,12 +12,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import bytes_text, percent
+from mpkit.common.units import memory_text, percent
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
+from mpkit.views.drawing.ticks import levels, memory_levels
 
-__all__ = ["RankMemory", "device_memory", "fewer", "held_text", "memory_of", "share_text"]
+__all__ = [
+    "RankMemory",
+    "device_memory",
+    "fewer",
+    "held_text",
+    "levels_of",
+    "memory_of",
+    "share_text",
+]
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,14 @@ def held_text(timeline: Timeline, amount: float) -> str:
     """Format bytes or, for a simulation, which counts a 1 for each live activation, micro-batches."""
     if timeline.clock == "simulated":
         return f"{amount:.0f} micro-batch{'es' * (round(amount) != 1)}"
-    return bytes_text(amount)
+    return memory_text(amount)
+
+
+def levels_of(timeline: Timeline, highest: float, most: int) -> list[tuple[float, str]]:
+    """Return at most `most` + 1 round amounts up to the highest, and their words, for an axis."""
+    if timeline.clock == "simulated":
+        return [(level, f"{level:g}") for level in levels(highest, most)]
+    return memory_levels(highest, most)
 
 
 def fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.missing_packages import needs_notebook
+from mpkit.common.units import memory_text, memory_unit
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.chart_look import LINE, LOOK
 from mpkit.views.memory.strategies_svg import shown_of
+from mpkit.views.theme import ALARM, dress_chart
 
 if TYPE_CHECKING:
     from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
@@ -30,37 +31,30 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
     """
     rows, left_out = shown_of(memory)
     x = [[row.strategy for row in rows], [f"rank {row.rank}" for row in rows]]
+    factor, unit = memory_unit(max(sum(row.held.values()) for row in rows) if rows else 0)
     figure = go.Figure()
     for category in CATEGORIES:
         figure.add_trace(
             go.Bar(
                 x=x,
-                y=[row.held[category] for row in rows],
+                y=[row.held[category] / factor for row in rows],
                 name=category,
                 marker_color=CATEGORY_INKS[category][0],
-                hovertemplate="%{x}: %{y:.4s}B<extra>" + category + "</extra>",
+                customdata=[memory_text(row.held[category]) for row in rows],
+                hovertemplate="%{x}: %{customdata}<extra>" + category + "</extra>",
             )
         )
     figure.add_trace(
         go.Scatter(
             x=x,
-            y=[sum(row.formula.values()) for row in rows],
+            y=[sum(row.formula.values()) / factor for row in rows],
             mode="markers",
             name="params + grads + optimizer by the formula",
-            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": "#d55e00"}},
-            customdata=[tuple(row.formula.values()) for row in rows],
-            hovertemplate="formula: %{y:.4s}B = %{customdata[0]:.4s} + %{customdata[1]:.4s} + "
-            "%{customdata[2]:.4s}<extra></extra>",
+            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": ALARM}},
+            customdata=[" + ".join(memory_text(part) for part in row.formula.values()) for row in rows],
+            hovertemplate=f"formula: %{{y:.4g}} {unit} = %{{customdata}}<extra></extra>",
         )
     )
     title = f"Memory by strategy, {memory.how}" + (f"; {left_out} more ranks not shown" if left_out else "")
-    figure.update_layout(
-        title={"text": title},
-        barmode="stack",
-        bargap=0.2,
-        height=400,
-        margin={"l": 64, "r": 16, "t": 48, "b": 64},
-        **LOOK,
-    )
-    figure.update_yaxes(gridcolor=LINE, zeroline=False, tickformat="~s", ticksuffix="B", rangemode="tozero")
-    return figure
+    dress_chart(figure, title, 400, below=64, barmode="stack", bargap=0.2)
+    return figure.update_yaxes(title=unit, rangemode="tozero")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
-from mpkit.common.units import bytes_text
+from mpkit.common.units import memory_text
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
+from mpkit.views.drawing.sheet import category_classes, keys, sheet
+from mpkit.views.theme import ALARM, MARGIN
 
 if TYPE_CHECKING:
     from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy, MemoryRow
@@ -18,7 +19,6 @@ MOST = 8
 """The most ranks of a strategy that are drawn; the others do the same as the first."""
 
 HEIGHT, TOP, GAP = 220.0, 46.0, 26.0
-FORMULA = "#d55e00"
 
 
 def shown_of(memory: MemoryByStrategy) -> tuple[list[MemoryRow], int]:
@@ -54,8 +54,10 @@ def strategies_svg(memory: MemoryByStrategy, width: int = 960) -> str:
     more = f"; {left_out} more ranks not shown" if left_out else ""
     title = f"Memory by strategy, {memory.how}{more}"
     height = base + 66
-    body = [heading(title, 26), *parts, _legend(base + 54)]
-    return sheet("strategies", title, str(memory), body, width, height, classes=category_classes())
+    body = [*parts, _legend(base + 54, width)]
+    return sheet(
+        "strategies", title, str(memory), body, width, height, head=title, classes=category_classes()
+    )
 
 
 def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) -> str:
@@ -66,25 +68,27 @@ def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) ->
             y -= tall
             parts.append(
                 f'<rect class="m{i}" x="{x + 3:.1f}" y="{y:.1f}" width="{width - 6:.1f}" height="{tall:.1f}">'
-                f"<title>{category}: {bytes_text(row.held[category])}</title></rect>"
+                f"<title>{category}: {memory_text(row.held[category])}</title></rect>"
             )
     line = base - sum(row.formula.values()) / highest * HEIGHT
     parts.append(
-        f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:.1f}" x2="{x + width:.1f}" y1="{line:.1f}" '
+        f'<line stroke="{ALARM}" stroke-width="2.5" x1="{x:.1f}" x2="{x + width:.1f}" y1="{line:.1f}" '
         f'y2="{line:.1f}">'
-        f"<title>formula: {bytes_text(sum(row.formula.values()))}</title></line>"
+        f"<title>formula: {memory_text(sum(row.formula.values()))}</title></line>"
     )
     parts.append(
         f'<text class="faint" x="{x + width / 2:.1f}" y="{base + 15:g}" text-anchor="middle">{row.rank}</text>'
     )
-    label = f"{row.strategy}, rank {row.rank}: {bytes_text(sum(row.held.values()))}"
+    label = f"{row.strategy}, rank {row.rank}: {memory_text(sum(row.held.values()))}"
     return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
 
 
-def _legend(y: float) -> str:
-    parts, x = keys(((f'class="m{i}"', category) for i, category in enumerate(CATEGORIES)), y - 10)
+def _legend(y: float, width: float) -> str:
+    parts, x, y, _ = keys(
+        ((f'class="m{i}"', category) for i, category in enumerate(CATEGORIES)), y - 10, width
+    )
     parts.append(
-        f'<line stroke="{FORMULA}" stroke-width="2.5" x1="{x:g}" x2="{x + 18:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
+        f'<line stroke="{ALARM}" stroke-width="2.5" x1="{x:g}" x2="{x + 18:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
         f'<text class="words" x="{x + 24:g}" y="{y:g}">params + grads + optimizer by the formula</text>'
     )
     return "".join(parts)

@@ -5,22 +5,27 @@ The peak of each panel is marked, and said beside its GPU's name.
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
 from mpkit.common.safe_text import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import short_label
-from mpkit.views.drawing.sheet import MARGIN, category_classes, heading, keys, sheet
-from mpkit.views.drawing.ticks import levels, ticks
-from mpkit.views.memory.series import RankMemory, device_memory, held_text, memory_of, share_text
+from mpkit.views.drawing.sheet import category_classes, keys, sheet
+from mpkit.views.drawing.ticks import ticks
+from mpkit.views.memory.peak import UNMEASURED, peak_words, repeated_from
+from mpkit.views.memory.series import RankMemory, device_memory, held_text, levels_of, memory_of, share_text
+from mpkit.views.theme import MARGIN, THEMES
 
 __all__ = ["highest_of", "memory_svg"]
 
 PANEL, GAP, HEAD, AXIS = 92.0, 18.0, 18.0, 18.0
 BESIDE = 44.0
 """The room for the axis of bytes, left of each row of panels, which share it."""
+LEAST = 220
+"""Pixels of the picture's width for each panel, at least."""
 MOST = 64
 """The most panels; if there are more GPUs, the first are shown, and a note says so."""
 
@@ -37,7 +42,7 @@ def memory_svg(
     title: str = "",
     theme: str = "auto",
     highest: int = 0,
-    across: int = 4,
+    across: int = 0,
 ) -> str:
     """Draw the memory of every GPU over time as a standalone SVG document.
 
@@ -47,16 +52,17 @@ def memory_svg(
         title: a heading; none is drawn if empty.
         theme: "light", "dark", or "auto" for what the reader's system prefers.
         highest: the bytes that the scale reaches at least, so that pictures can be compared.
-        across: the most panels beside each other.
+        across: the most panels side by side; 0: as many as the width has room for, 4 at most.
     """
     shown = min(timeline.world_size, MOST)
     memories = [memory_of(timeline, rank, points=300) for rank in range(shown)]
     highest = max(highest, *(memory.total for memory in memories), 1)
-    across = max(1, min(across, shown))
+    across = max(1, min(across or min(4, int(width / LEAST)), shown))
     panel = (width - 2 * MARGIN - BESIDE - (across - 1) * GAP) / across
     top = MARGIN + (26 if title else 0)
     tall = HEAD + PANEL + AXIS
     device, name = device_memory(timeline)
+    repeats = repeated_from(timeline) - (float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0)
     peaks = [f"peak {held_text(timeline, each.total)}{share_text(each.total, device)}" for each in memories]
     body = []
     for rank, memory in enumerate(memories):
@@ -65,46 +71,40 @@ def memory_svg(
         if rank % across == 0:
             body.append(_scale(timeline, highest, y + HEAD + PANEL, width))
         body.append(_panel(memory, short_label(timeline, rank), peaks[rank], x, y, panel, highest))
+        if repeats < inf:
+            body.append(_veil(memory, repeats, x, y + HEAD, panel))
     bottom = top + -(-shown // across) * (tall + GAP) - 6
     used = [i for i in range(len(CATEGORIES)) if any(memory.levels[:, i].any() for memory in memories)]
-    body.append(_legend(used, bottom + 4, timeline.world_size - shown))
-    height = bottom + 30
-    if device:
-        told = f"percentages: of the {held_text(timeline, device)} of one {name}"
-        body.append(f'<text class="faint" x="{MARGIN:g}" y="{height:g}">{escape(told)}</text>')
-        height += 20
+    missing = timeline.world_size - shown
+    looks = [(f'class="m{category}"', CATEGORIES[category]) for category in used]
+    legend = keys(looks, bottom + 4, width, f"and {missing} GPUs more" if missing else "")
+    body += legend.parts
+    height = legend.y + 26
+    told = [peak_words(timeline)]
+    told += [f"Percentages are of the {held_text(timeline, device)} of one {name}."] if device else []
+    told += [UNMEASURED] if repeats < inf else []
+    foot = " ".join(told)
     words = "; ".join(f"{short_label(timeline, rank)}: {peak}" for rank, peak in enumerate(peaks))
-    if title:
-        body.insert(0, heading(title))
     classes = category_classes()
     for name, ground in THEMES.items():
         classes[name]["peak"] = f"stroke:{ground.text}"
-    return sheet("memory", title or "Memory by GPU", words, body, width, height, theme=theme, classes=classes)
+    name = title or "Memory by GPU"
+    return sheet(
+        "memory", name, words, body, width, height, head=title, foot=foot, theme=theme, classes=classes
+    )
 
 
 def _scale(timeline: Timeline, highest: int, base: float, width: float) -> str:
     """Draw the axis of bytes of one row of panels, with a line across it at each number."""
     parts = []
-    for level in levels(highest, 2):
+    for level, words in levels_of(timeline, highest, 2):
         y = base - level / highest * (PANEL - 4)
-        words = f"{level:g}" if timeline.clock == "simulated" else _short(held_text(timeline, level))
         parts.append(
             f'<text class="faint" x="{MARGIN + BESIDE - 6:g}" y="{y + 4:.1f}" text-anchor="end" font-size="11">'
             f"{words}</text>"
             f'<line class="line" x1="{MARGIN + BESIDE:g}" x2="{width - MARGIN:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
     return "".join(parts)
-
-
-def _short(words: str) -> str:
-    """Shorten a round amount.
-
-    >>> _short("20.0 MB"), _short("100 MB"), _short("0 B")
-    ('20 MB', '100 MB', '0')
-    """
-    number, unit = words.split(" ")
-    number = number.rstrip("0").rstrip(".") if "." in number else number
-    return number if number == "0" else f"{number} {unit}"
 
 
 def _panel(memory: RankMemory, label: str, peak: str, x: float, y: float, width: float, highest: int) -> str:
@@ -142,16 +142,19 @@ def _panel(memory: RankMemory, label: str, peak: str, x: float, y: float, width:
     return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
 
 
+def _veil(memory: RankMemory, start: float, x: float, y: float, width: float) -> str:
+    """Draw the ground over the steps that were not measured, from the first of them on."""
+    left = x + min(start / (float(memory.times[-1]) or 1.0), 1.0) * width
+    return (
+        f'<rect class="ground" opacity="0.5" x="{left:.1f}" y="{y:g}" width="{x + width - left:.1f}" '
+        f'height="{PANEL:g}"/>'
+        f'<line class="peak" stroke-dasharray="4 3" x1="{left:.1f}" x2="{left:.1f}" y1="{y:g}" y2="{y + PANEL:g}"/>'
+    )
+
+
 def _steps(x: np.ndarray, y: np.ndarray, *, back: bool = False) -> str:
     """Return a path along a step function: each value holds until the next change."""
     parts = [f"L{x[0]:.1f} {y[0]:.1f}"]
     for i in range(1, len(x)):
         parts.append(f"V{y[i]:.1f}H{x[i]:.1f}" if back else f"H{x[i]:.1f}V{y[i]:.1f}")
-    return "".join(parts)
-
-
-def _legend(used: list[int], y: float, missing: int) -> str:
-    parts, x = keys(((f'class="m{category}"', CATEGORIES[category]) for category in used), y)
-    if missing > 0:
-        parts.append(f'<text class="faint" x="{x:g}" y="{y + 10.5:g}">and {missing} GPUs more</text>')
     return "".join(parts)

@@ -24,16 +24,18 @@ from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.notes import proof_notes
+from mpkit.timeline.replay.link_program import LinkProgram
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
-from mpkit.views.browser import TRIAL, css, esm
+from mpkit.views.browser import RELINK, TRIAL, css, esm
 from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.clock_words import clock_words, files_words
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
 from mpkit.views.memory.series import held_text
 from mpkit.views.memory.svg import highest_of, memory_svg
+from mpkit.views.page.relink import relink_section
 from mpkit.views.page.trial import LINK, trial
+from mpkit.views.theme import THEMES, style_block, substitute_theme
 from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.path import MOST, has_path, path_of
 from mpkit.views.timeline.svg import svg
@@ -54,6 +56,7 @@ def html(
     steps: Mapping[str, int] | None = None,
     base: str = "",
     try_it: tuple[int, int] | None = None,
+    relink: LinkProgram | None = None,
 ) -> str:
     """Return a page with one timeline, or with several by name.
 
@@ -66,6 +69,7 @@ def html(
         steps: the step whose figures are shown, by the timeline's name; left out, the last complete one.
         base: the timeline that speed-ups are relative to; "": the slowest.
         try_it: p ranks and m micro-batches, with which a section of schedules to try begins; None: no such section.
+        relink: the run of the first timeline, which readers can then replay on another link; None: no such section.
 
     Raises:
         ValueError: there is no timeline, or there are facts about one that is not given.
@@ -91,7 +95,11 @@ def html(
         _section(number, name, timeline, steps.get(name), captions.get(name, ""), highest, widest, common)
         for number, (name, timeline) in enumerate(named.items())
     ]
-    page = Template((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
+    more = [trial(*try_it)] if try_it else []
+    more += [relink_section(relink)] if relink else []
+    page = Template(
+        substitute_theme((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
+    )
     return page.substitute(
         title=escape(title),
         intro="".join(
@@ -101,9 +109,9 @@ def html(
         variables=_variables(),
         css=css(),
         summary=_summary(shown, facts, base) if len(named) > 1 or facts else "",
-        sections="\n".join([*sections, *([trial(*try_it)] if try_it else [])]),
+        sections="\n".join([*sections, *more]),
         look=_embed_json(look()),
-        script=esm(TRIAL if try_it else ()),
+        script=esm((*(TRIAL if try_it else ()), *(RELINK if relink else ()))),
     )
 
 
@@ -179,7 +187,7 @@ def _pack_bytes(values: bytes) -> str:
 def _memory(timeline: Timeline, highest: int, when: str) -> str:
     """Return the memory of each GPU while the figures are of it, drawn twice: for wide windows and for phones."""
     wide = memory_svg(timeline, 1100, highest=highest)
-    narrow = memory_svg(timeline, 360, highest=highest, across=1)
+    narrow = memory_svg(timeline, 360, highest=highest)
     drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
     many = "" if timeline.world_size > 8 else " open"
     return f"<details{many}><summary>Memory by GPU{when}</summary>{drawn}</details>"
@@ -241,7 +249,7 @@ def _variables() -> str:
     def block(name: str) -> str:
         return "".join(f"--{word}:{value};" for word, value in vars(THEMES[name]).items())
 
-    return f":root{{{block('light')}}}@media (prefers-color-scheme: dark){{:root{{{block('dark')}}}}}"
+    return style_block(lambda name: f":root{{{block(name)}}}")
 
 
 def _embed_json(value: Any) -> str:

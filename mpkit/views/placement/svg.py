@@ -17,10 +17,10 @@ from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.strategies.placement.placed_ranks import Talk, brief
 from mpkit.views.drawing.axes import ink_of
-from mpkit.views.drawing.colours import THEMES
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.sheet import faint_lines, sheet
 from mpkit.views.placement.text import divided_heading, divided_layers, groups_words, link_words, shape_words
 from mpkit.views.placement.zero import zero_svg
+from mpkit.views.theme import MARGIN, THEMES, wrap_words
 
 if TYPE_CHECKING:
     from mpkit.strategies.placement.placed_ranks import Placement
@@ -58,15 +58,16 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
     """
     boxes = _boxes(placement, width)
     right, bottom = max(box.x + box.wide for box in boxes), max(box.y for box in boxes) + TALL
+    whole = max(width, right + MARGIN + 10)
     nodes, names = _nodes(placement, boxes)
-    body = [heading(shape_words(placement)), *_stages(placement, boxes), *nodes]
+    body = [*_stages(placement, boxes), *nodes]
     body += [line for talk in placement.talks for line in _lines(talk, boxes, placement)] + names
     body += [_rank(placement, rank, box) for rank, box in enumerate(boxes)]
-    legend, y = _legend(placement, bottom + 52)
-    shards, y = zero_svg(placement, y)
-    table, y = _table(placement, y)
-    notes = [_words(MARGIN, y + 18 * i, note, "faint") for i, note in enumerate(placement.notes)]
-    height = y + 18 * len(notes)
+    legend, y = _legend(placement, bottom + 52, whole)
+    shards, y = zero_svg(placement, y, whole)
+    table, y = _table(placement, y, whole)
+    lines = [line for note in placement.notes for line in wrap_words(note, whole - 2 * MARGIN)]
+    notes, height = faint_lines(lines, y), y + 20 * len(lines)
     classes = {
         name: {
             "box": f"fill:{theme.ground};stroke:{theme.hatch}",
@@ -76,7 +77,6 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
         for name, theme in THEMES.items()
     }
     title = f"Placement of {placement.mesh.size} ranks"
-    whole = max(width, right + MARGIN + 10)
     return sheet(
         "placement",
         title,
@@ -84,6 +84,7 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
         [*body, *legend, *shards, *table, *notes],
         whole,
         height,
+        head=shape_words(placement),
         classes=classes,
     )
 
@@ -217,7 +218,7 @@ def _rank(placement: Placement, rank: int, box: RankBox) -> str:
     )
 
 
-def _legend(placement: Placement, y: float) -> tuple[list[str], float]:
+def _legend(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
     """Draw a line per axis and link; returns the elements and the y below them."""
     parts = []
     for talk in placement.talks:
@@ -226,19 +227,21 @@ def _legend(placement: Placement, y: float) -> tuple[list[str], float]:
             f'x1="{MARGIN + 10:g}" x2="{MARGIN + 42:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
         )
         parts.append(_words(MARGIN + 52, y, talk.axis, "words", ' font-weight="600"'))
-        parts.append(_words(MARGIN + 82, y, groups_words(talk, 6) + link_words(talk), "words"))
-        y += 20
+        x = MARGIN + 82
+        for line in wrap_words(groups_words(talk, 6) + link_words(talk), width - MARGIN - x):
+            parts.append(_words(x, y, line, "words"))
+            y += 20
     return parts, y + 6
 
 
-def _table(placement: Placement, y: float) -> tuple[list[str], float]:
+def _table(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
     """List what tp and ep divide, one line per layer; returns the elements and the y below them."""
     rows = divided_layers(placement)
     if not rows:
         return [], y
     left, name = MARGIN + 10, max(len(name) for name, _ in rows) * 6.8 + 24
     column = max(len(part) for _, parts in rows for part in parts) * 6.6 + 20
-    shown = min(placement.mesh.tp, max(1, int((920 - name) / column)))
+    shown = min(placement.mesh.tp, max(1, int((width - 40 - name) / column)))
     parts = [_words(left, y + 8, divided_heading(placement), "words", ' font-weight="600"')]
     if any(len(held) > 1 for _, held in rows):
         parts += [_words(left + name + column * i, y + 8, f"tp{i}", "faint") for i in range(shown)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpkit.common.safe_text import escape
 from mpkit.strategies.placement.zero_shares import STATES, Share, sharded_states
 from mpkit.views.drawing.axes import ink_of
-from mpkit.views.drawing.sheet import MARGIN
+from mpkit.views.theme import MARGIN, wrap_words
 
 if TYPE_CHECKING:
     from mpkit.strategies.placement.placed_ranks import Placement
@@ -18,7 +18,7 @@ REPLICAS, PARAMETERS = 8, 16
 """The most replicas and the most parameters that are shown."""
 
 BAR, TALL = 210.0, 14.0
-"""Pixels: the width of a state, and the height of a bar."""
+"""Pixels: the most width of a state, and the height of a bar."""
 
 
 def held_words(placement: Placement) -> str:
@@ -55,7 +55,7 @@ def zero_text(placement: Placement) -> list[str]:
     return lines + ([f"  and {left} more"] if left > 0 else [])
 
 
-def zero_svg(placement: Placement, y: float) -> tuple[list[str], float]:
+def zero_svg(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
     """Draw a bar per replica and state, filled where the replica holds it, and a table of parameters.
 
     Returns the elements and the y below them.
@@ -63,33 +63,35 @@ def zero_svg(placement: Placement, y: float) -> tuple[list[str], float]:
     if not placement.zero:
         return [], y
     n, left, parted = placement.shard_count, MARGIN + 10, sharded_states(placement.zero)
+    bar = min(BAR, (width - left - 64 - MARGIN) / len(STATES) - 24)
     y += 14
     parts = [_words(left, y, f"what ZeRO-{placement.zero} shards", "words", ' font-weight="600"')]
     y += 20
-    starts = [left + 64 + i * (BAR + 24) for i in range(len(STATES))]
+    starts = [left + 64 + i * (bar + 24) for i in range(len(STATES))]
     for state, x in zip(STATES, starts, strict=True):
-        word = f"{state}, 1/{n} each" if parted[state] else f"{state}, whole"
+        how = f", 1/{n} each" if parted[state] else ", whole"
+        word = wrap_words(state + how, bar + 24)[0].rstrip(",")  # the bars below say how
         parts.append(_words(x, y, word, "faint"))
     for replica, name in enumerate(_replicas(placement)):
         y += TALL + 6
         parts.append(_words(left, y, name, "words"))
         for state, x in zip(STATES, starts, strict=True):
-            first, wide = (x + BAR * (replica % n) / n, BAR / n) if parted[state] else (x, BAR)
+            first, wide = (x + bar * (replica % n) / n, bar / n) if parted[state] else (x, bar)
             told = f"{name}: {'1/' + str(n) + ' of the ' if parted[state] else 'all '}{state}"
             parts.append(
                 f"<g><title>{escape(told)}</title>"
-                f'<rect class="box" x="{x:.1f}" y="{y - TALL + 3:.1f}" width="{BAR:g}" height="{TALL:g}" rx="3"/>'
+                f'<rect class="box" x="{x:.1f}" y="{y - TALL + 3:.1f}" width="{bar:g}" height="{TALL:g}" rx="3"/>'
                 f'<rect fill="{ink_of("dp")}" x="{first:.1f}" y="{y - TALL + 3:.1f}" width="{max(wide, 2):.1f}" '
                 f'height="{TALL:g}" rx="3"/></g>'
             )
     if placement.replicas > REPLICAS:
         y += 18
         parts.append(_words(left, y, f"and {placement.replicas - REPLICAS} more", "faint"))
-    table, y = _table(placement, y + 12)
+    table, y = _table(placement, y + 12, width)
     return parts + table, y + 20
 
 
-def _table(placement: Placement, y: float) -> tuple[list[str], float]:
+def _table(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
     """Draw a table of the elements of each parameter that each replica holds."""
     shown = placement.shares[:PARAMETERS]
     if not shown:
@@ -98,7 +100,7 @@ def _table(placement: Placement, y: float) -> tuple[list[str], float]:
     column = max(len(part) for share in shown for part in _parts(share)) * 6.6 + 20
     y += 18
     parts = [_words(left, y, "elements", "words", ' font-weight="600"')]
-    fits = max(1, min(REPLICAS, int((920 - wide) / max(column, 40))))
+    fits = max(1, min(REPLICAS, int((width - 40 - wide) / max(column, 40))))
     for i, name in enumerate(_replicas(placement)[:fits]):
         parts.append(_words(left + wide + max(column, 40) * i, y, name, "faint"))
     for share in shown:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.views.drawing.axes import ink_of
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.sheet import sheet
+from mpkit.views.theme import MARGIN
 
 if TYPE_CHECKING:
     from mpkit.trace.attention_work import AttentionWork
@@ -64,5 +65,4 @@ def work_svg(work: AttentionWork, width: int = 960) -> str:
     note = (
         "pairs of a query and a key, in all heads and layers; dashed: the mean of ranks that share sequences"
     )
-    faint = f'<text class="faint" x="{MARGIN:g}" y="{y + 8:.0f}">{note}</text>'
-    return sheet("attention", title, str(work), [heading(title), *parts, faint], width, y + 24)
+    return sheet("attention", title, str(work), parts, width, y - 2, head=title, foot=note)

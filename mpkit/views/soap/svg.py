@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
-from mpkit.views.drawing.colours import THEMES
 from mpkit.views.drawing.matrix_svg import BOTH, both_ranks, matrix, rank_classes
-from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
+from mpkit.views.drawing.sheet import keys, sheet
+from mpkit.views.theme import MARGIN, THEMES
 
 if TYPE_CHECKING:
     from mpkit.prediction.experiments.soap_found import PhaseTraffic, Soap, Way
@@ -51,16 +51,16 @@ def soap_svg(soap: Soap) -> str:
     title = f"One layer on two ranks: {soap.layer}"
     samples, length, features = soap.shapes["X"]
     told = f"X: {samples} samples of {length} positions of {features} numbers, a row a position. Numbers of 8 bytes."
-    body = [heading(title), f'<text class="faint" x="{MARGIN:g}" y="48">{told}</text>', both_ranks()]
-    legend, x = keys((('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 60)
-    body += legend
+    legend = keys((('class="r0"', "rank 0"), ('class="r1"', "rank 1"), (BOTH, "both ranks")), 60, WIDTH)
+    body, x = [both_ranks(), *legend.parts], legend.x
     body.append(f'<text class="comm" x="{x:g}" y="71" font-size="15" font-weight="700">⇄</text>')
     body.append(f'<text class="words" x="{x + 20:g}" y="70.5">here something is sent</text>')
     for number, way in enumerate(soap.ways):
         body.append(_band(soap, way, TOP + number * BAND))
     inks = rank_classes()
     classes = {name: {**inks[name], "band": f"fill:{ground.idle}"} for name, ground in THEMES.items()}
-    return sheet("soap", title, str(soap), body, WIDTH, TOP + len(soap.ways) * BAND + 4, classes=classes)
+    height = TOP + len(soap.ways) * BAND + 4
+    return sheet("soap", title, str(soap), body, WIDTH, height, head=title, below=told, classes=classes)
 
 
 def _band(soap: Soap, way: Way, y: float) -> str:

@@ -17,6 +17,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.outlines import Outline, merge_outlines
+from mpkit.views.theme import FONT, THEMES, style_block
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 
@@ -150,8 +151,11 @@ def critical_html(path: CriticalPath) -> str:
 def page(title: str, body: str) -> str:
     """Return one self-contained HTML page."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>'
-        ":root{color-scheme:light dark}body{font-family:system-ui,sans-serif;margin:1.5rem;max-width:70rem}"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
+        f"{style_block(lambda name: f':root{{--ground:{THEMES[name].ground};--text:{THEMES[name].text}}}')}"
+        f":root{{color-scheme:light dark}}body{{font:15px/1.5 {FONT};color:var(--text);background:var(--ground);"
+        "margin:1.5rem auto;padding:0 1rem;max-width:70rem}"
         "td,th{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}svg{max-width:100%;height:auto}"
         f"</style></head><body><main>{body}</main></body></html>\n"
     )

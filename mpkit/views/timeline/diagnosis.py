@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -126,7 +127,11 @@ def diagnosis_panel(found: Diagnosis) -> str:
             f"<dt>{label}</dt><dd>{_code(words) if label == 'check' else escape(words)}</dd>"
             for label, words in _parts(found, each)
         )
-        picture = image(finding_svg(found, each), f"{each.kind}: {each.words}") if number <= PICTURES else ""
+        picture = (
+            image(partial(finding_svg, found, each), f"{each.kind}: {each.words}")
+            if number <= PICTURES
+            else ""
+        )
         parts.append(
             f"<details{' open' * (number == 1)}><summary>{number}. {escape(each.words)}{gain}</summary>"
             f"<dl>{items}</dl>{picture}</details>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mpkit.common.display import image
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.drawing.lanes import FOLDED
@@ -20,7 +22,7 @@ def static_bundle(timeline: Timeline, title: str = "") -> dict[str, str]:
     ['text/html', 'text/plain']
     """
     fold = timeline.world_size > FOLDED
-    drawn = svg(timeline, title=title, fold=fold)
+    drawn = partial(svg, timeline, title=title, fold=fold)
     return {
         "text/plain": text(timeline, 100, fold=fold),
         "text/html": image(drawn, summary(picture(timeline, fold=fold))),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +20,10 @@ import numpy.typing as npt
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
-from mpkit.views.drawing.colours import FONT, INKS, THEMES, Key, outline
+from mpkit.views.drawing.colours import INKS, Key, outline
+from mpkit.views.drawing.sheet import faint_lines, keys
 from mpkit.views.drawing.ticks import ticks
+from mpkit.views.theme import FONT, HEADING, MARGIN, TEXT, THEMES, style_block, wrap_words
 from mpkit.views.timeline.coverage import coverage, runs, strongest
 from mpkit.views.timeline.picture import Picture, PictureRow, picture
 from mpkit.views.timeline.stages import bars, chunk_of
@@ -31,7 +32,7 @@ from mpkit.views.timeline.waits_in_vain import vain_svg
 __all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "summary", "svg"]
 
 HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
-GAP, BETWEEN, MARGIN, GUTTER = 2.0, 7.0, 16.0, 96.0
+GAP, BETWEEN, GUTTER = 2.0, 7.0, 96.0
 OUTLINED = {
     key for key in Key if key and (outline(INKS[key].light, "light") or outline(INKS[key].dark, "dark"))
 }
@@ -92,27 +93,27 @@ def svg(
         raise ValueError(f"theme={theme!r} is none of 'auto', 'light' and 'dark'")
     pic = picture(timeline, step, fold=fold)
     pic = replace(pic, duration=max(pic.duration, room))
-    top = MARGIN + (30 if title else 4)
+    across = width - 2 * MARGIN
+    head = wrap_words(title, across, HEADING, bold=True)
+    top = MARGIN + (10 + 20 * len(head) if head else 4)
     tops, bottom = _tops(pic.rows, top)
     gutter = max(gutter, gutter_of(pic))
     plot = Plot(MARGIN + gutter, width - gutter - 2 * MARGIN)
-    body = [_heading(title)] if title else []
+    body = _heading(head)
     body += [_row(pic, number, tops[number], plot) for number in range(len(pic.rows))]
     body += [vain_svg(pic, tops, plot.left, plot.span, HEIGHTS["compute"])] if pic.waits else []
     body += [_axis(pic, top, bottom, plot)]
     body += [over(pic, tops, plot)] if over is not None else []
     legend, height = _legend(pic, bottom + 38, width)
     caption, height = _caption(pic, height + 24, width)
-    letters = int((width - 2 * MARGIN) / 6.2)  # about as many letters fit on a line
-    lines = [line for note in timeline.notes for line in wrap(note, letters)]
-    notes = [_words(MARGIN, height + 20 * i, line, "faint") for i, line in enumerate(lines)]
+    notes = faint_lines([line for note in timeline.notes for line in wrap_words(note, across)], height)
     height += 20 * len(notes)
     ranks = f"{timeline.world_size} rank{'s' * (timeline.world_size != 1)}"
     name = escape(title or f"Timeline of {ranks}")
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit" role="img" width="{width}" '
-            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="12">',
+            f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="{TEXT}">',
             f"<title>{name}</title>",
             f"<desc>{escape(summary(pic))}</desc>",
             _style(theme),
@@ -157,14 +158,12 @@ def _style(theme: str) -> str:
                 rules += [f".e{int(key)}{{stroke:{edge};stroke-width:.8}}"] * bool(edge)
         return "".join(f".mpkit {rule}" for rule in "".join(rules).replace("}.", "}\n.").split("\n"))
 
-    first = block("light" if theme == "auto" else theme)
-    dark = f"@media (prefers-color-scheme: dark){{{block('dark')}}}" if theme == "auto" else ""
     hatch = (
         '<defs><pattern id="mpkit-idle" width="6" height="6" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect class="bare" width="6" height="6"/>'
         '<line class="hatch" y2="6" stroke-width="2"/></pattern></defs>'
     )
-    return f"<style>{first}{dark}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
+    return f"<style>{style_block(block, theme)}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
 
 
 def _tops(rows: list[PictureRow], top: float) -> tuple[list[float], float]:
@@ -273,9 +272,9 @@ def _axis(pic: Picture, top: float, bottom: float, plot: Plot) -> str:
     return "".join(parts)
 
 
-def _heading(title: str) -> str:
-    look = ' font-size="15" font-weight="600"'
-    return _words(MARGIN, MARGIN + 14, title, weight=look)
+def _heading(lines: list[str]) -> list[str]:
+    look = f' font-size="{HEADING}" font-weight="600"'
+    return [_words(MARGIN, MARGIN + 14 + 20 * i, line, weight=look) for i, line in enumerate(lines)]
 
 
 def _words(x: float, y: float, words: str, look: str = "words", weight: str = "") -> str:
@@ -284,20 +283,12 @@ def _words(x: float, y: float, words: str, look: str = "words", weight: str = ""
 
 def _legend(pic: Picture, y: float, width: int) -> tuple[str, float]:
     """Draw swatches with their words, on as many lines as they need; returns them and the y of the last line."""
-    x, parts = MARGIN, []
-    for key in pic.keys:
-        word = INKS[key].word + (" (bubble)" if key == Key.IDLE else "")
-        need = 20 + 7 * len(word) + 14
-        if x + need > width - MARGIN and x > MARGIN:
-            x, y = MARGIN, y + 20
-        parts.append(
-            f'<rect class="k{int(key)} e{int(key)}" x="{x:g}" y="{y - 1:g}" width="14" height="12" rx="2"/>'
-        )
-        parts.append(_words(x + 20, y + 9.5, word))
-        x += need
-    if pic.stages:
-        parts.append(_words(x + 6, y + 9.5, "a bar below: its rank's second stage", "faint"))
-    return "".join(parts), y + 10
+    looks = [
+        (f'class="k{int(key)} e{int(key)}"', INKS[key].word + " (bubble)" * (key == Key.IDLE))
+        for key in pic.keys
+    ]
+    legend = keys(looks, y - 1, width, "a bar below: its rank's second stage" if pic.stages else "")
+    return "".join(legend.parts), legend.y + 11
 
 
 def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:

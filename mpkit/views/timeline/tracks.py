@@ -2,7 +2,8 @@
 browser takes it.
 
     head    JSON: {tracks: [{name, unit, stacked, keys: [{word, light, dark}], ranks: [[rank, moments], ...]}, ...]},
-            and `most`, what a lane reaches to at least; of memory `device`, the bytes of a device's, if known
+            and `most`, what a lane reaches to at least; of memory `device`, the bytes of a device's, if known,
+            `repeats`, from when on it was not measured, and `told`, what there was at the peak
     bytes   of each track, rank by rank: times, (moments,) float64 seconds; levels, (moments, keys) float64
 
 All tracks of a timeline are sent together, as one trait, so a page that is loaded again has them at once.
@@ -10,12 +11,14 @@ All tracks of a timeline are sent together, as one trait, so a page that is load
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS
 from mpkit.views.gpu.samples import TRACKS, device_tracks, head_of
+from mpkit.views.memory.peak import peak_words, repeated_from
 from mpkit.views.memory.series import device_memory, memory_of
 
 __all__ = ["MOMENTS", "expected_tracks", "has_tracks", "pack_tracks"]
@@ -70,6 +73,12 @@ def _pack_memory(timeline: Timeline, each: int) -> tuple[Head, bytes]:
     head = _memory_head("" if timeline.clock == "simulated" else "B")
     if device := device_memory(timeline)[0]:
         head["device"] = device
+    repeats = repeated_from(timeline)
+    if repeats < inf:
+        head["repeats"] = repeats
+    head["told"] = peak_words(
+        timeline
+    ) + " Paler: steps that were not measured, drawn as an earlier one was." * (repeats < inf)
     origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
     parts = []
     for rank in range(timeline.world_size):

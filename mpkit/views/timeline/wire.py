@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from mpkit.timeline.replay.spans import SPAN
 from mpkit.trace import Kind
-from mpkit.views.drawing.colours import INKS, THEMES, Key, key_of, outline
+from mpkit.views.drawing.colours import INKS, Key, key_of, outline
+from mpkit.views.theme import THEMES
 
 __all__ = ["BATCH", "COLUMNS", "SpanBatches", "look", "pack"]
 

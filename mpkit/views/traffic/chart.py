@@ -9,7 +9,7 @@ import numpy as np
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, tint
-from mpkit.views.drawing.chart_look import LOOK
+from mpkit.views.theme import dress_chart
 from mpkit.views.traffic.text import suitable_unit
 
 if TYPE_CHECKING:
@@ -55,15 +55,11 @@ def traffic_figure(matrix: CommMatrix) -> Any:
         figure.update_xaxes(title="to rank", constrain="domain", **place)
     figure.update_annotations(font={"size": 13})
     ticks = {"dtick": 1 if len(matrix.places) <= 16 else None, "showgrid": False, "zeroline": False}
-    figure.update_xaxes(**ticks)
-    figure.update_yaxes(**ticks)
-    figure.update_layout(
-        title={"text": matrix.title},
-        height=110 + (280 if across == ACROSS else 340) * down,
-        margin={"l": 56, "r": 16, "t": 84, "b": 48},
-        **{**LOOK, "plot_bgcolor": "rgba(128,128,128,0.1)"},
+    tall = 110 + (280 if across == ACROSS else 340) * down
+    dress_chart(figure, matrix.title, tall, left=56, above=36)
+    return (
+        figure.update_layout(plot_bgcolor="rgba(128,128,128,0.1)").update_yaxes(**ticks).update_xaxes(**ticks)
     )
-    return figure
 
 
 def _title(axis: str, amounts: npt.NDArray[np.float64]) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, legible_on, tint
-from mpkit.views.drawing.colours import THEMES
-from mpkit.views.drawing.sheet import MARGIN, heading, sheet
+from mpkit.views.drawing.sheet import sheet
+from mpkit.views.theme import MARGIN, THEMES
 from mpkit.views.traffic.text import suitable_unit
 
 if TYPE_CHECKING:
@@ -46,9 +46,10 @@ def traffic_svg(matrix: CommMatrix, width: int = 960) -> str:
     height = TOP + down * tall + 14
     title = matrix.title
     note = "row: who sends; column: who receives; the stronger, the more" if axes else ""
-    faint = f'<text class="faint" x="{MARGIN:g}" y="{height - 14:.0f}">{note}</text>'
     bare = {name: {"bare": f"fill:{theme.idle}"} for name, theme in THEMES.items()}
-    return sheet("traffic", title, str(matrix), [heading(title), *panels, faint], width, height, classes=bare)
+    return sheet(
+        "traffic", title, str(matrix), panels, width, height - 24, head=title, foot=note, classes=bare
+    )
 
 
 def _panel(

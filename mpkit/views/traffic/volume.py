@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of
+from mpkit.views.theme import STATUS
 
 if TYPE_CHECKING:
     from mpkit.timeline.volume import CommVolume
 
 __all__ = ["volume_html", "volume_text"]
 
-FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+FAINT = f"color:var(--jp-ui-font-color2,{STATUS['done']})"
 HEAD = ["axis", "kind", "calls", "payload", "sent", "by the formula", "", "ratio"]
 LEFT = (0, 1, 6)
 """The number of columns that hold words."""
