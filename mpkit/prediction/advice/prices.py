@@ -17,8 +17,6 @@ from typing import Any, TypeVar, cast
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.summary import peak_live
-from mpkit.plan.tensor_checks import METHODS, ORDERS
-from mpkit.prediction.advice.offers import offers_of
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
@@ -84,10 +82,8 @@ class LayoutPrices:
         return HEADROOM * self.hardware.device.memory
 
     def plan_of(self, layout: Layout) -> Plan:
-        """Return the plan of a layout, in 16 bits that the device has and with the order of tokens of the software."""
-        ring = layout.cp > 1 and layout.cp_method != METHODS[1]
-        order = offers_of(self.stack.name).cp_order if ring else ORDERS[0]
-        return replace(plan_of(layout), precision=self.hardware.device.half, cp_order=order)
+        """Return the plan of a layout, in 16 bits that the device has."""
+        return replace(plan_of(layout), precision=self.hardware.device.half)
 
     def handicap(self, layout: Layout) -> float:
         """Return the factor of a layout's time in comparisons: offload has to gain more than predictions are off."""

@@ -69,7 +69,10 @@ def families(
         if tp > 4 * per_node or model.heads % tp or model.ffn % tp:
             continue
         for cp in divisors(devices // tp) if offers.context else [1]:
-            if asked.sequence % cp:
+            parts = cp * max(
+                tp if offers.sequence else 1, 2 if cp > 1 else 1
+            )  # a ring has two pieces per rank
+            if asked.sequence % parts:
                 continue
             for pp in divisors(devices // tp // cp) if offers.schedules else [1]:
                 dp = devices // tp // cp // pp

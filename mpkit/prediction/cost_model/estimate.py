@@ -243,11 +243,15 @@ def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") 
     Plan(dp=2, precision='bf16')
     """
     narrow = plan.precision != "full"
+    bucket = plan.bucket_mb * 2**20
     if stack is None:
-        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=plan.bucket_mb * 2**20), plan
+        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=bucket), plan
     chosen = stack_of(stack)
-    if narrow and chosen.name == "mpkit":
-        return replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10), plan
+    if chosen.name == "mpkit":
+        chosen = replace(chosen, bucket=bucket)
+        if narrow:
+            chosen = replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10)
+        return chosen, plan
     if narrow and chosen.element == 4:
         raise ValueError(
             f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "

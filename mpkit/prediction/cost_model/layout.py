@@ -14,6 +14,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.plan.schedule.summary import stage_ranks
+from mpkit.plan.tensor_checks import CONTIGUOUS, ZIGZAG
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 
@@ -39,7 +40,7 @@ class Layout:
         head: where stages are cut by weight, as how many layers the head counts; 0: stages have equal numbers.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
-        cp_method: as in a Plan.
+        cp_method, cp_order, prefetch: as in a Plan.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -64,6 +65,8 @@ class Layout:
     trainable: float = 1.0
     sharded: int = 0
     cp_method: str | tuple[int, int] = "ring"
+    cp_order: str = ZIGZAG
+    prefetch: int = 1
 
     @cached_property
     def ranks(self) -> int:
@@ -74,6 +77,11 @@ class Layout:
     def ulysses(self) -> int:
         """The ranks, out of cp, that divide the heads for attention; the others of a sequence are in a ring."""
         return ulysses_degree(self.cp_method, self.cp)
+
+    @property
+    def ring(self) -> int:
+        """The ranks, out of cp, that pass keys and values around."""
+        return self.cp // self.ulysses
 
     @cached_property
     def replicas(self) -> int:
@@ -145,7 +153,7 @@ class Layout:
             "tp": (1, self.tp),
             "cp": (self.tp, self.cp),
             "ulysses": (self.tp, self.ulysses),
-            "ring": (self.tp * self.ulysses, self.cp // self.ulysses),
+            "ring": (self.tp * self.ulysses, self.ring),
             "ep": (self.expert_tp, self.ep),
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
@@ -204,7 +212,8 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
-        cp_method=plan.cp_method, ep=plan.ep, etp=1 if plan.ep > 1 else 0,
+        cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
+        etp=1 if plan.ep > 1 else 0,
     )  # fmt: skip
 
 
@@ -215,4 +224,5 @@ def plan_of(layout: Layout) -> Plan:
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
+        cp_order=layout.cp_order if layout.ring > 1 else CONTIGUOUS, prefetch=layout.prefetch,
     )  # fmt: skip

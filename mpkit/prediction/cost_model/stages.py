@@ -111,11 +111,12 @@ class _Layer:
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
     etp: int, sequence_parallel: bool, recompute: str, trainable: float, cp_method: str | tuple[int, int],
+    cp_order: str,
 ) -> _Layer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
         cp=cp, tp=tp, ep=ep, etp=etp, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
-        trainable=trainable, cp_method=cp_method,
+        trainable=trainable, cp_method=cp_method, cp_order=cp_order,
     )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
@@ -144,7 +145,7 @@ def stages_of(
     """Return the times of the stages."""
     layer = _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
-        layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method,
+        layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method, layout.cp_order,
     )  # fmt: skip
     forward, backward, head = layer.forward, layer.backward, layer.head
     waited = _gathers(forward, backward, layout, shares, network) if layout.zero == 3 else (0.0, 0.0, 0.0)
@@ -193,5 +194,7 @@ def _gathers(
     edge = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside)
     if not stack.overlap:
         return gather, gather + reduce, edge
+    if not layout.prefetch:  # a layer is gathered when it is wanted
+        return gather, gather + overlapped_time(backward, reduce) - backward, gather + edge
     waits = overlapped_time(forward, gather) - forward, overlapped_time(backward, gather + reduce) - backward
     return *waits, gather + edge
