@@ -7,6 +7,7 @@ still has the other, or the changed field clashes with a third. Its own rejectio
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,17 +57,18 @@ def _working(call: str, make: Callable[..., object]) -> str:
 def _calls(message: str) -> Iterator[tuple[int, int]]:
     """Yield where each `Plan(...)` of a message begins and ends.
 
-    >>> [text[start:stop] for text in ["Plan(x=1): (1) mk.Plan(cp_method=(2, 4))"] for start, stop in _calls(text)]
-    ['Plan(x=1)', 'Plan(cp_method=(2, 4))']
+    >>> [text[start:stop] for text in ["Plan(x=1): TensorPlan(()) mk.Plan(cut=(2, 4))"] for start, stop in _calls(text)]
+    ['Plan(x=1)', 'Plan(cut=(2, 4))']
     """
-    start = message.find("Plan(")
-    while start >= 0:
-        depth, stop = 1, start + len("Plan(")
+    stop = 0
+    for found in re.finditer(r"\bPlan\(", message):
+        if found.start() < stop:
+            continue
+        depth, stop = 1, found.end()
         while depth and stop < len(message):
             depth += {"(": 1, ")": -1}.get(message[stop], 0)
             stop += 1
-        yield start, stop
-        start = message.find("Plan(", stop)
+        yield found.start(), stop
 
 
 def _values(call: str) -> dict[str, Any] | None:
