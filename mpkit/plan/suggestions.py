@@ -29,12 +29,12 @@ def with_working_plans(message: str, make: Callable[..., object]) -> str:
     parts, end = [], 0
     for start, stop in _calls(message):
         if start:
-            parts += [message[end:start], _working(message[start:stop], make)]
+            parts += [message[end:start], _working_plan(message[start:stop], make)]
             end = stop
     return "".join([*parts, message[end:]])
 
 
-def _working(call: str, make: Callable[..., object]) -> str:
+def _working_plan(call: str, make: Callable[..., object]) -> str:
     """Return the first plan that works, from one suggestion to the next; the one given if there is none."""
     tried = call
     for _ in range(STEPS):

@@ -191,6 +191,15 @@ class Architecture:
         """The matrix of the head, its own or the embedding, as a number of layers of the first kind."""
         return self.vocabulary * self.hidden / sum(product.parameters for product in self.matmuls(0))
 
+    def head_in_flops(self, sequence: int) -> float:
+        """Return the FLOPs of the head, as a number of layers of the mean kind.
+
+        Args:
+            sequence: tokens per sample, s.
+        """
+        head = 2.0 * sequence * self.hidden * self.vocabulary
+        return head * self.layers / (self.forward_flops(sequence, causal=False) - head)
+
     @property
     def head_parameters(self) -> int:
         """The parameters after the last layer: its norm and the head, unless that is the embedding."""

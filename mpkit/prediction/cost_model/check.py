@@ -91,27 +91,17 @@ def checked_layout(
             f"ep={plan.ep} ranks cannot hold equally many of {model.experts} experts per layer: "
             f"ep={max(fits, default=1)}" + ("" if model.experts else ", since this model has none")
         )
-    if plan.stages > model.layers:
-        raise ValueError(f"{plan.stages} stages for {model.layers} layers: pp={model.layers} at most")
-    if plan.recompute.startswith("every=") and every(plan.recompute) > model.layers:
+    if every(plan.recompute) > model.layers:
         raise ValueError(
             f"{plan!r} recomputes one of so many layers, and there are {model.layers}: nothing would be recomputed. "
             f"{call_of(plan, {'recompute': f'every={model.layers}'})} recomputes one"
         )
+    if plan.stages > model.layers:
+        most = model.layers // plan.virtual_stages
+        either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
+        raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
     _check_sequence(model, plan, sequence)
-    ulysses = plan.mesh.cp_ulysses
-    if not can_divide_heads(model, plan.tp, ulysses):
-        heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-        fits = [u for u in range(2, ulysses) if plan.cp % u == 0 and can_divide_heads(model, plan.tp, u)]
-        either = (
-            f"cp_method={(fits[-1], plan.cp // fits[-1])!r} divides them among {fits[-1]}, and "
-            if fits
-            else ""
-        )
-        raise ValueError(
-            f"cp_method={plan.cp_method!r}: {ulysses} of cp={plan.cp} ranks cannot divide {heads} heads of queries and "
-            f"{of_keys} of keys; {either}cp_method='ring' divides none"
-        )
+    _check_ulysses(model, plan)
     return layout_of(plan, global_batch, trainable)
 
 
@@ -162,6 +152,27 @@ def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
             divides += f"{' and ' if divides else ''}tp={plan.tp} with sequence_parallel=True"
         near = sequence // parts * parts or parts
         raise ValueError(f"{divides} does not divide sequences of {sequence} tokens: sequence={near} does")
+
+
+def _check_ulysses(model: Architecture, plan: Plan) -> None:
+    """Check that the ranks of a plan can divide the heads as Ulysses does.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    ulysses = plan.mesh.cp_ulysses
+    if not can_divide_heads(model, plan.tp, ulysses):
+        heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+        fits = [u for u in range(2, ulysses) if plan.cp % u == 0 and can_divide_heads(model, plan.tp, u)]
+        either = (
+            f"cp_method={(fits[-1], plan.cp // fits[-1])!r} divides them among {fits[-1]}, and "
+            if fits
+            else ""
+        )
+        raise ValueError(
+            f"cp_method={plan.cp_method!r}: {ulysses} of cp={plan.cp} ranks cannot divide {heads} heads of queries and "
+            f"{of_keys} of keys; {either}cp_method='ring' divides none"
+        )
 
 
 def can_divide_heads(model: Architecture, tp: int, cp: int) -> bool:

@@ -191,6 +191,9 @@ def estimate(
     The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
     bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
 
+    Stages have equal numbers of layers, as frameworks cut them; of stack="mpkit" they are balanced by FLOPs, the head
+    included, as those of `Cluster.train` are.
+
     Args:
         model: a model of transformers or mpkit's GPT, a config, the path of a config.json, a known name such as
             "llama3-8b" (`mpkit.prediction.cost_model.known_models`), or numbers: {"layers": 32, "hidden": 4096,
@@ -273,6 +276,8 @@ def estimate_checked(
     layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable)
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)
+    if stack.by_flops:
+        layout = replace(layout, head=model.head_in_flops(sequence), balanced=True)
     as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
     chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
     shares = ParameterShares(model, layout, stack)

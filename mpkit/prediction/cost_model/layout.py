@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from math import gcd
 from typing import Any
 
+from mpkit.plan.balance import balance
 from mpkit.plan.checks import whole
 from mpkit.plan.mesh import ulysses_degree
 from mpkit.plan.plan import Plan
@@ -37,7 +38,8 @@ class Layout:
         sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
         offload: "none", "optimizer" or "params".
         cut: the layers of each stage; (): equal numbers, or by weight.
-        head: where stages are cut by weight, as how many layers the head counts; 0: stages have equal numbers.
+        head: where stages are cut by weight or by FLOPs, as how many layers the head counts; 0: equal numbers.
+        balanced: whether the largest of them is as small as can be, as mpkit cuts; or as nanotron does.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
         cp_method, cp_order, prefetch: as in a Plan.
@@ -62,6 +64,7 @@ class Layout:
     offload: str = "none"
     cut: Sequence[int] = ()
     head: float = 0.0
+    balanced: bool = False
     trainable: float = 1.0
     sharded: int = 0
     cp_method: str | tuple[int, int] = "ring"
@@ -172,10 +175,33 @@ class Layout:
         """
         if self.cut:
             return list(self.cut)
+        if balanced := self.balanced_stages(layers):
+            on = stage_ranks(self.schedule, self.pp, self.virtual_stages)
+            return [
+                sum(balanced[stage] for stage in range(len(on)) if on[stage] == rank)
+                for rank in range(self.pp)
+            ]
         if self.head and self.pp > 1:
             return list(_by_weight(layers, self.pp, self.head))
         each, more = divmod(layers, self.pp)
         return [each + (stage < more) for stage in range(self.pp)]
+
+    def balanced_stages(self, layers: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage where stages are balanced; () where they are not.
+
+        >>> Layout(pp=4, head=6.0, balanced=True).balanced_stages(16)  # the head is a stage
+        (6, 5, 5, 0)
+        """
+        if not self.balanced or self.pp == 1 or self.cut:
+            return ()
+        return _balanced(layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head)
+
+
+@cache
+def _balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """Return the layers of each stage of a chain of an embedding, which computes nothing, the layers and the head."""
+    found = balance([0.0, *[1.0] * layers, head], stages)
+    return tuple(len(range(max(stage.start, 1), min(stage.stop, layers + 1))) for stage in found)
 
 
 @cache

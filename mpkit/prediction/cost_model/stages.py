@@ -33,6 +33,7 @@ class StageTimes:
         first: beside its layers, of the first stage's forward and backward.
         last: likewise of the last stage.
         last_rank: which rank has the last stage.
+        balanced: the layers of each stage; (): a rank divides its layers evenly among its stages.
         causes_of: seconds by cause: of a layer, of a micro-batch, and of one on the rank with the head.
     """
 
@@ -41,6 +42,7 @@ class StageTimes:
     first: tuple[float, float]
     last: tuple[float, float]
     last_rank: int
+    balanced: Sequence[int]
     causes_of: tuple[dict[str, float], dict[str, float], dict[str, float]]
 
     def of_rank(self, rank: int) -> tuple[float, float]:
@@ -54,13 +56,13 @@ class StageTimes:
         return f, b
 
     def of_stages(self, rank: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the seconds of each stage's forward and backward; a rank divides its layers evenly among its stages.
+        """Return the seconds of each stage's forward and backward.
 
         Args:
             rank: of each stage.
         """
         stages_of = Counter(rank)
-        layers = [self.layers[each] / stages_of[each] for each in rank]
+        layers = self.balanced or [self.layers[each] / stages_of[each] for each in rank]
         f, b = ([n * each for n in layers] for each in self.layer)
         for times, first, last in zip((f, b), self.first, self.last, strict=True):
             times[0] += first
@@ -155,6 +157,7 @@ def stages_of(
         (layer.embed + waited[2], 0.0),
         (head / 3, head * 2 / 3 + (waited[2] if layout.pp > 1 else 0.0)),
         layout.last,
+        layout.balanced_stages(model.layers),
         (
             layer.causes | {"ZeRO-3 gathers": waited[0] + waited[1]},
             {"ZeRO-3 gathers": waited[2]},
