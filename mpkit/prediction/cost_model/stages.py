@@ -62,7 +62,8 @@ class StageTimes:
             rank: of each stage.
         """
         stages_of = Counter(rank)
-        layers = self.balanced or [self.layers[each] / stages_of[each] for each in rank]
+        even = [self.layers[each] / stages_of[each] for each in rank]
+        layers: Sequence[float] = self.balanced or even
         f, b = ([n * each for n in layers] for each in self.layer)
         for times, first, last in zip((f, b), self.first, self.last, strict=True):
             times[0] += first
