@@ -194,11 +194,11 @@ class Layout:
         """
         if not self.balanced or self.pp == 1 or self.cut:
             return ()
-        return _balanced(layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head)
+        return _balance_layers(layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head)
 
 
 @cache
-def _balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
+def _balance_layers(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """Return the layers of each stage of a chain of an embedding, which computes nothing, the layers and the head."""
     found = balance([0.0, *[1.0] * layers, head], stages)
     return tuple(len(range(max(stage.start, 1), min(stage.stop, layers + 1))) for stage in found)
