@@ -194,7 +194,9 @@ class Layout:
         """
         if not self.balanced or self.pp == 1 or self.cut:
             return ()
-        return _balance_layers(layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head)
+        return _balance_layers(
+            layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head
+        )
 
 
 @cache
