@@ -5,16 +5,21 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.cli import main
 from mpkit.common.tracebacks import show_internals
+from mpkit.views.commands.predict import plan_of
 from tests.recipes import sgd
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
@@ -281,3 +286,64 @@ def test_a_view_is_reduced_as_it_reads_and_a_mean_of_integers_rejected(
     assert clusters(2).run(conjugate) == [[2 - 6j, 2 - 6j]] * 2
     with pytest.raises(mk.RankFailed, match=r'op="mean"\) of torch\.int64.*integers only.*tensor\.float\(\)'):
         clusters(2).run(lambda ctx: ctx.comm.all_reduce(torch.arange(2), op="mean"))
+
+
+# ---------------------------------------------------------------- the words of a plan in a terminal
+
+SAID = (
+    "zero3",
+    "tp2",
+    "cp2",
+    "pp2",
+    "1f1b",
+    "m8",
+    "bf16",
+    "hsdp",
+    "full",
+    "sp",
+    "ep2",
+    "fsdp",
+    "v2",
+    "interleaved_1f1b",
+)
+
+
+@given(st.lists(st.sampled_from(SAID), max_size=6), st.randoms())
+def test_the_words_of_a_plan_mean_the_same_in_any_order(words: list[str], shuffle: Random) -> None:
+    def meaning(said: list[str]) -> mk.Plan | None:
+        try:
+            return plan_of("+".join(said), 64, 8)
+        except ValueError:
+            return None
+
+    other = list(words)
+    shuffle.shuffle(other)
+    assert meaning(words) == meaning(other)
+
+
+@pytest.mark.parametrize(
+    "words", ["tp2+tp4", "fsdp+zero2", "ddp+zero1", "bf16+fp16", "full+selective", "gpipe+1f1b"]
+)
+def test_words_that_contradict_each_other_are_not_chosen_between(words: str) -> None:
+    with pytest.raises(ValueError, match="say one of them"):
+        plan_of(words, 8)
+
+
+def test_no_samples_are_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "gpt2", "--plan", "tp0", "--hardware", "8x-a100-nvlink"]
+    for command in ("estimate", "fits"):
+        for plan, batch, words in (
+            ("ddp", "0", "global_batch=0: samples per step"),
+            ("tp0", "8", "Plan(tp=0)"),
+        ):
+            asked[3] = plan
+            with pytest.raises(SystemExit):
+                main([command, *asked, "--global-batch", batch])
+            assert words in capsys.readouterr().err
+
+
+def test_a_terminal_asks_for_no_more_tokens_than_a_model_has_positions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["estimate", "--model", "gpt2", "--plan", "ddp", "--hardware", "8x-a100-nvlink"])
+    assert "8 samples of 1024 tokens" in capsys.readouterr().out

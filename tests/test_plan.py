@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.plan.plan import Plan
@@ -188,3 +191,57 @@ def test_values_of_other_libraries_are_answered_with_ours(
 def test_keywords_for_precision(word: str) -> None:
     with pytest.raises(mk.errors.ArgumentError, match=r'precision="bf16" or "fp16" computes in 16 bits'):
         Plan(dp=2, **{word: "O1"})
+
+
+TYPED: dict[str, list[Any]] = {
+    "pp": [0, 1, 2, 3, 8, 2.5, "2"],
+    "dp": [0, 1, 2, 3, 4, 7, 8],
+    "tp": [1, 2, 3, 8],
+    "cp": [1, 2, 3, 4, 8],
+    "ep": [1, 2, 3, 4, 8],
+    "schedule": [
+        "gpipe",
+        "1f1b",
+        "1F1B",
+        "naive",
+        "zbv",
+        "zb-h1",
+        "interleaved",
+        "interleaved_1f1b",
+        "dualpipe",
+        3,
+    ],
+    "microbatches": [1, 4, 0, 2.0],
+    "virtual_stages": [1, 2, 3, 0],
+    "recompute": ["none", "full", "every=2", "every=0", "ful", True],
+    "cut": [(1,), (2, 3), (0,), [3, 1], "block1", 5],
+    "data_parallel": ["ddp", "dp", "fsdp"],
+    "zero": [0, 1, 2, 3, 4, "3"],
+    "offload": ["none", "optimizer", "params", "cpu"],
+    "precision": ["full", "bf16", "fp16", "fp32", "fp8"],
+    "bucket_mb": [0, -1, 25.0],
+    "prefetch": [-1, 0, 2],
+    "batchnorm": ["sync", "local", "x"],
+    "unused": ["error", "allow", "ok"],
+    "cp_order": ["contiguous", "zigzag", "balanced", "zig"],
+    "cp_method": ["ring", "ulysses", (2, 2), (2, 4), (4, 2), "both"],
+    "sequence_parallel": [True, False, 1],
+    "dp_shard": [1, 2, 3, 8],
+    "dp_replicate": [1, 2, 3],
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in TYPED.items()}))
+def test_every_plan_that_a_rejection_suggests_works(values: dict[str, Any]) -> None:
+    """Whatever else is wrong with what was asked: what a message begins with is that, and all other plans work."""
+    try:
+        mk.Plan(**values)
+    except ValueError as error:
+        message = str(error)
+    else:
+        assume(False)
+    nested = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
+    suggested = [found for found in re.finditer(rf"Plan\({nested}\)", message) if found.start()]
+    for found in suggested:
+        assert eval(found[0], {"Plan": mk.Plan}), message

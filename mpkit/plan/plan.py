@@ -26,6 +26,7 @@ from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
 from mpkit.plan.schedule.theory import bubble_in_theory
 from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
+from mpkit.plan.suggestions import with_working_plans
 from mpkit.plan.synonyms import MEANT, check_synonyms
 from mpkit.plan.tensor_checks import check_shared_layers, checked_cp_method
 from mpkit.plan.tensor_plan import TensorPlan
@@ -122,6 +123,22 @@ class Plan:
     dp_secondary: int | None = None
 
     def __post_init__(self) -> None:
+        try:
+            self._check_fields()
+        except ValueError as error:
+            message = with_working_plans(str(error), self._make_unrepaired)
+            if message == str(error):
+                raise
+            raise ValueError(message) from None
+
+    @classmethod
+    def _make_unrepaired(cls, **values: Any) -> None:
+        """Raise what rejects a plan of these fields, as the check that finds it says it."""
+        plan = object.__new__(cls)
+        plan.__dict__.update({field.name: field.default for field in fields(cls)} | values)
+        plan._check_fields()
+
+    def _check_fields(self) -> None:
         # Each check relies on those before it.
         take_hybrid_degrees(self)
         for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "virtual_stages"):

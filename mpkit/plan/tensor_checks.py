@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "ORDERS", "check_shared_layers", "checked_cp_method"]
 
-ORDERS = ("contiguous", "zigzag", "documents", "balanced")
+ORDERS = CONTIGUOUS, ZIGZAG, *_ = ("contiguous", "zigzag", "documents", "balanced")
 METHODS = ("ring", "ulysses")
 ALL_TO_ALL = ("all_to_all", "alltoall", "a2a", "sp", "deepspeed")
 """Other names of Ulysses."""

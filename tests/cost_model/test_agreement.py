@@ -73,3 +73,39 @@ def test_a_replay_takes_as_long_for_a_collective_as_an_estimate(
     nodes = min(nodes, machine.nodes)
     ranks = [node * machine.per_node + place for node in range(nodes) for place in range(inside)]
     assert machine.time(kind, nbytes, ranks) == Network(machine).time(kind, nbytes, len(ranks), inside)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(pp=3, schedule="1f1b", microbatches=4),
+        *(
+            pytest.param(
+                mk.Plan(pp=2, schedule=name, microbatches=4, virtual_stages=v), marks=pytest.mark.soak
+            )
+            for name, v in (("gpipe", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zbv", 2))
+        ),
+    ],
+    ids=repr,
+)
+def test_stages_beside_a_large_head_are_those_of_a_run(
+    clusters: Callable[[int], mk.Cluster], plan: mk.Plan
+) -> None:
+    """The head costs as much as five layers."""
+
+    def model() -> torch.nn.Module:
+        return GPT(layers=6, width=1024, heads=16, vocab=65_536, length=LENGTH)
+
+    tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+    trace = mk.trace_fake(
+        model, plan, batch=(tokens, tokens), loss=next_token_loss, optimizer=adamw, hardware="8x-a100-nvlink",
+        cluster=clusters(1), steps=2,
+    )  # fmt: skip
+    timeline = mk.Timeline.of(trace)
+    played = timeline.step(timeline.steps[-1]).step_time
+    asked = {"global_batch": BATCH, "sequence": LENGTH}
+    assert mk.estimate(model(), plan, "8x-a100-nvlink", **asked, stack="mpkit").step_time == pytest.approx(
+        played, rel=0.05
+    )
+    equal = mk.estimate(model(), plan, "8x-a100-nvlink", **asked, stack="pytorch-fp32").layout
+    assert sum(equal.stage_layers(6)) == 6 and max(equal.stage_layers(6)) == -(-6 // plan.pp)

@@ -95,6 +95,7 @@ def test_flops_are_megatrons() -> None:
 WANTED = {
     "nemotron": {"num_key_value_heads": 8},
     "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "electra": {"embedding_size": 256},
 }
 """What a config does not have by default and its published ones have; electra's large ones have one width."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from math import log
 from typing import Any
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
+from mpkit.plan.checks import call_of
 from mpkit.plan.model_states import formula
 from mpkit.plan.schedule import NAMES, build_schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES
@@ -402,3 +403,105 @@ def test_experts_cannot_be_divided_unevenly() -> None:
         mk.estimate("mixtral-8x7b", mk.Plan(dp=16, ep=16, precision="bf16"), **asked)
     with pytest.raises(ValueError, match=r"of 0 experts per layer: ep=1, since this model has none"):
         mk.estimate("llama3-8b", mk.Plan(dp=16, ep=16, precision="bf16"), **asked)
+
+
+OTHER = {
+    "pp": mk.Plan(pp=2, schedule="1f1b", microbatches=4),
+    "dp": mk.Plan(dp=2),
+    "tp": mk.Plan(tp=2),
+    "schedule": mk.Plan(pp=2, schedule="1f1b", microbatches=4),
+    "microbatches": mk.Plan(microbatches=4),
+    "virtual_stages": mk.Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4),
+    "recompute": mk.Plan(recompute="full"),
+    "cut": mk.Plan(pp=2, schedule="1f1b", microbatches=4, cut=(3,)),
+    "data_parallel": mk.Plan.dp(4),
+    "zero": mk.Plan.zero(3, 4),
+    "offload": mk.Plan.zero(2, 4, offload="optimizer"),
+    "precision": mk.Plan(precision="bf16"),
+    "bucket_mb": mk.Plan(dp=4, bucket_mb=1),
+    "prefetch": mk.Plan.zero(3, 4, prefetch=0),
+    "cp": mk.Plan(cp=4),
+    "cp_order": mk.Plan(cp=4, cp_order="zigzag"),
+    "sequence_parallel": mk.Plan(tp=2, sequence_parallel=True),
+    "tensor": mk.Plan(tp=2, tensor=mk.tensor.TensorPlan((mk.tensor.Region("1", ("1.up",), "1.down"),))),
+    "dp_shard": mk.Plan.zero(3, 4, dp_shard=2),
+    "dp_replicate": mk.Plan.zero(3, 4, dp_replicate=2),
+    "cp_method": mk.Plan(cp=4, cp_method="ulysses"),
+    "ep": mk.Plan(dp=4, ep=2),
+}
+"""A plan that differs from the default in a field, and in what that field needs."""
+NEITHER = {"unused", "batchnorm"}
+"""What has no part in a transformer's step: all its parameters are used, and it has no BatchNorm."""
+
+
+@pytest.mark.parametrize("stack", [None, "mpkit"])
+@pytest.mark.parametrize("name", [field.name for field in fields(mk.Plan) if field.name not in NEITHER])
+def test_an_estimate_reads_each_field_of_a_plan_or_rejects_it(name: str, stack: str | None) -> None:
+    plan = OTHER[name]
+    names = ("dp_shard", "dp_replicate") if name.startswith("dp_") else (name,)
+    default = next(field.default for field in fields(mk.Plan) if field.name == name)
+    usual = replace(plan, **dict.fromkeys(names, default))
+    model = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000, "experts": 4, "top_k": 2}
+    asked: dict[str, Any] = {"global_batch": 32, "sequence": 1024, "stack": stack}
+
+    def answer(of: mk.Plan) -> tuple[float, float]:
+        found = mk.estimate(model, of, "8x-a100-nvlink", **asked)
+        return found.step_time, found.peak_memory
+
+    try:
+        found = answer(plan)
+    except ValueError as rejected:
+        assert f"would be that of {call_of(usual)}. Ask for that one" in str(rejected)
+        answer(usual)
+    else:
+        assert found != answer(usual)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sequence", "words"),
+    [
+        (mk.Plan(cp=4, cp_order="zigzag"), 60, "two pieces per rank does not divide .*: sequence=56 does"),
+        (mk.Plan(tp=2, sequence_parallel=True), 63, "tp=2 with sequence_parallel=True .*: sequence=62 does"),
+        (mk.Plan(recompute="every=3"), 64, r"there are 2: nothing .*\. Plan\(recompute='every=2'\)"),
+        (mk.Plan(), 65, "learned positions for 64 tokens, .*: sequence=64"),
+    ],
+    ids=repr,
+)
+def test_an_estimate_rejects_what_a_dry_run_does(
+    clusters: Callable[[int], mk.Cluster], plan: mk.Plan, sequence: int, words: str
+) -> None:
+    tokens = torch.empty(4, sequence, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError):
+        mk.trace_fake(
+            small_gpt,
+            plan,
+            batch=(tokens, tokens),
+            loss=next_token_loss,
+            optimizer=adamw,
+            cluster=clusters(1),
+        )
+    with pytest.raises(ValueError, match=words):
+        mk.estimate(small_gpt(), plan, "8x-a100-nvlink", global_batch=4, sequence=sequence)
+
+
+def small_gpt() -> GPT:
+    return GPT(layers=2, width=16, heads=4, vocab=50, length=64)
+
+
+def test_advice_rejects_sequences_that_the_model_has_no_positions_for() -> None:
+    with pytest.raises(ValueError, match=r"gpt2 has learned positions for 1024 tokens, .*: sequence=1024"):
+        mk.advise("gpt2", "8x-a100-nvlink", global_batch=8, sequence=2048)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"experts": 8}, "each token visits top_k of them, 1 to 8, such as top_k=2"),
+        ({"experts": 8, "top_k": 9}, "1 to 8"),
+        ({"top_k": 2}, "experts=0; with eight of them, experts=8, top_k=2"),
+        ({"dense": 1}, "experts=0"),
+    ],
+)
+def test_sizes_of_experts_are_complete(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Architecture(4, 512, 8, **sizes)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from mpkit.prediction.advice.search import SHOWN, FoundLayout
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.advice.summary import change_since, summary_of
 from mpkit.prediction.advice.why_not import why_not
+from mpkit.prediction.cost_model.check import check_length
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
@@ -289,6 +290,7 @@ def advise(
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
     asked = TrainingQuestion(architecture_of(model), global_batch, sequence)
+    check_length(asked.model, sequence)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
     return find_advice(asked, find(hardware), chosen, preset, objective_of(by, price))
 

@@ -16,7 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.space import cp_methods, expert_degrees
+from mpkit.prediction.advice.space import can_share, cp_methods, expert_degrees
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.step import StepTime
 
@@ -153,7 +153,7 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
         or (layout.pp > 1 and not offers.schedules)
         or model.heads % layout.tp
         or model.ffn % layout.tp
-        or asked.sequence % layout.cp
+        or not can_share(asked.sequence, layout.tp, layout.cp, offers)
         or asked.global_batch % layout.dp
         or layout.pp * layout.virtual_stages > model.layers
         or layout.shards * (1 if layout.alike else layout.tp // layout.expert_tp) % layout.ep

@@ -29,7 +29,6 @@ class Offers:
         even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
             multiples of pp.
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
-        cp_order: how it divides sequences for a ring.
         experts: whether it divides experts over ranks, and its files say so.
         inner_experts: whether all ranks along cp and tp are among those that divide them.
         cp_methods: how ranks that share a sequence attend to the whole of it.
@@ -47,7 +46,6 @@ class Offers:
     even: bool = False
     filled: bool = False
     hybrid: tuple[int, ...] = ()
-    cp_order: str = "contiguous"
     cp_methods: tuple[str, ...] = METHODS
     cp_both: bool = True
     experts: bool = True
@@ -76,7 +74,7 @@ OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(
         MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True, experts=False
     ),
-    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,), cp_order="zigzag"),
+    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,)),
     "deepspeed-2021": Offers(
         (), recompute=("none", "full"), tensor=False, context=False, sequence=False, experts=False
     ),

@@ -17,8 +17,6 @@ from typing import Any, TypeVar, cast
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.summary import peak_live
-from mpkit.plan.tensor_checks import METHODS, ORDERS
-from mpkit.prediction.advice.offers import offers_of
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
@@ -35,7 +33,7 @@ T = TypeVar("T")
 
 HEADROOM = 0.92
 """The share of a device's memory that a plan may take: predictions of memory are within 5 %, and batches differ."""
-SHARED = "pp", "tp", "zero", "replicas", "sharded", "schedule", "ep", "etp"
+SHARED = "pp", "tp", "zero", "replicas", "sharded", "schedule", "virtual_stages", "ep", "etp"
 """The fields of a layout that decide how many parameters its ranks hold."""
 LONGEST = 4096
 """The most actions of a schedule that are played for them; `mk.estimate` plays more."""
@@ -75,7 +73,9 @@ class LayoutPrices:
 
     @cached_property
     def head(self) -> float:
-        """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
+        """As how many layers the head counts where the software cuts stages by weight or FLOPs; 0: it does not."""
+        if self.stack.by_flops:
+            return self.asked.model.head_in_flops(self.asked.sequence)
         return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
 
     @property
@@ -84,10 +84,8 @@ class LayoutPrices:
         return HEADROOM * self.hardware.device.memory
 
     def plan_of(self, layout: Layout) -> Plan:
-        """Return the plan of a layout, in 16 bits that the device has and with the order of tokens of the software."""
-        ring = layout.cp > 1 and layout.cp_method != METHODS[1]
-        order = offers_of(self.stack.name).cp_order if ring else ORDERS[0]
-        return replace(plan_of(layout), precision=self.hardware.device.half, cp_order=order)
+        """Return the plan of a layout, in 16 bits that the device has."""
+        return replace(plan_of(layout), precision=self.hardware.device.half)
 
     def handicap(self, layout: Layout) -> float:
         """Return the factor of a layout's time in comparisons: offload has to gain more than predictions are off."""
@@ -114,7 +112,7 @@ class LayoutPrices:
         stages = [state_memory(model, layout, self.stack, shares, each, device) for each in range(layout.pp)]
         return [(sum(states.values()), converted) for states, converted in stages]
 
-    @_once_for("pp", "schedule", "cp", "tp", "ep", "etp", "sequence_parallel", "recompute")
+    @_once_for("pp", "schedule", "virtual_stages", "cp", "tp", "ep", "etp", "sequence_parallel", "recompute")
     def _sample(self, layout: Layout) -> SampleMemory:
         """Return the bytes of a sample."""
         return sample_memory(self.asked.model, layout, self.asked.sequence, self.stack)

@@ -71,7 +71,9 @@ def search(priced: LayoutPrices, devices: int) -> SearchResult:
     searched = SearchResult([], [], 0)
     found, tight, considered = searched.found, searched.tight, 0
     offers = offers_of(priced.stack.name)
-    for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
+    for family in families(
+        priced.asked, devices, priced.hardware.per_node, offers, priced.head, priced.stack.by_flops
+    ):
         reliefs = _reliefs(family[0], offers, priced.stack)
         considered += len(reliefs) * len(family)
         for layout in family:

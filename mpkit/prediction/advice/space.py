@@ -26,7 +26,7 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 
-__all__ = ["TrainingQuestion", "cp_methods", "divisors", "expert_degrees", "families"]
+__all__ = ["TrainingQuestion", "can_share", "cp_methods", "divisors", "expert_degrees", "families"]
 
 
 GROUPS = (1, 2, 4)
@@ -48,7 +48,12 @@ class TrainingQuestion:
 
 
 def families(
-    asked: TrainingQuestion, devices: int, per_node: int, offers: Offers = EVERYTHING, head: float = 0.0
+    asked: TrainingQuestion,
+    devices: int,
+    per_node: int,
+    offers: Offers = EVERYTHING,
+    head: float = 0.0,
+    balanced: bool = False,
 ) -> Iterator[tuple[Layout, ...]]:
     """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
 
@@ -57,7 +62,7 @@ def families(
         devices: all of them are used.
         per_node: devices per node; tensor parallelism goes up to four nodes.
         offers: what the software can do.
-        head: as in a Layout.
+        head, balanced: as in a Layout.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
     >>> found = list(families(TrainingQuestion(gpt2, 8, 1024), 2, 8))
@@ -69,13 +74,13 @@ def families(
         if tp > 4 * per_node or model.heads % tp or model.ffn % tp:
             continue
         for cp in divisors(devices // tp) if offers.context else [1]:
-            if asked.sequence % cp:
+            if not can_share(asked.sequence, tp, cp, offers):
                 continue
             for pp in divisors(devices // tp // cp) if offers.schedules else [1]:
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
-                for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head):
+                for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head, balanced):
                     ways = product(
                         cp_methods(model, offers, tp, cp, per_node),
                         expert_degrees(model, offers, family[0]),
@@ -86,7 +91,15 @@ def families(
 
 
 def _of_mesh(
-    asked: TrainingQuestion, offers: Offers, per_node: int, pp: int, dp: int, tp: int, cp: int, head: float
+    asked: TrainingQuestion,
+    offers: Offers,
+    per_node: int,
+    pp: int,
+    dp: int,
+    tp: int,
+    cp: int,
+    head: float,
+    balanced: bool,
 ) -> Iterator[tuple[Layout, ...]]:
     samples = asked.global_batch // dp
     stages = [(zero, 0) for zero in offers.zero] if dp * cp > 1 else [(0, 0)]
@@ -100,7 +113,7 @@ def _of_mesh(
             groups = pp if offers.even and v > 1 else 1  # of micro-batches
             layout = Layout(
                 pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, virtual_stages=v, schedule=schedule,
-                sequence_parallel=tp > 1 and offers.sequence, head=head, sharded=sharded,
+                sequence_parallel=tp > 1 and offers.sequence, head=head, balanced=balanced, sharded=sharded,
             )  # fmt: skip
             family = tuple(
                 layout.vary(microbatch=each, microbatches=samples // each)
@@ -131,6 +144,15 @@ def cp_methods(
     if inside and offers.cp_both and (cp * tp > per_node or METHODS[1] not in found):
         found.append((inside[-1], cp // inside[-1]))
     return found
+
+
+def can_share(sequence: int, tp: int, cp: int, offers: Offers) -> bool:
+    """Return whether ranks can share sequences of so many tokens: a ring has two pieces per rank, in zigzag order.
+
+    >>> [can_share(12, *degrees, EVERYTHING) for degrees in ((1, 1), (4, 1), (8, 1), (1, 4), (2, 3))]
+    [True, True, False, False, True]
+    """
+    return sequence % (cp * max(tp if offers.sequence else 1, 2 if cp > 1 else 1)) == 0
 
 
 def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[int]:

@@ -19,6 +19,9 @@ from mpkit.prediction.cost_model.matmul import Matmul
 
 __all__ = ["Architecture"]
 
+OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "dense")
+"""The sizes that mean something beside experts only."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -90,6 +93,16 @@ class Architecture:
                 raise ValueError(
                     f"Architecture({field.name}={value!r}): {field.name} is a whole number, 0 or more"
                 )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ValueError(
+                f"Architecture(experts={self.experts}, top_k={self.top_k}): each token visits top_k of them, 1 to "
+                f"{self.experts}, such as top_k={min(2, self.experts)}"
+            )
+        if not self.experts and (odd := [name for name in OF_EXPERTS if getattr(self, name)]):
+            raise ValueError(
+                f"Architecture({odd[0]}={getattr(self, odd[0])}): {odd[0]} says something of experts, and experts=0; "
+                f"with eight of them, experts=8, top_k={self.top_k or 2}"
+            )
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"Architecture(hidden={self.hidden}, heads={self.heads}): heads share the hidden size equally, so "
@@ -178,6 +191,15 @@ class Architecture:
     def head_in_layers(self) -> float:
         """The matrix of the head, its own or the embedding, as a number of layers of the first kind."""
         return self.vocabulary * self.hidden / sum(product.parameters for product in self.matmuls(0))
+
+    def head_in_flops(self, sequence: int) -> float:
+        """Return the FLOPs of the head, as a number of layers of the mean kind.
+
+        Args:
+            sequence: tokens per sample, s.
+        """
+        head = 2.0 * sequence * self.hidden * self.vocabulary
+        return head * self.layers / (self.forward_flops(sequence, causal=False) - head)
 
     @property
     def head_parameters(self) -> int:

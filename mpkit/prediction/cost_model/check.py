@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from mpkit.devices.hardware import Device, Hardware
-from mpkit.plan.checks import call_of, whole
+from mpkit.plan.checks import call_of, every, whole
 from mpkit.plan.plan import Plan
+from mpkit.plan.tensor_checks import CONTIGUOUS
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["can_divide_heads", "check_plan", "check_products", "checked_layout"]
+__all__ = ["can_divide_heads", "check_length", "check_plan", "check_products", "checked_layout"]
+
+UNPRICED = {
+    "data_parallel": "nn.DataParallel gathers all outputs on one rank and sends it the weights of each step",
+    "cut": "cut= names layers of the model that is trained",
+    "tensor": "tensor= names layers of the model that is trained",
+}
+"""The fields of a plan that decide what a step takes, and that no size of a model says anything about."""
 
 
 def check_plan(plan: object) -> None:
@@ -67,6 +77,7 @@ def checked_layout(
             f"mk.hardware({_short(hardware)!r}, nodes={-(-plan.ranks // hardware.per_node)}, "
             f"per_node={hardware.per_node}, nic='ndr') has enough."
         )
+    _check_unpriced(plan)
     half = hardware.device.half
     if plan.precision == "bf16" != half:
         raise ValueError(
@@ -88,11 +99,75 @@ def checked_layout(
             f"ep={plan.ep} ranks cannot hold equally many of {model.experts} experts per layer: "
             f"ep={max(fits, default=1)}" + ("" if model.experts else ", since this model has none")
         )
+    if every(plan.recompute) > model.layers:
+        raise ValueError(
+            f"{plan!r} recomputes one of so many layers, and there are {model.layers}: nothing would be recomputed. "
+            f"{call_of(plan, {'recompute': f'every={model.layers}'})} recomputes one"
+        )
     if plan.stages > model.layers:
-        raise ValueError(f"{plan.stages} stages for {model.layers} layers: pp={model.layers} at most")
-    if sequence % plan.cp:
-        near = sequence // plan.cp * plan.cp or plan.cp
-        raise ValueError(f"cp={plan.cp} does not divide sequences of {sequence} tokens: sequence={near} does")
+        most = model.layers // plan.virtual_stages
+        either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
+        raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
+    _check_sequence(model, plan, sequence)
+    _check_ulysses(model, plan)
+    return layout_of(plan, global_batch, trainable)
+
+
+def _check_unpriced(plan: Plan) -> None:
+    """Check that a plan says nothing that sizes alone do not price.
+
+    Raises:
+        ValueError: it does; the message has the plan without it.
+    """
+    for name, why in UNPRICED.items():
+        default = next(field.default for field in fields(plan) if field.name == name)
+        if getattr(plan, name) != default:
+            raise ValueError(
+                f"{plan!r}: {why}, so an estimate, which knows a model's sizes alone, would be that of "
+                f"{call_of(plan, {name: default})}. Ask for that one; or let the plan's own code say it: "
+                "mk.Timeline.of(mk.trace_fake(lambda: model, plan, batch=batch, loss=..., optimizer=..., "
+                "hardware='8x-a100-nvlink'))"
+            )
+
+
+def check_length(model: Architecture, sequence: int) -> None:
+    """Check that a model has positions for so many tokens.
+
+    Raises:
+        ValueError: it has learned fewer.
+    """
+    if model.positions and not model.patch and sequence > model.positions:
+        raise ValueError(
+            f"sequence={sequence}: {model.name or 'the model'} has learned positions for {model.positions} tokens, and "
+            f"refuses longer sequences: sequence={model.positions}, or a model of more positions"
+        )
+
+
+def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
+    """Check that the ranks of a plan can share sequences of so many tokens, as trainings do.
+
+    Raises:
+        ValueError: they cannot, or the model has no positions for so many.
+    """
+    check_length(model, sequence)
+    pieces = 1 if plan.cp == 1 or plan.cp_order == CONTIGUOUS else 2
+    parts = plan.cp * max(pieces, plan.tp if plan.sequence_parallel else 1)
+    if sequence % parts:
+        divides = f"cp={plan.cp}" if plan.cp > 1 else ""
+        if pieces > 1:
+            divides += f", cp_order={plan.cp_order!r} with two pieces per rank"
+        if plan.sequence_parallel:
+            divides += f"{' and ' if divides else ''}tp={plan.tp} with sequence_parallel=True"
+        near = sequence // parts * parts or parts
+        raise ValueError(f"{divides} does not divide sequences of {sequence} tokens: sequence={near} does")
+
+
+def _check_ulysses(model: Architecture, plan: Plan) -> None:
+    """Check that the ranks of a plan can divide the heads as Ulysses does.
+
+    Raises:
+        ValueError: they cannot.
+    """
     ulysses = plan.mesh.cp_ulysses
     if not can_divide_heads(model, plan.tp, ulysses):
         heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
@@ -106,7 +181,6 @@ def checked_layout(
             f"cp_method={plan.cp_method!r}: {ulysses} of cp={plan.cp} ranks cannot divide {heads} heads of queries and "
             f"{of_keys} of keys; {either}cp_method='ring' divides none"
         )
-    return layout_of(plan, global_batch, trainable)
 
 
 def can_divide_heads(model: Architecture, tp: int, cp: int) -> bool:

@@ -145,11 +145,14 @@ def _key_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return what an `Architecture` says of experts, those that all tokens visit included."""
+    """Return what an `Architecture` says of experts, those that all tokens visit included; nothing without any."""
+    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
+    if not experts:
+        return {}
     wide = _number(config, "moe_intermediate_size")
     shared = _number(config, "shared_expert_intermediate_size") or _number(config, "n_shared_experts") * wide
     return {
-        "experts": _number(config, "num_local_experts", "num_experts", "n_routed_experts"),
+        "experts": experts,
         "top_k": _number(config, "num_experts_per_tok"),
         "expert_ffn": wide,
         "shared_ffn": shared,

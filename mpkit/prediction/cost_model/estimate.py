@@ -191,6 +191,9 @@ def estimate(
     The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
     bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
 
+    Stages have equal numbers of layers, as frameworks cut them; of stack="mpkit" they are balanced by FLOPs, the head
+    included, as those of `Cluster.train` are.
+
     Args:
         model: a model of transformers or mpkit's GPT, a config, the path of a config.json, a known name such as
             "llama3-8b" (`mpkit.prediction.cost_model.known_models`), or numbers: {"layers": 32, "hidden": 4096,
@@ -243,11 +246,15 @@ def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") 
     Plan(dp=2, precision='bf16')
     """
     narrow = plan.precision != "full"
+    bucket = plan.bucket_mb * 2**20
     if stack is None:
-        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=plan.bucket_mb * 2**20), plan
+        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=bucket), plan
     chosen = stack_of(stack)
-    if narrow and chosen.name == "mpkit":
-        return replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10), plan
+    if chosen.name == "mpkit":
+        chosen = replace(chosen, bucket=bucket)
+        if narrow:
+            chosen = replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10)
+        return chosen, plan
     if narrow and chosen.element == 4:
         raise ValueError(
             f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "
@@ -269,6 +276,8 @@ def estimate_checked(
     layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable)
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)
+    if stack.by_flops:
+        layout = replace(layout, head=model.head_in_flops(sequence), balanced=True)
     as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
     chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
     shares = ParameterShares(model, layout, stack)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpkit.plan.tensor_checks import CONTIGUOUS
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import KAPPA, Network
 from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels
@@ -75,8 +76,8 @@ def layer_time(
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
     full = layout.microbatch * sequence * (sequence / cp) * heads  # elements of the scores
-    causal = 0.5 if model.causal and stack.fused and layer >= model.encoder else 1.0
-    attention = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim) * causal, full, sequence)
+    seen = _seen_share(layout) if model.causal and stack.fused and layer >= model.encoder else 1.0
+    attention = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim) * seen, full, sequence)
     if model.encoder and layer >= model.encoder:  # it attends to the encoder too
         cross = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim), full, sequence)
         attention = attention[0] + cross[0], attention[1] + cross[1]
@@ -124,6 +125,17 @@ def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tup
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
 
 
+def _seen_share(layout: Layout) -> float:
+    """Return which share of the scores of its tokens the rank with most computes, where attention is causal.
+
+    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own.
+
+    >>> _seen_share(Layout(cp=4)), _seen_share(Layout(cp=4, cp_order="contiguous"))
+    (0.5, 0.875)
+    """
+    return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
+
+
 def _mlp_width(model: Architecture, layer: int) -> tuple[int, int]:
     """Return how many experts a token visits, and the width of all that it visits."""
     if model.experts and layer >= model.dense:
@@ -167,7 +179,7 @@ def _context_parallel(
     Ulysses exchanges queries, keys, values and outputs, and then their gradients, while nothing is computed. Together,
     the ranks of a ring have the heads that Ulysses leaves them.
     """
-    u, r = layout.ulysses, layout.cp // layout.ulysses
+    u, r = layout.ulysses, layout.ring
     of_keys, exchanged, passed = model.kv_heads / layout.tp, 0.0, 0.0
     if u > 1:
         of_keys = max(of_keys, u)

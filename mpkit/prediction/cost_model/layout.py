@@ -9,11 +9,13 @@ from math import gcd
 from typing import Any
 
 from mpkit.plan.axes import ulysses_degree
+from mpkit.plan.balance import balance
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.plan.schedule.summary import stage_ranks
+from mpkit.plan.tensor_checks import CONTIGUOUS, ZIGZAG
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 
@@ -37,10 +39,11 @@ class Layout:
         sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
         offload: "none", "optimizer" or "params".
         cut: the layers of each stage; (): equal numbers, or by weight.
-        head: where stages are cut by weight, as how many layers the head counts; 0: stages have equal numbers.
+        head: where stages are cut by weight or by FLOPs, as how many layers the head counts; 0: equal numbers.
+        balanced: whether the largest of them is as small as can be, as mpkit cuts; or as nanotron does.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
-        cp_method: as in a Plan.
+        cp_method, cp_order, prefetch: as in a Plan.
         secondary: the ranks among which ZeRO-3's backward gathers secondary shards (hpZ); 0: there are none.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
@@ -64,9 +67,12 @@ class Layout:
     offload: str = "none"
     cut: Sequence[int] = ()
     head: float = 0.0
+    balanced: bool = False
     trainable: float = 1.0
     sharded: int = 0
     cp_method: str | tuple[int, int] = "ring"
+    cp_order: str = ZIGZAG
+    prefetch: int = 1
     secondary: int = 0
 
     @cached_property
@@ -78,6 +84,11 @@ class Layout:
     def ulysses(self) -> int:
         """The ranks, out of cp, that divide the heads for attention; the others of a sequence are in a ring."""
         return ulysses_degree(self.cp_method, self.cp)
+
+    @property
+    def ring(self) -> int:
+        """The ranks, out of cp, that pass keys and values around."""
+        return self.cp // self.ulysses
 
     @cached_property
     def replicas(self) -> int:
@@ -155,7 +166,7 @@ class Layout:
             "tp": (1, self.tp),
             "cp": (self.tp, self.cp),
             "ulysses": (self.tp, self.ulysses),
-            "ring": (self.tp * self.ulysses, self.cp // self.ulysses),
+            "ring": (self.tp * self.ulysses, self.ring),
             "ep": (self.tp if self.alike else self.expert_tp, self.ep),
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
@@ -175,10 +186,35 @@ class Layout:
         """
         if self.cut:
             return list(self.cut)
+        if balanced := self.balanced_stages(layers):
+            on = stage_ranks(self.schedule, self.pp, self.virtual_stages)
+            return [
+                sum(balanced[stage] for stage in range(len(on)) if on[stage] == rank)
+                for rank in range(self.pp)
+            ]
         if self.head and self.pp > 1:
             return list(_by_weight(layers, self.pp, self.head))
         each, more = divmod(layers, self.pp)
         return [each + (stage < more) for stage in range(self.pp)]
+
+    def balanced_stages(self, layers: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage where stages are balanced; () where they are not.
+
+        >>> Layout(pp=4, head=6.0, balanced=True).balanced_stages(16)  # the head is a stage
+        (6, 5, 5, 0)
+        """
+        if not self.balanced or self.pp == 1 or self.cut:
+            return ()
+        return _balance_layers(
+            layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head
+        )
+
+
+@cache
+def _balance_layers(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """Return the layers of each stage of a chain of an embedding, which computes nothing, the layers and the head."""
+    found = balance([0.0, *[1.0] * layers, head], stages)
+    return tuple(len(range(max(stage.start, 1), min(stage.stop, layers + 1))) for stage in found)
 
 
 @cache
@@ -215,8 +251,8 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         microbatches=plan.microbatches, virtual_stages=plan.virtual_stages, schedule=plan.schedule,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
-        cp_method=plan.cp_method, ep=plan.ep, etp=1 if plan.ep > 1 else 0,
-        alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
+        cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
+        etp=1 if plan.ep > 1 else 0, alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
         secondary=(plan.dp_secondary or 0) * plan.cp,
     )  # fmt: skip
 
@@ -230,4 +266,5 @@ def plan_of(layout: Layout) -> Plan:
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
         etp=1 if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
         dp_secondary=layout.secondary // layout.cp or None,
+        cp_order=layout.cp_order if layout.ring > 1 else CONTIGUOUS, prefetch=layout.prefetch,
     )  # fmt: skip

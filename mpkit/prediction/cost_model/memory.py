@@ -6,7 +6,7 @@
     optimizer     states and master weights; under ZeRO its part
     activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
     logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
-    gathered      under ZeRO-3: whole parameters of the layer at work and the next one, and a whole gradient
+    gathered      under ZeRO-3: whole parameters of the layer at work and of those ahead, and a whole gradient
     buffers       what the framework and libraries keep: buckets, placeholders, workspaces
     context       outside torch's allocator: the CUDA context and NCCL's channels
 
@@ -181,7 +181,8 @@ def state_memory(
     updated, whole = shares.updated_on(stage, layout), shares.stages[stage]
     gathered = 0.0
     if layout.zero == 3 and n > 1:
-        gathered = 2 * stack.element * shares.layer + stack.reduced * shares.layer
+        whole_layers = 1 + min(layout.prefetch, layout.stage_layers(model.layers)[stage] - 1)
+        gathered = (whole_layers * stack.element + stack.reduced) * shares.layer
     kept_by_libraries = workspaces(stack, device) if device else 0.0
     return {
         "params": 0.0

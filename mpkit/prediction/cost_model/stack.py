@@ -97,6 +97,7 @@ class Stack:
         transformer_engine: whether it multiplies with Transformer Engine, which keeps a workspace.
         cublas_workspace: bytes that CUBLAS_WORKSPACE_CONFIG asks for; 0: cuBLAS decides.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
+        by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Stack:
     transformer_engine: bool = False
     cublas_workspace: float = 0.0
     by_weight: bool = False
+    by_flops: bool = False
 
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.
@@ -148,7 +150,16 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("pytorch", eager=True, early_stop=True),
-        Stack("mpkit", element=4, gradient=4, reduced=4, states=8, logits=12, gathers_ahead=3),
+        Stack(
+            "mpkit",
+            element=4,
+            gradient=4,
+            reduced=4,
+            states=8,
+            logits=12,
+            gathers_ahead=3,
+            by_flops=True,
+        ),
         Stack(
             "pytorch-fp32", eager=True, element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True
         ),

@@ -33,6 +33,7 @@ class StageTimes:
         first: beside its layers, of the first stage's forward and backward.
         last: likewise of the last stage.
         last_rank: which rank has the last stage.
+        balanced: the layers of each stage; (): a rank divides its layers evenly among its stages.
         causes_of: seconds by cause: of a layer, of a micro-batch, and of one on the rank with the head.
     """
 
@@ -41,6 +42,7 @@ class StageTimes:
     first: tuple[float, float]
     last: tuple[float, float]
     last_rank: int
+    balanced: Sequence[int]
     causes_of: tuple[dict[str, float], dict[str, float], dict[str, float]]
 
     def of_rank(self, rank: int) -> tuple[float, float]:
@@ -54,13 +56,14 @@ class StageTimes:
         return f, b
 
     def of_stages(self, rank: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the seconds of each stage's forward and backward; a rank divides its layers evenly among its stages.
+        """Return the seconds of each stage's forward and backward.
 
         Args:
             rank: of each stage.
         """
         stages_of = Counter(rank)
-        layers = [self.layers[each] / stages_of[each] for each in rank]
+        even = [self.layers[each] / stages_of[each] for each in rank]
+        layers: Sequence[float] = self.balanced or even
         f, b = ([n * each for n in layers] for each in self.layer)
         for times, first, last in zip((f, b), self.first, self.last, strict=True):
             times[0] += first
@@ -111,11 +114,12 @@ class _Layer:
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
     etp: int, sequence_parallel: bool, recompute: str, trainable: float, cp_method: str | tuple[int, int],
+    cp_order: str,
 ) -> _Layer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
         cp=cp, tp=tp, ep=ep, etp=etp, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
-        trainable=trainable, cp_method=cp_method,
+        trainable=trainable, cp_method=cp_method, cp_order=cp_order,
     )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
@@ -144,7 +148,7 @@ def stages_of(
     """Return the times of the stages."""
     layer = _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
-        layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method,
+        layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method, layout.cp_order,
     )  # fmt: skip
     forward, backward, head = layer.forward, layer.backward, layer.head
     waited = _gathers(forward, backward, layout, shares, network) if layout.zero == 3 else (0.0, 0.0, 0.0)
@@ -154,6 +158,7 @@ def stages_of(
         (layer.embed + waited[2], 0.0),
         (head / 3, head * 2 / 3 + (waited[2] if layout.pp > 1 else 0.0)),
         layout.last,
+        layout.balanced_stages(model.layers),
         (
             layer.causes | {"ZeRO-3 gathers": waited[0] + waited[1]},
             {"ZeRO-3 gathers": waited[2]},
@@ -198,5 +203,7 @@ def _gathers(
         gather = (gather + (layout.microbatches - 1) * again) / layout.microbatches
     if not stack.overlap:
         return gather, again + reduce, edge
+    if not layout.prefetch:  # a layer is gathered when it is wanted
+        return gather, again + overlapped_time(backward, reduce) - backward, gather + edge
     waits = overlapped_time(forward, gather) - forward, overlapped_time(backward, again + reduce) - backward
     return *waits, gather + edge

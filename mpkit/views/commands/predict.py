@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from mpkit.common.command_line import Commands, add_command
+
+if TYPE_CHECKING:
+    from mpkit.prediction.cost_model.architecture import Architecture
 
 __all__ = ["add_advise", "add_predict", "plan_of"]
 
@@ -14,6 +19,20 @@ PLANS = (
     "words joined by +, such as ddp, zero3+bf16, pp4+zb_h1, zero2+full (recomputation) or tp8+pp4+zero1+m32+bf16; or a "
     "Plan as JSON. Replicas take the devices that are left"
 )
+
+SEQUENCE = 4096
+NODE = "node"
+"""The replicas of a node, until the words have said how many these are."""
+WORDS: Mapping[str, dict[str, Any]] = {
+    "": {},
+    "ddp": {"zero": 0},
+    "fsdp": {"zero": 3},
+    "hsdp": {"zero": 3, "dp_shard": NODE},
+    "sp": {"sequence_parallel": True},
+    **{word: {"recompute": word} for word in ("selective", "full")},
+    **{word: {"precision": word} for word in ("bf16", "fp16")},
+}
+"""Words without a number, and the fields of a Plan that they say."""
 
 
 def add_predict(commands: Commands) -> None:
@@ -73,7 +92,10 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--hardware", required=True, metavar="MACHINE", help="such as 8x-a100-nvlink or 16x8-h100-ndr"
     )
-    command.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens per sample")
+    command.add_argument(
+        "--sequence", type=int, metavar="N",
+        help=f"tokens per sample (default: {SEQUENCE}, or as many as the model has learned positions for, if fewer)",
+    )  # fmt: skip
     command.add_argument(
         "--stack", help="the software, such as pytorch, megatron, torchtitan, deepspeed or llm-foundry"
     )
@@ -82,11 +104,12 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
 def _advise(options: argparse.Namespace) -> None:
     from mpkit.prediction.advice.advice import advise
 
+    model, sequence = _model_of(options)
     found = advise(
-        options.model,
+        model,
         options.hardware,
         global_batch=options.global_batch,
-        sequence=options.sequence,
+        sequence=sequence,
         stack=options.stack,
         by=options.by,
         price=options.price,
@@ -106,30 +129,39 @@ def _predict(options: argparse.Namespace) -> None:
 
     machine = hardware(options.hardware)
     plan = plan_of(options.plan, machine.devices, machine.per_node)
-    batch = options.global_batch or plan.dp * plan.microbatches
+    model, sequence = _model_of(options)
+    asked = {
+        "global_batch": plan.dp * plan.microbatches if options.global_batch is None else options.global_batch,
+        "sequence": sequence,
+        "stack": options.stack,
+    }
     if options.what == "fits":
-        found = fits(
-            options.model, plan, machine, global_batch=batch, sequence=options.sequence, stack=options.stack
-        )
+        found = fits(model, plan, machine, **asked)
         print(found)
         raise SystemExit(0 if found else 1)
-    print(
-        estimate(
-            options.model, plan, machine, global_batch=batch, sequence=options.sequence, stack=options.stack
-        )
-    )
+    print(estimate(model, plan, machine, **asked))
+
+
+def _model_of(options: argparse.Namespace) -> tuple[Architecture, int]:
+    """Return the model, and the tokens per sample: by default what it has positions for, and no more than 4096."""
+    from mpkit.prediction.cost_model.known_models import architecture_of
+
+    model = architecture_of(options.model)
+    most = min(SEQUENCE, model.positions or SEQUENCE)
+    return model, most if options.sequence is None else options.sequence
 
 
 def plan_of(words: str, devices: int, per_node: int = 8) -> Any:
     """Return the plan that words describe; replicas take the devices that other axes leave.
 
     Args:
-        words: such as zero1+tp4; those of other frameworks too: fsdp is zero3, and hsdp shards within a node.
+        words: in any order, such as zero1+tp4; those of other frameworks too: fsdp is zero3, and hsdp shards within a
+            node.
         devices: of the machine.
         per_node: of each of its nodes.
 
     Raises:
-        ValueError: a word means nothing, or the devices do not divide.
+        ValueError: a word means nothing, two of them contradict each other, or the devices do not divide.
 
     >>> plan_of("zero1+tp4+pp2+m8", 16), plan_of("pp4+zb_h1", 4).schedule
     (Plan(pp=2, dp=2, tp=4, schedule='1f1b', microbatches=8, zero=1), 'zb_h1')
@@ -137,37 +169,44 @@ def plan_of(words: str, devices: int, per_node: int = 8) -> Any:
     Plan(dp=8, tp=2, zero=3, dp_shard=4, dp_replicate=2)
     """
     from mpkit.plan.plan import Plan
-    from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
+    from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
 
     if words.lstrip().startswith("{"):
         return Plan.from_json(words)
     fields: dict[str, Any] = {}
     for word in re.split(r"[+,]", words.lower()):
-        found = re.fullmatch(r"(zero|tp|pp|cp|dp|m|v|shard)(\d+)", word)
-        if found:
-            short = {"m": "microbatches", "v": "virtual_stages", "shard": "dp_shard"}
-            name = short.get(found[1], found[1])
-            fields[name] = int(found[2])
-        elif word in {"full", "selective"}:
-            fields["recompute"] = word
-        elif word == "sp":
-            fields["sequence_parallel"] = True
-        elif word in {"bf16", "fp16"}:
-            fields["precision"] = word
-        elif word in SCHEDULES:
-            fields["schedule"] = word
-        elif word == "fsdp":
-            fields["zero"] = 3
-        elif word == "hsdp":
-            fields |= {"zero": 3, "dp_shard": per_node // (fields.get("tp", 1) * fields.get("cp", 1)) or 1}
-        elif word not in {"ddp", ""}:
-            raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {PLANS}")
-    others = fields.get("tp", 1) * fields.get("pp", 1) * fields.get("cp", 1)
+        for name, value in _fields_of(word, words).items():
+            if fields.setdefault(name, value) != value:
+                raise ValueError(
+                    f"--plan {words}: {name}={fields[name]!r} and {name}={value!r}: say one of them"
+                )
+    degrees = {name: fields.get(name, 1) for name in ("tp", "pp", "cp")}
+    others = prod(max(1, degree) for degree in degrees.values())  # the Plan rejects a degree of 0
     if devices % others and "dp" not in fields:
         raise ValueError(f"--plan {words}: {others} ranks do not divide the {devices} devices of the machine")
     fields.setdefault("dp", devices // others)
-    if fields.get("pp", 1) > 1:
+    if fields.get("dp_shard") == NODE:
+        fields["dp_shard"] = per_node // max(1, degrees["tp"] * degrees["cp"]) or 1
+    if degrees["pp"] > 1:
         if fields.setdefault("schedule", ONE_F_ONE_B) == ONE_F_ONE_B and fields.get("virtual_stages", 1) > 1:
             fields["schedule"] = INTERLEAVED_1F1B
-        fields.setdefault("microbatches", 4 * fields["pp"])
+        fields.setdefault("microbatches", 4 * degrees["pp"])
     return Plan(**fields)
+
+
+def _fields_of(word: str, words: str) -> dict[str, Any]:
+    """Return the fields of a Plan that a word says.
+
+    Raises:
+        ValueError: it means nothing.
+    """
+    from mpkit.plan.schedule.catalogue import SCHEDULES
+
+    if found := re.fullmatch(r"(zero|tp|pp|cp|dp|ep|m|v|shard)(\d+)", word):
+        short = {"m": "microbatches", "v": "virtual_stages", "shard": "dp_shard"}
+        return {short.get(found[1], found[1]): int(found[2])}
+    if word in SCHEDULES:
+        return {"schedule": word}
+    if word not in WORDS:
+        raise ValueError(f"--plan {words}: {word!r} means nothing here. Such as: {PLANS}")
+    return WORDS[word]
