@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mpkit.plan.axes import AXES, join_axes, ulysses_degree
-from mpkit.plan.axis_checks import axes_from_json
+from mpkit.plan.axes import AXES, axes_from_json, join_axes, ulysses_degree
 from mpkit.plan.mesh import Mesh
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]

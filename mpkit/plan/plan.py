@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
-from mpkit.plan.axes import ulysses_degree
-from mpkit.plan.axis_checks import axes_as_json, axes_from_json, checked_axes
+from mpkit.plan.axes import axes_as_json, axes_from_json, checked_axes, ulysses_degree
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS
 from mpkit.plan.data_checks import check_data_parallel, with_options

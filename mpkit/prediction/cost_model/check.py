@@ -19,24 +19,19 @@ UNPRICED = {
     "data_parallel": "nn.DataParallel gathers all outputs on one rank and sends it the weights of each step",
     "cut": "cut= names layers of the model that is trained",
     "tensor": "tensor= names layers of the model that is trained",
+    "axes": "the strategy of an axis of your own, which mk.trace_fake plays, says what it does",
 }
 """The fields of a plan that decide what a step takes, and that no size of a model says anything about."""
 
 
 def check_plan(plan: object) -> None:
-    """Check that a plan is one, and has no axis of one's own.
+    """Check that a plan is one.
 
     Raises:
-        ValueError: it is not, or has one.
+        ValueError: it is not.
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 8)")
-    if plan.axes:
-        raise ValueError(
-            f"{plan!r}: what your own axis does is in its strategy, and a formula of a model's sizes does not know it. "
-            "mk.trace_fake(model_fn, plan, ...) plays it on tensors without content, and tells time and memory on any "
-            f"hardware; the rest of the plan is {call_of(plan, {'axes': ()})}"
-        )
 
 
 def check_products(stack: Stack, device: Device) -> None:

@@ -46,8 +46,11 @@ class SortableTable(anywidget.AnyWidget):
         rows: the cells of each row, in the order in which they are shown first.
 
     >>> table = SortableTable("Steps", [Column("step", "number of the step")], [[("2", 2)], [("10", 10)]])
-    >>> [row[0][0] for row in table.rows]
-    ['2', '10']
+    >>> table
+    Steps
+    step
+    2
+    10
     """
 
     _esm, _css = sortable()
@@ -65,6 +68,11 @@ class SortableTable(anywidget.AnyWidget):
         if data is not None:
             data["text/html"] = self.to_html()
         return bundle
+
+    def __repr__(self) -> str:
+        """Return the table as text, in its first order."""
+        lines = [[each["name"] for each in self.columns], *([text for text, _ in row] for row in self.rows)]
+        return "\n".join([self.caption, *map("  ".join, lines)])
 
     def to_html(self) -> str:
         """Return the table as plain HTML, in its first order."""
