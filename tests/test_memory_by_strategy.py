@@ -69,8 +69,9 @@ def test_it_is_a_table_and_pictures(measured: MemoryByStrategy, tmp_path: Path) 
     assert svg.count('<g aria-label="') == 10
     figure = measured.figure()
     assert [trace.name for trace in figure.data[:3]] == list(MODEL_STATES)
-    assert list(figure.data[0].y) == table["params"].tolist()
-    assert list(figure.data[-1].y) == [sum(row.formula.values()) for row in measured.rows]
+    # In KiB, since these are small.
+    assert [1024 * y for y in figure.data[0].y] == table["params"].tolist()
+    assert [1024 * y for y in figure.data[-1].y] == [sum(row.formula.values()) for row in measured.rows]
     bundle = measured._repr_mimebundle_()
     assert "data:image/svg+xml" in bundle["text/html"] or "plotly" in str(bundle)
 
