@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.display import DrawnResult, data_frame
+from mpkit.common.upward_calls import provide_method
 from mpkit.trace.files import RankTrace
 from mpkit.trace.validation import check_steps
 
@@ -64,6 +65,39 @@ class ExpertLoad(DrawnResult):
             for step, expert in np.ndindex(rows.shape)
         ]
         return data_frame(listed, columns)
+
+    def balance(
+        self, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
+        step: int = -1, window: int = 1, expert_bytes: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Return where DeepSeek's balancer (EPLB) would place the experts, some of them more than once.
+
+        >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
+        >>> print(load.balance(6, gpus=2).imbalance["block0"])
+        (1.6666666666666667, 1.1666666666666667)
+
+        Args:
+            replicas: the slots for experts of each layer, on all GPUs together: as many as there are experts, or more
+                for copies of busy ones.
+            gpus: how many divide the experts (`Plan(ep=gpus)`), on all nodes together.
+            nodes: the machines.
+            groups: into how many groups the router divides the experts (`n_group` of DeepSeek-V3). If nodes divide
+                them, the groups of a node stay together.
+            step: the step's place among those that were counted; -1: the last one.
+            window: from the rows of how many steps up to this one the placement follows.
+            expert_bytes: the bytes of one expert's weights in one layer, for the bytes that move.
+
+        Returns:
+            An `ExpertBalance`: `layers` with `phy2log`, `load_before` and `load_after`; `imbalance`, `time_ratio`,
+            `moves`, `moved_bytes`; `apply_to(load, step)`. It shows itself as a picture in a notebook.
+
+        Raises:
+            ValueError: there is no such step, or the numbers do not divide; the message says which would.
+        """
+        return provide_method("ExpertLoad.balance")(
+            self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step, window=window,
+            expert_bytes=expert_bytes,
+        )  # fmt: skip
 
     __repr__ = DrawnResult.__str__
 
