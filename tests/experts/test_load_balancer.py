@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpkit as mk
 from mpkit.prediction.experts.load_balancer import balance_experts
 from mpkit.trace.expert_load import ExpertLoad
+from mpkit.trace.files import RankTrace
+from mpkit.trace.records import Kind
+from tests.experts.test_expert_parallel import HOW, gpt, texts
+from tests.serial import EXACT, Train, check_equal, same, serial
+
+pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
 ORACLES = Path(__file__).parents[2].parent / "shared" / "data" / "frontier" / "oracles.json"
 
@@ -148,3 +155,70 @@ def test_numbers_that_do_not_divide_are_rejected_with_ones_that_do(
 def test_a_load_that_is_none_is_rejected(load: Any) -> None:
     with pytest.raises(ValueError, match=r"the load is \[layers, experts\]"):
         balance_experts(load, 4, gpus=2)
+
+
+def test_experts_move_between_two_steps_of_a_training(train: Train, tmp_path: Path) -> None:
+    """Training stays equal to serial training, and the busiest rank of the next step computes fewer rows."""
+    model, data = gpt(experts=8, top_k=2), texts(8, 8)
+    how: dict[str, Any] = {**HOW, "checkpoint_every": 2, "checkpoint_dir": tmp_path}
+    plan = mk.Plan(dp=4, ep=4)
+    first = train(model, data, plan, **{**how, "steps": 2})
+    kept = train(model, data, plan, **{**HOW, "steps": 4}, resume_from=tmp_path)
+    balance = first.expert_load.balance(8, gpus=4)
+    assert balance.moves > 0
+    rest = train(
+        mk.models.place_experts(model, balance.orders), data, mk.Plan(dp=4, ep=4, zero=1),
+        **{**how, "steps": 4}, resume_from=tmp_path / "step-00000002",
+    )  # fmt: skip
+    # ---- equal to serial training
+    expected, weights = serial(model, data, **{**HOW, "steps": 4})
+    assert [*first.losses, *rest.losses] == pytest.approx(expected, rel=EXACT["rtol"])
+    same(rest, expected[2:], weights, **EXACT)
+    # ---- the rows that each rank computed in the next step: predicted, and those that it sent back
+    predicted = balance.apply_to(kept.expert_load, 0).layers
+    for run, loads in (
+        (kept, [each.load_before for each in predicted]),
+        (rest, [each.load_after for each in predicted]),
+    ):
+        returned = [returned_rows(rank, step=2, layers=2, row_bytes=12 * 8) for rank in run.trace.ranks]
+        assert np.transpose(returned).tolist() == [each.tolist() for each in loads]
+        matrices = [run.token_routes(each.name, 0).matrix for each in balance.layers]
+        assert [each.sum(axis=0).tolist() for each in matrices] == [each.tolist() for each in loads]
+    assert balance.apply_to(kept.expert_load, 0).time_ratio < 1
+
+
+def returned_rows(rank: RankTrace, step: int, layers: int, row_bytes: int) -> list[float]:
+    """Return by layer what a rank sent in the third all-to-all of each forward: after counts and dispatch, results."""
+    ops = rank.ops[(rank.ops["kind"] == Kind.ALL_TO_ALL) & (rank.ops["step"] == step)]
+    returned: list[float] = (ops["bytes"][: 3 * layers].reshape(layers, 3)[:, 2] / row_bytes).tolist()
+    return returned
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mk.Plan(dp=4, zero=3, dp_shard=2, ep=2),
+        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1, zero=1, recompute="full"),
+        mk.Plan(pp=2, dp=2, schedule="zbv", virtual_stages=2, microbatches=4, ep=2),
+    ],
+    ids=repr,
+)
+def test_experts_in_any_order_equal_serial_training(train: Train, plan: mk.Plan) -> None:
+    orders = {"block0.mlp.experts": [2, 0, 3, 1], "block1.mlp.experts": [1, 2, 3, 0]}
+    data = texts(7, 7)
+    limits = {} if plan.pp > 1 else {"capacity": 1.0, "bias_rate": 0.01}
+    run = check_equal(train, mk.models.place_experts(gpt(**limits), orders), data, plan, **HOW)
+    owners = run.token_routes("block0").owners[0]
+    first, *_ = np.flatnonzero(np.array(owners) == owners[2]).tolist()
+    assert [owners[expert] for expert in orders["block0.mlp.experts"]] == sorted(owners) and first in (0, 2)
+
+
+def test_an_order_is_of_all_experts_and_of_no_copies() -> None:
+    with pytest.raises(ValueError, match=r"\[0, 0, 1, 2\] is not an order of the 4 experts"):
+        mk.models.place_experts(gpt(), {"block0.mlp.experts": [0, 0, 1, 2]})
+    with pytest.raises(ValueError, match=r"no experts are called 'heads'; .*block1.mlp.experts"):
+        mk.models.place_experts(gpt(), {"heads": [0]})
+    with pytest.raises(
+        ValueError, match=r"16 slots for 12 experts of block0.*load.balance\(12, gpus=4\).orders"
+    ):
+        _ = example_load().balance(16, gpus=4).orders

@@ -130,6 +130,21 @@ class ExpertBalance(DrawnResult):
         return sum(float(each.load_after.max()) for each in self.layers) / max(before, 1e-300)
 
     @property
+    def orders(self) -> dict[str, list[int]]:
+        """By layer, the experts in the order of their slots, for `mk.models.place_experts`.
+
+        Raises:
+            ValueError: some experts have copies, with which mpkit does not train.
+        """
+        for each in self.layers:
+            if len(each.phy2log) > len(each.rows):
+                raise ValueError(
+                    f"this placement has {len(each.phy2log)} slots for {len(each.rows)} experts of {each.name}, and "
+                    f"mpkit trains with one copy of each: load.balance({len(each.rows)}, gpus={self.gpus}).orders"
+                )
+        return {each.name: each.phy2log.tolist() for each in self.layers}
+
+    @property
     def moves(self) -> int:
         """How many weights of experts GPUs receive, in all layers."""
         return sum(each.moves for each in self.layers)
