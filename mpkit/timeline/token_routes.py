@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpkit.common.display import DrawnResult, data_frame
-from mpkit.errors import TraceError
 from mpkit.plan.mesh_of_trace import mesh_of
 
 if TYPE_CHECKING:
@@ -87,7 +86,6 @@ def token_routes(trace: Trace, layer: str = "", step: int = -1) -> TokenRoutes:
 
     Raises:
         ValueError: no rows were counted, or there is no such layer or step; the message lists those that exist.
-        TraceError: the trace says that experts are in an order that is none of them.
     """
     load = trace.expert_load
     names = [name for name in load.sent if layer in name]
@@ -105,10 +103,7 @@ def token_routes(trace: Trace, layer: str = "", step: int = -1) -> TokenRoutes:
     counted = [int(rank) for rank in np.flatnonzero(sent.sum(axis=(0, 2)))]
     groups = {rank: (rank,) if mesh is None or mesh.ep == 1 else mesh.group(rank, "ep") for rank in counted}
     ranks = tuple(sorted({rank for group in groups.values() for rank in group}))
-    order = trace.meta.get("expert_order", {}).get(name, range(experts))
-    if sorted(order) != list(range(experts)):
-        raise TraceError(f"it says that the {experts} experts of {name} are in the order {order!r:.60}")
-    places = sorted(range(experts), key=order.__getitem__)
+    places = np.argsort(load.orders.get(name, range(experts))).tolist()
     owners = tuple(
         tuple(group[place * len(group) // experts] for place in places)
         for group in (groups.get(rank, (rank,)) for rank in ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mpkit.common.display import DrawnResult, data_frame
 from mpkit.common.upward_calls import provide_method
+from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
 from mpkit.trace.validation import check_steps
 
@@ -36,14 +37,21 @@ class ExpertLoad(DrawnResult):
         sent: by layer [steps, ranks, experts], the rows of each rank's tokens that each expert computed.
         first: the number of the first step.
         dropped: by layer [steps], the choices beyond experts' capacity, where there are any.
+        orders: by layer, the order in which ranks divide the experts, where it is not their own.
 
     Attributes:
-        sent, first, dropped: as given.
+        sent, first, dropped, orders: as given.
         rows: by layer [steps, experts], the rows that each expert computed.
     """
 
-    def __init__(self, sent: dict[str, Rows], first: int, dropped: dict[str, Rows] | None = None) -> None:
-        self.sent, self.first, self.dropped = sent, first, dropped or {}
+    def __init__(
+        self,
+        sent: dict[str, Rows],
+        first: int,
+        dropped: dict[str, Rows] | None = None,
+        orders: Mapping[str, list[int]] | None = None,
+    ) -> None:
+        self.sent, self.first, self.dropped, self.orders = sent, first, dropped or {}, dict(orders or {})
         self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
     def imbalance(self, layer: str) -> Rows:
@@ -102,12 +110,12 @@ class ExpertLoad(DrawnResult):
     __repr__ = DrawnResult.__str__
 
 
-def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
+def expert_load_of(ranks: Sequence[RankTrace], orders: Mapping[str, list[int]]) -> ExpertLoad:
     """Return the rows of all ranks together, of the steps that every rank has counted.
 
     Raises:
         ValueError: no rank has counted any.
-        TraceError: what is recorded is far too little for as many steps as it tells of.
+        TraceError: what is recorded is far too little for as many steps as it tells of, or an order is none.
     """
     counts: dict[str, dict[tuple[int, int, int], float]] = {}
     beyond: dict[tuple[str, int], float] = {}  # by layer and step
@@ -145,4 +153,9 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
         layer: np.array([beyond.get((layer, first + step), 0.0) for step in range(steps)])
         for layer in dict.fromkeys(layer for layer, _ in beyond)
     }
-    return ExpertLoad(sent, first, dropped)
+    for layer, order in orders.items():
+        if layer in sent and sorted(order) != list(range(sent[layer].shape[2])):
+            raise TraceError(
+                f"it says that the experts of {layer} are in the order {order!r:.60}: each stands there once"
+            )
+    return ExpertLoad(sent, first, dropped, orders)

@@ -11,6 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.prediction.experts.load_balancer import balance_experts
+from mpkit.trace import Trace
 from mpkit.trace.expert_load import ExpertLoad
 from mpkit.trace.files import RankTrace
 from mpkit.trace.records import Kind
@@ -185,6 +186,11 @@ def test_experts_move_between_two_steps_of_a_training(train: Train, tmp_path: Pa
         matrices = [run.token_routes(each.name, 0).matrix for each in balance.layers]
         assert [each.sum(axis=0).tolist() for each in matrices] == [each.tolist() for each in loads]
     assert balance.apply_to(kept.expert_load, 0).time_ratio < 1
+    # ---- another balance begins where experts are now
+    again = rest.expert_load.balance(8, gpus=4, step=0)
+    assert [each.load_before.tolist() for each in again.layers] == [
+        each.load_after.tolist() for each in predicted
+    ]
 
 
 def returned_rows(rank: RankTrace, step: int, layers: int, row_bytes: int) -> list[float]:
@@ -213,7 +219,12 @@ def test_experts_in_any_order_equal_serial_training(train: Train, plan: mk.Plan)
     assert [owners[expert] for expert in orders["block0.mlp.experts"]] == sorted(owners) and first in (0, 2)
 
 
-def test_an_order_is_of_all_experts_and_of_no_copies() -> None:
+def test_an_order_is_of_all_experts_and_of_no_copies(train: Train) -> None:
+    run = train(gpt(), texts(4), mk.Plan.serial(), **HOW)
+    for wrong, message in (([0, 1, 2], "each stands there once"), ("0123", "a list is wanted")):
+        trace = Trace(run.trace.ranks, run.trace.meta | {"expert_order": {"block0.mlp.experts": wrong}})
+        with pytest.raises(mk.errors.TraceError, match=message):
+            _ = trace.check().expert_load
     with pytest.raises(ValueError, match=r"\[0, 0, 1, 2\] is not an order of the 4 experts"):
         mk.models.place_experts(gpt(), {"block0.mlp.experts": [0, 0, 1, 2]})
     with pytest.raises(ValueError, match=r"no experts are called 'heads'; .*block1.mlp.experts"):

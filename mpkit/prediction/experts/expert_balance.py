@@ -1,6 +1,6 @@
 """ExpertBalance: a placement of experts by DeepSeek's balancer, and what it would do to the rows of a run's steps.
 
-    before    experts are where expert parallelism has them: neighbours share a GPU
+    before    experts are where expert parallelism has them: neighbours of the run's order share a GPU
     balance   each layer by itself, from the rows of one step or the sum of several
     keep      a layer stays as it is if the greedy packing is not better, which can be
     after     the copies of an expert share its rows evenly
@@ -30,7 +30,7 @@ __all__ = ["ExpertBalance", "LayerBalance", "balance_load"]
 class LayerBalance:
     """One layer's experts on GPUs.
 
-    >>> layer = LayerBalance("block0", np.array([6.0, 2.0]), np.array([0, 0, 0, 1]), gpus=2)
+    >>> layer = LayerBalance("block0", np.array([6.0, 2.0]), np.array([0, 0, 0, 1]), np.array([0, 1]), gpus=2)
     >>> layer.load_before.tolist(), layer.load_after.tolist(), layer.moves
     ([6.0, 2.0], [4.0, 4.0], 1)
 
@@ -38,12 +38,14 @@ class LayerBalance:
         name: the layer's name.
         rows: [E], the rows of each expert.
         phy2log: [R], the expert that each slot holds; each GPU has R / gpus neighbouring slots.
+        home: [E], the GPU that has each expert now.
         gpus: how many there are.
     """
 
     name: str
     rows: Rows
     phy2log: Indices
+    home: Indices
     gpus: int
 
     @property
@@ -59,9 +61,8 @@ class LayerBalance:
 
     @property
     def load_before(self) -> Rows:
-        """[gpus]: the rows of each GPU if neighbours share one and no expert has a copy."""
-        at_home = _gpu_of(len(self.rows), self.gpus)
-        return np.bincount(at_home, weights=self.rows, minlength=self.gpus).astype(np.float64)
+        """[gpus]: the rows of each GPU as experts are now, without copies."""
+        return np.bincount(self.home, weights=self.rows, minlength=self.gpus).astype(np.float64)
 
     @property
     def load_after(self) -> Rows:
@@ -72,9 +73,8 @@ class LayerBalance:
     @property
     def moves(self) -> int:
         """How many weights of experts GPUs receive: of those that they did not have."""
-        at_home = _gpu_of(len(self.rows), self.gpus)
         return sum(
-            int(at_home[expert] != gpu)
+            int(self.home[expert] != gpu)
             for gpu, experts in enumerate(self.phy2log.reshape(self.gpus, -1))
             for expert in np.unique(experts)
         )
@@ -207,19 +207,15 @@ def balance_load(
             )
         rows = steps[max(0, end - window) : end].sum(axis=0)
         found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
-        layer = LayerBalance(name, rows, found.phy2log[0], gpus)
+        home = np.argsort(load.orders.get(name, range(experts))) * gpus // experts
+        layer = LayerBalance(name, rows, found.phy2log[0], home, gpus)
         if layer.load_after.max() >= layer.load_before.max():
-            at_home = [np.flatnonzero(_gpu_of(experts, gpus) == gpu) for gpu in range(gpus)]
+            at_home = [np.flatnonzero(home == gpu) for gpu in range(gpus)]
             kept = np.concatenate([np.resize(here, replicas // gpus) for here in at_home])
             layer = replace(layer, phy2log=kept)
         layers.append(replace(layer, rows=steps[step]))
     policy = "global" if groups % nodes or nodes == 1 else "hierarchical"
     return ExpertBalance(tuple(layers), number, nodes, gpus, policy, expert_bytes)
-
-
-def _gpu_of(experts: int, gpus: int) -> Indices:
-    """Return which GPU has each expert under expert parallelism."""
-    return np.arange(experts) * gpus // experts
 
 
 def _find_step(load: ExpertLoad, step: int) -> int:

@@ -87,8 +87,7 @@ def _panel(layer: LayerBalance, told: str, y: float, width: int) -> str:
     half = (width - 2 * MARGIN - APART) / 2
     highest = max(float(layer.load_before.max()), float(layer.load_after.max()), 1.0)
     mean = float(layer.load_before.mean())
-    at_home = np.arange(len(layer.rows)) * layer.gpus // len(layer.rows)
-    before = [np.flatnonzero(at_home == gpu).tolist() for gpu in range(layer.gpus)]
+    before = [np.flatnonzero(layer.home == gpu).tolist() for gpu in range(layer.gpus)]
     after = layer.phy2log.reshape(layer.gpus, -1).tolist()
     parts = [
         f'<text class="words" x="{MARGIN:g}" y="{y + 12:g}"><tspan font-weight="600">{escape(layer.name)}</tspan>'
