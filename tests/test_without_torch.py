@@ -25,11 +25,13 @@ NEEDS_NO_TORCH = (
     "timeline",
     "prediction/cost_model",
     "prediction/advice",
+    "prediction/experts",
     *(
         f"views/{each}"
         for each in (
             "browser",
             "drawing",
+            "experts",
             "memory",
             "gpu",
             "timeline",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.display import DrawnResult, data_frame
+from mpkit.common.upward_calls import provide_method
+from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
 from mpkit.trace.validation import check_steps
 
@@ -35,14 +37,21 @@ class ExpertLoad(DrawnResult):
         sent: by layer [steps, ranks, experts], the rows of each rank's tokens that each expert computed.
         first: the number of the first step.
         dropped: by layer [steps], the choices beyond experts' capacity, where there are any.
+        orders: by layer, the order in which ranks divide the experts, where it is not their own.
 
     Attributes:
-        sent, first, dropped: as given.
+        sent, first, dropped, orders: as given.
         rows: by layer [steps, experts], the rows that each expert computed.
     """
 
-    def __init__(self, sent: dict[str, Rows], first: int, dropped: dict[str, Rows] | None = None) -> None:
-        self.sent, self.first, self.dropped = sent, first, dropped or {}
+    def __init__(
+        self,
+        sent: dict[str, Rows],
+        first: int,
+        dropped: dict[str, Rows] | None = None,
+        orders: Mapping[str, list[int]] | None = None,
+    ) -> None:
+        self.sent, self.first, self.dropped, self.orders = sent, first, dropped or {}, dict(orders or {})
         self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
     def imbalance(self, layer: str) -> Rows:
@@ -65,15 +74,48 @@ class ExpertLoad(DrawnResult):
         ]
         return data_frame(listed, columns)
 
+    def balance(
+        self, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
+        step: int = -1, window: int = 1, expert_bytes: float | None = None,
+    ) -> Any:  # fmt: skip
+        """Return where DeepSeek's balancer (EPLB) would place the experts, some of them more than once.
+
+        >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
+        >>> print(load.balance(6, gpus=2).imbalance["block0"])
+        (1.6666666666666667, 1.1666666666666667)
+
+        Args:
+            replicas: the slots for experts of each layer, on all GPUs together: as many as there are experts, or more
+                for copies of busy ones.
+            gpus: how many divide the experts (`Plan(ep=gpus)`), on all nodes together.
+            nodes: the machines.
+            groups: into how many groups the router divides the experts (`n_group` of DeepSeek-V3). If nodes divide
+                them, the groups of a node stay together.
+            step: the step's place among those that were counted; -1: the last one.
+            window: from the rows of how many steps up to this one the placement follows.
+            expert_bytes: the bytes of one expert's weights in one layer, for the bytes that move.
+
+        Returns:
+            An `ExpertBalance`: `layers` with `phy2log`, `load_before` and `load_after`; `imbalance`, `time_ratio`,
+            `moves`, `moved_bytes`; `apply_to(load, step)`. It shows itself as a picture in a notebook.
+
+        Raises:
+            ValueError: there is no such step, or the numbers do not divide; the message says which would.
+        """
+        return provide_method("ExpertLoad.balance")(
+            self, replicas, gpus=gpus, nodes=nodes, groups=groups, step=step, window=window,
+            expert_bytes=expert_bytes,
+        )  # fmt: skip
+
     __repr__ = DrawnResult.__str__
 
 
-def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
+def expert_load_of(ranks: Sequence[RankTrace], orders: Mapping[str, list[int]]) -> ExpertLoad:
     """Return the rows of all ranks together, of the steps that every rank has counted.
 
     Raises:
         ValueError: no rank has counted any.
-        TraceError: what is recorded is far too little for as many steps as it tells of.
+        TraceError: what is recorded is far too little for as many steps as it tells of, or an order is none.
     """
     counts: dict[str, dict[tuple[int, int, int], float]] = {}
     beyond: dict[tuple[str, int], float] = {}  # by layer and step
@@ -111,4 +153,9 @@ def expert_load_of(ranks: Sequence[RankTrace]) -> ExpertLoad:
         layer: np.array([beyond.get((layer, first + step), 0.0) for step in range(steps)])
         for layer in dict.fromkeys(layer for layer, _ in beyond)
     }
-    return ExpertLoad(sent, first, dropped)
+    for layer, order in orders.items():
+        if layer in sent and sorted(order) != list(range(sent[layer].shape[2])):
+            raise TraceError(
+                f"it says that the experts of {layer} are in the order {order!r:.60}: each stands there once"
+            )
+    return ExpertLoad(sent, first, dropped, orders)

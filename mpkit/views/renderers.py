@@ -52,6 +52,10 @@ RENDERERS = {
         "text": "mpkit.views.experts.load:load_text",
         "svg": "mpkit.views.experts.load:load_svg",
     },
+    "ExpertBalance": {
+        "text": "mpkit.views.experts.balance:balance_text",
+        "svg": "mpkit.views.experts.balance:balance_svg",
+    },
     "TokenRoutes": {
         "text": "mpkit.views.experts.routes:routes_text",
         "svg": "mpkit.views.experts.routes:routes_svg",

@@ -28,11 +28,15 @@ def by_other_experts(rank: int) -> None:
     """A rank's experts compute each other's rows."""
     original = divided_experts._forward
 
-    def forward(compute: Callable[..., Tensor], names: Any, here: int, *rest: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        compute: Callable[..., Tensor], names: Any, order: tuple[int, ...], group: Any, *rest: Any, **kwargs: Any
+    ) -> Tensor:  # fmt: skip
+        here = len(order) // group.size
+
         def computed(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             return compute(x, (chosen + 1) % here, weights)
 
-        return original(computed, names, here, *rest, **kwargs)
+        return original(computed, names, order, group, *rest, **kwargs)
 
     divided_experts._forward = forward
 

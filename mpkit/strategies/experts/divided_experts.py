@@ -11,8 +11,9 @@ The gradients take both all-to-alls the other way. Every rank takes part in each
 that none waits in vain: a rank that receives no row computes one of zeros, whose result it drops.
 
 Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
-of no expert (E) is a dropped one, and does not travel. `mpkit.strategies.reference.experts.expert_parallel` is the
-algorithm in 30 lines.
+of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order
+(`mpkit.models.place_experts`); then a choice is first replaced by the place of its expert.
+`mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
 section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, for the ranks that divide them.
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.experts.known_experts import find_experts, number_of_experts
-from mpkit.strategies.models.experts import count_rows
+from mpkit.strategies.models.experts import count_rows, order_of_experts
 from mpkit.strategies.stage.shard import Shard
 
 __all__ = ["divide_experts"]
@@ -61,10 +62,14 @@ def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
         aliases.setdefault(id(parameter), []).append(name)
     parts: dict[int, nn.Parameter] = {}
     for name, module in find_experts(model).items() if group.size > 1 else ():
-        here = number_of_experts(module) // group.size
-        mine = range(group.index * here, (group.index + 1) * here)
+        order = order_of_experts(module, number_of_experts(module))
+        here = len(order) // group.size
+        mine = order[group.index * here : (group.index + 1) * here]
+        held = tuple(range(expert, expert + 1) for expert in mine)
+        if mine == tuple(range(mine[0], mine[0] + here)):  # neighbours, as they are by default
+            held = (range(mine[0], mine[0] + here),)
         for inner, parameter in list(module.named_parameters(name)):
-            shard = Shard(tuple(parameter.shape), 0, (mine,))
+            shard = Shard(tuple(parameter.shape), 0, held)
             shards |= dict.fromkeys(aliases[id(parameter)], shard)
             if id(parameter) not in parts:
                 parts[id(parameter)] = nn.Parameter(shard.take(parameter.detach()), parameter.requires_grad)
@@ -73,25 +78,30 @@ def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)
-        exchanging: Any = partial(_forward, compute, names, here, group)
+        exchanging: Any = partial(_forward, compute, names, order, group)
         exchanging.__signature__ = names
         module.forward = exchanging
     return shards
 
 
 def _forward(
-    compute: Callable[..., Tensor], names: inspect.Signature, here: int, group: ProcessGroup, *args: Any, **kwargs: Any
+    compute: Callable[..., Tensor], names: inspect.Signature, order: tuple[int, ...], group: ProcessGroup,
+    *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return what the whole layer makes of this rank's tokens.
 
     Args:
         compute: the layer's own forward, with the experts that are here.
         names: its signature.
-        here: the number of these.
+        order: the layer's experts as the ranks have them, one rank after the other.
         group: the ranks that divide the experts.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
     """
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]
+    here = len(order) // group.size
+    if order != tuple(range(len(order))):  # number experts by their places; a dropped choice (E) has none
+        places = sorted(range(len(order)), key=order.__getitem__)
+        chosen = torch.tensor([*places, len(order)], dtype=chosen.dtype, device=chosen.device)[chosen]
     # ---- permute
     order = chosen.flatten().argsort(stable=True)
     # ---- count

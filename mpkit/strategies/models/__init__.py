@@ -5,7 +5,7 @@ from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import chain
 from mpkit.strategies.models.convnet import ConvNet
 from mpkit.strategies.models.cut import cut
-from mpkit.strategies.models.experts import MixtureOfExperts
+from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, PackedGPT, document_mask, next_token_loss
 from mpkit.strategies.models.mlp import MLP
 from mpkit.strategies.models.resnet import ResNet
@@ -25,5 +25,6 @@ __all__ = [
     "cut",
     "document_mask",
     "next_token_loss",
+    "place_experts",
     "repeated_blocks",
 ]

@@ -23,6 +23,7 @@ from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.quotient import Quotient
+from mpkit.strategies.models.experts import placed_experts
 from mpkit.strategies.models.hooks import parameter_hooks
 from mpkit.strategies.prepare.arguments.arguments import (
     check_integers,
@@ -162,6 +163,7 @@ def _build_job(
         "first_step": how.first_step,
         "seed": how.seed,
         "blocks": list(count_recomputed(model, resolved.plan.recompute)),
+        "expert_order": placed_experts(model),
     }
     if isinstance(batches, WholeBatches) and batches.read_in:
         meta["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}

@@ -1,0 +1,225 @@
+"""ExpertBalance: a placement of experts by DeepSeek's balancer, and what it would do to the rows of a run's steps.
+
+    before    experts are where expert parallelism has them: neighbours of the run's order share a GPU
+    balance   each layer by itself, from the rows of one step or the sum of several
+    keep      a layer stays as it is if the greedy packing is not better, which can be
+    after     the copies of an expert share its rows evenly
+
+A layer of experts takes as long as its busiest GPU, because all meet in the all-to-all. So the time of all layers
+changes as the sum of their busiest GPUs' rows does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpkit.common.display import DrawnResult, data_frame
+from mpkit.prediction.experts.load_balancer import Indices, balance_experts
+from mpkit.trace.expert_load import ExpertLoad, Rows
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["ExpertBalance", "LayerBalance", "balance_load"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBalance:
+    """One layer's experts on GPUs.
+
+    >>> layer = LayerBalance("block0", np.array([6.0, 2.0]), np.array([0, 0, 0, 1]), np.array([0, 1]), gpus=2)
+    >>> layer.load_before.tolist(), layer.load_after.tolist(), layer.moves
+    ([6.0, 2.0], [4.0, 4.0], 1)
+
+    Attributes:
+        name: the layer's name.
+        rows: [E], the rows of each expert.
+        phy2log: [R], the expert that each slot holds; each GPU has R / gpus neighbouring slots.
+        home: [E], the GPU that has each expert now.
+        gpus: how many there are.
+    """
+
+    name: str
+    rows: Rows
+    phy2log: Indices
+    home: Indices
+    gpus: int
+
+    @property
+    def copies(self) -> Indices:
+        """[E]: how many slots hold each expert."""
+        return np.bincount(self.phy2log, minlength=len(self.rows))
+
+    @property
+    def slots(self) -> Rows:
+        """[gpus, R / gpus]: the rows of each slot, an even share of its expert's."""
+        shares: Rows = self.rows / self.copies
+        return shares[self.phy2log].reshape(self.gpus, -1)
+
+    @property
+    def load_before(self) -> Rows:
+        """[gpus]: the rows of each GPU as experts are now, without copies."""
+        return np.bincount(self.home, weights=self.rows, minlength=self.gpus).astype(np.float64)
+
+    @property
+    def load_after(self) -> Rows:
+        """[gpus]: the rows of each GPU."""
+        loads: Rows = self.slots.sum(axis=1)
+        return loads
+
+    @property
+    def moves(self) -> int:
+        """How many weights of experts GPUs receive: of those that they did not have."""
+        return sum(
+            int(self.home[expert] != gpu)
+            for gpu, experts in enumerate(self.phy2log.reshape(self.gpus, -1))
+            for expert in np.unique(experts)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertBalance(DrawnResult):
+    """A placement of experts: it prints as a table, and shows itself as the loads of GPUs before and after.
+
+    >>> load = ExpertLoad({"block0": np.array([[[9.0, 1.0, 1.0, 1.0]]])}, first=0)
+    >>> balance = load.balance(6, gpus=2)
+    >>> balance.layers[0].phy2log.tolist(), balance.imbalance
+    ([0, 0, 3, 0, 1, 2], {'block0': (1.6666666666666667, 1.1666666666666667)})
+    >>> balance.time_ratio
+    0.7
+
+    Attributes:
+        layers: one `LayerBalance` per layer with experts.
+        step: the number of the step whose rows these are.
+        nodes, gpus: how many there are; GPUs of all nodes together.
+        policy: "hierarchical" (groups of experts stay on a node) or "global".
+        expert_bytes: the bytes of one expert's weights in one layer; None: not known.
+    """
+
+    layers: tuple[LayerBalance, ...]
+    step: int
+    nodes: int
+    gpus: int
+    policy: str
+    expert_bytes: float | None = None
+
+    @property
+    def imbalance(self) -> dict[str, tuple[float, float]]:
+        """By layer, before and after: the rows of the busiest GPU, divided by their mean."""
+        mean = {each.name: max(float(each.load_before.mean()), 1e-300) for each in self.layers}
+        return {
+            each.name: (
+                float(each.load_before.max()) / mean[each.name],
+                float(each.load_after.max()) / mean[each.name],
+            )
+            for each in self.layers
+        }
+
+    @property
+    def time_ratio(self) -> float:
+        """The predicted time of a step's experts, divided by what it was: the busiest GPUs' rows, summed over layers.
+
+        It is assumed that time grows with rows, that every layer's experts are of one size, that each copy of an
+        expert gets as many rows, and that routers choose as in this step. Moving the weights is not in it, nor is what
+        training with copies needs: a sum of their gradients.
+        """
+        before = sum(float(each.load_before.max()) for each in self.layers)
+        return sum(float(each.load_after.max()) for each in self.layers) / max(before, 1e-300)
+
+    @property
+    def orders(self) -> dict[str, list[int]]:
+        """By layer, the experts in the order of their slots, for `mk.models.place_experts`.
+
+        Raises:
+            ValueError: some experts have copies, with which mpkit does not train.
+        """
+        for each in self.layers:
+            if len(each.phy2log) > len(each.rows):
+                raise ValueError(
+                    f"this placement has {len(each.phy2log)} slots for {len(each.rows)} experts of {each.name}, and "
+                    f"mpkit trains with one copy of each: load.balance({len(each.rows)}, gpus={self.gpus}).orders"
+                )
+        return {each.name: each.phy2log.tolist() for each in self.layers}
+
+    @property
+    def moves(self) -> int:
+        """How many weights of experts GPUs receive, in all layers."""
+        return sum(each.moves for each in self.layers)
+
+    @property
+    def moved_bytes(self) -> float | None:
+        """The bytes of these; None: `expert_bytes` is not known. Optimizer states, which move too, are not in it."""
+        return None if self.expert_bytes is None else self.moves * self.expert_bytes
+
+    def apply_to(self, load: ExpertLoad, step: int = -1) -> ExpertBalance:
+        """Return the same placement with the rows of another step: what it does if routers choose differently.
+
+        Args:
+            load: of the same layers.
+            step: the step's place among those that were counted; -1: the last one.
+
+        Raises:
+            ValueError: there is no such step, or a layer has other experts.
+        """
+        number = _find_step(load, step)
+        for each in self.layers:
+            if each.name not in load.rows or load.rows[each.name].shape[1] != len(each.rows):
+                raise ValueError(
+                    f"this placement is of {len(each.rows)} experts of {each.name}; the load has "
+                    + ", ".join(f"{rows.shape[1]} of {name}" for name, rows in load.rows.items())
+                )
+        layers = tuple(replace(each, rows=load.rows[each.name][step]) for each in self.layers)
+        return replace(self, layers=layers, step=number)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return one row per layer and slot: its GPU, its expert, its rows.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        listed = [
+            (each.name, slot, slot * self.gpus // len(each.phy2log), int(expert), each.slots.flat[slot])
+            for each in self.layers
+            for slot, expert in enumerate(each.phy2log)
+        ]
+        return data_frame(listed, ["layer", "slot", "gpu", "expert", "rows"])
+
+    __repr__ = DrawnResult.__str__
+
+
+def balance_load(
+    load: ExpertLoad, replicas: int, *, gpus: int, nodes: int = 1, groups: int = 1,
+    step: int = -1, window: int = 1, expert_bytes: float | None = None,
+) -> ExpertBalance:  # fmt: skip
+    """Return what `ExpertLoad.balance` describes."""
+    number = _find_step(load, step)
+    if window < 1:
+        raise ValueError(f"balance(window={window}): the placement needs the rows of a step; window=1 is one")
+    layers: list[LayerBalance] = []
+    for name, steps in load.rows.items():
+        experts, end = steps.shape[1], step % len(steps) + 1
+        if not 1 <= gpus <= experts:
+            raise ValueError(
+                f"balance(gpus={gpus}): the {experts} experts of {name} are divided over 1 to {experts} GPUs"
+            )
+        rows = steps[max(0, end - window) : end].sum(axis=0)
+        found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
+        home = np.argsort(load.orders.get(name, range(experts))) * gpus // experts
+        layer = LayerBalance(name, rows, found.phy2log[0], home, gpus)
+        if layer.load_after.max() >= layer.load_before.max():
+            at_home = [np.flatnonzero(home == gpu) for gpu in range(gpus)]
+            kept = np.concatenate([np.resize(here, replicas // gpus) for here in at_home])
+            layer = replace(layer, phy2log=kept)
+        layers.append(replace(layer, rows=steps[step]))
+    policy = "global" if groups % nodes or nodes == 1 else "hierarchical"
+    return ExpertBalance(tuple(layers), number, nodes, gpus, policy, expert_bytes)
+
+
+def _find_step(load: ExpertLoad, step: int) -> int:
+    steps = len(next(iter(load.rows.values())))
+    if not -steps <= step < steps:
+        raise ValueError(f"balance(step={step}): {steps} steps were counted, 0 to {steps - 1}")
+    return load.first + step % steps
