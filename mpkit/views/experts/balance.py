@@ -14,8 +14,8 @@ import numpy as np
 from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, legible_on, tint
-from mpkit.views.drawing.colours import THEMES
-from mpkit.views.drawing.sheet import MARGIN, heading, keys, sheet
+from mpkit.views.drawing.sheet import keys, sheet
+from mpkit.views.theme import MARGIN, THEMES
 
 if TYPE_CHECKING:
     from mpkit.prediction.experts.expert_balance import ExpertBalance, LayerBalance
@@ -59,20 +59,20 @@ def balance_svg(balance: ExpertBalance, width: int = 720) -> str:
         balance: what to draw.
         width: in pixels.
     """
-    panels, y = [], TOP
+    full = ink_of("ep")
+    looks = [(f'fill="{tint(full, PALE)}"', "an expert's only slot"), (f'fill="{full}"', "a slot of several")]
+    legend = keys(looks, 42, width)
+    panels, y = [], TOP + legend.more
     for each in balance.layers:
         before, after = balance.imbalance[each.name]
         panels.append(_panel(each, f"busiest {before:.2f} x mean before, {after:.2f} x after", y, width))
         y += TALL + GAP
-    full = ink_of("ep")
-    looks = [(f'fill="{tint(full, PALE)}"', "an expert's only slot"), (f'fill="{full}"', "a slot of several")]
-    legend, _ = keys(looks, 42)
     time = f"the experts of a step take {balance.time_ratio:.2f} x their time"
     note = f"dashes: the mean; predicted: {time}, if routers choose as here"
-    faint = f'<text class="faint" x="{MARGIN:g}" y="{y:.0f}">{note}</text>'
-    body = [heading(_title(balance)), *legend, *panels, faint]
+    body = [*legend.parts, *panels]
     classes = {name: {"mean": f"stroke:{theme.text}"} for name, theme in THEMES.items()}
-    return sheet("balance", "Experts on GPUs", str(balance), body, width, y + 16, classes=classes)
+    title, head = "Experts on GPUs", _title(balance)
+    return sheet("balance", title, str(balance), body, width, y - 18, head=head, foot=note, classes=classes)
 
 
 def _title(balance: ExpertBalance) -> str:
