@@ -14,6 +14,7 @@ class Track {
     this.stage.dataset.lmSuppressShortcuts = "true";
     this.canvas = this.stage.appendChild(node("canvas"));
     this.canvas.setAttribute("role", "img");
+    this.foot = this.box.appendChild(node("p", "mpkit-track-told")); // below: what comes here moves no lane
     this.tip = new Tip(this.stage);
     this.listen();
   }
@@ -44,7 +45,8 @@ class Track {
       item.appendChild(node("i")).style.background = this.ink(key);
       item.append(key.word);
     }
-    if (data.told) this.head.append(node("span", "mpkit-track-told", data.told));
+    this.foot.textContent = data.told ?? "";
+    this.foot.hidden = data.told === undefined;
   }
 
   ink(key) {
