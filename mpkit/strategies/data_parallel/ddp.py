@@ -67,8 +67,9 @@ class DDP(GradientSync):
         for replicas, tensors in held.by_replicas():
             broadcast_tensors(replicas, tensors)
         self._stateful = StatefulBuffers(held.replicas, held.plan, module)
-        # ---- buckets
-        self._order = [piece.parameter for piece in reversed(self.pieces)]
+        # ---- buckets, but for experts that no other rank holds: their gradients are complete after the backward
+        alone = {p for p in self._experts if held.replicas_of(p).size == 1}
+        self._order = [piece.parameter for piece in reversed(self.pieces) if piece.parameter not in alone]
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._order:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -77,7 +78,8 @@ class DDP(GradientSync):
             self._ledger.track(memory, "grads")
         self._build()
         for parameter in self._names:
-            parameter.register_hook(partial(self._before_grad, parameter))
+            if parameter in self._of:
+                parameter.register_hook(partial(self._before_grad, parameter))
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def _build(self) -> None:
@@ -111,10 +113,11 @@ class DDP(GradientSync):
     def lay_out(self, names: list[str]) -> None:
         """Restore the bucket order of an earlier training, which has seen a step."""
         place = {name: parameter for parameter, name in self._names.items()}
-        mine = [name for name in names if name in place]  # the others belong to other stages
-        if len(mine) == len(place):
+        mine = [place[name] for name in names if name in place]  # the others belong to other stages
+        order = [parameter for parameter in mine if parameter in self._of]
+        if len(order) == len(self._order):
             self._knows_order = True
-            self._order = [place[name] for name in mine]
+            self._order = order
             self._build()
 
     # ---- a step -------------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ class DDP(GradientSync):
         """Note that autograd has added a gradient into its bucket, and reduce the buckets that are full."""
         assert isinstance(parameter, nn.Parameter)
         self._grads_ready[parameter] = None
-        if self._sync_this_backward and parameter not in self._tied:
+        if self._sync_this_backward and parameter in self._of and parameter not in self._tied:
             self._of[parameter].missing.discard(parameter)
             # ---- reduce, in the buckets' order, which is the same on every rank
             while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
@@ -183,10 +186,9 @@ class DDP(GradientSync):
         Raises:
             MpkitError: a parameter has no gradient, and the plan does not allow that.
         """
-        missing = [parameter for parameter in self._order if parameter not in self._grads_ready]
-        if missing and not self._allows_unused:
-            names = [self._names[parameter] for parameter in reversed(missing)]
-            raise unused_error(names, self._allow_unused)
+        unused = [name for parameter, name in self._names.items() if parameter not in self._grads_ready]
+        if unused and not self._allows_unused:
+            raise unused_error(unused, self._allow_unused)
         while self._next < len(self._buckets):
             self._reduce()
         # ---- wait
@@ -218,7 +220,7 @@ class DDP(GradientSync):
     def _learn_order(self) -> None:
         """Take the order in which the first replica's gradients arrived."""
         place = {parameter: i for i, parameter in enumerate(self._order)}
-        came = [place[p] for p in self._grads_ready]
+        came = [place[p] for p in self._grads_ready if p in place]
         rest = [i for i in range(len(self._order)) if self._order[i] not in self._grads_ready]
         if self._buckets:
             order = torch.tensor(came + rest, device=self._buckets[0].flat.device)
