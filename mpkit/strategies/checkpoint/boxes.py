@@ -1,8 +1,8 @@
 """Boxes: where a rank's elements of a parameter lie in the whole parameter.
 
-Every whole parameter is treated as a matrix: its first dimension counts the rows, all others together the columns.
-Tensor parallelism gives a rank some rows or some columns of it (`Shard`), and ZeRO a range of those, flattened.
-Together that is a few boxes of the whole:
+Every whole parameter is treated as a matrix: its first dimensions together count the rows, the others the columns, so
+that it is as square as possible. Tensor and expert parallelism give a rank some rows or columns of it (`Shard`), and
+ZeRO a range of those, flattened. Together that is a few boxes of the whole:
 
     whole, 6 x 4      columns 1 and 2 are local,       of these elements 1 to 8 are here:
                       flattened 6 x 2 = 12
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mpkit.strategies.stage.shard import Shard
 
-__all__ = ["ParameterBox", "boxes_of", "disjoint", "rows_and_columns", "tile"]
+__all__ = ["ParameterBox", "boxes_of", "disjoint", "end_of_rows", "rows_and_columns", "tile"]
 
 
 class ParameterBox(NamedTuple):
@@ -48,17 +48,32 @@ class ParameterBox(NamedTuple):
         return prod(self.sizes)
 
 
-def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
+def rows_and_columns(shape: Sequence[int], rows: int = 0) -> tuple[int, int]:
     """Return a shape as that of a matrix.
 
-    >>> rows_and_columns((6, 4, 3, 3)), rows_and_columns((6,)), rows_and_columns(())
-    ((6, 36), (6, 1), (1, 1))
+    >>> rows_and_columns((6, 4, 3, 3)), rows_and_columns((8, 64, 32)), rows_and_columns((6,)), rows_and_columns(())
+    ((24, 9), (512, 32), (6, 1), (1, 1))
+
+    Args:
+        shape: the shape of the parameter.
+        rows: the number of rows, of those that the first dimensions can have; 0: of the most square matrix.
     """
-    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+    at = end_of_rows(shape, rows)
+    return prod(shape[:at]), prod(shape[at:])
+
+
+def end_of_rows(shape: Sequence[int], rows: int) -> int:
+    """Return how many dimensions together count the rows; the arguments are those of `rows_and_columns`."""
+    if len(shape) < 2:
+        return len(shape)
+    ends = range(1, len(shape))
+    if rows:
+        return next((at for at in ends if prod(shape[:at]) == rows), 1)
+    return min(ends, key=lambda at: max(prod(shape[:at]), prod(shape[at:])))
 
 
 def boxes_of(
-    whole: Sequence[int], shard: Shard | None, start: int, end: int
+    whole: Sequence[int], shard: Shard | None, start: int, end: int, rows: int = 0
 ) -> list[tuple[ParameterBox, int]]:
     """Return where elements `start` to `end` of a flattened local parameter lie in the whole parameter.
 
@@ -73,24 +88,42 @@ def boxes_of(
         whole: shape of the whole parameter.
         shard: the part of it that is local; None if all of it is.
         start, end: range of elements of the local parameter, not empty.
+        rows: as for `rows_and_columns`.
 
     Returns:
         The boxes, each with the index of its first element in the local parameter.
     """
-    assert shard is None or shard.dim < 2, (
-        f"dimension {shard.dim} of {shard.whole} is divided: neither rows nor columns"
-    )
-    _, width = rows_and_columns(shard.shape if shard else whole)
-    inner = prod(whole[2:])  # columns per step along dimension 1
-    rows = shard.ranges if shard and shard.dim == 0 else (range(whole[0] if whole else 1),)
-    columns = shard.ranges if shard and shard.dim == 1 else (range(rows_and_columns(whole)[1] // inner),)
-    columns = tuple(range(part.start * inner, part.stop * inner) for part in columns)
+    at = end_of_rows(whole, rows)
+    width = prod((shard.shape if shard else whole)[at:])
+    by_dim = [(range(size),) for size in whole] if shard is None else shard.ranges_by_dim
+    above = _flattened(whole[:at], by_dim[:at])
+    left = _flattened(whole[at:], by_dim[at:])
     return [
-        (ParameterBox(above.start, left.start, above.stop, left.stop), row * width + column)
+        (ParameterBox(over.start, beside.start, over.stop, beside.stop), row * width + column)
         for box in _of_range(start, end, width)
-        for above, row in _cut(rows, box.top, box.bottom)
-        for left, column in _cut(columns, box.left, box.right)
+        for over, row in _cut(above, box.top, box.bottom)
+        for beside, column in _cut(left, box.left, box.right)
     ]
+
+
+def _flattened(sizes: Sequence[int], by_dim: Sequence[Sequence[range]]) -> list[range]:
+    """Return the ranges of flattened dimensions, from those of each of them.
+
+    >>> _flattened((2, 6), ((range(2),), (range(1, 3),)))
+    [range(1, 3), range(7, 9)]
+    """
+    found = [range(1)]
+    for size, ranges in zip(sizes, by_dim, strict=True):
+        if list(ranges) == [range(size)]:
+            found = [range(part.start * size, part.stop * size) for part in found]
+        else:
+            found = [
+                range(i * size + part.start, i * size + part.stop)
+                for outer in found
+                for i in outer
+                for part in ranges
+            ]
+    return found
 
 
 def _of_range(start: int, end: int, width: int) -> Iterator[ParameterBox]:

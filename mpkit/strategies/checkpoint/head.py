@@ -25,8 +25,9 @@ from mpkit.plan.plan import Plan
 
 __all__ = ["FORMAT", "HEAD", "CheckpointHead", "DamagedCheckpoint", "open_plain", "read_told"]
 
-FORMAT = 4
-"""1: each parameter flattened, before tensor parallelism; 2: without a digest of its own; 3: without its training."""
+FORMAT = 5
+"""1: each parameter flattened, before tensor parallelism; 2: without a digest of its own; 3: without its training;
+4: with a parameter's first dimension alone as its rows."""
 OLDEST = 3  # that is read
 HEAD = "mpkit.json"
 LARGEST, MOST_VALUES = 256 * 2**20, 10_000_000

@@ -8,6 +8,7 @@ columns, and a rank's part by its boxes (`boxes`). Whatever pieces were written,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mpkit.common.disk import name_full_disk
-from mpkit.strategies.checkpoint.boxes import boxes_of, rows_and_columns
+from mpkit.strategies.checkpoint.boxes import boxes_of, end_of_rows, rows_and_columns
 from mpkit.strategies.checkpoint.index import read_index
 from mpkit.strategies.stage.shard import Shard
 
@@ -45,9 +46,15 @@ class Slice:
         assert shard is None or shard.whole == tuple(whole), f"{shard} of a parameter of {list(whole)}"
         local = shard.shape if shard else whole
         assert start + len(held) <= torch.Size(local).numel()
-        self.held, self.whole = held, torch.Size(rows_and_columns(whole))
-        _, self._width = rows_and_columns(local)
-        boxes = boxes_of(whole, shard, start, start + len(held))
+        self.held, self._part = held, (tuple(whole), shard, start, start + len(held))
+        self.take_rows()
+
+    def take_rows(self, rows: int = 0) -> None:
+        """Describe the whole parameter as a matrix of so many rows, if its first dimensions can have them."""
+        whole, shard, start, _ = self._part
+        self.whole = torch.Size(rows_and_columns(whole, rows))
+        self._width = prod((shard.shape if shard else whole)[end_of_rows(whole, rows) :])
+        boxes = boxes_of(*self._part, rows)
         self._at = {box: first - start for box, first in boxes}  # by box, its first element in `held`
 
     def size(self) -> torch.Size:
@@ -95,7 +102,13 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: dcp.Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Set what to load, and the index; DCP's own method would replace what is not a tensor."""
+        """Set what to load, and the index; DCP's own method would replace what is not a tensor.
+
+        Before format 5 the first dimension alone counted the rows of a parameter.
+        """
+        tensors: Any = metadata.state_dict_metadata if metadata is not None else {}
+        for name in state_dict.keys() & tensors.keys():
+            state_dict[name].take_rows(tensors[name].size[0])
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: dcp.MetadataIndex) -> Tensor:

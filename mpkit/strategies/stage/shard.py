@@ -1,9 +1,9 @@
 """Shard: the part of a whole parameter that a rank of a tensor-parallel or expert-parallel group holds.
 
 A column-parallel linear layer divides its output features, a row-parallel one its input features, an embedding its
-vocabulary, expert parallelism the experts: always one dimension of the parameter. A rank holds one range of it, or
-several where layers were fused (the q, k and v of a fused projection). Widths that are no multiple of the number of
-ranks make uneven shards.
+vocabulary, expert parallelism the experts: one dimension of the parameter. A rank holds one range of it, or several
+where layers were fused (the q, k and v of a fused projection). Widths that are no multiple of the number of ranks make
+uneven shards. Experts can be divided along two axes: the experts along ep, and the features of each along tp.
 
     W, whole (6 x 3)              dim 0, t = 2: rank 0 has rows 0 to 2, rank 1 rows 3 to 5
     q k v in one, (3h x h)        dim 0: rank 0 has the first half of the rows of q, of k and of v
@@ -43,6 +43,7 @@ class Shard:
         whole: shape of the whole parameter.
         dim: the dimension that is divided.
         ranges: the local ranges of that dimension, in order; concatenated they are the local parameter.
+        across: another dimension of the same parameter that is divided too; None: no other is.
 
     >>> shard = Shard((6, 2), 0, (range(0, 1), range(3, 4)))
     >>> shard.take(torch.arange(12).view(6, 2))
@@ -50,16 +51,31 @@ class Shard:
             [6, 7]])
     >>> shard.shape
     (2, 2)
+    >>> Shard((6, 2), 0, (range(2, 4),), across=Shard((6, 2), 1, (range(1, 2),))).take(torch.arange(12).view(6, 2))
+    tensor([[5],
+            [7]])
     """
 
     whole: tuple[int, ...]
     dim: int
     ranges: tuple[range, ...]
+    across: Shard | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the local parameter."""
-        return (*self.whole[: self.dim], sum(map(len, self.ranges)), *self.whole[self.dim + 1 :])
+        others = self.whole if self.across is None else self.across.shape
+        return (*others[: self.dim], sum(map(len, self.ranges)), *others[self.dim + 1 :])
+
+    @property
+    def ranges_by_dim(self) -> tuple[tuple[range, ...], ...]:
+        """The local ranges of each dimension of the whole parameter.
+
+        >>> Shard((6, 2), 0, (range(0, 1), range(3, 4))).ranges_by_dim
+        ((range(0, 1), range(3, 4)), (range(0, 2),))
+        """
+        others = [(range(size),) for size in self.whole] if self.across is None else self.across.ranges_by_dim
+        return (*others[: self.dim], self.ranges, *others[self.dim + 1 :])
 
     @property
     def axis_name(self) -> str:
@@ -69,6 +85,7 @@ class Shard:
 
     def take(self, whole: Tensor) -> Tensor:
         """Return the local part of a whole tensor, as a copy."""
+        whole = whole if self.across is None else self.across.take(whole)
         parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.ranges]
         return torch.cat(parts, self.dim)
 
@@ -76,7 +93,11 @@ class Shard:
         """Write the local part to its place in a whole tensor."""
         parts = local.split([len(part) for part in self.ranges], self.dim)
         for part, values in zip(self.ranges, parts, strict=True):
-            whole.narrow(self.dim, part.start, len(part)).copy_(values)
+            place = whole.narrow(self.dim, part.start, len(part))
+            if self.across is None:
+                place.copy_(values)
+            else:
+                self.across.put(values, place)
 
 
 @dataclass(frozen=True)
