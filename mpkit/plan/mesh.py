@@ -6,8 +6,9 @@ lie between cp and tp.
 
 Expert parallelism folds another mesh over the same ranks (Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section
 3): where the attention sees pp x dp x cp x tp, the experts see pp x edp x ep x tp. So ep ranks, each with some of a
-layer's experts, are neighbours among the dp x cp replicas, and edp counts the replicas of an expert. With etp = 1, tp
-is folded too: the experts see pp x edp x ep, and neighbours along tp divide experts.
+layer's experts, are neighbours among the dp x cp replicas, and edp counts the replicas of an expert. With etp = tp each
+expert is divided among the ranks along tp. With etp = 1 tp is folded too: the experts see pp x edp x ep, and neighbours
+along tp divide experts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Mesh:
         pp, dp, cp, tp: the degrees.
         dp_replicate: the number of groups into which the replicas are divided; ZeRO shards within each.
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
-        etp: 1 if ep counts the ranks along tp too; 0 if these hold the same experts.
+        etp: 1 if ep counts the ranks along tp too; tp if each of these holds a part of every expert; 0 if they hold
+            the same experts.
         cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
         own: axes of one's own with their degrees.
         dp_secondary: the number of neighbouring replicas among which ZeRO-3's backward gathers (hpZ); 0: all.
@@ -121,7 +123,12 @@ class Mesh:
     @property
     def edp(self) -> int:
         """The number of replicas of an expert; in hybrid sharding, of each group."""
-        return self.dp_shard * self.cp * (self.tp if self.etp else 1) // self.ep
+        return self.dp_shard * self.cp * (self.tp if self.folds else 1) // self.ep
+
+    @property
+    def folds(self) -> bool:
+        """Whether ep counts the ranks along tp too."""
+        return self.etp == 1
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -153,7 +160,7 @@ class Mesh:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes of the mesh that experts see, outermost first."""
-        return EXPERT_AXES[:-1] if self.etp else self._with_own(EXPERT_AXES)
+        return EXPERT_AXES[:-1] if self.folds else self._with_own(EXPERT_AXES)
 
     @property
     def layer_axes(self) -> tuple[str, ...]:

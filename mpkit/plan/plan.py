@@ -75,8 +75,9 @@ class Plan:
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
             experts and back by all-to-alls.
-        etp: 1: ep counts the ranks along tp too, each of which has tokens of its own (`sequence_parallel`); the mesh of
-            the experts is folded over that of the attention. None: the ranks along tp hold the same experts.
+        etp: the ranks along tp that share each expert: tp, of which each has a part; 1: ep counts the ranks along tp
+            too, each of which has tokens of its own (`sequence_parallel`), and the mesh of the experts is folded over
+            that of the attention. None: the ranks along tp hold the same experts.
         axes: axes of your own with their degrees, {Axis: 2}, each with its strategy; see `mpkit.plan.axes`.
         dp_secondary: hpZ of ZeRO++: besides its shard a rank of ZeRO-3 keeps a secondary one, of parameters divided
             among so many replicas, such as those of a node, from which the backward gathers. None: it keeps none.

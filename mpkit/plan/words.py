@@ -43,10 +43,12 @@ def describe(plan: Plan) -> str:
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
     parts += [f"Along {own.name}, {n} ranks divide {own.divides}; {own.parameters}." for own, n in mesh.own]
     if plan.ep > 1:
-        folded = ", neighbours along tp included" if plan.etp else ""
+        folded = ", neighbours along tp included" if plan.etp == 1 else ""
         parts.append(
             f"The experts of each layer are divided among {plan.ep} ranks{folded}, to which tokens go by all-to-alls."
         )
+        if plan.etp == plan.tp > 1:
+            parts.append("Each expert is shared by the ranks along tp.")
     if plan.cp > 1:
         parts.append(_sequences(plan))
     if plan.pp == 1 and not (plan.dp > 1 or plan.zero or plan.ranks == 1) and plan.microbatches > 1:

@@ -28,6 +28,8 @@ class FormulaInputs:
         element: bytes per element.
         stream: bytes of b s h, the activations between layers of one micro-batch of one replica, on average.
         regions: by stage, its number of pairs of f and g: 2 per transformer layer.
+        expert_regions: by stage, its number of layers whose experts are divided along tp.
+        choices: by stage, the number of tokens' choices of experts in these layers, of one micro-batch, T k each.
         embeddings, heads: by stage, the number of embeddings and heads that are divided by vocabulary.
         keys_values: by stage, bytes of one micro-batch's keys and values in all its attentions, whole sequences.
         queries_outputs: the same of queries and outputs.
@@ -53,6 +55,8 @@ class FormulaInputs:
     element: int = 0
     stream: float = 0.0
     regions: Sequence[int] = ()
+    expert_regions: Sequence[int] = ()
+    choices: Sequence[float] = ()
     embeddings: Sequence[int] = ()
     heads: Sequence[int] = ()
     keys_values: Sequence[float] = field(default=())
@@ -83,6 +87,7 @@ class FormulaInputs:
         return cls(
             mesh, plan, holders_of(meta), params or (), int(element or 0),
             stream=float(told.get("stream_bytes") or 0), regions=told.get("layers_tp") or (),
+            expert_regions=told.get("experts_tp") or (), choices=told.get("choices") or (),
             embeddings=told.get("embeddings_tp") or (), heads=told.get("heads_tp") or (),
             keys_values=told.get("kv_bytes") or (),
             queries_outputs=told.get("qo_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),

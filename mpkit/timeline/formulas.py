@@ -5,6 +5,7 @@
           with sequence parallelism, per region (2 per layer), 2 all-gathers and 2 reduce-scatters, the same volume,
           one more all-gather for the weight gradients, one at each end of the divided sequence, and once per step
           an all-reduce of the gradients of what each rank applies to its own part (layer norms, biases)
+          experts that tp divides are a region too, whose inputs are also the T k weights of tokens' choices
     dp    all-reduce: 2 psi (n-1)/n; ZeRO-1 and -2: the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n, and
           once more what is recomputed. Hybrid sharding: the same within groups of n = dp_shard; and the shards'
           gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r. hpZ: of ZeRO-3's gathers the first
@@ -151,13 +152,35 @@ def _tensor(known: FormulaInputs, kind: Kind) -> Formula | None:
     once = (known.mesh.tp - 1) / known.mesh.tp
     stream = known.stream / known.mesh.cp
 
+    experts = _expert_regions(known, kind, divided=divided)
+
     def volume(rank: int) -> float:
         layers = passes.region * known.total(known.regions, rank) + known.total(passes.others, rank)
-        loss = passes.loss * (len(known.holders) - 1 in known.stages_of(rank))
+        loss = experts(rank) + passes.loss * (len(known.holders) - 1 in known.stages_of(rank))
         step = known.total(passes.step, rank) / known.shares
         return (known.microbatches * (layers * stream + loss) + step) * once
 
-    return Formula(_symbols(passes), passes.words, volume)
+    more = ", T k more of experts" * any(map(experts, range(known.mesh.size)))
+    return Formula(_symbols(passes) + more, passes.words, volume)
+
+
+def _expert_regions(known: FormulaInputs, kind: Kind, *, divided: bool) -> Callable[[int], float]:
+    """Return the bytes that go round the ring per micro-batch for experts that are divided along tp.
+
+    Where the sequence is divided, tokens are gathered with the numbers of their experts.
+    """
+    again = known.recomputations
+    times, weights, numbers = {
+        (False, Kind.ALL_REDUCE): (2 * (2 + again), 2.0, 0.0),
+        (True, Kind.ALL_GATHER): (2 + again, 1 + again, 8 * (1 + again)),
+        (True, Kind.REDUCE_SCATTER): (2 + again, 1.0, 0.0),
+    }.get((divided, kind), (0.0, 0.0, 0.0))
+
+    def volume(rank: int) -> float:
+        layers, choices = known.total(known.expert_regions, rank), known.total(known.choices, rank)
+        return (times * layers * known.stream + choices * (weights * known.element + numbers)) / known.mesh.cp
+
+    return volume
 
 
 def _symbols(passes: _Passes) -> str:
@@ -303,7 +326,8 @@ def _experts(known: FormulaInputs) -> Formula | None:
     n, times = known.mesh.ep, 4.0 + 2.0 * known.recomputations
     if not _by_stage(known, known.rows):
         return None
-    divided = known.mesh.cp * (known.mesh.tp if known.plan.get("sequence_parallel") else 1)
+    own_tokens = known.plan.get("sequence_parallel") and not any(known.expert_regions)
+    divided = known.mesh.cp * (known.mesh.tp if own_tokens else 1)
 
     def volume(rank: int) -> float:
         counts = known.total(known.counts, rank) * (1 + known.recomputations)

@@ -57,6 +57,11 @@ PLANS = [
     mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, etp=1, zero=1),
     mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1, zero=3, recompute="full"),
     mk.Plan(pp=2, tp=2, sequence_parallel=True, schedule="1f1b", microbatches=4, ep=2, etp=1),
+    mk.Plan(tp=2, sequence_parallel=True, zero=1),
+    mk.Plan(tp=3, dp=2, ep=2, etp=3, zero=3),
+    mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=2, zero=1, recompute="full"),
+    mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, etp=2),
+    mk.Plan(pp=2, dp=2, tp=2, schedule="zbv", virtual_stages=2, microbatches=4, ep=2, etp=2),
 ]
 
 
@@ -101,10 +106,11 @@ def test_layers_may_share_experts(train: Train, zero: int) -> None:
 
 
 def test_a_checkpoint_is_taken_up_with_another_ep(train: Train, tmp_path: Path) -> None:
-    """ep=4 under DDP, then ep=2 under ZeRO-1, then without."""
-    model, data = gpt(), texts(6, 6)
+    """Experts divided along ep and tp under ZeRO-1, then ep=4 under DDP, then along tp alone, then on one rank."""
+    model, data = gpt(heads=2), texts(6, 6)
     losses: list[float] = []
-    plans = (mk.Plan(dp=4, ep=4), mk.Plan(dp=4, zero=1, ep=2), mk.Plan.serial())
+    divided = mk.Plan(dp=2, tp=2, zero=1, ep=2, etp=2)
+    plans = divided, mk.Plan(dp=4, ep=4), mk.Plan(tp=2, sequence_parallel=True), mk.Plan.serial()
     for i, plan in enumerate(plans):
         resume = {"resume_from": tmp_path} if i else {}
         run = train(
@@ -112,9 +118,9 @@ def test_a_checkpoint_is_taken_up_with_another_ep(train: Train, tmp_path: Path) 
             checkpoint_every=2, checkpoint_dir=tmp_path, **resume,
         )  # fmt: skip
         losses += run.losses
-    expected, weights = serial(model, data, **{**HOW, "steps": 6})
+    expected, weights = serial(model, data, **{**HOW, "steps": 8})
     assert losses == pytest.approx(expected, **{"rel": EXACT["rtol"]})
-    same(run, expected[4:], weights, **EXACT)
+    same(run, expected[6:], weights, **EXACT)
 
 
 def test_evaluation_and_the_average_of_weights(train: Train) -> None:
@@ -152,6 +158,8 @@ def test_groups_are_those_of_the_paper() -> None:
         mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, recompute="full", ep=2),
         mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2),
         mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=1),
+        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=2),
+        mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2, recompute="full", ep=2, etp=2),
     ],
     ids=repr,
 )
@@ -161,7 +169,10 @@ def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
     run = train(gpt(heads=2, vocab=32), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
     rows = {row.axis: row for row in run.timeline().comm_volume().rows if row.ratio is not None}
     assert "ep" in rows and all(row.ratio == pytest.approx(1.0, rel=2e-3) for row in rows.values()), rows
-    layers, tokens = 2 / plan.pp, 8 * 8 / plan.dp / (plan.tp if plan.sequence_parallel else 1)
+    layers, tokens = (
+        2 / plan.pp,
+        8 * 8 / plan.dp / (plan.tp if plan.sequence_parallel and plan.etp != plan.tp else 1),
+    )
     per_layer = 4 + 2 * (plan.recompute == "full")
     counts = 4 * 8 * plan.microbatches * (per_layer / 2 - 1)
     sent = layers * (per_layer * tokens * 2 * 12 * 8 + counts) / 2
@@ -202,8 +213,8 @@ def test_the_experts_of_a_rank_are_a_part_of_all(train: Train) -> None:
         ({"dp": 2, "data_parallel": "dp", "ep": 2}, r"divides no experts. DDP does: Plan\(dp=2, ep=2\)"),
         ({"tp": 2, "ep": 2, "etp": 1}, r"has tokens of its own.*sequence_parallel=True, ep=2, etp=1\)"),
         (
-            {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
-            r"mpkit divides no expert: 1.*hold the same experts: Plan\(dp=2, tp=2, ep=2\)",
+            {"tp": 4, "dp": 2, "ep": 2, "etp": 2},
+            r"share each expert: all 4 of them, .*etp=4\); or 1, .*hold the same experts: Plan\(dp=2, tp=4, ep=2\)",
         ),
         (
             {"tp": 2, "sequence_parallel": True, "ep": 3, "etp": 1},
@@ -246,6 +257,7 @@ def test_models_that_cannot_be() -> None:
         mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2),
         mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
         mk.Plan(tp=2, sequence_parallel=True, ep=2, etp=1),
+        mk.Plan(tp=2, sequence_parallel=True),
     ],
     ids=repr,
 )

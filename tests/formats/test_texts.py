@@ -28,6 +28,7 @@ SAID_IN_FULL = [
     ("megatron", Plan(dp=2, cp=8, cp_method=(2, 4), cp_order="zigzag", schedule="1f1b")),
     ("deepspeed", Plan(dp=2, cp=4, cp_method="ulysses", zero=3)),
     ("megatron", Plan(pp=2, dp=4, tp=2, zero=1, schedule="1f1b", microbatches=4, sequence_parallel=True, ep=8, etp=1)),
+    ("megatron", Plan(dp=4, tp=2, zero=1, sequence_parallel=True, ep=4, etp=2)),
     ("torchtitan", Plan(dp=4, tp=2, zero=3, sequence_parallel=True, ep=8, etp=1)),
     ("torchtitan", Plan(dp=4, cp=2, zero=3, ep=8)),
     ("megatron", Plan(dp=4, zero=1, offload="optimizer", recompute="full", schedule="1f1b")),

@@ -281,7 +281,11 @@ def plan_of(row: Row) -> mk.Plan:
         bucket_mb=25 if row["buckets"] == "one" else 0.001,
         prefetch=int(row["prefetch"]),
         ep=2 if row["model"] == "experts" else 1,
-        etp=1 if tp == "sequence" and cp in ("zigzag", "ulysses") else None,
+        etp=1
+        if tp == "sequence" and cp in ("zigzag", "ulysses")
+        else 2
+        if tp != "-" and row["zero"] in "13"
+        else None,
         batchnorm="local" if row["model"] == "resnet" and row["microbatches"] != "1" else "sync",
     )
 

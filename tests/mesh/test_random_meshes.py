@@ -37,8 +37,8 @@ def some_plan(draw: Random, *, experts: bool) -> mk.Plan:
     zero, sequence = draw.randrange(4), tp > 1 and draw.random() < 0.7
     methods = {1: ["ring"], 2: ["ring", "ulysses"], 4: ["ring", "ulysses", (2, 2)]}[cp]
     shard = 2 if dp == 4 and zero and draw.random() < 0.7 else None
-    folded = experts and sequence and draw.random() < 0.7
-    tokens_apart = (shard or dp) * cp * (tp if folded else 1)
+    etp = draw.choice([1, 1, tp, None] if sequence else [tp, None]) if experts and tp > 1 else None
+    tokens_apart = (shard or dp) * cp * (tp if etp == 1 else 1)
     degrees = [n for n in (1, 2, 4) if tokens_apart % n == 0 and (n > 1 or tokens_apart % 2)]
     ep = draw.choice(degrees) if experts else 1
     microbatches = 2 * pp if schedule in WHOLE_GROUPS else draw.randint(1, 3)
@@ -46,7 +46,7 @@ def some_plan(draw: Random, *, experts: bool) -> mk.Plan:
     return mk.Plan(
         pp=pp, dp=dp, tp=tp, cp=cp, schedule=schedule, virtual_stages=STAGES.get(schedule, 1),
         microbatches=microbatches, cp_order="contiguous" if method == "ulysses" else order, cp_method=method,
-        sequence_parallel=sequence, zero=zero, dp_shard=shard, ep=ep, etp=1 if folded else None,
+        sequence_parallel=sequence, zero=zero, dp_shard=shard, ep=ep, etp=etp,
         recompute=draw.choice(["none", "selective", "full"]), prefetch=draw.randrange(3),
         bucket_mb=draw.choice([0.001, 25]), offload=draw.choice(["none", "none", "optimizer"]) if zero else "none",
     )  # fmt: skip

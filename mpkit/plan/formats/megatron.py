@@ -77,10 +77,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
                 f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
             )
         fields["microbatches"] = total // (micro * dp)
-    if fields.get("ep", 1) > 1 and fields.get("tp", 1) > 1 and "etp" not in fields:
-        notes.append(
-            "--expert-tensor-parallel-size is the ranks along tp, which share each expert: read as whole ones"
-        )
+    if fields.get("ep", 1) > 1:
+        fields.setdefault("etp", fields.get("tp", 1))
     if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
         notes.append("recomputation of some layers is read as of all")
     comm_type = values.get("--cp-comm-type", "p2p")
@@ -138,9 +136,9 @@ KEYS: tuple[FormatKey, ...] = (
         _read_sizes, ("cp_method",)),
     number("--expert-model-parallel-size", "ep", "ranks, out of the replicas, that divide each layer's experts",
            lambda asked: asked.plan.ep > 1),
-    FormatKey("--expert-tensor-parallel-size", "each expert is whole",
-              lambda asked: 1 if asked.plan.ep > 1 and asked.plan.tp > 1 else None,
-              lambda value: {"etp": 1} if int(value) == 1 else {}, ("etp",)),
+    FormatKey("--expert-tensor-parallel-size", "ranks along tp that share each expert; 1: each has whole ones",
+              lambda asked: asked.plan.etp or 1 if asked.plan.ep > 1 and asked.plan.tp > 1 else None,
+              lambda value: {"etp": int(value)}, ("etp",)),
     flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
     context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
     context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),
@@ -193,7 +191,7 @@ MEGATRON = Format(
         "dp_replicate": "--num-distributed-optimizer-instances goes with ZeRO-1",
         "offload": "the distributed optimizer is offloaded (zero=1 or more), parameters are not",
         "cp_order": "Megatron divides sequences in zigzag order",
-        "etp": "Megatron counts the ranks along tp among those that divide experts: etp=1",
+        "etp": "it divides experts along tp (etp=tp), or counts its ranks among those that divide them (etp=1)",
         "prefetch": "how far ahead is its own choice",
         "bucket_mb": "--ddp-bucket-size is a whole number of elements",
         "tensor": "which layers are divided is in the model's code",

@@ -104,7 +104,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
 def _check(asked: ExportRequest) -> None:
     plan = asked.plan
     inner = plan.cp * plan.tp
-    if plan.etp and plan.ep % inner:
+    if plan.etp == 1 and plan.ep % inner:
         fits = plan.mesh.edp * plan.ep // inner * inner
         raise ValueError(
             f"{call_of(plan)}: in torchtitan all {inner} ranks along cp and tp are among those that divide experts: "

@@ -252,7 +252,8 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, offload=plan.offload,
         trainable=trainable, sharded=plan.shards if plan.dp_shard else 0,
         cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
-        etp=1 if plan.ep > 1 else 0, alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
+        etp=1 if plan.ep > 1 and plan.etp in (None, 1) else 0,
+        alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
         secondary=(plan.dp_secondary or 0) * plan.cp,
     )  # fmt: skip
 
@@ -264,7 +265,7 @@ def plan_of(layout: Layout) -> Plan:
         microbatches=layout.microbatches, virtual_stages=layout.virtual_stages, recompute=layout.recompute,
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
-        etp=1 if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
+        etp=layout.expert_tp if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
         dp_secondary=layout.secondary // layout.cp or None,
         cp_order=layout.cp_order if layout.ring > 1 else CONTIGUOUS, prefetch=layout.prefetch,
     )  # fmt: skip

@@ -40,7 +40,9 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
     if rank is not None:
         mine = mesh.place(rank)
         alike = [
-            mesh.rank(each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, each.tp if plan.etp else mine.tp)
+            mesh.rank(
+                each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, each.tp if mesh.folds else mine.tp
+            )
             for each in places
         ]
         return [base + own for base, own in zip(alike, offsets, strict=True)]
@@ -50,7 +52,7 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
         parts = split(size, plan.microbatches)
         gets = tuple(len(range(end)[share(start, end, place.dp, plan.dp)]) for start, end in parts)
         leads = plan.data_parallel == "dp" and each == 0
-        shard = 0 if even and not plan.etp else place.tp
+        shard = 0 if even and not mesh.folds else place.tp
         experts = place.dp if plan.ep > 1 else 0
         kind = place.pp, place.cp, shard, gets, leads, experts, offsets[each]
         stands_for.append(first.setdefault(kind, each))

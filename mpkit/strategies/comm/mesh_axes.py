@@ -78,7 +78,7 @@ class MeshAxes:
         Of what these ranks hold alike, or hold parts of along the one axis, the ranks that lead count, save or return.
         """
         if but == "ep" and self.mesh.etp:
-            return True  # tp is folded: its ranks hold different experts, or replicas of them
+            but = "tp"  # whose ranks hold parts of experts; or, where it is folded, different ones or replicas of them
         return all(self._index[axis] == 0 for axis in self.mesh.layer_axes if axis != but)
 
     def _communicator(self, axes: Sequence[str]) -> Communicator:

@@ -10,6 +10,9 @@
 The gradients take both all-to-alls the other way. Every rank takes part in each of them, with however few tokens, so
 that none waits in vain: a rank that receives no row computes one of zeros, whose result it drops.
 
+With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`mpkit.strategies.tensor.region`): what
+the layer returns is a partial sum then, weights included, and is summed over tp.
+
 Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
 of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order
 (`mpkit.models.place_experts`); then a choice is first replaced by the place of its expert.
@@ -22,7 +25,8 @@ section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +44,9 @@ from mpkit.strategies.stage.shard import Shard
 __all__ = ["divide_experts"]
 
 
-def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
+def divide_experts(
+    model: nn.Module, group: ProcessGroup, parts: Mapping[str, Shard] | None = None
+) -> dict[str, Shard]:
     """Leave this rank its part of each layer's experts, in place; their forwards exchange tokens with the group.
 
     >>> from mpkit.models import GPT
@@ -52,6 +58,7 @@ def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
     Args:
         model: the whole model.
         group: the ranks that divide the experts, whose number divides theirs.
+        parts: what tp has left this rank of each expert, by parameter; it stays so divided.
 
     Returns:
         The shards of the experts' parameters, by every name that they have.
@@ -60,21 +67,23 @@ def divide_experts(model: nn.Module, group: ProcessGroup) -> dict[str, Shard]:
     aliases: dict[int, list[str]] = {}  # of parameters that have several names
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    parts: dict[int, nn.Parameter] = {}
+    local: dict[int, nn.Parameter] = {}
     for name, module in find_experts(model).items() if group.size > 1 else ():
         order = order_of_experts(module, number_of_experts(module))
         here = len(order) // group.size
-        mine = order[group.index * here : (group.index + 1) * here]
-        held = tuple(range(expert, expert + 1) for expert in mine)
-        if mine == tuple(range(mine[0], mine[0] + here)):  # neighbours, as they are by default
-            held = (range(mine[0], mine[0] + here),)
+        places = order[group.index * here : (group.index + 1) * here]
+        held = tuple(range(expert, expert + 1) for expert in places)
+        if places == tuple(range(places[0], places[0] + here)):  # neighbours, as they are by default
+            held = (range(places[0], places[0] + here),)
         for inner, parameter in list(module.named_parameters(name)):
-            shard = Shard(tuple(parameter.shape), 0, held)
+            part = (parts or {}).get(inner)
+            shard = Shard(tuple(parameter.shape) if part is None else part.whole, 0, held, part)
             shards |= dict.fromkeys(aliases[id(parameter)], shard)
-            if id(parameter) not in parts:
-                parts[id(parameter)] = nn.Parameter(shard.take(parameter.detach()), parameter.requires_grad)
+            if id(parameter) not in local:
+                mine = replace(shard, across=None).take(parameter.detach())
+                local[id(parameter)] = nn.Parameter(mine, parameter.requires_grad)
             owner, _, key = inner.removeprefix(f"{name}.").rpartition(".")
-            module.get_submodule(owner)._parameters[key] = parts[id(parameter)]
+            module.get_submodule(owner)._parameters[key] = local[id(parameter)]
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)

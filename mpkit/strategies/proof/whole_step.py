@@ -182,8 +182,8 @@ def _put(into: dict[str, Any], where: Elements, values: Tensor, shape: torch.Siz
     where.put(values, into[key])
 
 
-def _shard(place: tuple[int, list[tuple[int, int]]] | None, whole: torch.Size) -> Shard | None:
+def _shard(place: tuple[int, list[tuple[int, int]], Any] | None, whole: torch.Size) -> Shard | None:
     if place is None:
         return None
-    dim, ranges = place
-    return Shard(tuple(whole), dim, tuple(range(a, b) for a, b in ranges))
+    dim, ranges, across = place
+    return Shard(tuple(whole), dim, tuple(range(a, b) for a, b in ranges), _shard(across, whole))

@@ -210,5 +210,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _place(shard: Shard | None) -> tuple[int, list[tuple[int, int]]] | None:
-    return None if shard is None else (shard.dim, [(part.start, part.stop) for part in shard.ranges])
+def _place(shard: Shard | None) -> tuple[int, list[tuple[int, int]], Any] | None:
+    if shard is None:
+        return None
+    return shard.dim, [(part.start, part.stop) for part in shard.ranges], _place(shard.across)

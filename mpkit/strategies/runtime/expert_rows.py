@@ -45,7 +45,8 @@ class ExpertRows:
         for name, module in find_experts(job.what.model).items():
             experts = number_of_experts(module) * job.plan.ep
             self._counts[name] = torch.zeros(experts + 1, dtype=torch.long, device=context.device)
-            module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True)
+            # Before tokens of other ranks are gathered, where tp divides experts too.
+            module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True, prepend=True)
 
     def begin(self, microbatches: Sequence[MicroBatch]) -> None:
         """Note the micro-batches of the next step."""

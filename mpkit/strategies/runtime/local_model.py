@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.core import Schedule
 from mpkit.strategies.comm.process_group import ProcessGroup
@@ -54,7 +55,8 @@ def localize(
     # ---- own axes
     own = divide_along_own_axes(model, plan, group_of)
     # ---- shard
-    whole = {*_owners(own), *(find_experts(model) if ep.size > 1 else ())}
+    layers = find_experts(model) if ep.size > 1 else {}
+    whole = {*_owners(own), *(layers if plan.etp != plan.tp else ())}
     sharded = shard_model(
         model,
         tp,
@@ -64,14 +66,20 @@ def localize(
         whole=whole,
     )
     # ---- experts
-    experts = divide_experts(model, ep)
+    experts = divide_experts(model, ep, sharded.shards)
+    if plan.etp == plan.tp > 1 and (rest := [name for name in layers if name not in _owners(sharded.shards)]):
+        raise ValueError(
+            f"{plan!r} divides each expert along tp, and how {rest[0]} can be divided is not known: a Region of its "
+            f"parameters in Plan(tensor=...) says it; or, with whole experts, {call_of(plan, {'etp': None})}"
+        )
     along = {name: axis for name, (axis, _) in own.items()} | dict.fromkeys(experts, "ep")
     if twice := [name for name in own if name in sharded.shards or name in experts]:
         raise ValueError(
             f"{plan!r}: {twice[0]} is divided along {along[twice[0]]} and along another axis; one axis can divide it"
         )
     shards = sharded.shards | {name: shard for name, (_, shard) in own.items()} | experts
-    # Where tp is folded, its ranks are replicas of experts, whose gradients are summed over these.
+    # Where tp is folded, its ranks are replicas of experts, whose gradients are summed over these; with etp = tp each
+    # rank has seen all tokens of its part.
     partial = sharded.partial - experts.keys() if plan.etp else sharded.partial
     sharded = replace(sharded, shards=shards, along=along, partial=partial)
     # ---- positions

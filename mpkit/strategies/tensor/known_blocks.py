@@ -26,6 +26,7 @@ BLOCKS: dict[str, tuple[Region, ...]] = {
     "mpkit.strategies.models.gpt.Block": (
         Region("attention", ("attention.qkv",), "attention.out", "heads", (1, 1, 1), ("heads",)),
         Region("mlp", ("mlp.up",), "mlp.out"),
+        Region("mlp.experts", ("mlp.experts.up",), "mlp.experts.down", inputs=("weights",)),
         Region("mlp.shared", ("mlp.shared.up",), "mlp.shared.down"),
     ),
     "GPT2Block": (

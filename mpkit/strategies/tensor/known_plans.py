@@ -50,7 +50,7 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
     Raises:
         ValueError: the model is unknown; the message has a TensorPlan of its linear layers, to paste.
     """
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     regions: list[Region] = []
     embeddings: list[str] = []
     head: str | None = None
@@ -61,8 +61,8 @@ def find_tensor_plan(model: nn.Module) -> TensorPlan:
         for kind in kinds:
             here = [_region_below(name, region) for region in BLOCKS.get(kind, ())]
             regions += [
-                region for region in here if region.column[0] in modules
-            ]  # or there are experts instead
+                region for region in here if region.column[0] in modules or region.column[0] in parameters
+            ]  # an MLP, or experts instead
             if kind in EMBEDDINGS:
                 embeddings.append(_join(name, EMBEDDINGS[kind]))
             if kind in HEADS:

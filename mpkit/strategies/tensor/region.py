@@ -32,7 +32,7 @@ from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.spans import ForwardSpan
 from mpkit.strategies.partition.value import Value
 from mpkit.strategies.tensor import overlap as overlapped
-from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar
+from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, join_sequence
 from mpkit.strategies.tensor.overlap import RegionInput, Weights
 
 __all__ = ["RegionAtWork", "has_outputs", "is_across", "is_linear", "is_weight"]
@@ -103,6 +103,7 @@ class RegionAtWork:
             self._overlap = False  # column layers have several inputs
         self._draws, self._name = draws, f"{name} on {group.index}"
         self._has_row = region is not None and region.row is not None
+        self._of_rows = self._has_row and row is None  # experts, which take rows of tokens
         if region is not None and region.row is not None:
             draws.spans.append(ForwardSpan(self._name, name, name if row is None else region.row))
         self._entered: RegionInput | None = None
@@ -140,21 +141,32 @@ class RegionAtWork:
         entered: dict[str, Any] = {}
         for name, value in given:
             if name in region.inputs and isinstance(value, Tensor):
-                entered[name] = f_bar(self._group, value) if self._sequence else f(self._group, value)
+                entered[name] = self._pass_f(value)
             elif name not in known and _has_gradient(value):
                 raise ValueError(
                     f"Region(entry={region.entry!r}): its argument {name} has a gradient too, of which each rank would "
                     f"compute a part: inputs=({name!r},) where it is an input of column layers, apart=({name!r},) "
                     "where it is used after the row layer only, or has this rank's heads already"
                 )
+            elif self._sequence and self._of_rows and isinstance(value, Tensor):  # each token's experts
+                entered[name] = join_sequence(self._group, value[None])[0]
         further = tuple(entered.pop(name, value) for name, value in zip(names[1:], args[1:], strict=False))
         return (*args[:1], *further, *args[1 + len(further) :]), kwargs | entered
 
     def _leave(self, entry: nn.Module, args: Any, y: Tensor) -> Tensor:
         """Sum the entry's output, which is a partial sum, over the ranks."""
-        z = g_bar(self._group, y) if self._sequence else g(self._group, y)
+        if not self._sequence:
+            z = g(self._group, y)
+        else:
+            z = g_bar(self._group, y[None])[0] if self._of_rows else g_bar(self._group, y)
         self._draws.end(self._name)
         return z
+
+    def _pass_f(self, x: Tensor) -> Tensor:
+        """Apply f, or f_bar where the sequence is divided: to [b, s, h], or to rows of tokens, [T, h]."""
+        if not self._sequence:
+            return f(self._group, x)
+        return f_bar(self._group, x[None])[0] if self._of_rows else f_bar(self._group, x)
 
     def _begin_region(self, entry: nn.Module, x: Tensor) -> Tensor:
         self._entered = None
@@ -168,7 +180,7 @@ class RegionAtWork:
         if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
             self._entered = overlapped.enter(self._group, x, weights, sequence=self._sequence)
             return self._entered.x
-        return f_bar(self._group, x) if self._sequence else f(self._group, x)
+        return self._pass_f(x)
 
     # ---- column
 

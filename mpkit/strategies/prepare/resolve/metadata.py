@@ -76,7 +76,7 @@ def describe_run(
             "split": _split(resolved.schedule),
             "owned": _owned_elements(named, resolved) if by_owner else [],
             "own": _own_volumes(model, batch[0], resolved, average / batch_size(batch[0]) * dtype.itemsize),
-            **_expert_numbers(model, named, resolved, batch[0], average * dtype.itemsize),
+            **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
             **routing_bytes(model, resolved, batch_size(batch[0])),
         },
         "shards": _describe_shards(resolved.sharded),
@@ -88,17 +88,17 @@ def _regions(model: nn.Module, sharded: ShardedModel, held: Sequence[Sequence[st
 
     For other models the list is empty: no paper gives a formula for what their regions send.
     """
-    plan, shards = sharded.plan, sharded.shards
+    shards, regions = sharded.shards, [r for r in sharded.plan.regions if r.row not in sharded.shards]
     pairs = [
         (shards[f"{r.row}.weight"], shards[f"{r.column[0]}.weight"])
-        for r in plan.regions
+        for r in regions
         if f"{r.row}.weight" in shards and not r.inputs
     ]
     widths = {shard.whole[1 - shard.dim] for pair in pairs for shard in pair}
     begins = next(iter(dict(model.named_parameters())), "").rpartition(".")[0]
-    if len(pairs) < len(plan.regions) or len(widths) != 1 or any(begins in r.column for r in plan.regions):
+    if len(pairs) < len(regions) or len(widths) != 1 or any(begins in r.column for r in regions):
         return []
-    return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in plan.regions) for names in held]
+    return [sum(any(n.startswith(f"{r.row}.") for n in names) for r in regions) for names in held]
 
 
 def _owned_elements(named: Mapping[str, nn.Parameter], resolved: ResolvedPlan) -> list[int]:
@@ -162,24 +162,39 @@ def _stream_of_sample(inputs: Value, sharded: ShardedModel) -> int:
 
 
 def _expert_numbers(
-    model: nn.Module, whole: Mapping[str, nn.Parameter], resolved: ResolvedPlan, inputs: Value, size: float
+    model: nn.Module,
+    whole: Mapping[str, nn.Parameter],
+    resolved: ResolvedPlan,
+    inputs: Value,
+    samples: float,
+    size: int,
 ) -> dict[str, Any]:
-    """Return, by rank, the elements of its experts, and by stage the bytes of a micro-batch's all-to-alls.
+    """Return what experts add to the formulas: nothing without ep, and without experts that tp divides.
 
-    Bytes are those of whole sequences, once for rows, and once for their counts. Nothing without ep.
+    Along tp, by stage, the layers with such experts, and the choices of a micro-batch's tokens. Along ep, by rank the
+    elements of its experts, and by stage the bytes of a micro-batch's all-to-alls, of whole sequences: once for rows,
+    and once for their counts.
     """
     plan, held, names = resolved.plan, resolved.held, resolved.sharded[0].experts
-    if plan.ep == 1:
+    shards, regions = resolved.sharded[0].shards, resolved.sharded[0].plan.regions
+    divided = [sum(region.row in stage for region in regions if region.row in shards) for stage in held]
+    if plan.ep == 1 and not any(divided):
         return {}
+    rows, choices, experts = routed_rows(model, inputs, held)
+    along_tp = (
+        {"experts_tp": divided, "choices": [each * samples for each in choices]} if any(divided) else {}
+    )
+    if plan.ep == 1:
+        return along_tp
     trained = [{whole[n] for n in stage if n in names and whole[n].requires_grad} for stage in held]
     of_stages = [sum(parameter.numel() for parameter in each) for each in trained]
     by_place = [
         sum(of_stages[stage] for stage in resolved.schedule.stages_of(place)) for place in range(plan.pp)
     ]
-    rows, experts = routed_rows(model, inputs, held)
-    return {
-        "expert_params": [by_place[plan.mesh.place(rank).pp] // plan.ep for rank in range(plan.ranks)],
-        "rows_bytes": [elements * size for elements in rows],
+    parts = plan.ep * (plan.tp if any(divided) else 1)
+    return along_tp | {
+        "expert_params": [by_place[plan.mesh.place(rank).pp] // parts for rank in range(plan.ranks)],
+        "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in experts],
     }
 
@@ -230,4 +245,9 @@ def _describe_shards(sharded: Sequence[ShardedModel]) -> dict[str, str]:
             "experts" if name in sharded[0].experts else "columns" if shard.axis_name == "columns" else "rows"
         )
         told[name] = f"{' or '.join(counts)} of {shard.whole[shard.dim]} {what}"
+        if shard.across is not None:
+            parts = dict.fromkeys(str(each.shards[name].shape[shard.across.dim]) for each in sharded)
+            told[name] += (
+                f", {' or '.join(parts)} of {shard.whole[shard.across.dim]} {shard.across.axis_name} of each"
+            )
     return told

@@ -35,14 +35,15 @@ __all__ = ["routed_rows", "routing_bytes"]
 
 def routed_rows(
     model: nn.Module, inputs: Value, held: Sequence[Sequence[str]]
-) -> tuple[list[int], list[int]]:
-    """Return, by stage, the elements of the rows of one sample in all layers with experts, and the number of experts.
+) -> tuple[list[int], list[int], list[int]]:
+    """Return, by stage, the elements of the rows of one sample in all layers with experts, and the numbers of rows and
+    of experts.
 
     >>> from mpkit.strategies.models.gpt import GPT
     >>> model = GPT(layers=2, width=8, heads=2, experts=4, top_k=2)
     >>> stages = [["block0.mlp.experts.up"], ["block1.mlp.experts.up"]]
     >>> routed_rows(model, torch.zeros(2, 5, dtype=torch.long), stages)  # s k h = 5 x 2 x 8 each
-    ([80, 80], [4, 4])
+    ([80, 80], [10, 10], [4, 4])
 
     Args:
         model: the whole model, on the CPU; it is not changed.
@@ -51,7 +52,7 @@ def routed_rows(
     """
     sample = part(inputs, slice(0, 1))
 
-    def on_fakes() -> dict[str, int]:
+    def on_fakes() -> dict[str, tuple[int, int]]:
         with FakeMode() as mode:
             return _walk(without_content(model, mode), map_tensors(mode.from_tensor, sample))
 
@@ -59,22 +60,24 @@ def routed_rows(
         sizes = fakes_or_real(
             on_fakes, lambda: _walk(copy.deepcopy(model), sample), f"A sample of {type(model).__name__}"
         )
-    layers = find_experts(model)
-    rows, experts = [0] * len(held), [0] * len(held)
-    for name, elements in sizes.items():
+    modules = find_experts(model)
+    elements, rows, experts = ([0] * len(held) for _ in range(3))
+    for name, (choices, width) in sizes.items():
         stage = next(i for i, names in enumerate(held) if any(n.startswith(f"{name}.") for n in names))
-        rows[stage] += elements
-        experts[stage] += number_of_experts(layers[name])
-    return rows, experts
+        elements[stage] += choices * width
+        rows[stage] += choices
+        experts[stage] += number_of_experts(modules[name])
+    return elements, rows, experts
 
 
-def _walk(model: nn.Module, sample: Value) -> dict[str, int]:
-    """Return the elements of the rows that each layer's experts compute."""
-    sizes: dict[str, int] = {}
+def _walk(model: nn.Module, sample: Value) -> dict[str, tuple[int, int]]:
+    """Return the rows that each layer's experts compute, and their width."""
+    sizes: dict[str, tuple[int, int]] = {}
 
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        sizes[name] = sizes.get(name, 0) + chosen_experts(args, kwargs).numel() * x.shape[-1]
+        before = sizes.get(name, (0, 0))[0]
+        sizes[name] = before + chosen_experts(args, kwargs).numel(), x.shape[-1]
 
     for name, module in find_experts(model).items():
         module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
