@@ -110,10 +110,6 @@ RENDERERS = {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",
         "chart": "mpkit.views.memory.strategies:strategies_figure",
     },
-    "Soap": {
-        "text": "mpkit.views.soap.text:soap_text",
-        "svg": "mpkit.views.soap.svg:soap_svg",
-    },
     "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
 }
 """By the name of a result's class and the form: the renderer's module and name."""
