@@ -27,7 +27,7 @@ from mpkit.launch.watch.loading import WatchedLoaders
 from mpkit.launch.watch.modules import Modules
 from mpkit.launch.watch.optimizers import Optimizers
 from mpkit.launch.watch.pipelining import ProgramStages
-from mpkit.launch.watch.step import WATCHED
+from mpkit.launch.watch.span import WATCHED
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.strategies.program_calls.communication import Communication, warn_of_unknown

@@ -36,7 +36,7 @@ from mpkit.common.torch_private import (
 )
 from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
-from mpkit.prediction.dry_run.kinds import kinds, order
+from mpkit.prediction.dry_run.mirror import kinds, order
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import Wire
 from mpkit.strategies.data.microbatch import Value

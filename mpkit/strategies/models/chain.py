@@ -5,11 +5,13 @@ Any other model counts as one layer here; `mpkit.strategies.partition` cuts such
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from mpkit.strategies.models.hooks import is_bare
 
-__all__ = ["chain", "is_chain", "layers_of", "prefix_of"]
+__all__ = ["SizedChain", "chain", "is_chain", "layers_of", "prefix_of"]
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -86,3 +88,22 @@ def _flatten(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
         else:
             layers.append((prefix + name, module))
     return layers
+
+
+class SizedChain(nn.Sequential):
+    """An nn.Sequential that is made from sizes, and not from its children as its slices are.
+
+    >>> class Two(SizedChain):
+    ...     def __init__(self, width: int) -> None:
+    ...         super().__init__(nn.Linear(width, width), nn.Tanh())
+    >>> Two(3)[1:]
+    Sequential(
+      (1): Tanh()
+    )
+    """
+
+    def __getitem__(self, index: slice | int) -> Any:
+        """Return a child; of a slice, an nn.Sequential of these children under their names."""
+        whole = nn.Sequential()
+        whole._modules = self._modules
+        return whole[index]
