@@ -140,7 +140,7 @@ def enclose_command(
 
 JUDGE = """
 import os, subprocess, sys
-from mpkit.common.undumpable import make_undumpable
+from mpkit.common.this_process import make_undumpable
 make_undumpable()
 assert os.readlink("/proc/self") == str(os.getpid())
 pipe = os.pipe()

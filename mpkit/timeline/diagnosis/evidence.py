@@ -17,7 +17,7 @@ from mpkit.plan.plan import Plan
 from mpkit.timeline.dependencies.blame import StepWaiting
 from mpkit.timeline.dependencies.critical_path import CriticalPath
 from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 

@@ -15,7 +15,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.diagnosis.lateness import HOST, late_ranks, on_time
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
 __all__ = ["FEW", "host_bound", "is_synchronizing", "synchronizing_calls"]

@@ -13,7 +13,7 @@ from mpkit.common.units import bytes_text, seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.diagnosis.host import is_synchronizing
 from mpkit.timeline.diagnosis.lateness import lost_time
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
 __all__ = ["UNLIKE", "copies", "slow_loading"]

@@ -19,8 +19,7 @@ from mpkit.timeline.diagnosis.links import slow_links, small_messages
 from mpkit.timeline.diagnosis.memory import memory_near_limit, useless_recomputation
 from mpkit.timeline.diagnosis.stages import bubble, imbalance
 from mpkit.timeline.diagnosis.stragglers import stragglers
-from mpkit.timeline.findings.diagnosis import Diagnosis
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Diagnosis, Finding
 from mpkit.timeline.timeline import Timeline
 
 __all__ = ["RULES", "diagnose"]

@@ -23,8 +23,8 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.lanes import rank_label
-from mpkit.views.gpu.samples import TRACKS, curve
 from mpkit.views.memory.series import memory_of
+from mpkit.views.timeline.device_samples import TRACKS, curve
 
 __all__ = ["perfetto"]
 
