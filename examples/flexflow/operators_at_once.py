@@ -76,6 +76,7 @@ def mean_and_std_at_once(
 ) -> OperatorsAtOnce:
     """Normalize x with its standard deviation computed on one rank and its mean on another, at the same time.
 
+    >>> from examples.flexflow import mean_and_std_at_once
     >>> found = mean_and_std_at_once()
     >>> found.difference < 1e-12, found.outputs[0].shape
     (True, torch.Size([64, 128, 256]))
