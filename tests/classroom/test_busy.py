@@ -17,9 +17,9 @@ from mpkit.course.grading.gradescope import results
 from mpkit.course.grading.handed_in import HandedIn, handed_in
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.judge import RUNS, Checked, NotSolved, judge, not_judged
-from mpkit.course.limits.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
 from mpkit.course.notebooks import write_notebooks
 from mpkit.course.progress import Progress
+from mpkit.course.sandbox.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
 from mpkit.course.sandbox.guard import Guard
 
 ENTRY = find("pass-the-token")

@@ -23,7 +23,7 @@ import torch.autograd.graph
 from torch import nn
 from torch.optim import Optimizer
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.common.torch_private import current
 from mpkit.launch.watch.actions import Actions
 from mpkit.launch.watch.costs import WatchedCosts

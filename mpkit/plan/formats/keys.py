@@ -9,7 +9,7 @@ from typing import Any
 from mpkit.plan.checks import whole
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax
-from mpkit.plan.formats.text.word import Word, shorten
+from mpkit.plan.formats.word import Word, shorten
 
 __all__ = ["LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of"]
 

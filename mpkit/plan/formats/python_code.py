@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpkit.plan.formats.syntax import Page, Syntax
-from mpkit.plan.formats.text.word import Word, agree
+from mpkit.plan.formats.word import Word, agree
 
 __all__ = ["assignments", "constants", "python_code"]
 

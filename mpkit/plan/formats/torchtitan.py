@@ -19,7 +19,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.text.word import Word
+from mpkit.plan.formats.word import Word
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
 

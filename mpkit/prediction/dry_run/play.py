@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkit.common.patches import Replacements
-from mpkit.common.process_wide import LOCK
+from mpkit.common.process_wide import LOCK, Replacements
 from mpkit.common.torch_private import (
     FakeStore,
     FakeTensor,

@@ -29,7 +29,7 @@ from mpkit.strategies.tensor.shards import partial_sums, shards_of
 from mpkit.strategies.wrappers.backward import ModuleBackwards
 from mpkit.strategies.wrappers.divided_optimizer import mark_divided
 from mpkit.strategies.wrappers.gradient_part import clip, marked_when_ready
-from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
+from mpkit.strategies.wrappers.loop_proof import checked_prove
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
