@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax
+from mpkit.plan.formats.syntax import Page, Syntax, flat
 from mpkit.plan.formats.text.constants import constants
 from mpkit.plan.formats.text.word import agree
 
 __all__ = ["assignments", "python_code"]
+
+_SECTION = re.compile(r"^[ \t]*\[[a-z_.]+\][ \t]*(?:#.*)?$", re.MULTILINE)
+"""The line with which a section of TOML begins."""
 
 
 def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syntax:
@@ -29,6 +34,8 @@ def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syn
     def load(text: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = {}
+            if sections and _SECTION.search(text):  # as torchtitan was configured before 0.3
+                return flat(tomllib.loads(text))
             for name, value in constants(ast.parse(text), sections):
                 agree(found, name, value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
