@@ -141,7 +141,7 @@ GENERAL: tuple[FormatKey, ...] = (
     context("machine_rank", "which machine this is: different on each, from 0", lambda asked: 0),
     context("main_process_ip", "the first machine", lambda asked: asked.master if asked.nodes > 1 else None),
     context("main_process_port", "its port", lambda asked: asked.port if asked.nodes > 1 else None, (int,)),
-    older_key("fp16", ("precision",), lambda value: {} if bool_of(value) else {}),
+    context("fp16", "as was said before mixed_precision", lambda asked: None, (bool,)),
     context("use_cpu", "whether ranks are on CPUs", lambda asked: False, (bool,)),
 )  # fmt: skip
 
