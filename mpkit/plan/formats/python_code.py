@@ -6,13 +6,18 @@ A value that nobody can tell without running the module is a `Word` with a reaso
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax
+from mpkit.plan.formats.syntax import Page, Syntax, flat
 from mpkit.plan.formats.word import Word, agree
 
 __all__ = ["assignments", "constants", "python_code"]
+
+_SECTION = re.compile(r"^[ \t]*\[[a-z_.]+\][ \t]*(?:#.*)?$", re.MULTILINE)
+"""The line with which a section of TOML begins."""
 
 
 def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syntax:
@@ -31,6 +36,8 @@ def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syn
     def load(text: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = {}
+            if sections and _SECTION.search(text):  # as torchtitan was configured before 0.3
+                return flat(tomllib.loads(text))
             for name, value in constants(ast.parse(text), sections):
                 agree(found, name, value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
