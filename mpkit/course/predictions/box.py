@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
 from mpkit.course.predictions.amounts import EXAMPLES, spell_amount
+from mpkit.views.theme import STATUS
 
 if TYPE_CHECKING:
     from mpkit.course.predictions.predict import Prediction
@@ -40,7 +41,7 @@ def box(prediction: Prediction) -> Any:
         try:
             prediction.lock(field.value)
         except ValueError as error:
-            said.value = f'<span style="color:#c23b00">{escape(str(error))}</span>'
+            said.value = f'<span style="color:{STATUS["bad"]}">{escape(str(error))}</span>'
             return
         kept = escape(spell_amount(prediction.value or 0.0, asked.unit))
         said.value = f"<b>Locked in: {kept}.</b> {escape(prediction.said)} Now run the next cell."
