@@ -14,6 +14,7 @@ from mpkit.common.safe_text import escape
 from mpkit.course.predictions.amounts import EXAMPLES, amount, spell_amount
 from mpkit.course.predictions.questions import PredictionQuestion, question
 from mpkit.course.progress import Progress, StudentPrediction
+from mpkit.views.theme import STATUS
 
 __all__ = ["PREDICTED", "Prediction", "PredictionOutcome", "box", "predict"]
 
@@ -149,7 +150,8 @@ class PredictionOutcome:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         head, *rest = str(self).splitlines()
-        colour = "#d29b00" if self.value is None or not self.question.close(self.value) else "#007a5a"
+        near = self.value is not None and self.question.close(self.value)
+        colour = STATUS["good" if near else "doubt"]
         html = (
             f'<div style="border-left:4px solid {colour};padding:6px 12px;max-width:52em;line-height:1.5">'
             f"<b>{escape(head)}</b><br>{escape(' '.join(rest))}</div>"
@@ -186,7 +188,7 @@ def box(prediction: Prediction) -> Any:
         try:
             prediction.lock(field.value)
         except ValueError as error:
-            said.value = f'<span style="color:#c23b00">{escape(str(error))}</span>'
+            said.value = f'<span style="color:{STATUS["bad"]}">{escape(str(error))}</span>'
             return
         kept = escape(spell_amount(prediction.value or 0.0, asked.unit))
         said.value = f"<b>Locked in: {kept}.</b> {escape(prediction.said)} Now run the next cell."
