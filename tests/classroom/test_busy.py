@@ -71,7 +71,7 @@ class CountedAllowance(Allowance):
 
 
 def test_an_endless_loop_is_named_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpkit.course.limits.allowance.Allowance", CountedAllowance)
+    monkeypatch.setattr("mpkit.course.sandbox.allowance.Allowance", CountedAllowance)
     room = Room(limits=Limits(seconds=1e9))
     try:
         checked = judge(ENTRY, PackedAnswer.pack(for_ever), room, draw=False)
