@@ -36,19 +36,19 @@ NOW = {
         )
     },
     **{name: f"mpkit.devices.{name}" for name in ("Device", "Hardware", "Link")},
-    **{
-        name: f"mk.experiments.{name}" for name in ("bubble_curve", "hf_experiment", "memory_by_plan", "soap")
-    },
+    **{name: f"mk.experiments.{name}" for name in ("bubble_curve", "memory_by_plan")},
     **{name: f"mk.optimizer.{name}" for name in ("by_name", "elementwise", "linear_scaling", "sqrt_scaling")},
     **{name: f"mk.tensor.{name}" for name in ("Region", "TensorPlan", "find_tensor_plan")},
     **{name: f"mk.data.{name}" for name in ("data_digest", "sample_digests")},
     **{name: f"mk.watch.{name}" for name in ("span", "step")},
     "cluster_of": 'mk.hardware("h100", nodes=4, nic="ndr"), or by name mk.hardware("4x8-h100-ndr")',
     "digest": "mk.data, such as mk.data.data_digest",
+    "hf_experiment": "in the repository: from examples.hugging_face import hf_experiment",
     "layer_strategies": "in the repository: from examples.flexflow import layer_strategies",
     "layerwise": "in the repository: examples.flexflow",
     "learning_rate": "mk.optimizer, such as mk.optimizer.linear_scaling",
     "placement": "plan.placement(model)",
+    "soap": "in the repository: from examples.flexflow import soap",
     "show_internals": "mpkit.common.tracebacks.show_internals",
     "stage_times": "run.timeline().stage_times()",
 }

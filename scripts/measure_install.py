@@ -2,16 +2,19 @@
 
     python scripts/measure_install.py           # uv and pip, and conda where it is installed
     python scripts/measure_install.py pip
+    UV_FIND_LINKS=/wheels python scripts/measure_install.py uv --torch ""    torch from a folder, not from its own index
 
-Each way gets a new home folder, so no cache of packages and no settings but those of the system, and an environment in
-it. The bytes received are what the machine's network interfaces counted meanwhile, so nothing else may download; wheels
-that the system's settings take from a disk are not among them. No test and no gate runs this.
+Each way gets a new home folder, so no cache of packages and no settings but those of the system and of UV_*, PIP_* and
+SSL_* (certificates, an index), and an environment in it. The bytes received are what the machine's network interfaces
+counted meanwhile, so nothing else may download; wheels that these settings take from a disk are not among them. No test
+and no gate runs this.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +35,9 @@ WAYS = {
     ),
 }
 """The commands of each way, in README's order; {env} is the environment in the clean home folder."""
+
+SETTINGS = re.compile(r"PATH|LANG|(UV|PIP|SSL)_(?!.*CACHE).*")
+"""The environment variables that an installation sees."""
 
 FIRST = "{env}/bin/python -c 'import mpkit as mk; print(mk.simulate(mk.Plan.gpipe(4, 8)).bubble)'"
 """The first line that a student runs: it imports mpkit and draws nothing."""
@@ -58,13 +64,17 @@ def measure(way: str, torch: str) -> str:
         return f"{way:8}not measured: {needs} is not on PATH"
     with tempfile.TemporaryDirectory(prefix="mpkit-install-") as place:
         home = Path(place)
-        settings = {"HOME": place, "PATH": os.environ["PATH"], "LANG": os.environ.get("LANG", "C.UTF-8")}
+        kept = {name: value for name, value in os.environ.items() if SETTINGS.fullmatch(name)}
+        settings = {"LANG": "C.UTF-8", **kept, "HOME": place}
         before, began = received(), time.monotonic()
         for command in (*WAYS[way], FIRST):
             line = command.format(python=sys.executable, torch=torch, env=f"{place}/env")
+            line = line.replace("--torch-backend= ", "--no-config ")
             done = subprocess.run(line, shell=True, cwd=ROOT, env=settings, capture_output=True, text=True)
             if done.returncode:
-                return f"{way:8}failed: {(done.stderr.strip().splitlines() or ['?'])[-1][:100]}"
+                lines = done.stderr.strip().splitlines() or ["?"]
+                told = [line.strip() for line in lines if re.search("error|cause|ERROR", line)] or lines
+                return f"{way:8}failed: {told[-1][:100]}"
         seconds, megabytes = time.monotonic() - began, (received() - before) / 1e6
         return f"{way:8}{megabytes:9.0f} MB{size(home / 'env') / 1e6:14.0f} MB{seconds:11.0f} s"
 
@@ -75,7 +85,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ways", nargs="*", metavar="WAY", help="uv, pip, conda")
-    parser.add_argument("--torch", default="cpu", help="uv's --torch-backend")
+    parser.add_argument(
+        "--torch", default="cpu", help="uv's --torch-backend; empty: torch from where all else is from"
+    )
     asked = parser.parse_args()
     print(f"{'way':8}{'received':>12}{'environment':>17}{'with import':>13}")
     for way in asked.ways or WAYS:

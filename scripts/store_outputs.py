@@ -35,7 +35,7 @@ def store(path: Path, page: Page) -> None:
     """Run one notebook, and write it with its outputs."""
     book = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(book, timeout=120, resources=place, store_widget_state=False).execute()
+    NotebookClient(book, timeout=600, resources=place, store_widget_state=False).execute()
     book.metadata.pop("widgets", None)
     book.metadata["language_info"] = {"name": "python"}
     for cell in book.cells:

@@ -57,12 +57,11 @@ def test_every_row_leads_somewhere() -> None:
 
 def test_whole_calls_work() -> None:
     """What can be evaluated as it stands: predictions, placements, schedules and sources."""
-    kinds = "Plan|simulate|fits|hardware|source|experiments.hf_experiment"
+    kinds = "Plan|simulate|fits|hardware|source"
     whole = [code for code in CODE if re.fullmatch(rf"mk\.({kinds})\b.*\)", code) and "..." not in code]
     assert len(whole) > 30
     for code in whole:
-        if "hf_experiment" not in code:  # trains: tests/test_hf_experiment.py
-            eval(code, {"mk": mk})
+        eval(code, {"mk": mk})
 
 
 def test_commands_and_files_are_there(capsys: pytest.CaptureFixture[str]) -> None:

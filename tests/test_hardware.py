@@ -80,7 +80,7 @@ def test_rates_are_those_reached_not_those_of_the_data_sheet() -> None:
 
 
 def test_every_row_of_the_tables_names_its_source() -> None:
-    for table in ("devices", "links", "mamf", "collectives", "loopback", "titan_rtx_ddp"):
+    for table in ("devices", "links", "mamf", "collectives", "loopback"):
         for row in rows(table):
             assert row["source"], (table, row)
             for column in row:

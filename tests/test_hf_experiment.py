@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import mpkit as mk
-from mpkit.prediction.experiments.hugging_face import HFExperiment, hf_experiment
+from examples.hugging_face import HFExperiment, hf_experiment
 
 pytestmark = pytest.mark.soak
 
@@ -36,7 +36,7 @@ def test_what_was_fitted_fits(experiment: HFExperiment) -> None:
     for name, figure in (("2x-titan-rtx-nvlink", "flops"), ("2x-titan-rtx", "bandwidth")):
         machine = mk.hardware(name)
         sources = machine.device.sources if figure == "flops" else machine.link.sources
-        assert "fitted by mpkit.prediction.experiments.hugging_face.fit" in sources[figure]
+        assert "fitted by examples.hugging_face.fit" in sources[figure]
 
 
 def test_dp_does_what_makes_it_slower(experiment: HFExperiment) -> None:

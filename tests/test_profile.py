@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.common.cores import cores
+from mpkit.common.this_process import cores
 from mpkit.prediction.experiments.played_training import PlayedTraining
 from mpkit.prediction.experiments.profile import Profile
 from mpkit.trace import Kind

@@ -20,6 +20,7 @@ import mpkit as mk
 from mpkit.launch.launch import Launch
 from mpkit.launch.session.run import Run
 from mpkit.models import MLP
+from mpkit.views.timeline.stages import layers_trait
 from tests.limits import PROGRAM, wait_for, wait_until_gone
 
 mse = torch.nn.functional.mse_loss
@@ -167,6 +168,7 @@ def test_layers_are_recorded_if_asked(clusters: Callable[[int], mk.Cluster]) -> 
     assert set(inner["kind"]) == {"forward", "backward"}
     for name, layer in inner[inner["kind"] == "forward"].groupby("name"):
         assert len(layer) == 2, name  # one per micro-batch
+    assert layers_trait(run.timeline()) == []  # a search finds these, not all of a stage
 
 
 UNFINISHED = """

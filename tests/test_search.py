@@ -15,8 +15,8 @@ import mpkit as mk
 from mpkit.plan.schedule import NAMES, Schedule, build_schedule, validate
 from mpkit.plan.schedule.activations import live
 from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.plan.schedule.search.greedy import ActionCosts, Policy, greedy
-from mpkit.plan.schedule.search.improve import improve, span
+from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy
+from mpkit.plan.schedule.improve import improve, span
 from mpkit.prediction.schedule_search import FoundSchedule
 
 UNEVEN: dict[str, Any] = {

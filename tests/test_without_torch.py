@@ -256,7 +256,6 @@ def test_notebooks_have_the_exercises_that_work_here() -> None:
         "mk.trace_fake",
         "mk.models.MLP()",
         "mk.find_cut(None, None, 2)",
-        "mk.experiments.soap",
         "mk.ddp",
     ],
 )
@@ -264,7 +263,7 @@ def test_what_needs_torch_says_so_at_the_callers_line(call: str) -> None:
     done = run(f"def lesson():\n    {call}\n\nlesson()")
     *above, frame = done.stderr.partition("mpkit.errors.NeedsTorch: ")[0].splitlines()
     name = call.partition("(")[0].removeprefix("mk.")
-    name = name if name.startswith("experiments") else name.partition(".")[0]
+    name = name.partition(".")[0]
     assert (
         f"NeedsTorch: mk.{name} needs PyTorch to run or read models, and this Python has none" in done.stderr
     )

@@ -11,9 +11,13 @@ result         what it returns
 executable     what real ranks can execute of it
 execute        the strategy found, on real ranks
 layout_exchange  resharding on real ranks
+soap_...       one layer split by sample, operator, attribute and parameter, on two real ranks: `soap`
+operators_at_once  a layer norm's mean and standard deviation on two ranks at the same time
 """
 
 from examples.flexflow.layer import Layer, Split
+from examples.flexflow.operators_at_once import mean_and_std_at_once
+from examples.flexflow.soap_splits import soap
 from examples.flexflow.strategies import layer_strategies
 
-__all__ = ["Layer", "Split", "layer_strategies"]
+__all__ = ["Layer", "Split", "layer_strategies", "mean_and_std_at_once", "soap"]

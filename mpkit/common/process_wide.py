@@ -1,7 +1,8 @@
 """What the whole process shares and mpkit changes for a moment: one thread at a time, and output of one thread only.
 
 Random states, warnings' filters, torch's threads and sys.stdout belong to the process. Two threads that each change and
-restore them would restore what the other has changed, for good. So whoever does that holds `LOCK`.
+restore them would restore what the other has changed, for good. So whoever does that holds `LOCK`. `Replacements` are
+attributes of other modules and classes that are replaced for a while.
 """
 
 from __future__ import annotations
@@ -12,7 +13,35 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["LOCK", "silent"]
+__all__ = ["LOCK", "Replacements", "silent"]
+
+
+class Replacements:
+    """What was replaced, to be restored in the reverse order.
+
+    >>> import math
+    >>> replaced = Replacements()
+    >>> replaced.put(math, "pi", 3)
+    >>> math.pi
+    3
+    >>> replaced.restore()
+    >>> math.pi > 3
+    True
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Replace the attribute `name` of `owner`, a module or a class, by `value`."""
+        self._before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        while self._before:
+            setattr(*self._before.pop())
+
 
 LOCK = threading.RLock()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -23,8 +24,16 @@ from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.errors import MpkitError
 
 __all__ = [
-    "fold_chain", "fold_stack", "folds", "internals_shown", "level_of_user", "public", "show_internals",
-]  # fmt: skip
+    "fold_chain",
+    "fold_stack",
+    "folds",
+    "in_cells",
+    "internals_shown",
+    "level_of_user",
+    "public",
+    "show_internals",
+]
+
 
 Thing = TypeVar("Thing")
 
@@ -194,3 +203,21 @@ def _is_folded(frame: FrameType) -> bool:
 def _is_standard(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     return name.startswith((_STDLIB, "<frozen")) and "site-packages" not in name
+
+
+def in_cells(text: str) -> str:
+    """Return the text with each place in a cell of this notebook spelled like "Cell In[3], line 7".
+
+    >>> in_cells("rank 0 waits at train.py:7")
+    'rank 0 waits at train.py:7'
+    """
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive is not None else None
+    if shell is None:
+        return text
+
+    def name_cell(place: re.Match[str]) -> str:
+        label = shell.compile.format_code_name(place[1])  # ("Cell", "In[3]"), or None for a file
+        return f"{label[0]} {label[1]}, line {place[2]}" if label else place[0]
+
+    return re.sub(r"(/\S+\.py|<[^<>\n]+>):(\d+)", name_cell, text)

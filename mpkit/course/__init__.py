@@ -13,7 +13,7 @@ observation    Seen: what an answer did in one case; budgets measure it, and mis
 on_ranks       exercises whose answer runs on ranks
 room           ranks for a check, with seeded delays, limits, and an explanation of every hang
 local_trial    in place of ranks this process, where there is no torch, such as in a browser
-lesson         a failure on ranks, as a lesson
+tell           a failure on ranks, as a lesson, and the mistake that shows in what a wrong answer did
 judge          from an answer to a verdict: the rows, and the hint
 check          mk.check and mk.progress
 """

@@ -11,8 +11,7 @@ from mpkit.course.catalogue import families, find, of_family
 from mpkit.course.framework.local_trial import shared_room
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.judge import UNCOUNTED, Checked, is_stub, judge, look
-from mpkit.course.overview import Overview
-from mpkit.course.progress import ExerciseProgress, Progress
+from mpkit.course.progress import ExerciseProgress, Overview, Progress
 from mpkit.errors import NeedsTorch
 
 if TYPE_CHECKING:

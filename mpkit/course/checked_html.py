@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.course.checked_text import MOST_LINES, score_words, verdict
+from mpkit.views.theme import MONO as MONOSPACE
+from mpkit.views.theme import STATUS, THEMES
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, svg
 
@@ -18,15 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["checked_html"]
 
-GOOD, BAD, NEUTRAL = "#007a5a", "#c23b00", "#57606a"
-FAINT = "color:var(--jp-ui-font-color2,#656d76)"
+GOOD, BAD, NEUTRAL = STATUS["good"], STATUS["bad"], STATUS["done"]
+FAINT = f"color:var(--jp-ui-font-color2,{THEMES['light'].faint})"
 TITLES = {"yours": "Yours", "target": "The solution's"}
-LINE = "1px solid var(--jp-border-color2,#d0d7de)"
+LINE = f"1px solid var(--jp-border-color2,{THEMES['light'].line})"
 CELL = "padding:3px 14px 3px 0;text-align:left;vertical-align:top;border-bottom:" + LINE
-MONO = (
-    "font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,'DejaVu Sans Mono',monospace;white-space:pre-wrap;"
-    "margin:6px 0;overflow-wrap:anywhere"
-)
+MONO = f"font:12px/1.5 {MONOSPACE};white-space:pre-wrap;margin:6px 0;overflow-wrap:anywhere"
 
 
 def checked_html(checked: Checked) -> str:
@@ -40,7 +39,7 @@ def checked_html(checked: Checked) -> str:
         parts += [f'<p style="margin:6px 0">{escape(rule)}</p>' for rule in rules]
     if checked.hint:
         parts.append(
-            f'<div style="border-left:4px solid #d29b00;padding:6px 12px;margin:10px 0;max-width:52em">'
+            f'<div style="border-left:4px solid {STATUS["doubt"]};padding:6px 12px;margin:10px 0;max-width:52em">'
             f"<b>Hint</b> &nbsp;{_code(checked.hint)}</div>"
         )
     if checked.printed:

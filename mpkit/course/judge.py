@@ -17,9 +17,8 @@ from mpkit.course.framework.exercise import CheckRow, Exercise
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
-from mpkit.course.lesson import lesson
-from mpkit.course.limits.allowance import TooBusy
-from mpkit.course.tell import SLIP, STUB, tell
+from mpkit.course.sandbox.allowance import TooBusy
+from mpkit.course.tell import SLIP, STUB, lesson, tell
 from mpkit.errors import MpkitError
 from mpkit.trace import Lane
 

@@ -1,4 +1,11 @@
-"""The mistake that shows in what a wrong answer did, and its hints.
+"""What a student reads about a wrong answer: a failure on ranks as a lesson, and then the mistake and its hints.
+
+The lesson comes before any hint of the exercise's own:
+
+hang       the launcher's report, and the rule of communication that was broken
+error      the error and the student's own line, without the lines inside torch and the kit
+
+The mistake shows in what the answer did:
 
 stub       nothing is written yet
 slip       an error of typing, in the student's own line
@@ -20,7 +27,55 @@ from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
 
-__all__ = ["SLIP", "STUB", "tell"]
+__all__ = ["SLIP", "STUB", "lesson", "tell"]
+
+
+RULES = (
+    (
+        r"never came to (\w+)",
+        "A collective is complete only when every rank of its group has called it, as often as the others. Look for "
+        "the branch, or the loop, that keeps a rank from calling it.",
+    ),
+    (
+        r"never sent it",
+        "A receive waits until the other rank sends, with the same tag, and as often. Either that send is missing, or "
+        "the sender waits for something itself, before it comes to it.",
+    ),
+    (
+        r"never received it",
+        "A send is complete only when the other rank receives (no buffer in between is promised). If two ranks first "
+        "send to each other and then receive, both wait for ever: let one receive first, or start the sends with "
+        "isend and wait for them after the receives.",
+    ),
+    (
+        r"is not waiting",
+        "A rank was still busy when the time was up: an endless loop, most likely. The report shows the line.",
+    ),
+)
+
+
+CELL = r"(?:/\S*ipykernel_\d+/\d+\.py|<[^<>\n]+>)"
+"""How Python names a notebook's cell, or code that is run in place of one."""
+
+
+def lesson(seen: Seen) -> list[str]:
+    """Return paragraphs on what happened, and on the rule behind it; none if the ranks finished without an error.
+
+    >>> from mpkit.course.framework.exercise import Case
+    >>> lesson(Seen(Case(2), error="rank 1: ValueError: too many", where="line 3 of the cell, in f: g()"))
+    ['rank 1: ValueError: too many', 'It comes from line 3 of the cell, in f: g()']
+    >>> lesson(Seen(Case(2), hang='File "/tmp/ipykernel_7/12.py", line 2 in f'))
+    ['line 2 of the cell, in f']
+    """
+    if seen.hang:
+        rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
+        stacks = re.sub(rf'File "{CELL}", line (\d+) in ', r"line \1 of the cell, in ", seen.hang)
+        return [re.sub(rf"{CELL}:(\d+)", r"line \1 of the cell,", stacks), *([rule] if rule else [])]
+    if seen.error:
+        where = [f"It comes from {seen.where}"] if seen.where else []
+        return [re.sub(rf"{CELL}:(\d+)", r"line \1 of the cell", seen.error), *where]
+    return []
+
 
 STUB, SLIP = "not-written", "an-error"
 """What is told of programs that are no answers yet."""

@@ -1,18 +1,23 @@
-"""Reads what ranks print for the launching process: labelled by rank, in order, and complete up to the limit."""
+"""Reads what ranks print for the launching process: labelled by rank, in order, and complete up to the limit.
+
+A `Sink` is where it goes, line by line; ranks go on where that fails.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT, part, read_note
 from mpkit.common.safe_text import visible
 from mpkit.launch.process.output import cut_note
 
-__all__ = ["OutputReader", "flush_stdout"]
+__all__ = ["OutputReader", "Sink", "flush_stdout"]
+
 
 CHUNK = 4_000_000
 """Bytes of each file that are read at a time."""
@@ -154,3 +159,50 @@ def flush_stdout() -> None:
     """Flush stdout, so that the reader of a pipe receives what was printed."""
     if sys.stdout is not None:
         sys.stdout.flush()
+
+
+class Sink:
+    """Passes lines on until that fails.
+
+    Args:
+        line: receives a line.
+        flush: called after lines have been passed on.
+
+    Attributes:
+        broken: the error if nothing reads this program's output any more.
+    """
+
+    def __init__(self, line: Callable[[str], None], flush: Callable[[], None]) -> None:
+        self._line, self._flush = line, flush
+        self._fails = False
+        self.broken: BrokenPipeError | None = None
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Pass lines on, and flush if any was passed on."""
+        shown = False
+        for line in lines:
+            shown = self._try(self._line, line) or shown
+        if shown:
+            self._try(self._flush)
+
+    def _try(self, tell: Callable[..., None], *what: str) -> bool:
+        """Return whether this succeeded; after a failure nothing is passed on any more."""
+        if self._fails:
+            return False
+        try:
+            tell(*what)
+        except Exception as error:
+            self._fails = True
+            if isinstance(error, BrokenPipeError):
+                self.broken = error
+            else:
+                with contextlib.suppress(
+                    OSError, ValueError, AttributeError
+                ):  # standard error may be closed as well
+                    print(
+                        "mpkit: what the ranks print cannot be shown any more "
+                        f"({type(error).__name__}: {error}); they go on",
+                        file=sys.stderr,
+                    )
+            return False
+        return True

@@ -23,7 +23,7 @@ from mpkit.plan.hybrid import check_hybrid, check_secondary, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
-from mpkit.plan.schedule.theory import bubble_in_theory
+from mpkit.plan.schedule.summary import bubble_in_theory
 from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
 from mpkit.plan.suggestions import with_working_plans
 from mpkit.plan.synonyms import MEANT, check_synonyms
@@ -297,7 +297,7 @@ class Plan:
     def bubble_in_theory(self) -> Fraction | None:
         """The idle fraction of a step's span, averaged over ranks, for equal stages and messages that take no time.
 
-        See `mpkit.plan.schedule.theory`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay
+        See `mpkit.plan.schedule.summary`. With recomputation a micro-batch takes 4 instead of 3, while idle times stay
         the same. It is None for a schedule of one's own and where the papers give no formula;
         `mpkit.simulate(plan).bubble` always has a value.
         """

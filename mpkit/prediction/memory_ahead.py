@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.exceptions import report
+from mpkit.common.units import memory_text
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.job.job import TrainJob
 
 __all__ = ["memory_at_hand", "memory_warning", "warn_of_memory"]
-
-GIB = 2**30
 
 
 def warn_of_memory(job: TrainJob, chosen: DeviceChoice, ranks: int) -> None:
@@ -81,8 +80,8 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
     if found.remedy:
         remedy = f"What would fit: {found.remedy.plan!r} ({found.remedy.change})."
     return (
-        f"{plan!r} is estimated to need {found.needed / GIB:.1f} GiB on rank {found.fullest}, which has "
-        f"{available / GIB:.1f} GiB; the largest part is {found.largest}. {remedy} "
+        f"{plan!r} is estimated to need {memory_text(found.needed)} on rank {found.fullest}, which has "
+        f"{memory_text(available)}; the largest part is {found.largest}. {remedy} "
         f"print(mk.fits(model, plan, hardware, global_batch={shape[0]}, sequence={shape[1]})) says more"
     )
 
@@ -111,8 +110,8 @@ def _states_alone(model: nn.Module, plan: Plan, available: int) -> str:
         return ""
     largest = max(held, key=held.__getitem__)
     return (
-        f"{plan!r} needs at least {needed / GIB:.1f} GiB per rank for parameters, gradients and Adam's states, and "
-        f"a rank has {available / GIB:.1f} GiB; the largest part is {largest}. ZeRO divides them among replicas: "
+        f"{plan!r} needs at least {memory_text(needed)} per rank for parameters, gradients and Adam's states, and "
+        f"a rank has {memory_text(available)}; the largest part is {largest}. ZeRO divides them among replicas: "
         f"mk.Plan.zero(3, {max(2, plan.ranks)})"
     )
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from mpkit.devices.hardware import Hardware
     from mpkit.timeline.dependencies.critical_path import CriticalPath
-    from mpkit.timeline.findings.diagnosis import Diagnosis
+    from mpkit.timeline.findings import Diagnosis
     from mpkit.timeline.traffic import CommMatrix
     from mpkit.timeline.volume import CommVolume
     from mpkit.trace import Trace

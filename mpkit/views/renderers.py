@@ -14,8 +14,8 @@ RENDERERS = {
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
     "Breakdown": {
-        "text": "mpkit.views.timeline.breakdown:breakdown_text",
-        "html": "mpkit.views.timeline.breakdown:breakdown_html",
+        "text": "mpkit.views.timeline.table:breakdown_text",
+        "html": "mpkit.views.timeline.table:breakdown_html",
     },
     "CriticalPath": {
         "text": "mpkit.views.timeline.critical_path:critical_text",
@@ -88,9 +88,9 @@ RENDERERS = {
         "widget": "mpkit.views.comparison.what_if:what_if_view",
     },
     "CheckupReport": {
-        "text": "mpkit.views.checkup.text:report_text",
-        "html": "mpkit.views.checkup.html:report_html",
-        "terminal": "mpkit.views.checkup.text:print_report",
+        "text": "mpkit.views.commands.doctor:report_text",
+        "html": "mpkit.views.commands.doctor:report_html",
+        "terminal": "mpkit.views.commands.doctor:print_report",
     },
     "Fits": {
         "text": "mpkit.views.memory.fits:fits_text",
@@ -109,10 +109,6 @@ RENDERERS = {
     "MemoryByStrategy": {
         "svg": "mpkit.views.memory.strategies_svg:strategies_svg",
         "chart": "mpkit.views.memory.strategies:strategies_figure",
-    },
-    "Soap": {
-        "text": "mpkit.views.soap.text:soap_text",
-        "svg": "mpkit.views.soap.svg:soap_svg",
     },
     "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
 }

@@ -30,6 +30,7 @@ __all__ = [
     "THEMES",
     "Theme",
     "dress_chart",
+    "page_style",
     "style_block",
     "substitute_theme",
     "wrap_words",
@@ -87,6 +88,20 @@ def style_block(block: Callable[[str], str], theme: str = "auto") -> str:
     if theme != "auto":
         return block(theme)
     return f"{block('light')}@media screen and (prefers-color-scheme: dark){{{block('dark')}}}"
+
+
+def page_style() -> str:
+    """Return the rules of a plain page of text: width, font, and ground, text and lines in light and dark.
+
+    Lines and faint text have the names that JupyterLab has for them, so that HTML for cells looks the same here.
+    """
+
+    def ground(name: str) -> str:
+        theme = THEMES[name]
+        names = f"--jp-ui-font-color2:{theme.faint};--jp-border-color2:{theme.line}"
+        return f":root{{color-scheme:{name};{names}}}body{{background:{theme.ground};color:{theme.text}}}"
+
+    return f"body{{font:15px/1.5 {FONT};max-width:980px;margin:2em auto;padding:0 1em}}{style_block(ground)}"
 
 
 def substitute_theme(text: str) -> str:

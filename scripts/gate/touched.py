@@ -48,7 +48,7 @@ def changed_files(root: Path, since: str | None) -> list[str]:
 def touched(root: Path, changed: list[str]) -> Touched:
     """Return what the changed files touch.
 
-    >>> touched(Path("."), ["README.md", "mpkit/launch/watch/step.py"])
+    >>> touched(Path("."), ["README.md", "mpkit/launch/watch/span.py"])
     Touched(tests=('tests/test_readme.py',), systems=True, classroom=False)
     """
     tests = {name for name in changed if re.fullmatch(r"notebooks/(exercises/solved/)?[\w-]+\.ipynb", name)}

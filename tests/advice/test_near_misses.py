@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
+from mpkit.common.units import memory_text
 from mpkit.prediction.advice.advice import Advice
 from mpkit.prediction.advice.resharding import resharding_bytes
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Stack
 
-GIB = 2**30
 MODEL = Architecture(4, 8, 2, ffn=16, vocabulary=16)
 
 
@@ -38,7 +38,7 @@ def test_the_sentences_name_what_is_missing(advice: Advice) -> None:
     text = str(advice)
     out = next(miss for miss in advice.near_misses if miss.change == "zero=2")
     beyond = out.excess + advice.priced.room - advice.priced.hardware.device.memory
-    assert f"Near miss, zero=2: out by {beyond / GIB:.1f} GiB" in text
+    assert f"Near miss, zero=2: out by {memory_text(beyond)}" in text
     slow = mk.advise("llama3-8b", "8x-rtx-4090", global_batch=64, sequence=4096)
     assert any("communication that nothing hides" in miss.why for miss in slow.near_misses)
 
@@ -48,7 +48,7 @@ def test_again_says_what_changed_and_what_moves(advice: Advice) -> None:
     assert lost.before is advice
     assert len(lost.moved) == 4
     assert sum(lost.moved) > 0
-    assert f"ranks fetch {sum(lost.moved) / GIB:,.1f} GiB" in str(lost)
+    assert f"ranks fetch {memory_text(sum(lost.moved))}" in str(lost)
     assert repr(advice.best) in lost.change
     same = advice.again(hardware="8x-a100-nvlink")
     assert not any(same.moved)

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
+from torch import nn
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
@@ -1016,3 +1018,32 @@ def test_hovering_over_a_message_joins_its_ends_in_a_saved_page(new_page: NewPag
     assert page.evaluate(f"{CHART}.store.linked.link.what") == "message"
     page.emulate_media(media="print")  # paper is light
     page.wait_for_function("document.querySelector('.mpkit-timeline').dataset.theme === 'light'")
+
+
+def test_a_search_finds_the_layers_of_a_run(
+    new_page: NewPage, tmp_path: Path, clusters: Callable[[int], mk.Cluster], screenshot: Screenshot
+) -> None:
+    """Two steps of a GPT of 8 blocks on two stages, whose actions are named by stage and micro-batch."""
+    model = mk.models.GPT(vocab=16, length=4, layers=8, width=8, heads=1)
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    run = clusters(2).train(
+        model, [(tokens, tokens)], mk.Plan.gpipe(2, 2), steps=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
+    )  # fmt: skip
+    timeline = run.wait().timeline()
+    page = new_page()
+    open_html(page, tmp_path, timeline)
+    field = page.get_by_role("searchbox", name='Search operations, such as "all_gather"')
+    for words, found in (
+        ("layer 7", "8 found"), ("rank 1", "found"), ("rank 0 layer 7", "none found"), ("layer 3 step 1", "4 found"),
+        ("block 4 backward", "4 found"), ("layer 8", "none found"), ("embedding", "8 found"), ("head", "8 found"),
+    ):  # fmt: skip
+        field.fill(words)
+        expect(page.locator(".mpkit-found")).to_contain_text(found)
+    field.fill("layer 7")
+    page.keyboard.press("Enter")
+    expect(page.locator(".mpkit-said").first).to_contain_text("1F0")
+    screenshot(page, "search-layers")
+    forward = timeline.spans[(timeline.spans["stage"] == 1) & (timeline.spans["kind"] == Kind.FORWARD)][0]
+    page.mouse.move(*place(page, (forward["start"] + forward["end"]) / 2, 1))
+    expect(page.locator(".mpkit-tip")).to_contain_text("layersblock4 to block7, head")

@@ -8,7 +8,7 @@ import pytest
 
 from mpkit.course.framework.local_trial import shared_room
 from mpkit.course.framework.room import Room
-from mpkit.course.limits.allowance import Limits
+from mpkit.course.sandbox.allowance import Limits
 from tests import limits
 
 OPTIONAL = {"nbgrader": "test_nbgrader.py", "otter": "test_otter.py"}

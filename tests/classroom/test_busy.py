@@ -17,9 +17,9 @@ from mpkit.course.grading.gradescope import results
 from mpkit.course.grading.handed_in import HandedIn, handed_in
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.judge import RUNS, Checked, NotSolved, judge, not_judged
-from mpkit.course.limits.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
 from mpkit.course.notebooks import write_notebooks
 from mpkit.course.progress import Progress
+from mpkit.course.sandbox.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
 from mpkit.course.sandbox.guard import Guard
 
 ENTRY = find("pass-the-token")
@@ -59,8 +59,20 @@ def test_ranks_that_had_no_time_are_not_judged() -> None:
         room.close()
 
 
-def test_an_endless_loop_is_named_when_patience_ends() -> None:
-    room = Room(limits=Limits(seconds=1e9, patience=3 * STILL))
+class CountedAllowance(Allowance):
+    """An allowance whose clocks count looks from the answer's first line on: patience ends when two saw no progress."""
+
+    looks = still = 0
+
+    def look(self, wall: float, fair: float, began: bool, moved: bool) -> str:
+        self.looks += began
+        self.still = self.still + 1 if began and not moved else 0
+        return super().look(2 * self.patience * (self.still > 1), 2 * STILL * self.looks, began, moved)
+
+
+def test_an_endless_loop_is_named_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpkit.course.sandbox.allowance.Allowance", CountedAllowance)
+    room = Room(limits=Limits(seconds=1e9))
     try:
         checked = judge(ENTRY, PackedAnswer.pack(for_ever), room, draw=False)
     finally:

@@ -15,8 +15,7 @@ from mpkit.course.grading.handed_in import handed_in
 from mpkit.course.grading.report import GradeReport
 from mpkit.course.notebooks import write_notebooks
 from mpkit.course.predictions.amounts import amount
-from mpkit.course.predictions.box import box
-from mpkit.course.predictions.predict import PREDICTED
+from mpkit.course.predictions.predict import PREDICTED, box
 from mpkit.course.predictions.questions import QUESTIONS, question
 from mpkit.course.progress import FILE, Progress, StudentPrediction
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
-from mpkit.strategies.context.positions import positions_of
-from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, sequence_part
+from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, positions_of, sequence_part
 from mpkit.strategies.models.gpt import GPT
 from mpkit.strategies.prepare.dry_run.dry_run import quiet
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel

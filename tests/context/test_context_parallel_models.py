@@ -15,8 +15,7 @@ import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.context.divided_attention import ContextParallel
-from mpkit.strategies.context.positions import shift_positions
-from mpkit.strategies.context.sequence import sequence_part
+from mpkit.strategies.context.sequence import sequence_part, shift_positions
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.models.gpt import GPT, next_token_loss
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel

@@ -15,7 +15,7 @@ from mpkit.cli import main
 from mpkit.common.units import percent
 from mpkit.timeline.diagnosis.evidence import WORTH, list_ranks
 from mpkit.timeline.diagnosis.rules import RULES
-from mpkit.timeline.findings.diagnosis import Diagnosis
+from mpkit.timeline.findings import Diagnosis
 from mpkit.timeline.idleness import CAUSES
 from mpkit.trace import Kind
 from tests.diagnosis.planted import (

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from mpkit.devices.local.nvidia_smi import parse_gpus
 from mpkit.launch.doctor.parsers.driver import parse_driver
-from mpkit.launch.doctor.parsers.nvlink import parse_nvlink
-from mpkit.launch.doctor.parsers.p2p import parse_p2p
 from mpkit.launch.doctor.parsers.pci import PciLink, parse_pci
-from mpkit.launch.doctor.parsers.topology import Topology, parse_topology
+from mpkit.launch.doctor.parsers.topology import Topology, parse_nvlink, parse_p2p, parse_topology
 from tests.doctor.stored import CASES, DATA, text
 
 CUBE = {  # the hybrid cube mesh: NVLinks of each GPU to those of a higher number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -171,3 +172,64 @@ def test_unknown_keys_are_listed() -> None:
         assert Plan.read(text) == Plan()
     with pytest.warns(UserWarning, match="hybrid_shard shards within a node"):
         assert Plan.read("per_device_train_batch_size: 1\nfsdp: hybrid_shard") == Plan(zero=3)
+
+
+DS = '"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2'
+RUN = "torchrun --nproc_per_node 8 pretrain_gpt.py "
+FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
+TITAN = "[training]\nlocal_batch_size = 2\n[parallelism]  # as before 0.3\ndata_parallel_shard_degree = 8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "plan"),
+    [
+        (f'{{{DS}, "zero_optimization": true}}', "deepspeed", Plan(dp=4, microbatches=2, zero=1)),
+        (f'{{{DS}, "zero_optimization": {{"stage": 2, "cpu_offload": true}}}}', "deepspeed",
+         Plan(dp=4, microbatches=2, zero=2, offload="optimizer")),
+        (f'{{{DS}, "zero_optimization": {{"stage": 3, "cpu_offload_params": true, "mics_shard_size": -1}}}}',
+         "deepspeed", Plan(dp=4, microbatches=2, zero=3, offload="params")),
+        (f'{{{DS}, "bfloat16": {{"enabled": true}}, "fp16": {{}}, "sequence_parallel_size": 1}}', "deepspeed",
+         Plan(dp=4, microbatches=2, precision="bf16")),
+        (f'{{{DS}, "tensor_parallel": {{"autotp_size": 0}}}}', "deepspeed", Plan(dp=4, microbatches=2)),
+        (f"{FSDP}fsdp_config:\n  sharding_strategy: 2\nfp16: true\n", "accelerate",
+         Plan(dp=8, zero=2, precision="fp16")),
+        (f"{FSDP}fsdp_config:\n  fsdp_offload_params: 'yes'\n", "accelerate", Plan(dp=8, zero=3, offload="params")),
+        (f"{FSDP}parallelism_config:\n  parallelism_config_sp_size: 2\n", "accelerate",
+         Plan(dp=4, zero=3, cp=2, cp_method="ulysses")),
+        ("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {}\n", "accelerate", Plan(dp=4, zero=2)),
+        (f"{RUN}--pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 2 "
+         "--micro-batch-size 1 --global-batch-size 16\n", "megatron",
+         Plan(pp=4, dp=2, schedule="interleaved_1f1b", microbatches=8, virtual_stages=4)),
+        (f"{RUN}--recompute-activations\n", "megatron", Plan(dp=8, schedule="1f1b", recompute="selective")),
+        (f"{RUN}--use-torch-fsdp2\n", "megatron", Plan(dp=8, schedule="1f1b", zero=3)),
+        (TITAN, "torchtitan", Plan(dp=8, zero=3, precision="bf16")),
+        (f"{TITAN}pipeline_parallel_degree = 2\n[activation_checkpoint]\nmode = 'full'\n", "torchtitan",
+         Plan(pp=2, dp=8, schedule="1f1b", microbatches=2, zero=2, precision="bf16", recompute="full")),
+    ],
+)  # fmt: skip
+def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
+    text: str, format: str, plan: Plan
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is left out
+        assert Plan.read(text, format) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "says"),
+    [
+        (f'{{{DS}, "fp16": true}}', "deepspeed", r"fp16 = True: it holds settings, such as fp16\.enabled"),
+        (f"{RUN}--bf16 --fp16\n", "megatron", "bf16 and fp16 are both enabled"),
+        ("bf16: true\nfp16: true\n", "trainer", "bf16 and fp16 are both enabled"),
+        ("deepspeed: ds.json\nbf16: true\n", "trainer", r"deepspeed = 'ds.json': the plan is in that file"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n", "accelerate",
+         "deepspeed_config_file = 'ds.json': the plan is in that file"),
+        (f"{RUN}--model-parallel-size 2\n", "megatron", "takes it no longer: --tensor-model-parallel-size=2"),
+        (f"{RUN}--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2\n", "megatron",
+         "needs --num-layers, a multiple of 4"),
+        (f"{RUN}--pipeline-model-parallel-layout 'Et|(tt)*L'\n", "megatron", "a layout is not read"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_plan_is_rejected_by_its_key(text: str, format: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Plan.read(text, format)

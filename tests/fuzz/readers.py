@@ -31,7 +31,7 @@ from mpkit.strategies.checkpoint.files import digest
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, seal
 from mpkit.strategies.checkpoint.planner import SavePlanner, Slice, Writer
 from mpkit.strategies.prepare.resume import find_checkpoint
-from mpkit.timeline.foreign.opened_trace import OpenedTrace
+from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import HEADER, Kind, Trace
 from mpkit.trace.record.recorder import Recorder

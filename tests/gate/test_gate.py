@@ -84,6 +84,6 @@ def test_parts_are_whole_together(gate: Gate) -> None:
 def test_what_a_change_touches() -> None:
     root = Path(__file__).parents[2]
     assert touched(root, ["mpkit/zero/zero.py", "notebooks/gone.ipynb"]).tests == ()
-    found = touched(root, ["README.md", "notebooks/03-zero.ipynb", "mpkit/launch/watch/step.py"])
+    found = touched(root, ["README.md", "notebooks/03-zero.ipynb", "mpkit/launch/watch/span.py"])
     exact = "tests/test_tutorials.py::test_fast_cells_run[03-zero]"
     assert found.tests == ("notebooks/03-zero.ipynb", "tests/test_readme.py", exact) and found.systems

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.timeline.foreign.opened_trace import OpenedTrace
+from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.trace import Kind
 from tests.kineto.program import HOST, Program, ddp_program
 

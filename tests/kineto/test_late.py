@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.timeline.findings.diagnosis import Diagnosis
+from mpkit.timeline.findings import Diagnosis
 from tests.kineto.program import ENGINE, Program, write_ranks
 
 LATE = 5000.0

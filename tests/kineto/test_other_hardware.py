@@ -11,7 +11,7 @@ import pytest
 import mpkit as mk
 from benchmarks.replays import replays
 from mpkit.timeline.foreign.bounds import FIXED
-from mpkit.timeline.foreign.opened_trace import OpenedTrace
+from mpkit.timeline.foreign.open_trace import OpenedTrace
 from tests.kineto.program import Program
 
 H100, MI300X = mk.hardware("8x-h100-nvlink").device, mk.hardware("8x-mi300x").device

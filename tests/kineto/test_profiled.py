@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.timeline.foreign.opened_trace import OpenedTrace
+from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]

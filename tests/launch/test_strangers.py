@@ -28,7 +28,7 @@ from mpkit.common.launch_folder import reserve
 from mpkit.errors import MpkitError
 from mpkit.launch.external.greeting import greet
 from mpkit.launch.external.mirror import MOST_PACKET, FileMirror
-from mpkit.launch.external.results import Results
+from mpkit.launch.external.own_rank import Results
 from mpkit.launch.external.secret import Secret, find_secret
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.external.sweeper import KEPT, Sweeper, hold

@@ -303,4 +303,5 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "not reduced": not_reduced,
     "not tied": not_tied,
     "initial": initial,
+    "an overflow": on(0, scaled(float("inf"))),
 }

@@ -125,6 +125,7 @@ def test_a_loss_that_ceases_to_be_finite_is_said_with_the_step_to_compare(cluste
 GATE = {
     "twice the gradient": "ddp", "an element": "gpipe", "mode": "zero3", "reordered": "gpipe", "draws": "ddp",
     "stale": "zero1", "states": "serial", "decay": "zero3", "loss": "ddp", "initial": "zero1",
+    "an overflow": "fp16",
 }  # fmt: skip
 """A plan for each of these faults in the gate; all of them with all plans in the soak."""
 

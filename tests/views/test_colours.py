@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mpkit.course
 import mpkit.views
 from mpkit.views.drawing.colours import CATEGORY_INKS, CAUSE_INKS, DEVICE_INKS, INKS, Key, contrast, outline
 from mpkit.views.theme import THEMES
@@ -81,9 +82,10 @@ def test_a_colour_means_one_thing(theme: str) -> None:
 
 
 def test_a_look_is_written_in_one_place() -> None:
-    """Fonts and colours of views stand in the theme, in `colours` and in the table of axes, and nowhere else."""
-    rooms = Path(mpkit.views.__file__).parent
-    sources = [path for path in rooms.rglob("*.*") if path.suffix in (".py", ".js", ".css", ".html")]
+    """Fonts and colours of views and the course stand in the theme, in `colours` and in the table of axes."""
+    rooms = [Path(mpkit.views.__file__).parent, Path(mpkit.course.__file__).parent]
+    files = [path for room in rooms for path in room.rglob("*.*")]
+    sources = [path for path in files if path.suffix in (".py", ".js", ".css", ".html")]
     at = [path for path in sources if path.name not in ("theme.py", "colours.py")]
     words = re.compile(r"(?<!>>> )(?:#[0-9a-f]{6}\b|system-ui|Segoe UI|Menlo|prefers-color-scheme: dark\)\{)")
     found = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import mpkit as mk
 from mpkit.views.timeline.perfetto import perfetto
@@ -69,3 +70,19 @@ def test_memory_is_a_counter_by_category(data_parallel: mk.Timeline) -> None:
 
 def test_hostile_names_are_json(hostile: mk.Timeline) -> None:
     assert any(event["name"] == hostile.names[-1] for event in events(hostile))
+
+
+def test_an_action_tells_the_layers_of_its_stage(gpipe: mk.Timeline) -> None:
+    stages = [["wte", "h.0", "h.1", "h.2"], ["h.3"], ["h.4", "h.5"], ["ln_f", "head"]]
+    told = events(replace(gpipe, meta={**gpipe.meta, "stages": stages}))
+    layers = {
+        (event["cat"], event["pid"]): event["args"].get("layers") for event in told if event["ph"] == "X"
+    }
+    for kind in ("forward", "backward"):
+        assert [layers[kind, rank] for rank in range(4)] == [
+            "wte, h.0 to h.2",
+            "h.3",
+            "h.4, h.5",
+            "ln_f, head",
+        ]
+    assert {told for (kind, _), told in layers.items() if kind not in ("forward", "backward")} == {None}

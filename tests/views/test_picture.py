@@ -190,3 +190,13 @@ def test_numbers_are_readable_on_their_colours_and_words_on_the_ground(theme: st
     ground = THEMES[theme]
     assert contrast(ground.text, ground.ground) > 7
     assert contrast(ground.faint, ground.ground) > 4.5
+
+
+@pytest.mark.parametrize("stages", [[["wte", "h.0", "h.1"], ["h.2", "head"]], [["wte"], 7], [[b"h"], []]])
+def test_hovering_tells_the_layers_of_a_stage(stages: list[object]) -> None:
+    """Nothing is said where a trace that somebody has made up names no layers."""
+    timeline = mk.simulate(mk.Plan.gpipe(2, 2))
+    pic = picture(replace(timeline, meta={**timeline.meta, "stages": stages}))
+    told = [pic.hover(pic.of_row(row)[pic.of_row(row)["key"] == Key.FORWARD][0]) for row in (0, 1)]
+    words = ["layers wte, h.0, h.1", "layers h.2, head"] if stages[1] == ["h.2", "head"] else []
+    assert [line for lines in told for line in lines.splitlines() if line.startswith("layers")] == words

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WHOLE", "difference", "is_tensor", "map_numbers", "spell", "wrong_call"]
+__all__ = ["WHOLE", "difference", "is_tensor", "spell", "wrong_call"]
 
 WHOLE = 100
 """So many items of a list are shown where a result is shown whole."""
@@ -119,16 +118,6 @@ def _tensors(expected: Tensor, got: Any, it: str) -> str | None:
     which = f"{'' if it == 'it' else it}{index}" or it
     many = f" ({int(wrong.sum())} of {a.numel()} are wrong)" if a.numel() > 1 else ""
     return f"{which} is {b[tuple(place)].item():.5g}, not {a[tuple(place)].item():.5g}{many}"
-
-
-def map_numbers(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a result with `change` applied to every tensor and number in it."""
-    if isinstance(value, dict):
-        return {key: map_numbers(change, each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map_numbers(change, each) for each in value)
-    number = isinstance(value, Number) and not isinstance(value, bool)
-    return change(value) if number or is_tensor(value) else value
 
 
 def spell(value: Any, most: int = 4) -> str:

@@ -141,8 +141,8 @@ WASTEFUL = (
 LOOP = Mistake(
     name="an-endless-loop",
     hints=(
-        "No rank waits for another one: each was still computing when its time was up. Which loop is the line in that "
-        "the report names, and what would end it?",
+        "No rank waits for another one: each was still computing when its time was up. In which loop is the line "
+        "that the report names, and what would end it?",
         "Print what the loop's condition reads, once each time round: it does not change, or it changes away from the "
         "end.",
     ),

@@ -15,7 +15,7 @@ from mpkit.course.framework.exercise import Case
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.result_data import plain
 from mpkit.course.framework.room import PackedAnswer, Play, Room, error_and_line
-from mpkit.course.limits.allowance import Limits
+from mpkit.course.sandbox.allowance import Limits
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster

@@ -29,7 +29,7 @@ from mpkit.course.framework.exercise import HOMES, Case
 from mpkit.course.framework.fingerprint import fingerprint
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.result_data import pack_result, unpack_result
-from mpkit.course.limits.allowance import BEGAN, Limits, run_within
+from mpkit.course.sandbox.allowance import BEGAN, Limits, run_within
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _send_exercises_by_value() -> None:
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
     """Run the answer on this rank, under the limits."""
-    from mpkit.course.limits.usage import Counter
+    from mpkit.course.sandbox.usage import Counter
     from mpkit.strategies.program_calls.comparison import compare_calls
 
     # ---- limit

@@ -16,6 +16,7 @@ from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.frugal import LOOP, WASTEFUL
 from mpkit.course.grading.grade_file import Grade
 from mpkit.course.judge import SLIP
+from mpkit.views.theme import ACCENT, page_style
 
 __all__ = ["ClassReport", "Hardness", "class_report"]
 
@@ -125,10 +126,10 @@ class ClassReport:
             for each in self.exercises
         )
         style = (
-            "body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em;color:#1f2328}"
-            "table{border-collapse:collapse;margin:1em 0}th,td{text-align:left;padding:3px 14px 3px 0;"
-            "font-weight:400}.bar{display:inline-block;height:11px;background:#0072b2}"
-            "thead th{color:#59636e;border-bottom:1px solid #d0d7de}"
+            page_style()
+            + "table{border-collapse:collapse;margin:1em 0}th,td{text-align:left;padding:3px 14px 3px 0;"
+            "font-weight:400}.bar{display:inline-block;height:11px;background:"
+            f"{ACCENT}}}thead th{{color:var(--jp-ui-font-color2);border-bottom:1px solid var(--jp-border-color2)}}"
         )
         return (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>The class</title><style>{style}'

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mpkit.common.safe_text import visible
-from mpkit.common.undumpable import make_undumpable
+from mpkit.common.this_process import make_undumpable
 from mpkit.course.grading.class_report import ClassReport
 from mpkit.course.grading.grade_file import Grade, GradeStore, key_of
 from mpkit.course.grading.grader import Grader

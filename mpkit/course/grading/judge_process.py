@@ -30,11 +30,11 @@ from typing import Any
 
 import psutil
 
-from mpkit.common.undumpable import make_undumpable
+from mpkit.common.this_process import make_undumpable
 from mpkit.course.catalogue import ExerciseEntry, find, solution_folders
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.judge import Checked, judge
-from mpkit.course.limits.allowance import Limits
+from mpkit.course.sandbox.allowance import Limits
 from mpkit.course.sandbox.guard import (
     Guard,
     adopt_orphans,

@@ -12,7 +12,7 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -22,12 +22,11 @@ from mpkit.course.framework.variants import plainly
 from mpkit.course.grading.class_report import ClassReport, class_report
 from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.handed_in import HandedIn
-from mpkit.course.grading.leaderboard import HEAD, leaderboard
 from mpkit.course.grading.roster import Roster, late_text
 from mpkit.course.grading.student_page import student_page
 from mpkit.course.predictions.questions import POINTS
 
-__all__ = ["GradeReport", "page_names"]
+__all__ = ["HEAD", "GradeReport", "leaderboard", "page_names"]
 
 
 class GradeReport:
@@ -194,3 +193,28 @@ def _prediction_points(grades: Sequence[Grade], name: str) -> int | str:
 def _plain(text: str) -> str:
     """Return a table cell's text so that no spreadsheet takes it for a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+HEAD = ("exercise", "place", "student", "score")
+
+
+def leaderboard(
+    entries: Iterable[ExerciseEntry], theirs: Mapping[str, Sequence[Grade]]
+) -> Iterator[tuple[str, int, str, float]]:
+    """Yield exercise, place, student and score, the best first; equal scores share a place.
+
+    Args:
+        entries: the exercises in their order.
+        theirs: the grades of each student's notebooks, of which the best counts.
+    """
+    for entry in entries:
+        scores = {student: _scores(grades, entry.name) for student, grades in theirs.items()}
+        best = {student: min(each) for student, each in scores.items() if each}
+        for student, score in sorted(best.items(), key=lambda each: (each[1], each[0])):
+            place = 1 + sum(other < score * (1 - 1e-9) for other in best.values())
+            yield entry.name, place, student, score
+
+
+def _scores(grades: Sequence[Grade], name: str) -> list[float]:
+    checked = [grade.checked.get(name) for grade in grades]
+    return [each.score for each in checked if each is not None and each.score is not None]

@@ -13,14 +13,14 @@ from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.roster import late_text
 from mpkit.course.predictions.amounts import spell_amount
 from mpkit.course.predictions.questions import POINTS, question
+from mpkit.views.theme import ACCENT, STATUS, page_style
 
 __all__ = ["student_page"]
 
 STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 1em;color:#1f2328}"
-    "section{border-top:1px solid #d0d7de;padding:12px 0}h1{font-size:22px}h2{font-size:17px}"
-    ".late{background:#9a3412;color:#fff;border-radius:9px;padding:1px 9px;font-size:13px}"
-    "blockquote{white-space:pre-wrap;border-left:4px solid #0072b2;margin:8px 0;padding:2px 12px}"
+    "section{border-top:1px solid var(--jp-border-color2);padding:12px 0}h1{font-size:22px}h2{font-size:17px}"
+    f".late{{background:{STATUS['bad']};color:#fff;border-radius:9px;padding:1px 9px;font-size:13px}}"
+    f"blockquote{{white-space:pre-wrap;border-left:4px solid {ACCENT};margin:8px 0;padding:2px 12px}}"
 )
 
 
@@ -48,7 +48,7 @@ def student_page(
         parts += [_justification_html(text) for text in about]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(student)}</title>'
-        f"<style>{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>"
+        f"<style>{page_style()}{STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>"
     )
 
 

@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 
 import psutil
 
-from mpkit.common.undumpable import make_undumpable
+from mpkit.common.this_process import make_undumpable
 from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.grader import Grader
 from mpkit.course.grading.handed_in import HandedIn

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpkit.timeline.foreign.opened_trace import OpenedTrace
+    from mpkit.timeline.foreign.open_trace import OpenedTrace
 
 __all__ = ["Arrival", "arrivals", "open_profiles", "write"]
 

@@ -2,6 +2,5 @@
 
 amounts      numbers with units, as people type them: "25 %", "6 MB", "1.5 GiB"
 questions    the questions that tutorials ask, and what is true
-predict      mk.predict: lock a number in, and compare it with what comes
-box          the box in a notebook
+predict      mk.predict: lock a number in, in a box in a notebook, and compare it with what comes
 """

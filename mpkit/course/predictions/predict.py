@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
 from mpkit.course.predictions.amounts import EXAMPLES, amount, spell_amount
 from mpkit.course.predictions.questions import PredictionQuestion, question
 from mpkit.course.progress import Progress, StudentPrediction
+from mpkit.views.theme import STATUS
 
-__all__ = ["PREDICTED", "Prediction", "PredictionOutcome", "predict"]
+__all__ = ["PREDICTED", "Prediction", "PredictionOutcome", "box", "predict"]
+
 
 PREDICTED = "application/vnd.mpkit.predicted+json"
 """The type of the part of an output that a notebook keeps for the grader; browsers do not show it."""
@@ -105,8 +108,6 @@ class Prediction:
             "text/html": f'<div style="max-width:52em;line-height:1.5">{lines}</div>',
         }
         if self.value is None:
-            from mpkit.course.predictions.box import box
-
             return {**box(self)._repr_mimebundle_(), **bundle}
         return bundle | {PREDICTED: {"name": self.question.name, "value": self.value}}
 
@@ -149,7 +150,8 @@ class PredictionOutcome:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         head, *rest = str(self).splitlines()
-        colour = "#d29b00" if self.value is None or not self.question.close(self.value) else "#007a5a"
+        near = self.value is not None and self.question.close(self.value)
+        colour = STATUS["good" if near else "doubt"]
         html = (
             f'<div style="border-left:4px solid {colour};padding:6px 12px;max-width:52em;line-height:1.5">'
             f"<b>{escape(head)}</b><br>{escape(' '.join(rest))}</div>"
@@ -158,3 +160,39 @@ class PredictionOutcome:
         return bundle | (
             {PREDICTED: {"name": self.question.name, "value": self.value}} if self.value is not None else {}
         )
+
+
+def box(prediction: Prediction) -> Any:
+    """Return a box with the question, a field and a button; once a number is locked in, neither can be used.
+
+    Raises:
+        ImportError: The packages of the notebook are not there; the message says how to install them.
+    """
+    try:
+        import ipywidgets
+    except ImportError as error:
+        raise needs_notebook("the box for a prediction", error) from error
+
+    asked = prediction.question
+    text = ipywidgets.HTML(f'<div style="line-height:1.5;max-width:52em">{escape(asked.text)}</div>')
+    field = ipywidgets.Text(
+        description="Prediction:", placeholder=EXAMPLES[asked.unit].replace("'", ""), continuous_update=False
+    )
+    button = ipywidgets.Button(description="Lock in", tooltip="the first number counts, and stays")
+    said = ipywidgets.HTML()
+
+    def lock(_: Any) -> None:
+        if not field.value.strip():
+            said.value = "Type a number first: a guess is better than none."
+            return
+        try:
+            prediction.lock(field.value)
+        except ValueError as error:
+            said.value = f'<span style="color:{STATUS["bad"]}">{escape(str(error))}</span>'
+            return
+        kept = escape(spell_amount(prediction.value or 0.0, asked.unit))
+        said.value = f"<b>Locked in: {kept}.</b> {escape(prediction.said)} Now run the next cell."
+        field.disabled = button.disabled = True
+
+    button.on_click(lock)
+    return ipywidgets.VBox([text, ipywidgets.HBox([field, button]), said])

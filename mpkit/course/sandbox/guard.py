@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from mpkit.common.units import memory_text
 from mpkit.course.sandbox import enclose
 from mpkit.launch.process.fair_clock import FairClock
 
@@ -99,7 +100,7 @@ class Guard:
             elif stopped > STOPPED_FOR:
                 why = "it stopped itself, or one of its processes (SIGSTOP)"
             elif (written := _folder_bytes(place)) > self.memory:
-                why = f"it wrote {written / 2**30:.1f} GiB; {self.memory / 2**30:g} are allowed"
+                why = f"it wrote {memory_text(written)}; {memory_text(self.memory)} are allowed"
             else:
                 why = self.exceeded_limit(running)
         sweep(keep)
@@ -117,7 +118,7 @@ class Guard:
             return f"it ran {len(running)} processes; {self.processes} are allowed"
         held = sum(_resident(process) for process in running)
         if held > self.memory:
-            return f"it took {held / 2**30:.1f} GiB of memory; {self.memory / 2**30:g} are allowed"
+            return f"it took {memory_text(held)} of memory; {memory_text(self.memory)} are allowed"
         return ""
 
 
@@ -140,7 +141,7 @@ def enclose_command(
 
 JUDGE = """
 import os, subprocess, sys
-from mpkit.common.undumpable import make_undumpable
+from mpkit.common.this_process import make_undumpable
 make_undumpable()
 assert os.readlink("/proc/self") == str(os.getpid())
 pipe = os.pipe()

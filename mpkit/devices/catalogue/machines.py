@@ -92,11 +92,11 @@ def cpu() -> Hardware:
 def titan_rtx(nvlink: bool) -> Hardware:
     """Build two TITAN RTX, the machine of the Hugging Face guide's DP and DDP experiment.
 
-    Two figures are fitted by `mpkit.prediction.experiments.hugging_face.fit`, one to each of the guide's DDP runs,
+    Two figures are fitted by `examples.hugging_face.fit`, one to each of the guide's DDP runs,
     which it plays on tensors without content. The guide's third run, DP, was not used.
     """
     card = gpu("TITAN RTX", None)
-    guide = "by mpkit.prediction.experiments.hugging_face.fit to the guide's DDP"
+    guide = "by examples.hugging_face.fit to the guide's DDP"
     peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
     rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
     flops = (

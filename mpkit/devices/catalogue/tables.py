@@ -5,7 +5,6 @@
     links.csv           link rates, one direction
     collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth
     loopback.csv        Gloo over the loopback interface, measured by `benchmarks.measure_loopback`
-    titan_rtx_ddp.csv   the same training with and without NVLink
 
 Every row names its source. `marks` says which of its cells were derived or not read from a source.
 """

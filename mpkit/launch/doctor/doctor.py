@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -9,19 +10,34 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.errors import MpkitError
-from mpkit.launch.doctor.findings.variables import table
-from mpkit.launch.doctor.parsers.facts import Unknown, facts_of
+from mpkit.launch.doctor.findings.finding import CheckupFinding
+from mpkit.launch.doctor.findings.gpus import gpus
+from mpkit.launch.doctor.findings.host import cpus, limits, memory, ports, shared_memory
+from mpkit.launch.doctor.findings.links import links, pci
+from mpkit.launch.doctor.findings.measurements import find_measured
+from mpkit.launch.doctor.findings.software import software
+from mpkit.launch.doctor.findings.variables import table, variables
+from mpkit.launch.doctor.parsers.facts import Facts, Unknown, facts_of
 from mpkit.launch.doctor.probes.evidence import ProbeAnswers, gather
 from mpkit.launch.doctor.probes.measure import RankMeasurements, measure
 from mpkit.launch.doctor.probes.torch_build import torch_build
 from mpkit.launch.doctor.report import CheckupReport
-from mpkit.launch.doctor.rules import findings
 from mpkit.launch.doctor.topics import Topic, find_topic
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
 
-__all__ = ["doctor", "judge"]
+__all__ = ["RULES", "doctor", "findings", "judge"]
+
+
+RULES: tuple[Callable[[Facts], Iterator[CheckupFinding]], ...] = (
+    gpus, links, pci, software, memory, cpus, shared_memory, limits, ports, variables, find_measured,
+)  # fmt: skip
+
+
+def findings(facts: Facts) -> list[CheckupFinding]:
+    """Return what all rules find."""
+    return [finding for rule in RULES for finding in rule(facts)]
 
 
 @public

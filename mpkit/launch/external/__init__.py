@@ -1,7 +1,6 @@
 """Ranks that a launcher has started (torchrun, srun, mpirun), on one machine or several: no fork server is involved.
 
-environment     which rank this process is, from the launcher's variables
-launcher        refuses to start further ranks where a launcher has started them
+environment     which rank this process is, from the launcher's variables; no further ranks start below a launcher
 rendezvous      the store through which the processes find each other, and the interface they use
 secret          what tells these processes from strangers who reach the store
 signed_store    a store in which every value is signed
@@ -16,7 +15,6 @@ mirror          a copy of it on rank 0
 monitor         a thread per process: heartbeats, packets, and the verdict that ends all ranks alike
 verdict         how a launch ended, on its way to all processes
 collector       rank 0's part of it: who is lost, who hangs, what the outcome is
-own_rank        this process's own rank
-results         what the function returned on each rank
+own_rank        this process's own rank, and what the function returned on each
 external_launch one launch, from the agreement to its outcome
 """

@@ -26,8 +26,7 @@ from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.external.collector import LOST_SOON, Collector
 from mpkit.launch.external.monitor import Monitor
-from mpkit.launch.external.own_rank import ended_by_launcher, note_termination, run_rank
-from mpkit.launch.external.results import Results
+from mpkit.launch.external.own_rank import Results, ended_by_launcher, note_termination, run_rank
 from mpkit.launch.external.run_folders import Folders, clocks_in_words, measure, open_folders
 from mpkit.launch.external.session import Session
 from mpkit.launch.external.verdict import Verdict

@@ -2,7 +2,7 @@
 
 meet      form the process group through the store, unless the user has made it
 call      call the function, with what a forked rank's context has
-share     give every process all results
+share     give every process all results, through a file without a name, which is gone when the process is
 leave     free the process group and whatever the rank changed in this process
 """
 
@@ -12,12 +12,13 @@ import io
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -26,19 +27,52 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from mpkit.common.launch_folder import Settings
 from mpkit.common.torch_private import _world
 from mpkit.launch.external.environment import LauncherPlace
-from mpkit.launch.external.results import Results
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.process.launcher_environment import join
 from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.program_exit import own_process, refuse_exec
 from mpkit.launch.process.rank import context_of, device_of, report
-from mpkit.launch.process.seal import sign_objects
+from mpkit.launch.process.seal import Seal, sign_objects
 from mpkit.strategies.comm.own_process import forget_group
 from mpkit.strategies.comm.release import free_kept
 from mpkit.strategies.packing.packing import dumps
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["note_termination", "run_rank"]
+__all__ = ["Results", "note_termination", "run_rank"]
+
+
+class Results:
+    """The results of all ranks, in each process.
+
+    Args:
+        seal: says whether whoever sent them is known.
+    """
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal, self._file = seal, tempfile.TemporaryFile(prefix="mpkit-results-")  # noqa: SIM115
+        self._ends: list[int] = [0]
+
+    def append(self, packed: bytes) -> None:
+        """Write the next rank's result.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._file.seek(self._ends[-1])
+        self._file.write(packed)
+        self._file.flush()
+        self._ends.append(self._ends[-1] + len(packed))
+
+    def read(self, rank: int, load: Callable[[IO[bytes]], Any] | None = None) -> Any:
+        """Return the result of a rank, read by `load` or else as far as its sender is known."""
+        start, end = self._ends[rank : rank + 2]
+        self._file.seek(start)
+        packed = self._file.read(end - start)
+        return self._seal.loads(packed) if load is None else load(io.BytesIO(packed))
+
+    def close(self) -> None:
+        """Free the space."""
+        self._file.close()
 
 
 def run_rank(

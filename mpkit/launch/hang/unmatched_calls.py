@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mpkit.common.tracebacks import in_cells
 from mpkit.errors import CommMismatch
-from mpkit.launch.hang.cells import in_cells
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import IssuedCall, find_issued, fits, why_not
 

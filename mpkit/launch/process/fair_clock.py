@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from mpkit.common.cores import cores
+from mpkit.common.this_process import cores
 from mpkit.launch.process.vitals import cpu_seconds
 
 __all__ = ["FairClock"]

@@ -36,7 +36,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpkit.common.undumpable import make_undumpable
+from mpkit.common.this_process import make_undumpable
 
 __all__ = ["main"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.strategies.comm.release import keep
 
 __all__ = ["OWN", "as_torchrun", "join"]

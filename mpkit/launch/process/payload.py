@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from mpkit.common.cores import cores
 from mpkit.common.exceptions import report
 from mpkit.common.launch_folder import Settings
+from mpkit.common.this_process import cores
 from mpkit.strategies.packing.edited_modules import edited_functions
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.packing.world import World, pack_world

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.errors import MpkitError
 
 __all__ = ["EXPORT", "Seal", "sign_objects"]

@@ -16,15 +16,13 @@ from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
-from mpkit.launch.external.environment import is_launched, place_here
-from mpkit.launch.external.launcher import refuse_second_launcher
+from mpkit.launch.external.environment import is_launched, place_here, refuse_second_launcher
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import pack, settings_here
-from mpkit.launch.session.cluster_checks import check_ranks, check_timeout, place_ranks
+from mpkit.launch.session.cluster_checks import EXAMPLE, MEANT, check_ranks, check_timeout, place_ranks
 from mpkit.launch.session.import_ahead import import_ahead
-from mpkit.launch.session.train_example import EXAMPLE, MEANT
 from mpkit.launch.session.turns import Turns
 
 if TYPE_CHECKING:

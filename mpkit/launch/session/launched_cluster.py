@@ -40,7 +40,14 @@ def facts_in_common(job: TrainJob) -> dict[str, Any]:
     for name, tensor in job.what.model.state_dict().items():
         if hasattr(tensor, "detach"):
             weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            weights.update(tensor.detach().cpu().double().contiguous().numpy().tobytes())
+            tensor = tensor.detach()
+            weights.update(
+                (tensor.double() if tensor.is_floating_point() else tensor)
+                .cpu()
+                .contiguous()
+                .numpy()
+                .tobytes()
+            )
     facts = {
         "plan": str(job.plan),
         "steps": job.how.steps,

@@ -69,7 +69,7 @@ class Run(RunResults):
         show: bool | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
-        from mpkit.launch.process.installed_modules import installed_modules
+        from mpkit.strategies.packing.edited_modules import installed_modules
         from mpkit.strategies.runtime.train import train
 
         self._observers = Observers(observers)

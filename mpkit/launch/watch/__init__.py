@@ -3,7 +3,6 @@
 `mk.watch.step` and `mk.watch.span` are for such programs: they say what mpkit cannot see by itself.
 """
 
-from mpkit.launch.watch.span import span
-from mpkit.launch.watch.step import step
+from mpkit.launch.watch.span import span, step
 
 __all__ = ["span", "step"]

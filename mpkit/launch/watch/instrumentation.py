@@ -1,7 +1,7 @@
 """Instrumentation: a program that knows nothing of mpkit leaves a Trace like any other.
 
     communication    every operator of c10d                          `communication`, `completion`
-    actions          forward, loss, backward, optimizer, steps       `modules`, `engine`, `optimizers`, `actions`
+    actions          forward, loss, backward, optimizer, steps       `modules`, `optimizers`, `actions`; every backward
     stages           stage and micro-batch, under torch's pipelining  `pipelining`
     data             the time until samples are there                `loading`
     costs            FLOPs, bytes and memory of each action            `costs`, `measured_step`
@@ -13,21 +13,25 @@ listeners away at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
+import torch.autograd
+import torch.autograd.graph
 from torch import nn
 from torch.optim import Optimizer
 
+from mpkit.common.process_wide import Replacements
+from mpkit.common.torch_private import current
 from mpkit.launch.watch.actions import Actions
 from mpkit.launch.watch.costs import WatchedCosts
-from mpkit.launch.watch.engine import EngineRuns
 from mpkit.launch.watch.loading import WatchedLoaders
 from mpkit.launch.watch.modules import Modules
 from mpkit.launch.watch.optimizers import Optimizers
 from mpkit.launch.watch.pipelining import ProgramStages
-from mpkit.launch.watch.step import WATCHED
+from mpkit.launch.watch.span import WATCHED
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.strategies.program_calls.communication import Communication, warn_of_unknown
@@ -35,7 +39,7 @@ from mpkit.strategies.program_calls.completion import Completion
 from mpkit.strategies.program_calls.lines import SourceLines
 from mpkit.trace import Kind
 
-__all__ = ["ProgramRecording"]
+__all__ = ["EngineRuns", "ProgramRecording"]
 
 
 class ProgramRecording:
@@ -113,3 +117,34 @@ class ProgramRecording:
             self.modules.backward_ends()
             self.completion.settle()
         self.actions.end(self._backward_ops.pop())
+
+
+class EngineRuns:
+    """The runs of autograd's engine.
+
+    Args:
+        begins: called before each run, with the tensors from which it starts.
+        ends: called after each run, also after one that raised.
+    """
+
+    def __init__(self, begins: Callable[[Any], None], ends: Callable[[], None]) -> None:
+        self._begins, self._ends = begins, ends
+        self._replaced = Replacements()
+
+    def install(self) -> None:
+        """Begin to see backwards."""
+        run, begins, ends = current("_engine_run_backward"), self._begins, self._ends
+
+        def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            begins(outputs)
+            try:
+                return run(outputs, *args, **kwargs)
+            finally:
+                ends()
+
+        for module in (torch.autograd, torch.autograd.graph):
+            self._replaced.put(module, "_engine_run_backward", engine_run_backward)
+
+    def uninstall(self) -> None:
+        """Leave backwards as they were."""
+        self._replaced.restore()

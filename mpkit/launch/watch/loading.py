@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.common.torch_private import _BaseDataLoaderIter
 from mpkit.launch.watch.actions import Actions
 from mpkit.trace import Kind

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.operators import flops_of, moved_by, tensors_in

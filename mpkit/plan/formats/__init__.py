@@ -6,4 +6,7 @@ syntax     JSON and YAML, written and read;  command  command lines and batch sc
 accelerate, deepspeed, fsdp, megatron, tf_config, torchrun, torchtitan, trainer
            a table per format; torchrun has slurm's too
 write      a Plan written;  read  a file read, its format guessed
+word       a value of a text, with what is open about it
+shell, shell_text
+           what is read of shell scripts, none of which runs
 """

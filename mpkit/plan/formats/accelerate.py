@@ -21,6 +21,8 @@ from mpkit.plan.formats.keys import (
     context,
     number,
     number_of,
+    older_key,
+    refuse_file,
 )
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
@@ -83,6 +85,12 @@ def _device(ours: str) -> Callable[[Any], dict[str, Any]]:
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     ranks = number_of(values.get("num_processes", 1))
+    if "num_processes" not in values and values.get("distributed_type") not in (None, "NO", False):
+        notes.append("num_processes is left out, which is whatever GPUs the machine has: read as 1")
+    if "mixed_precision" not in values and bool_of(values.get("fp16", False)):  # as it was said before 0.6
+        fields["precision"] = "fp16"
+    if values.get("distributed_type") == "DEEPSPEED" and f"{SPEED}.zero_stage" not in values:
+        fields["zero"] = 2  # DeepSpeedPlugin's own
     inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
     if ranks % inner:
         raise ValueError(
@@ -94,7 +102,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     )
     if replicate > 1 and shard > 1:
         fields |= {"dp_shard": shard, "dp_replicate": replicate}
-    if strategy := values.get(f"{FSDP}_sharding_strategy"):
+    strategy = values.get(f"{FSDP}_sharding_strategy", values.get("fsdp_config.sharding_strategy"))
+    if strategy is not None:
         words, machines = SHARDING.get(str(strategy), str(strategy)), number_of(values.get("num_machines", 1))
         hybrid = words.lower().startswith("hybrid") and fields["dp"] % machines == 0
         fields |= legacy_fsdp(words, [] if hybrid else notes)
@@ -132,6 +141,7 @@ GENERAL: tuple[FormatKey, ...] = (
     context("machine_rank", "which machine this is: different on each, from 0", lambda asked: 0),
     context("main_process_ip", "the first machine", lambda asked: asked.master if asked.nodes > 1 else None),
     context("main_process_port", "its port", lambda asked: asked.port if asked.nodes > 1 else None, (int,)),
+    context("fp16", "as was said before mixed_precision", lambda asked: None, (bool,)),
     context("use_cpu", "whether ranks are on CPUs", lambda asked: False, (bool,)),
 )  # fmt: skip
 
@@ -140,6 +150,8 @@ SHARDED: tuple[FormatKey, ...] = (
     context(f"{FSDP}_reshard_after_forward", "true: ZeRO-3; false: gathered parameters stay until the backward",
             _write_for("FSDP", lambda asked: asked.plan.zero != 2)),
     context(f"{FSDP}_sharding_strategy", "as FSDP1 says it", lambda asked: None),
+    older_key("fsdp_config.sharding_strategy", ("zero",), lambda value: {}),
+    older_key("fsdp_config.offload_params", ("offload",), _true("offload", "params")),
     context(f"{FSDP}_auto_wrap_policy", "each block is gathered by itself",
             _write_for("FSDP", lambda asked: "TRANSFORMER_BASED_WRAP")),
     FormatKey(f"{FSDP}_offload_params", "parameters, gradients and optimizer on the host",
@@ -150,6 +162,8 @@ SHARDED: tuple[FormatKey, ...] = (
     _parallel("dp_shard_size", "replicas, sharded", lambda asked: asked.plan.mesh.dp_shard),
     _parallel("tp_size", "ranks that share each layer", lambda asked: asked.plan.tp, "tp"),
     _parallel("cp_size", "ranks that share each sequence", lambda asked: asked.plan.cp, "cp"),
+    FormatKey(f"{PARALLEL}_sp_size", "ranks that share each sequence, by heads (Ulysses)", lambda asked: None,
+              lambda value: {"cp": number_of(value), "cp_method": "ulysses"} if number_of(value) > 1 else {}),
 )  # fmt: skip
 
 OTHERS: tuple[FormatKey, ...] = (
@@ -163,6 +177,9 @@ OTHERS: tuple[FormatKey, ...] = (
     FormatKey(f"{SPEED}.offload_param_device", "where parameters are",
         _write_for("DEEPSPEED", lambda asked: "cpu" if asked.plan.offload == "params" else "none"), _device("params"),
         ("offload",)),
+    FormatKey(f"{SPEED}.deepspeed_config_file", "DeepSpeed's own configuration", lambda asked: None, refuse_file),
+    FormatKey(f"{MEGA}_recompute_activations", "recomputes attentions", lambda asked: None,
+              _true("recompute", "selective"), ("recompute",)),
     number(f"{MEGA}_tp_degree", "tp", "ranks that share each layer", _in_mode("MEGATRON_LM")),
     number(f"{MEGA}_pp_degree", "pp", "pipeline ranks", _in_mode("MEGATRON_LM")),
     number(f"{MEGA}_context_parallel_size", "cp", "ranks that share each sequence", _in_mode("MEGATRON_LM")),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
+from mpkit.plan.formats.shell import Shell
 from mpkit.plan.formats.syntax import Page, Syntax
-from mpkit.plan.formats.text.shell import Shell
-from mpkit.plan.formats.text.word import Word, agree
+from mpkit.plan.formats.word import Word, agree
 
 __all__ = ["command", "options"]
 

@@ -5,6 +5,7 @@ Degrees of a pipeline are in code there (`PipelineModule(num_stages=)`), and so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mpkit.plan.checks import call_of
@@ -19,6 +20,7 @@ from mpkit.plan.formats.keys import (
     context,
     number,
     number_of,
+    older_key,
 )
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import JSON
@@ -40,6 +42,13 @@ def _offload(name: str, part: str, values: tuple[str, ...]) -> FormatKey:
         return "cpu" if asked.plan.offload in values and asked.plan.zero else None
 
     return FormatKey(name, f"where {part} are kept", write, read, ("offload",))
+
+
+OLDER_OFFLOAD = {"cpu_offload": "optimizer", "cpu_offload_params": "params", "cpu_offload_param": "params"}
+
+
+def _older_offload(ours: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {"offload": ours} if bool_of(value) else {}
 
 
 def _bits(name: str, precision: str) -> FormatKey:
@@ -78,8 +87,6 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
             "of them is left out: read as dp=1"
         )
-    if all(bool_of(values.get(f"{bits}.enabled", False)) for bits in ("bf16", "fp16")):
-        raise ValueError("deepspeed: bf16 and fp16 are both enabled; DeepSpeed takes one of them")
     if str(values.get("zero_optimization.offload_optimizer.device")) == "nvme":
         notes.append("offload to nvme is read as offload to the host")
     if elements := values.get("zero_optimization.reduce_bucket_size"):
@@ -116,8 +123,9 @@ DEEPSPEED = Format(
         number("gradient_accumulation_steps", "microbatches", "micro-batches per optimizer step"),
         choice(f"{ZERO}.stage", "zero", {0: 0, 1: 1, 2: 2, 3: 3},
                "1 shards optimizer states, 2 gradients too, 3 parameters too"),
-        number(f"{ZERO}.mics_shard_size", "dp_shard", "replicas per group that shards everything (MiCS)",
-               lambda asked: asked.plan.zero == 3),
+        FormatKey(f"{ZERO}.mics_shard_size", "replicas per group that shards everything (MiCS)",
+                  lambda asked: asked.plan.dp_shard if asked.plan.zero == 3 else None,
+                  lambda value: {} if value == -1 else {"dp_shard": number_of(value)}, ("dp_shard",)),
         FormatKey(f"{ZERO}.zero_hpz_partition_size", "replicas per group with a secondary shard of parameters (hpZ)",
                   lambda asked: asked.plan.dp_secondary,
                   lambda value: {"dp_secondary": None if number_of(value) == 1 else number_of(value)},
@@ -128,10 +136,16 @@ DEEPSPEED = Format(
         _offload(f"{ZERO}.offload_param.device", "parameters", ("params",)),
         _bits("bf16.enabled", "bf16"),
         _bits("fp16.enabled", "fp16"),
-        number("tensor_parallel.autotp_size", "tp", "ranks that share each layer", lambda asked: asked.plan.tp > 1),
+        FormatKey("tensor_parallel.autotp_size", "ranks that share each layer",
+                  lambda asked: asked.plan.tp if asked.plan.tp > 1 else None,
+                  lambda value: {} if value == 0 else {"tp": number_of(value)}, ("tp",)),
         FormatKey("sequence_parallel_size", "ranks that share each sequence, by heads (Ulysses)",
             lambda asked: asked.plan.cp if asked.plan.cp > 1 else None,
-            lambda value: {"cp": number_of(value), "cp_method": "ulysses"}, ("cp", "cp_method")),
+            lambda value: {} if number_of(value) == 1 else {"cp": number_of(value), "cp_method": "ulysses"},
+            ("cp", "cp_method")),
+        older_key(ZERO, ("zero",), lambda value: {"zero": 1} if value != {} and bool_of(value) else {}),
+        older_key("bfloat16.enabled", ("precision",), lambda value: {"precision": "bf16"} if bool_of(value) else {}),
+        *(older_key(f"{ZERO}.{name}", ("offload",), _older_offload(ours)) for name, ours in OLDER_OFFLOAD.items()),
     ),
     _finish,
     {

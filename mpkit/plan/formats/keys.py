@@ -9,9 +9,12 @@ from typing import Any
 from mpkit.plan.checks import whole
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax
-from mpkit.plan.formats.text.word import Word, shorten
+from mpkit.plan.formats.word import Word, shorten
 
-__all__ = ["LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of"]
+__all__ = [
+    "LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of", "older_key",
+    "refuse_file",
+]  # fmt: skip
 
 LARGEST = 2**40
 """The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
@@ -75,9 +78,14 @@ class Format:
             ValueError: a value is none that the key can have.
         """
         known = {key.name: key for key in self.keys}
+        sections = {name[:at]: name for name in known for at, letter in enumerate(name) if letter == "."}
         fields: Fields = {}
         kept: Values = {}
         for name, value in values.items():
+            if name not in known and name in sections and value is not None and value != {}:
+                raise ValueError(
+                    f"{self.name}: {name} = {shorten(value)}: it holds settings, such as {sections[name]}"
+                )
             if name not in known or value is None:
                 continue
             if value == "auto" and not name.startswith("--"):
@@ -86,9 +94,17 @@ class Format:
             kept[name] = value
             reason = value.reason if isinstance(value, Word) else ""
             try:
-                fields |= known[name].read(value)
+                said = known[name].read(value)
             except ValueError as error:
                 raise ValueError(f"{self.name}: {name} = {shorten(value)}: {reason or error}") from None
+            if said.get("precision", before := fields.get("precision")) != before and before in (
+                "bf16",
+                "fp16",
+            ):
+                raise ValueError(
+                    f"{self.name}: bf16 and fp16 are both enabled; the framework takes one of them"
+                )
+            fields |= said
             if isinstance(value, Word) and value.note:
                 notes.append(value.note)
         fields = self.finish(kept, fields, notes)
@@ -133,7 +149,8 @@ def bool_of(value: Any) -> bool:
     Raises:
         ValueError: it is none.
     """
-    found = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower())
+    words = {True: ("true", "1", "yes", "on", "y", "t"), False: ("false", "0", "no", "off", "n", "f")}
+    found = next((truth for truth, said in words.items() if str(value).lower() in said), None)
     if found is None:
         raise ValueError("true or false")
     return found
@@ -192,6 +209,22 @@ def flag(name: str, field: str, ours: Any, comment: str, *, always: bool = False
         return said if said or always else None
 
     return FormatKey(name, comment, write, lambda value: {field: ours} if bool_of(value) else {}, (field,))
+
+
+def refuse_file(value: Any) -> Mapping[str, Any]:
+    """Refuse the name of another file as a key's value.
+
+    Raises:
+        ValueError: always; it says how to read that file.
+    """
+    raise ValueError(
+        "the plan is in that file: Plan.read('ds_config.json'), with a train_batch_size that says how many replicas"
+    )
+
+
+def older_key(name: str, fields: Sequence[str], read: Callable[[Any], Mapping[str, Any]]) -> FormatKey:
+    """Return a key of older versions, which is read and never written."""
+    return FormatKey(name, "as older versions say it", lambda asked: None, read, tuple(fields))
 
 
 def context(

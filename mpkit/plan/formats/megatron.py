@@ -5,11 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.command import command, options
-from mpkit.plan.formats.keys import Fields, Format, FormatKey, Values, context, flag, number, number_of
+from mpkit.plan.formats.keys import (
+    Fields,
+    Format,
+    FormatKey,
+    Values,
+    context,
+    flag,
+    number,
+    number_of,
+    older_key,
+)
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.torchrun import FLAGS, LAUNCH, ranks_of
@@ -57,6 +68,31 @@ def _bucket(value: Any) -> dict[str, Any]:
     return {"bucket_mb": number_of(value) * GRADIENT_BYTES / 2**20}
 
 
+def _count_stages(values: Values, each: int) -> int:
+    """Return the stages per rank, of which all ranks' have `each` layers."""
+    layers = values.get("--num-layers")
+    if layers is None or number_of(layers) % each:
+        raise ValueError(
+            f"megatron: --num-layers-per-virtual-pipeline-stage needs --num-layers, a multiple of {each}"
+            + ("" if layers is None else f", and it is {layers}")
+            + "; or --num-virtual-stages-per-pipeline-rank=2"
+        )
+    return number_of(layers) // each
+
+
+def _gone(instead: str) -> Callable[[Any], dict[str, Any]]:
+    def refuse(value: Any) -> dict[str, Any]:
+        raise ValueError(f"Megatron takes it no longer: {instead}")
+
+    return refuse
+
+
+def _refuse_layout(value: Any) -> dict[str, Any]:
+    raise ValueError(
+        "a layout is not read: --num-virtual-stages-per-pipeline-rank=2 says the stages of each rank"
+    )
+
+
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
     ranks = ranks_of(values, notes) if "--nproc-per-node" in values else inner
@@ -66,6 +102,16 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             f"--nproc-per-node={inner}"
         )
     dp = ranks // inner
+    if layers := values.get("--num-layers-per-virtual-pipeline-stage"):
+        fields["virtual_stages"] = _count_stages(values, fields.get("pp", 1) * number_of(layers))
+    if "--recompute-activations" in values:
+        fields["recompute"] = "selective"
+    sharded = {"--use-megatron-fsdp", "--use-custom-fsdp"} & set(values)
+    if "--use-torch-fsdp2" in values:
+        fields["zero"] = 2 if "--torch-fsdp2-no-reshard-after-forward" in values else 3
+    elif "--data-parallel-sharding-strategy" in values and not sharded:
+        notes.append("--data-parallel-sharding-strategy goes with --use-megatron-fsdp: left out")
+        fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
     fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
     if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses":
         fields["cp_order"] = "zigzag"
@@ -121,6 +167,10 @@ def _script(page: Page) -> str:
     )
 
 
+OTHER_FLAGS = (
+    "--recompute-activations", "--use-custom-fsdp", "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward",
+)  # fmt: skip
+
 KEYS: tuple[FormatKey, ...] = (
     number("--tensor-model-parallel-size", "tp", "ranks that share each layer"),
     number("--pipeline-model-parallel-size", "pp", "pipeline ranks"),
@@ -159,6 +209,12 @@ KEYS: tuple[FormatKey, ...] = (
             lambda asked: "uniform" if asked.plan.recompute == "full" else None),
     context("--recompute-num-layers", "layers of which one input is kept",
             lambda asked: 1 if asked.plan.recompute == "full" else None, (int,)),
+    context("--num-layers", "layers of the model", lambda asked: None, (int,)),
+    context("--num-layers-per-virtual-pipeline-stage", "interleaved 1F1B, by its layers", lambda asked: None, (int,)),
+    *(context(name, "as older versions say it", lambda asked: None) for name in OTHER_FLAGS),
+    older_key("--model-parallel-size", (), _gone("--tensor-model-parallel-size=2")),
+    older_key("--checkpoint-activations", (), _gone("--recompute-activations")),
+    older_key("--pipeline-model-parallel-layout", (), _refuse_layout),
     flag("--bf16", "precision", "bf16", "computes in bf16, with fp32 master weights"),
     flag("--fp16", "precision", "fp16", "computes in fp16, with loss scaling"),
     FormatKey("--optimizer-cpu-offload", "the optimizer works on the host",
@@ -175,7 +231,7 @@ MEGATRON = Format(
         _script,
         (
             *FLAGS, "--sequence-parallel", "--use-distributed-optimizer", "--use-megatron-fsdp", "--bf16", "--fp16",
-            "--optimizer-cpu-offload", "--use-precision-aware-optimizer",
+            "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--checkpoint-activations", *OTHER_FLAGS,
         ),
         (SIZES,),
     ),

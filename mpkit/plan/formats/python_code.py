@@ -1,16 +1,23 @@
-"""Python: configuration objects, and constants at the head of a script. Files are parsed, never run."""
+"""Python: configuration objects, and constants at the head of a script. Files are parsed, never run.
+
+A value that nobody can tell without running the module is a `Word` with a reason.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax
-from mpkit.plan.formats.text.constants import constants
-from mpkit.plan.formats.text.word import agree
+from mpkit.plan.formats.syntax import Page, Syntax, flat
+from mpkit.plan.formats.word import Word, agree
 
-__all__ = ["assignments", "python_code"]
+__all__ = ["assignments", "constants", "python_code"]
+
+_SECTION = re.compile(r"^[ \t]*\[[a-z_.]+\][ \t]*(?:#.*)?$", re.MULTILINE)
+"""The line with which a section of TOML begins."""
 
 
 def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syntax:
@@ -29,6 +36,8 @@ def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syn
     def load(text: str) -> dict[str, Any]:
         try:
             found: dict[str, Any] = {}
+            if sections and _SECTION.search(text):  # as torchtitan was configured before 0.3
+                return flat(tomllib.loads(text))
             for name, value in constants(ast.parse(text), sections):
                 agree(found, name, value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -68,3 +77,102 @@ def assignments(page: Page, classes: Mapping[str, str]) -> str:
 def _literal(value: Any) -> str:
     text = repr(value)
     return f'"{value}"' if isinstance(value, str) and '"' not in text and "\\" not in text else text
+
+
+def constants(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    r"""Yield constants that are assigned in the module, and the arguments of configuration objects.
+
+    Args:
+        tree: the module.
+        sections: by the name of a class, what keys of it begin with, as in {"TrainingConfig": "training"}.
+
+    >>> text = "TP = 2\nRANKS: int = 4 * TP\nif x: RANKS = 3\nc = Config(tp=TP, pp=degree())"
+    >>> list(constants(ast.parse(text), {"Config": "c"}))
+    [('TP', 2), ('RANKS', 'RANKS'), ('c.tp', 2), ('c.pp', 'degree')]
+    """
+    known: dict[str, Any] = {}
+    for statement in tree.body:
+        _assign(statement, known)
+    for name, value in known.items():
+        if not (isinstance(value, str) and value.rpartition(".")[2] in sections):
+            yield name, value
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := _name(node.func).rpartition(".")[2]) in sections:
+            for argument in node.args:
+                yield f"{name}({_shorten(argument)})", None  # which argument that is, only the class knows
+            for keyword in node.keywords:
+                if keyword.arg is None:
+                    yield f"{name}(**{_shorten(keyword.value)})", None
+                else:
+                    yield f"{sections[name]}.{keyword.arg}", _value(keyword.value, known)
+
+
+def _assign(statement: ast.stmt, known: dict[str, Any]) -> None:
+    """Add what a statement at the top of a module assigns."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return
+    if isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            for name, value in _pairs(target, statement.value):
+                known[name] = _value(value, known)
+    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        if statement.value is not None:
+            known[statement.target.id] = _value(statement.value, known)
+    elif isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+        name = statement.target.id
+        known[name] = _value(ast.BinOp(ast.Name(name), statement.op, statement.value), known)
+    else:  # an if, a loop, a with
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                known[node.id] = Word(
+                    node.id, reason=f"line {node.lineno} sets it within a block; write the value at the top"
+                )
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
+        for one, its in zip(target.elts, value.elts, strict=False):
+            yield from _pairs(one, its)
+    elif isinstance(target, ast.Tuple | ast.List):
+        for one in target.elts:
+            yield from _pairs(one, value)
+
+
+def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    """Return the value of an expression; of a call the name of what is called."""
+    if isinstance(node, ast.Name) and node.id in known:
+        return known[node.id]
+    if isinstance(node, ast.Call):
+        return Word(_name(node.func), reason=f"{_shorten(node)} is not called: write the value, such as 2")
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, known), _value(node.right, known)
+        if all(type(one) is int and abs(one) < 2**53 for one in (left, right)):
+            if isinstance(node.op, ast.Add | ast.Sub):
+                return left + (right if isinstance(node.op, ast.Add) else -right)
+            if isinstance(node.op, ast.Mult):
+                return left * right
+            if isinstance(node.op, ast.FloorDiv) and right:
+                return left // right
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return Word(_shorten(node), reason="it is not calculated: write the value, such as 2")
+
+
+def _name(node: ast.expr) -> str:
+    """Return a name with dots; "" if the expression is something else."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""
+
+
+def _shorten(node: ast.expr) -> str:
+    try:
+        text = ast.unparse(node)
+    except ValueError:  # a number of thousands of digits
+        return "..."
+    return text if len(text) <= 60 else f"{text[:60]}..."

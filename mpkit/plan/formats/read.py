@@ -23,6 +23,7 @@ LONGEST = 2**20  # bytes of a file
 MOST_RANKS = 2**20
 ENDINGS = {
     ".json": {"JSON"}, ".yaml": {"YAML"}, ".yml": {"YAML"}, ".py": {"Python"}, ".sh": {"a command line"},
+    ".toml": {"Python"},
 }  # fmt: skip
 """What files with an ending are written in: a YAML with a mistake is not read as something else."""
 
@@ -130,7 +131,7 @@ def _load_formats(source: Any, what: str) -> tuple[dict[str, dict[str, Any]], di
 
 def _unknown(chosen: Format, values: Mapping[str, Any]) -> list[str]:
     known = {key.name for key in chosen.keys}
-    return [name for name in values if name not in known]
+    return [name for name, value in values.items() if name not in known and value != {}]
 
 
 def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:

@@ -15,11 +15,12 @@ from mpkit.plan.formats.keys import (
     context,
     number,
     number_of,
+    older_key,
 )
 from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.text.word import Word
+from mpkit.plan.formats.word import Word
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
 
@@ -86,6 +87,9 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     ):  # ranks of cp are sharded too
         fields["zero"] = 2 if policy == "never" or (policy == "default" and pipelined) else 3
     fields["dp"] = shard * replicate
+    fields.setdefault("precision", "bf16")  # torchtitan's defaults
+    if pipelined:
+        fields.setdefault("schedule", ONE_F_ONE_B)
     if fields.get("tp", 1) == 1:
         fields.pop("sequence_parallel", None)
     elif f"{P}.enable_sequence_parallel" not in values:
@@ -96,7 +100,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     micro = number_of(values.get(f"{P}.pipeline_parallel_microbatch_size", 1)) if pipelined else local
     total = values.get(f"{T}.global_batch_size", -1)
     parts = local // micro if pipelined else 1 if total == -1 else number_of(total) // (local * fields["dp"])
-    if str(values.get("activation_checkpoint", "")).startswith("SelectiveAC"):
+    ac = values.get("activation_checkpoint.mode", "none")
+    if str(values.get("activation_checkpoint", "")).startswith("SelectiveAC") or ac == "selective":
         notes.append("selective recomputation by operators is not read: a Plan's is of attentions")
     return fields | {"microbatches": max(1, parts)}
 
@@ -126,6 +131,8 @@ TORCHTITAN = Format(
     (
         FormatKey("activation_checkpoint", "recomputes each block in the backward",
             lambda asked: "FullAC.Config" if asked.plan.recompute == "full" else None, _recompute, ("recompute",)),
+        older_key("activation_checkpoint.mode", ("recompute",),
+                  lambda value: {"recompute": "full"} if value == "full" else {}),
         FormatKey(f"{P}.data_parallel_replicate_degree", "replicas, or groups of them, that hold everything",
             lambda asked: _degrees(asked.plan)[0], _degree, ("dp_replicate",)),
         FormatKey(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",

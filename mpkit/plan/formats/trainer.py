@@ -17,6 +17,7 @@ from mpkit.plan.formats.keys import (
     flag,
     number,
     number_of,
+    refuse_file,
 )
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
@@ -97,6 +98,7 @@ TRAINER = Format(
         FormatKey("activation_checkpointing", "recomputes each block in the backward",
             lambda asked: asked.plan.recompute == "full" and not _shards(asked), _recompute, ("recompute",)),
         FormatKey("gradient_checkpointing", "its older name", lambda asked: None, _recompute, ("recompute",)),
+        FormatKey("deepspeed", "DeepSpeed's own configuration", lambda asked: None, refuse_file),
         FormatKey("fsdp", "shards parameters, gradients and optimizer states (FSDP2)",
             lambda asked: True if _shards(asked) else None, _fsdp, ("zero",)),
         context("fsdp_config.version", "FSDP2: fully_shard", lambda asked: 2 if _shards(asked) else None),

@@ -11,8 +11,7 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
                  the schedules of the literature, pure functions of (p, m) or (p, m, v)
     placement    which rank holds which stage
     catalogue    the schedules by name
-    theory       their bubbles, according to the papers
-    summary      bubble, what is held at most, and where the loss is, for a cost model
+    summary      bubble, also according to the papers, what is held at most, and where the loss is, for a cost model
     validate     whether a schedule finishes, is complete and fits into memory
     lower        adds sends and receives
     grid         draws a schedule in text

@@ -7,14 +7,15 @@ much as one of few, and need not be built.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import lru_cache
 
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
-from mpkit.plan.schedule.theory import bubble_in_theory
 
-__all__ = ["bubble", "makespan", "peak_live", "stage_ranks"]
+__all__ = ["bubble", "bubble_in_theory", "makespan", "peak_live", "stage_ranks"]
+
 
 FULL = 4
 """Times p micro-batches after which a pipeline mostly repeats itself."""
@@ -120,3 +121,34 @@ def stage_ranks(schedule: str | Schedule, p: int, v: int = 1) -> tuple[int, ...]
 @lru_cache(4096)
 def _stage_ranks(name: str, p: int, v: int) -> tuple[int, ...]:
     return build_schedule(name, p, 1, v).stage_to_rank
+
+
+def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool = False) -> Fraction | None:
+    """Return the idle fraction of a step's span, averaged over ranks, in theory.
+
+    Stages are equal, F = I = W, and messages take no time.
+
+    The span is from the first action of any rank to the last action of any rank (GPipe's bubble; Megatron divides by
+    the ideal time instead). So a rank that begins later in ZB-H2 counts as idle until then.
+
+    Args:
+        name: the name of a schedule in the catalogue.
+        p, m, v: ranks, micro-batches, stages per rank.
+        recompute: whether a backward recomputes its forward: then a micro-batch takes 4 instead of 3, and ranks are
+            idle for as long as before, since they recompute while they wait for the gradient.
+
+    Returns:
+        the fraction; None where the papers give none, with too few micro-batches to fill the pipeline.
+
+    >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
+    (Fraction(3, 11), Fraction(3, 19))
+    >>> bubble_in_theory("zbv", 4, 8, 2)
+    Fraction(1, 17)
+    """
+    entry = SCHEDULES[name]
+    if entry.idle is None or not (entry.filled(p, m) or p == 1):
+        return None
+    idle = entry.idle(p, m)
+    # A rank's work, in forwards of a stage.
+    busy = (4 if recompute else 3) * m * v
+    return Fraction(idle, idle + busy)

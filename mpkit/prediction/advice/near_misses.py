@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
@@ -22,7 +22,6 @@ from mpkit.prediction.cost_model.step import StepTime
 
 __all__ = ["NearMiss", "near_misses"]
 
-GIB = 2**30
 NEAR = 0.5
 """By how much of the room a plan that does not fit is out at most, to be called near."""
 EXPOSED = "tensor parallel", "context parallel", "replicas", "ZeRO-3 gathers", "messages between stages"
@@ -85,7 +84,7 @@ def _near_miss(priced: LayoutPrices, here: StepTime, change: str, excess: float,
         out = (
             f"leaves {percent(free / memory)} of the memory free"
             if free > 0
-            else f"out by {-free / GIB:.1f} GiB"
+            else f"out by {memory_text(-free)}"
         )
         why = f"{out}; it would take {seconds(there.seconds)} per step"
         return NearMiss(layout, change, there.seconds, excess, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
@@ -92,6 +92,6 @@ def change_since(advice: Advice) -> str:
     if not any(moved):
         return f"{was}; every rank holds what it needs to go on."
     return (
-        f"{was}, now {seconds(new.seconds)}; to go on, ranks fetch {sum(moved) / GIB:,.1f} GiB of weights and "
-        f"states, {max(moved) / GIB:.1f} GiB at most each."
+        f"{was}, now {seconds(new.seconds)}; to go on, ranks fetch {memory_text(sum(moved))} of weights and "
+        f"states, {memory_text(max(moved))} at most each."
     )

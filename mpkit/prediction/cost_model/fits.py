@@ -222,7 +222,7 @@ class Fits(DrawnResult, DelegatedAnswer):
             cost = f"{seconds(step)} per step, {step / e.step_time - 1:+.0%}"
             lines.append(
                 f"What would fit, at the least cost: {self.remedy.change} "
-                f"({Fits(self.remedy.estimate).needed / GIB:.1f} GiB; {cost}):\n  {self.remedy.plan!r}"
+                f"({memory_text(Fits(self.remedy.estimate).needed)}; {cost}):\n  {self.remedy.plan!r}"
             )
         else:
             lines.append(

@@ -2,8 +2,7 @@
 
 trace     the caller's side: checks, and a Trace of all ranks from what one process recorded
 play      the rank's side: one rank of many, on tensors without content
-kinds     which ranks do the same
-mirror    the records of one rank, rewritten for the others
+mirror    which ranks do the same, and the records of one of them rewritten for the others
 memory    what each rank would hold when it holds most, by category
 """
 

@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkit.common.patches import Replacements
-from mpkit.common.process_wide import LOCK
+from mpkit.common.process_wide import LOCK, Replacements
 from mpkit.common.torch_private import (
     FakeStore,
     FakeTensor,
@@ -36,7 +35,7 @@ from mpkit.common.torch_private import (
 )
 from mpkit.devices.hardware import Device
 from mpkit.plan.plan import Plan
-from mpkit.prediction.dry_run.kinds import kinds, order
+from mpkit.prediction.dry_run.mirror import kinds, order
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import Wire
 from mpkit.strategies.data.microbatch import Value

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.common.cores import cores
+from mpkit.common.this_process import cores
 from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
 from mpkit.devices.catalogue import hardware as find

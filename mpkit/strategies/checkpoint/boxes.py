@@ -96,8 +96,8 @@ def boxes_of(
     at = end_of_rows(whole, rows)
     width = prod((shard.shape if shard else whole)[at:])
     by_dim = [(range(size),) for size in whole] if shard is None else shard.ranges_by_dim
-    above = _flattened(whole[:at], by_dim[:at])
-    left = _flattened(whole[at:], by_dim[at:])
+    above = _flatten_ranges(whole[:at], by_dim[:at])
+    left = _flatten_ranges(whole[at:], by_dim[at:])
     return [
         (ParameterBox(over.start, beside.start, over.stop, beside.stop), row * width + column)
         for box in _of_range(start, end, width)
@@ -106,10 +106,10 @@ def boxes_of(
     ]
 
 
-def _flattened(sizes: Sequence[int], by_dim: Sequence[Sequence[range]]) -> list[range]:
+def _flatten_ranges(sizes: Sequence[int], by_dim: Sequence[Sequence[range]]) -> list[range]:
     """Return the ranges of flattened dimensions, from those of each of them.
 
-    >>> _flattened((2, 6), ((range(2),), (range(1, 3),)))
+    >>> _flatten_ranges((2, 6), ((range(2),), (range(1, 3),)))
     [range(1, 3), range(7, 9)]
     """
     found = [range(1)]

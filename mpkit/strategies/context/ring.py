@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
-from mpkit.strategies.context.block import attend, gradients, merge, wide
+from mpkit.strategies.context.block import Tiles, attend, count_pairs, gradients, join_runs, merge, wide
 from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import pieces
-from mpkit.strategies.context.tiles import Tiles, count_pairs, join_runs
 
 __all__ = ["ring_attention"]
 

@@ -9,8 +9,8 @@ Each part therefore returns the sum of its losses and their number, and the loss
 Its gradient is the gradient of the summed totals divided by the summed counts, which are known only after the last
 forward. By then a 1F1B pipeline has done most of its backwards. So each backward starts from total / nominal, where
 `nominal` approximates the count of a batch, and the update multiplies the complete gradients by nominal / count.
-`nominal` is a power of two, so scaling by it is exact, and gradients are about as large as those of a mean, which fp16
-can represent.
+`nominal` is a power of two, so scaling by it is exact, and gradients are about as large as those of a mean, and not
+larger, so that fp16 can represent them.
 
     mean over samples   (loss * k / K, )         of k samples out of K
     (total, count)      (total / nominal, count)
@@ -117,9 +117,12 @@ def shares(value: Any, weight: float, nominal: float | None) -> tuple[Tensor, ..
 
 
 def nominal_count(count: float) -> float:
-    """Return the largest power of two that does not exceed the count; 1 if there is none.
+    """Return the smallest power of two that is not below the count; 1 if there is none.
 
-    >>> nominal_count(48.0), nominal_count(0.75), nominal_count(0.0), nominal_count(float("nan"))
-    (32.0, 0.5, 1.0, 1.0)
+    >>> nominal_count(48.0), nominal_count(64.0), nominal_count(0.75), nominal_count(0.0), nominal_count(float("nan"))
+    (64.0, 64.0, 1.0, 1.0, 1.0)
     """
-    return 2.0 ** (frexp(count)[1] - 1) if isfinite(count) and count > 0 else 1.0
+    if not isfinite(count) or count <= 0:
+        return 1.0
+    mantissa, exponent = frexp(count)
+    return 2.0 ** (exponent - (mantissa == 0.5))

@@ -2,9 +2,8 @@
 
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.blocks import repeated_blocks
-from mpkit.strategies.models.chain import chain
+from mpkit.strategies.models.chain import chain, cut
 from mpkit.strategies.models.convnet import ConvNet
-from mpkit.strategies.models.cut import cut
 from mpkit.strategies.models.experts import MixtureOfExperts, place_experts
 from mpkit.strategies.models.gpt import GPT, GPTConfig, PackedGPT, document_mask, next_token_loss
 from mpkit.strategies.models.mlp import MLP

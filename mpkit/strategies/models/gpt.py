@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.strategies.models.chain import SizedChain
 from mpkit.strategies.models.experts import MixtureOfExperts
-from mpkit.strategies.models.sized_chain import SizedChain
 
 __all__ = ["GPT", "GPTConfig", "PackedGPT", "document_mask", "next_token_loss"]
 

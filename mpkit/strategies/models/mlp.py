@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.strategies.models.sized_chain import SizedChain
+from mpkit.strategies.models.chain import SizedChain
 
 __all__ = ["MLP"]
 

@@ -40,8 +40,14 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.nn_dataparallel.gathered_loss import ShareForward, gathered_loss
 from mpkit.strategies.nn_dataparallel.replicate_parameters import ReplicateParameters
-from mpkit.strategies.nn_dataparallel.rows import RowSpec, pack_rows, pad_rows, row_bytes, unpack_rows
-from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
+from mpkit.strategies.nn_dataparallel.scatter_feed import (
+    RowSpec,
+    ScatteredMicroBatch,
+    pack_rows,
+    pad_rows,
+    row_bytes,
+    unpack_rows,
+)
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.stage import Stage
 

@@ -1,8 +1,7 @@
 """How what is sent to ranks is pickled, and what goes with it.
 
-packing           objects from notebooks by value, and special cases for objects from libraries
-parametrizations  modules whose class torch made
-world             what the launching process has set or patched for all of its code
-patches           functions and classes that were put into libraries
-edited_modules    the user's modules that were edited since their import
+packing         objects from notebooks by value, and special cases for objects from libraries
+world           what the launching process has set or patched for all of its code
+patches         functions and classes that were put into libraries
+edited_modules  the user's modules that were edited since their import
 """

@@ -1,16 +1,22 @@
-"""The user's own modules that were edited since this process imported them: ranks import the files as they are now."""
+"""The user's own modules that were edited since this process imported them: ranks import the files as they are now.
+
+The installed modules that define a model do not change while a notebook is open.
+"""
 
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
+from torch import nn
+
 from mpkit.strategies.packing.patches import is_installed
 
-__all__ = ["edited_functions"]
+__all__ = ["edited_functions", "installed_modules"]
 
 
 def edited_functions(names: Iterable[str | None]) -> list[str]:
@@ -62,3 +68,25 @@ def _content(code: CodeType) -> object:
     """Return what a function does, wherever in its file it is."""
     parts = [_content(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return code.co_code, code.co_names, parts
+
+
+WARM = ("torch", "mpkit")
+"""Packages that ranks have imported anyway."""
+
+
+def installed_modules(model: nn.Module | None) -> list[str]:
+    """Return the Python modules that define the model's classes, if they are installed and not the user's own files.
+
+    >>> installed_modules(nn.Linear(2, 3))  # torch's are there already
+    []
+    """
+    if model is None:
+        return []
+    places = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    return [name for name in names if name.partition(".")[0] not in WARM and _is_within(name, places)]
+
+
+def _is_within(name: str, places: set[Path]) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and not places.isdisjoint(Path(file).resolve().parents)

@@ -53,7 +53,7 @@ def shards_by(plan: Plan, model: nn.Module) -> dict[str, list[str]]:
 
 def _stages(plan: Plan, model: nn.Module) -> tuple[list[list[str]], list[str]]:
     """Return the names of a model's layers by stage, and notes on how the stages were balanced."""
-    from mpkit.strategies.models.cut import cut
+    from mpkit.strategies.models.chain import cut
 
     layers = [
         (f"{name}.{inner}" if inner else name, module)

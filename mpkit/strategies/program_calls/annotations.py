@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 
 __all__ = ["Annotations"]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.strategies.comm.call_checks import CheckedCall
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder

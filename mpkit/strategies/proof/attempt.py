@@ -98,6 +98,17 @@ class Attempt:
         buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
         return loss, {**found, **buffers}
 
+    def overflows(self) -> bool:
+        """Return whether a gradient of the whole batch, or of a part of it, is not finite at twice the loss scale."""
+        twice = replace(self, scale=2 * self.scale)
+        parts = (
+            (tuple(part(value, which) for value in self.batch), draws)
+            for which, _, draws in self.draws.parts()
+        )
+        found = [twice.run(self.begin_again())[1]]
+        found += [twice.run(self.begin_again(), (x, y), draws)[1] for (x, y), draws in parts]
+        return any(g is not None and not bool(g.isfinite().all()) for each in found for g in each.values())
+
     def buffers_in_parts(self, replica: int) -> dict[str, Tensor]:
         """Return the model's buffers after a replica's shares of the micro-batches, one after another."""
         serial = self.begin_again()

@@ -50,10 +50,13 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
     Args:
         job: the training.
         attempt: the step, from its beginning.
-        gradients: those of the ranks, by name.
+        gradients: those of the ranks, by name; all None where they overflowed.
     """
     untold = []
-    for kind in (_parameters, _norms, _memory, _parts, _mode, _factor, _share):
+    kinds = [_parameters, _norms, _memory, _parts]
+    if any(gradient is not None for gradient in gradients.values()):
+        kinds += [_mode, _factor, _share]
+    for kind in kinds:
         try:
             found = kind(job, attempt, gradients)
         except Exception as error:
@@ -126,7 +129,8 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
     if count == 1 and job.plan.recompute == "none":
         return ""
     (loss, first), (later, second) = attempt.run(serial), attempt.run(serial)
-    if distance(loss, later) <= close(attempt) * largest(loss) and _equal(attempt, first, second):
+    # The very same operators: one rounding apart at most.
+    if distance(loss, later) <= close(attempt) ** 2 * largest(loss) and _equal(attempt, first, second):
         return ""
     why = f"a step has {count} of them" if count > 1 else "recomputation does some twice"
     return (
@@ -167,8 +171,9 @@ def _factor(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
     for name, wanted in found.items():
         got = gradients[name]
         if wanted is not None and got is not None:
-            product += float((got.double() * wanted.double()).sum())
-            square += float(wanted.double().square().sum())
+            wide = torch.promote_types(wanted.dtype, torch.float64)
+            product += float((got.to(wide) * wanted.to(wide).conj()).sum().real)
+            square += float(wanted.to(wide).abs().square().sum())
     factor = product / square if square else 1.0
     if abs(factor - 1.0) < close(attempt):
         return ""

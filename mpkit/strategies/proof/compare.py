@@ -43,9 +43,10 @@ def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], 
     by = distance(got, wanted)
     if by <= few or by <= few + more():
         return
-    a, b = got.detach().reshape(-1).double(), wanted.detach().reshape(-1).double()
+    wide = torch.promote_types(wanted.dtype, torch.float64)  # complex stays complex
+    a, b = (each.detach().reshape(-1).to(wide) for each in (got, wanted))
     at = int(torch.nan_to_num((a - b).abs(), nan=float("inf")).argmax())
-    raise Difference(f"{what} is {float(a[at]):.6g} and not {float(b[at]):.6g}")
+    raise Difference(f"{what} is {a[at].item():.6g} and not {b[at].item():.6g}")
 
 
 def compare_gradients(
@@ -100,7 +101,7 @@ def compare_buffers(
             if name not in wanted or got.shape != wanted[name].shape:
                 continue
             what, more = f"the buffer {name} on rank {rank}", partial(noise.bound_of, f"buffer {name}")
-            allowed = few * largest(wanted[name]) if got.is_floating_point() else 0.0
+            allowed = few * largest(wanted[name]) if got.is_floating_point() or got.is_complex() else 0.0
             try:
                 same(what, got, wanted[name], allowed, more)
             except Difference:

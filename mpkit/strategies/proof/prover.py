@@ -145,6 +145,10 @@ class Prover:
             same("the loss", reported, value, allowed, partial(noise.bound_of, ""))
             if not found.skipped:
                 compare_gradients(found, gradients, noise, few)
+            elif _finite(gradients) and self._job.what.nominal is None and not attempt.overflows():
+                raise Difference(
+                    "the ranks left the update out, and no gradient of serial training overflows"
+                )
         except Difference as difference:
             difference.cause = cause_of(self._job, attempt, found.gradients)
             raise

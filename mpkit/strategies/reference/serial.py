@@ -46,7 +46,7 @@ class Serial:
     ) -> None:  # fmt: skip
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = {name: p if dtype is None else _wide(p) for name, p in trained.items()}
-        self.model, self.loss, self.dtype = model.to(dtype), loss, dtype
+        self.model, self.loss, self.dtype = _narrow(model, dtype), loss, dtype
         self.schedule, self.limit = lr_schedule or (lambda step: 1.0), max_grad_norm
         self.optimizer = optimizer(self.weights)
 
@@ -74,7 +74,9 @@ class Serial:
             weight.grad = None if gradients[name] is None else gradients[name].clone()
         # ---- clip
         if self.limit is not None:
-            nn.utils.clip_grad_norm_(self.weights.values(), self.limit)
+            there = (weight.grad for weight in self.weights.values() if weight.grad is not None)
+            norm = nn.utils.get_total_norm(g.to(torch.promote_types(g.dtype, torch.float32)) for g in there)
+            nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, norm)
         # ---- update
         for group in self.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(step)
@@ -88,8 +90,14 @@ class Serial:
             parameter.copy_(self.weights.get(name, parameter))
 
 
+def _narrow(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    if dtype is None:
+        return model
+    return model.half() if dtype == torch.float16 else model.bfloat16()  # which leave what is complex
+
+
 def _wide(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(parameter.detach().float())
+    made = nn.Parameter(_cast(parameter.detach().clone(), torch.float32))
     made.__dict__.update(parameter.__dict__)  # marks by which an optimizer groups
     return made
 

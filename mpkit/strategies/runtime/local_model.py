@@ -23,7 +23,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.core import Schedule
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
-from mpkit.strategies.context.positions import shift_positions
+from mpkit.strategies.context.sequence import shift_positions
 from mpkit.strategies.experts.divided_experts import divide_experts
 from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.models.own_draws import OwnDraws

@@ -24,8 +24,7 @@ from mpkit.strategies.data_parallel.replicated_part import (
     secondary_group,
     shard_groups,
 )
-from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
-from mpkit.strategies.data_parallel.sync_cost import SyncCost
+from mpkit.strategies.data_parallel.sync_batchnorm import SyncCost, over_whole_batch
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob

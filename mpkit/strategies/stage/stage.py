@@ -20,7 +20,7 @@ from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["PRECISIONS", "Stage", "arguments_of", "call", "cast", "onto_device", "track"]
+__all__ = ["PRECISIONS", "Stage", "arguments_of", "call", "cast", "cast_module", "onto_device", "track"]
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of plans that do not compute in the model's own precision."""
@@ -106,6 +106,14 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     flat, shape = flatten(value)
     return rebuild(shape, [cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in flat])
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's parameters and buffers to 16 bits where they are of floating point.
+
+    What is complex stays, as in `nn.Module.half`; `nn.Module.to` would drop its imaginary part.
+    """
+    module.half() if dtype == torch.float16 else module.bfloat16()
 
 
 def call(layer: nn.Module, value: Any, *, first: bool) -> Any:

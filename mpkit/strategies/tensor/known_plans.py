@@ -20,8 +20,7 @@ from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.models.chain import is_chain, layers_of
 from mpkit.strategies.tensor.known_blocks import BLOCKS, EMBEDDINGS, HEADS, SEQUENCES
 from mpkit.strategies.tensor.region import has_outputs, is_linear
-from mpkit.strategies.tensor.tied_head import find_head
-from mpkit.strategies.tensor.transformers_plan import own_plan
+from mpkit.strategies.tensor.transformers_plan import find_head, own_plan
 
 __all__ = ["find_tensor_plan"]
 

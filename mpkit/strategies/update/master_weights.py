@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.stage.gradient_sync import Piece
-from mpkit.strategies.stage.stage import PRECISIONS
+from mpkit.strategies.stage.stage import PRECISIONS, cast_module
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
@@ -112,5 +112,5 @@ def narrow(plan: Plan, held: nn.Module) -> dict[nn.Parameter, Tensor]:
     fp32_params = {p: p.detach().to(torch.float32) for p in held.parameters() if p.is_floating_point()}
     for parameter in held.parameters():
         parameter.data = parameter.data.to(dtype) if parameter in fp32_params else parameter.data
-    held.to(dtype)  # buffers too
+    cast_module(held, dtype)  # buffers too
     return fp32_params

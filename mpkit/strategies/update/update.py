@@ -175,9 +175,9 @@ class Update:
                 gradient.copy_(part.view_as(gradient))
 
     def _finite_everywhere(self, gradients: Mapping[Piece, Tensor], factor: float | None) -> bool:
-        mine = (factor is None or isfinite(factor)) and all(
-            bool(torch.isfinite(gradient).all()) for gradient in gradients.values()
-        )
+        # With its factor a gradient is the mean's, which has to be representable in serial training.
+        whole = (g if factor is None else (g * factor).to(torch.float16) for g in gradients.values())
+        mine = (factor is None or isfinite(factor)) and all(bool(torch.isfinite(g).all()) for g in whole)
         flag = torch.tensor([0.0 if mine else 1.0], device=self._device)
         return self._comm.all_reduce(flag, op="max").item() == 0.0
 
@@ -191,7 +191,7 @@ class Update:
         for piece, gradient in gradients.items():
             first = self._first_of_experts if piece.axis == "ep" else self._first_of_rest
             if first and self._leads(but=piece.axis):
-                square += gradient.to(torch.float64).square().sum().to(self._device)
+                square += gradient.abs().to(torch.float64).square().sum().to(self._device)
         self._together.all_reduce(square)
         self.norm = square.sqrt().item()
         factor = limit / (self.norm + 1e-6)

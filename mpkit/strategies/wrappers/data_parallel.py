@@ -22,13 +22,12 @@ from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.backward import ModuleBackwards
-from mpkit.strategies.wrappers.held_parameters import HeldParameters
-from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
+from mpkit.strategies.wrappers.loop_proof import checked_prove
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
-from mpkit.strategies.wrappers.wrapper import ModuleWrapper
+from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
 from mpkit.trace import Kind
 
 __all__ = ["DataParallel", "ddp"]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.wrappers.fully_sharded import FullySharded
-from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
+from mpkit.strategies.wrappers.loop_proof import checked_prove
 from mpkit.strategies.wrappers.replicas import Group, check_module, size_of
 
 __all__ = ["fully_shard"]

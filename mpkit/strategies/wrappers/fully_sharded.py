@@ -33,14 +33,13 @@ from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import Masters, narrow
 from mpkit.strategies.wrappers.backward import ModuleBackwards
+from mpkit.strategies.wrappers.gradient_part import clip
 from mpkit.strategies.wrappers.half_precision import Half
-from mpkit.strategies.wrappers.held_parameters import HeldParameters
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
-from mpkit.strategies.wrappers.norm import clip
 from mpkit.strategies.wrappers.replicas import Group, context_for, replicas_of, shard_groups_of
 from mpkit.strategies.wrappers.shares import ShardedParameters
-from mpkit.strategies.wrappers.wrapper import ModuleWrapper
+from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
 from mpkit.strategies.zero.stages import zero_sync
 from mpkit.trace import Kind
 

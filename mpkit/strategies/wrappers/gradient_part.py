@@ -2,17 +2,23 @@
 
 torch.nn.utils.clip_grad_norm_ would scale each rank's part by the norm of that part, without a word, and so would
 `p.grad.data.pow(2).sum()`. Optimizers compute with plain tensors: while one steps, its gradients are not marked.
+The wrappers clip by the norm of the whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import DisableTorchFunctionSubclass
+from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["GradientPart", "mark_part", "marked_when_ready", "unmark_part"]
+__all__ = ["GradientPart", "clip", "mark_part", "marked_when_ready", "unmark_part"]
+
 
 SUMS = {
     "norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean", "nanmean",
@@ -67,3 +73,49 @@ def marked_when_ready(parameter: nn.Parameter) -> None:
             ready.grad = mark_part(ready.grad)
 
     parameter.register_post_accumulate_grad_hook(mark)
+
+
+@torch.no_grad()
+def clip(
+    mine: Sequence[Tensor],
+    everywhere: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    comm: Communicator,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients down to a norm, as torch.nn.utils.clip_grad_norm_ does, and return the norm before.
+
+    Args:
+        mine: gradients that this rank alone holds.
+        everywhere: gradients that each rank holds alike.
+        max_norm: the largest norm.
+        norm_type: p of the p-norm; inf for the largest element.
+        comm: the ranks that hold the others.
+        device: where the norm is computed.
+    """
+    p = float(norm_type)
+    here, alike = (_power_sum(gradients, p, device) for gradients in (mine, everywhere))
+    if p == inf:
+        norm = torch.maximum(comm.all_reduce(here, op="max"), alike)
+    else:
+        norm = (comm.all_reduce(here) + alike) ** (1.0 / p)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)[0]  # of no dimension, as a gradient may be
+    for gradient in (*mine, *everywhere):
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm[0].to(torch.float32)
+
+
+def _power_sum(gradients: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """Return the sum of |g|^p over all elements, or the largest |g| for inf, (1,) in float64."""
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        gradient = gradient.as_subclass(Tensor)  # of a part, whose norm users must not take
+        if not gradient.numel():
+            continue
+        gradient = gradient.abs() if gradient.is_complex() else gradient
+        if p == inf:
+            total = torch.maximum(total, gradient.abs().max().to(total))
+        else:
+            total += torch.linalg.vector_norm(gradient.to(torch.float64), p).to(device) ** p
+    return total

@@ -13,7 +13,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
+from mpkit.strategies.wrappers.loop_proof import checked_prove
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
 from mpkit.strategies.wrappers.replicas import check_module, context_for

@@ -32,12 +32,10 @@ from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.train import place_stages, watch_stages
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.wrappers.divided_optimizer import mark_divided
-from mpkit.strategies.wrappers.gradient_part import mark_part
-from mpkit.strategies.wrappers.held_parameters import HeldParameters
+from mpkit.strategies.wrappers.gradient_part import clip, mark_part
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
-from mpkit.strategies.wrappers.norm import clip
-from mpkit.strategies.wrappers.wrapper import ModuleWrapper
+from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
 __all__ = ["PipelineParallel"]

@@ -28,14 +28,12 @@ from mpkit.strategies.tensor.resolve import check
 from mpkit.strategies.tensor.shards import partial_sums, shards_of
 from mpkit.strategies.wrappers.backward import ModuleBackwards
 from mpkit.strategies.wrappers.divided_optimizer import mark_divided
-from mpkit.strategies.wrappers.gradient_part import marked_when_ready
-from mpkit.strategies.wrappers.held_parameters import HeldParameters
-from mpkit.strategies.wrappers.loop_proof.arguments import checked_prove
+from mpkit.strategies.wrappers.gradient_part import clip, marked_when_ready
+from mpkit.strategies.wrappers.loop_proof import checked_prove
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
-from mpkit.strategies.wrappers.norm import clip
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
-from mpkit.strategies.wrappers.wrapper import ModuleWrapper
+from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context

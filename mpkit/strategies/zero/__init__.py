@@ -16,8 +16,7 @@ gradients          reduce: a unit's gradients, accumulated whole or sharded
 reducer            reduce: in which order, while the backward goes on
 gather             gather: the hooks of stage 3 around forward and backward
 prefetch           gather: which layers are next
-residency          gather: what is whole at the moment
-sharded_parameter  a parameter while it is not gathered
+residency          gather: what is whole at the moment, and a parameter while it is not gathered
 """
 
 from mpkit.strategies.zero.shard import shard

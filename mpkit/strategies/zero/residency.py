@@ -1,18 +1,82 @@
-"""Which flat tensors of parameters are whole at the moment: gather, wait, free."""
+"""Which flat tensors of parameters are whole at the moment: gather, wait, free.
+
+A `ShardedParameter` is one that ZeRO stage 3 has not gathered, because no layer needs it at the moment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from mpkit.common.torch_private import DisableTorchFunctionSubclass, tree_leaves
 from mpkit.errors import MpkitError
 from mpkit.strategies.comm.process_group import PendingWork
 from mpkit.strategies.zero.flat import Flat
-from mpkit.strategies.zero.sharded_parameter import on_demand, veil
 
-__all__ = ["WholeParameters"]
+__all__ = ["ShardedParameter", "WholeParameters", "on_demand", "veil"]
+
+
+# What may be called on a parameter without reading its values.
+METHODS = {
+    "untyped_storage", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "numel", "nelement",
+    "dim", "ndimension", "size", "stride", "element_size", "is_floating_point", "is_complex", "__len__", "backward",
+}  # fmt: skip
+NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter while it is not gathered: it knows its shape, and is gathered when its values are read.
+
+    It can be gathered only while a model computes. At any other time reading it is an error: the memory that would be
+    read does not exist, so reading it would kill the process.
+    """
+
+    _gather: Callable[[nn.Parameter], bool]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function that needs no values; for any other, gather the parameters first."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_harmless = attribute not in NUMBERS if name in ("__get__", "__set__") else name in METHODS
+        sharded = [] if is_harmless else [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls)]
+        # One by one: gathering the parameter before may have made this one whole.
+        if name != "__set__" and all(arg.__class__ is not cls or arg._gather(arg) for arg in sharded):
+            is_harmless = True
+        if is_harmless:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        of_shape = f" of shape {list(sharded[0].shape)}" if sharded else ""
+        raise MpkitError(
+            f"{name} of a parameter{of_shape} that is sharded: each rank holds a part of it, and it is whole only "
+            "while its layer computes. Look at it inside `with replica.gathered():`, which all ranks enter."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<parameter of shape {list(self.shape)}, sharded; whole inside `with replica.gathered():`>"
+
+
+def on_demand(parameter: nn.Parameter, gather: Callable[[nn.Parameter], bool]) -> None:
+    """Set the function that gathers the parameter where it is used; it returns False where that is not possible."""
+    parameter._gather = gather  # type: ignore[attr-defined]
+
+
+def veil(parameters: Iterable[nn.Parameter], *, sharded: bool) -> None:
+    """Make parameters sharded ones, or plain ones again. Instances of a user's own subclasses stay as they are."""
+    now, then = (nn.Parameter, ShardedParameter) if sharded else (ShardedParameter, nn.Parameter)
+    for parameter in parameters:
+        if parameter.__class__ is now:
+            parameter.__class__ = then
 
 
 class WholeParameters:

@@ -7,8 +7,7 @@ stages                 stages of unlike size; the bubble of a schedule with few 
 buckets                gradients that are reduced later than they could be
 links                  a link that is slower than others; messages that are too small
 exposed_communication  communication that nothing hides
-inputs                 loading of data; copies between device and host
-host                   a device that waits for its host: launches, synchronizing calls
+host                   a device that waits for its host: launches, synchronizing calls, loading of data, copies
 memory                 recomputation that saves nothing; memory near the limit
 bubble_words           the bubble beside theory, in a sentence
 

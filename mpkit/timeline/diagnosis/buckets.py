@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mpkit.common.units import seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
 __all__ = ["late_buckets"]

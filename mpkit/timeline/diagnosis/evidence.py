@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import percent
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
 from mpkit.timeline.dependencies.blame import StepWaiting
 from mpkit.timeline.dependencies.critical_path import CriticalPath
-from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.dependencies.graph import StepGraph
+from mpkit.timeline.findings import Finding
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
@@ -140,11 +140,6 @@ class Evidence:
             changed[self.graph.of_row.get(int(row), [])] *= factor
         return changed
 
-    def gaps_before(self, rows: Callable[[int], bool]) -> Array:
-        """Return the GAP pieces before operations of which `rows(row)` is true."""
-        gaps = np.flatnonzero(self.graph.kind == Node.GAP)
-        return np.array([gap for gap in gaps.tolist() if rows(int(self.graph.row[gap]))], int)
-
     # ---- in words ---------------------------------------------------------------------------------------------
 
     def share(self, time: float) -> str:
@@ -193,8 +188,3 @@ def list_ranks(numbers: Iterable[str]) -> str:
     if len(these) > 2 and these == [str(int(these[0]) + i) for i in range(len(these)) if these[0] != "?"]:
         return f"Ranks {these[0]} to {these[-1]}"
     return f"Ranks {', '.join(map(str, these[:-1]))} and {these[-1]}"
-
-
-def a_step(time: float) -> str:
-    """Say seconds per step."""
-    return f"{seconds(time)} a step"

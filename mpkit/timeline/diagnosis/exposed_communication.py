@@ -11,7 +11,7 @@ import numpy as np
 
 from mpkit.common.units import seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
 __all__ = ["exposed_communication"]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
 __all__ = ["SLOW", "slow_links", "small_messages"]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = ["FULL", "GROWS", "memory_near_limit", "useless_recomputation"]

@@ -13,14 +13,12 @@ from mpkit.devices.hardware import Hardware
 from mpkit.timeline.diagnosis.buckets import late_buckets
 from mpkit.timeline.diagnosis.evidence import Evidence, Rule
 from mpkit.timeline.diagnosis.exposed_communication import exposed_communication
-from mpkit.timeline.diagnosis.host import host_bound, synchronizing_calls
-from mpkit.timeline.diagnosis.inputs import copies, slow_loading
+from mpkit.timeline.diagnosis.host import copies, host_bound, slow_loading, synchronizing_calls
 from mpkit.timeline.diagnosis.links import slow_links, small_messages
 from mpkit.timeline.diagnosis.memory import memory_near_limit, useless_recomputation
 from mpkit.timeline.diagnosis.stages import bubble, imbalance
 from mpkit.timeline.diagnosis.stragglers import stragglers
-from mpkit.timeline.findings.diagnosis import Diagnosis
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Diagnosis, Finding
 from mpkit.timeline.timeline import Timeline
 
 __all__ = ["RULES", "diagnose"]

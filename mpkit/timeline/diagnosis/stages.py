@@ -17,9 +17,9 @@ import numpy.typing as npt
 from mpkit.common.units import percent
 from mpkit.plan.hybrid import change_plan
 from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
-from mpkit.plan.schedule.theory import bubble_in_theory
+from mpkit.plan.schedule.summary import bubble_in_theory
 from mpkit.timeline.diagnosis.evidence import Evidence
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 from mpkit.timeline.simulation import simulate
 from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind

@@ -26,7 +26,7 @@ from mpkit.timeline.diagnosis.lateness import (
     on_time,
     was_busy,
 )
-from mpkit.timeline.findings.finding import Finding
+from mpkit.timeline.findings import Finding
 
 __all__ = ["SLOWER", "expected_times", "stragglers"]
 

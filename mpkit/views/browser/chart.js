@@ -4,7 +4,7 @@ const AROUND = 0.25; // of the screen's height, drawn above and below it
 
 class Chart {
   constructor(canvas, store, look) {
-    Object.assign(this, { canvas, store, look, labels: [], widest: "", hidden: new Set(), dark: false });
+    Object.assign(this, { canvas, store, look, labels: [], layers: [], widest: "", hidden: new Set(), dark: false });
     this.raster = new Raster();
     this.lanes = new Lanes();
     this.seen = new Seen(store);

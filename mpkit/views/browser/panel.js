@@ -1,6 +1,6 @@
 // The chart with what surrounds it: figures above, legend and table below, pointer and keys.
 //
-// The state it shows: {title, labels, groups, bubble, step_time, of, clock, note, live, table: {head, rows},
+// The state it shows: {title, labels, groups, layers: [{names, words}] by stage, bubble, step_time, of, clock, note, live, table: {head, rows},
 // room, widest, said, waits: [{rank, start, words}], stale, has_path, path, path_shown, ended}
 
 /** Dark as JupyterLab, VS Code, Colab or the page says; as the system prefers, where none does. */
@@ -108,6 +108,7 @@ class Panel {
     this.clock.textContent = clock ?? "";
     this.note.textContent = note ?? "";
     this.chart.labels = labels ?? [];
+    this.chart.layers = this.state.layers ?? [];
     this.chart.widest = this.state.widest ?? "";
     this.chart.waits = this.state.waits ?? [];
     this.chart.lanes.take(groups ?? []);

@@ -1,32 +1,38 @@
 // A search among operations: what is found keeps its colour, with a line below it, and everything else is paler.
 //
 //   "all_gather"          words: all of them occur in an operation's kind, its name or the legend's word for it
-//   "layer 7"             a number: of a layer or block, as in the names layers.7.mlp, h.7 and block7 ...
+//   "layer 7"             a number: of a layer or block, as in the names layers.7.mlp, h.7, block7 and, of an
+//                         nn.Sequential, 7; an action is found by all layers of its stage ...
 //   "rank 3 forward"      ... and of a rank (or GPU), stage, step or micro-batch; all that is asked has to hold
 
 const HINT = 'Search operations, such as "all_gather", "layer 7" or "rank 3 forward" (/). Enter goes to the next.';
 const COLUMN = { rank: "rank", gpu: "rank", stage: "stage", step: "step", microbatch: "microbatch" };
 const plain = (text) => text.toLowerCase().replace(/micro[-_ ]?batch(es)?/g, "microbatch").replace(/[-_]/g, " ").trim();
 
+/** Whether a name is that of a layer with this number, or of a part of it. */
+const isLayer = (name, number) =>
+  [`(^|[^a-z])(layers?|blocks?|h)[^a-z0-9]?${number}(?!\\d)`, `^([^0-9]*\\.)?${number}(\\.|$)`]
+    .some((pattern) => new RegExp(pattern).test(name.toLowerCase()));
+
 /** {columns: [[column, number], ...], layers: [number, ...], words: [word, ...]}; null if nothing is asked. */
 function readQuery(text) {
   const query = { columns: [], layers: [], words: [] };
   const rest = plain(text).replace(/\b(rank|gpu|stage|step|microbatch|layer|block)s? ?(\d+)\b/g, (_, what, number) => {
     if (COLUMN[what]) query.columns.push([COLUMN[what], Number(number)]);
-    else query.layers.push(new RegExp(`(^|[^a-z])(layers?|blocks?|h)[^a-z0-9]?${Number(number)}(?!\\d)`));
+    else query.layers.push(Number(number));
     return " ";
   });
   query.words = rest.split(/\s+/).filter(Boolean);
   return query.columns.length || query.layers.length || query.words.length ? query : null;
 }
 
-/** Whether an operation's kind and name have the words and the layers of a query. */
+/** Whether an operation's kind, its name and its stage's layers have the words and the layers of a query. */
 function isNamed({ words, layers }, chart, span) {
   const { store, look } = chart;
-  const name = store.names[store.value("name", span)] ?? "";
+  const names = [store.names[store.value("name", span)] ?? "", ...(layersOf(chart, span)?.names ?? [])];
   const kind = look.kinds[store.value("kind", span)] ?? "";
-  const text = plain(`${kind === "recv" ? "recv receive" : kind} ${name} ${look.inks[store.value("key", span)].word}`);
-  return words.every((word) => text.includes(word)) && layers.every((layer) => layer.test(name.toLowerCase()));
+  const text = plain([kind === "recv" ? "recv receive" : kind, look.inks[store.value("key", span)].word, ...names].join(" "));
+  return words.every((word) => text.includes(word)) && layers.every((number) => names.some((name) => isLayer(name, number)));
 }
 
 /** The ground over what is seen of the rows, but not over what was found there, which gets a line below. */
@@ -101,7 +107,7 @@ class Search {
     const fresh = new Uint8Array(store.count - this.found.count);
     for (let i = 0, span = this.found.count; span < store.count; i++, span++) {
       if (store.value("kind", span) === WAIT || store.value("lane", span) === LANE.NONE) continue;
-      const key = `${store.value("kind", span)} ${store.value("name", span)}`;
+      const key = `${store.value("kind", span)} ${store.value("name", span)} ${store.value("stage", span)} ${store.value("depth", span)}`;
       if (!this.named.has(key)) this.named.set(key, isNamed(this.query, chart, span));
       if (!this.named.get(key)) continue;
       if (!this.query.columns.every(([column, number]) => store.value(column, span) === number)) continue;

@@ -19,6 +19,13 @@ function title(chart, span) {
   return words.join(" · ");
 }
 
+/** {names, words}: the layers that an action computes, where a run has noted them. */
+function layersOf({ store, layers }, span) {
+  const value = (column) => store.value(column, span);
+  const acts = value("lane") === LANE.COMPUTE && value("kind") !== WAIT && !value("depth");
+  return acts ? layers[value("stage")] : undefined;
+}
+
 /** [[what, value], ...] of a span. */
 function facts(chart, span) {
   const { store, labels } = chart;
@@ -26,6 +33,8 @@ function facts(chart, span) {
   const who = (rank) => labels[rank] ?? `rank ${rank}`;
   const found = [["on", who(value("rank"))]];
   if (value("stage") >= 0) found.push(["stage", value("stage")]);
+  const layers = layersOf(chart, span);
+  if (layers) found.push(["layers", layers.words]);
   if (value("step") >= 0) found.push(["step", value("step")]);
   found.push(["start", seconds(value("start") - store.begin)], ["took", seconds(value("duration"))]);
   if (value("bytes") > 0) found.push(["bytes", amount(value("bytes"), "B")]);

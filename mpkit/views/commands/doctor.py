@@ -1,12 +1,143 @@
-"""The command `mpkit doctor`."""
+"""The command `mpkit doctor`, and its report.
+
+text    in a terminal with colours and as wide as it is
+HTML    the steps of a topic, and a table of findings
+"""
 
 from __future__ import annotations
 
 import argparse
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from mpkit.common.command_line import Commands, add_command
+from mpkit.common.safe_text import escape, visible
+from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
+from mpkit.views.theme import ACCENT, STATUS
 
-__all__ = ["add_doctor"]
+if TYPE_CHECKING:
+    from mpkit.launch.doctor.report import CheckupReport
+
+__all__ = ["add_doctor", "print_report", "report_html", "report_text", "verdict"]
+
+
+MARKS = {
+    Level.COSTS: ("!", "bold red"),
+    Level.NOTE: ("i", "cyan"),
+    Level.UNCHECKED: ("?", "yellow"),
+    Level.FINE: ("✓", "green"),
+}
+"""The mark and colour of each level, in the order of the report."""
+
+
+def report_text(report: CheckupReport, width: int = 110) -> str:
+    """Return the report as plain text."""
+    page = StringIO()
+    print_report(report, Console(file=page, width=width, color_system=None, highlight=False))
+    return "\n".join(line.rstrip() for line in page.getvalue().rstrip().splitlines())
+
+
+def print_report(report: CheckupReport, console: Console) -> None:
+    """Print the report: first what costs, then the rest by subject."""
+    if report.composed:
+        console.print(Text(f"Not this machine: {visible(report.composed)}", style="bold yellow"))
+    if report.topic is not None:
+        console.print(Text.assemble((report.topic.name, "bold"), f": {report.topic.means}"))
+        for number, (what, command) in enumerate(report.topic.steps, 1):
+            asked = "" if what.endswith("?") else ":"
+            console.print(Text.assemble(f"  {number}. {what}{asked} ", (command, "bold")))
+        console.print()
+    table = Table.grid(padding=(0, 1))
+    for level in MARKS:
+        for finding in report.of(level):
+            mark, style = MARKS[level]
+            table.add_row(Text(mark, style), Text(finding.subject, "bold"), _words(finding))
+    for variable in report.variables:
+        values = {"*": "text", "#": "number"}.get(variable.values, variable.values)
+        head = Text.assemble((variable.name, "bold"), f" = {values}; default: {variable.default}\n")
+        table.add_row("", "", head.append(f"    {variable.meaning} When: {variable.when}"))
+    console.print(table)
+    console.print(Text(verdict(report), style="bold"))
+
+
+def verdict(report: CheckupReport) -> str:
+    """Return the last line: how many findings cost."""
+    many, unchecked = len(report.of(Level.COSTS)), len(report.of(Level.UNCHECKED))
+    said = (
+        f"{plural(many, 'finding')} that cost{'s' * (many == 1)}" if many else "Nothing was found that costs"
+    )
+    rest = f", {unchecked} not checked" if unchecked else ""
+    took = f" ({report.seconds:.1f} s)" if report.seconds else ""
+    return f"{said}{rest}{took}."
+
+
+def _words(finding: CheckupFinding) -> Text:
+    """Return a finding in lines; one that is fine in a single one."""
+    if finding.level is Level.FINE:
+        more = f"  {visible(finding.fix)}" if finding.fix else ""
+        return Text.assemble(visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim"), more)
+    if finding.level is Level.UNCHECKED:
+        return Text.assemble(
+            "not checked: ", visible(finding.what), (f"  [{visible(finding.evidence)}]", "dim")
+        )
+    text = Text(visible(finding.what))
+    for word, line in (("evidence", finding.evidence), ("costs", finding.costs), ("fix", finding.fix)):
+        if line:
+            text.append(f"\n{word:>8}  ", "dim").append(visible(line))
+    return text
+
+
+COLOURS = {
+    Level.COSTS: STATUS["bad"], Level.NOTE: ACCENT, Level.FINE: STATUS["good"], Level.UNCHECKED: STATUS["doubt"],
+}  # fmt: skip
+ORDER = (Level.COSTS, Level.NOTE, Level.UNCHECKED, Level.FINE)
+
+
+def report_html(report: CheckupReport) -> str:
+    """Return the report as HTML, without scripts."""
+    parts = []
+    if report.composed:
+        parts.append(f"<p><b>Not this machine: {escape(report.composed)}</b></p>")
+    if report.topic is not None:
+        steps = "".join(
+            f"<li>{escape(what)}{'' if what.endswith('?') else ':'} <code>{escape(command)}</code></li>"
+            for what, command in report.topic.steps
+        )
+        parts.append(
+            f"<p><b>{escape(report.topic.name)}</b><br>{escape(report.topic.means)}</p><ol>{steps}</ol>"
+        )
+    rows = "".join(_row(finding) for level in ORDER for finding in report.of(level))
+    head = _head("", "about", "what", "evidence", "costs", "fix")
+    if rows:
+        parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+    if report.variables:
+        body = "".join(
+            f"<tr>{_cell(f'<code>{escape(each.name)}</code>')}{_cell(escape(each.values))}{_cell(escape(each.default))}"
+            f"{_cell(escape(each.meaning))}{_cell(escape(each.when))}</tr>"
+            for each in report.variables
+        )
+        names = _head("variable", "values", "default", "meaning", "when to set it")
+        parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
+    return f"<div>{''.join(parts)}<p><b>{escape(verdict(report))}</b></p></div>"
+
+
+def _row(finding: CheckupFinding) -> str:
+    level = f"<b style='color:{COLOURS[finding.level]}'>{finding.level}</b>"
+    fix = f"<code>{escape(finding.fix)}</code>" if finding.fix else ""
+    words = (finding.subject, finding.what, finding.evidence, finding.costs)
+    return f"<tr>{''.join(map(_cell, (level, *map(escape, words), fix)))}</tr>"
+
+
+def _head(*words: str) -> str:
+    return "".join(f"<th style='text-align:left'>{word}</th>" for word in words)
+
+
+def _cell(html: str) -> str:
+    return f"<td style='text-align:left;vertical-align:top;white-space:normal'>{html}</td>"
 
 
 def add_doctor(commands: Commands) -> None:

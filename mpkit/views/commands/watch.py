@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mpkit.common.patches import Replacements
+from mpkit.common.process_wide import Replacements
 from mpkit.launch.external.environment import is_launched, within_cluster
 from mpkit.launch.process.program_exit import finish
 from mpkit.launch.session.cluster import Cluster

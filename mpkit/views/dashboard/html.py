@@ -17,7 +17,7 @@ from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.colours import WHITE
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.svg import memory_svg
-from mpkit.views.theme import ACCENT, ALARM, MONO, STATUS, THEMES
+from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, THEMES
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
@@ -80,7 +80,7 @@ def progress(step: int, steps: int | None, losses: Sequence[float], left: float 
         words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b> {sparkline(losses)}'
     if left is not None:
         words += f' <span style="{_FAINT}">&nbsp;about {int(left) // 60}:{int(left) % 60:02d} left</span>'
-    return f'<div style="font-variant-numeric:tabular-nums;margin:0 12px;white-space:nowrap">{words}</div>'
+    return f'<div style="font-variant-numeric:tabular-nums;margin:0 {MARGIN:g}px;white-space:nowrap">{words}</div>'
 
 
 def sparkline(losses: Sequence[float], width: int = 110, height: int = 22) -> str:
@@ -150,7 +150,12 @@ def static(
     Of a long run it shows the last step, below a strip of the whole, as the live view does. `note` is what its picture
     cannot say, such as why its bubble is not that of theory.
     """
-    drawn = [head(title, status, proof), words, trouble(message), charted]
+    drawn = [
+        f'<div style="margin-left:{MARGIN:g}px">{head(title, status, proof)}</div>',
+        words,
+        trouble(message),
+        charted,
+    ]
     fold = timeline.world_size > FOLDED
     step = timeline.steps[-1] if len(timeline.steps) > LEGIBLE else None
     if step is not None:

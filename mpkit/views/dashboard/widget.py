@@ -25,6 +25,7 @@ from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
 from mpkit.views.dashboard.pace import Background, Pace, TimeLeft
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
+from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import has_tracks
 from mpkit.views.timeline.widget import TimelineView
@@ -57,6 +58,7 @@ class Dashboard:
         on_stop: called, in a thread of its own, when the stop button is pressed; None: there is no button.
         theory: the bubble according to the formula, to show next to the measured one.
         groups: the groups of the ranks.
+        layers: the layers of each stage, as `layers_trait` returns them.
         gpus: whether the ranks' GPUs are sampled.
     """
 
@@ -69,6 +71,7 @@ class Dashboard:
         *,
         theory: float | None = None,
         groups: Sequence[LaneGroup] = (),
+        layers: Sequence[dict[str, Any]] = (),
         gpus: bool = False,
     ) -> None:
         self.title, self.steps = title, steps
@@ -92,7 +95,7 @@ class Dashboard:
         self._stop.on_click(self._on_press)
         if on_stop is None:
             self._stop.layout.display = "none"
-        self.timeline = TimelineView(labels=labels, groups=groups)
+        self.timeline = TimelineView(labels=labels, groups=groups, layers=layers)
         self.timeline.live = True
         self.timeline.note = self._note()
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
@@ -263,6 +266,7 @@ class RunView:
             None if run.blocks else run.stop,
             theory=run.theory,
             groups=groups_of(so_far),
+            layers=layers_trait(so_far),
             gpus="sampled_gpus" in so_far.meta,
         )
 

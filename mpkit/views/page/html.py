@@ -38,6 +38,7 @@ from mpkit.views.page.trial import LINK, trial
 from mpkit.views.theme import THEMES, style_block, substitute_theme
 from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.path import MOST, has_path, path_of
+from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import pack_tracks
@@ -146,6 +147,7 @@ def _section(
         "title": "",
         "labels": [rank_label(timeline, rank) for rank in range(timeline.world_size)],
         "groups": groups_trait(groups_of(timeline), timeline.world_size),
+        "layers": layers_trait(timeline),
         "bubble": shown.bubble if works else None,
         "step_time": shown.step_time if works else None,
         "of": f"step {shown.steps[-1]}" if works and len(timeline.steps) > 1 else "",

@@ -20,8 +20,7 @@ from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 
 if TYPE_CHECKING:
-    from mpkit.timeline.findings.diagnosis import Diagnosis
-    from mpkit.timeline.findings.finding import Finding
+    from mpkit.timeline.findings import Diagnosis, Finding
 
 __all__ = ["diagnosis_html", "diagnosis_panel", "diagnosis_svg", "diagnosis_text"]
 

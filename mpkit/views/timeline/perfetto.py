@@ -23,8 +23,9 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.lanes import rank_label
-from mpkit.views.gpu.samples import TRACKS, curve
 from mpkit.views.memory.series import memory_of
+from mpkit.views.timeline.device_samples import TRACKS, curve
+from mpkit.views.timeline.stages import layer_words, layers_of_span
 
 __all__ = ["perfetto"]
 
@@ -100,7 +101,7 @@ def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
 
 
 def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
-    spans, names = timeline.spans, timeline.names
+    spans, names, layers = timeline.spans, timeline.names, layer_words(timeline)
     words = {int(kind): kind.word.replace("_", " ") for kind in Kind}
     columns = [name for name in SPAN.names or () if name != "pad"]
     lists = [spans[name].tolist() for name in columns]
@@ -117,6 +118,8 @@ def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Ite
         )
         arguments = {word: span[word] for word in ("stage", "microbatch", "step", "peer") if span[word] >= 0}
         arguments |= {word: span[word] for word in ("bytes", "flops") if span[word] > 0}
+        if computed := layers_of_span(layers, span):
+            arguments["layers"] = computed
         yield {
             "ph": "X",
             "pid": span["rank"],

@@ -29,7 +29,7 @@ from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.colours import Key, key_of
 from mpkit.views.drawing.lanes import groups_of, rank_label
 from mpkit.views.timeline.idle import idle_gaps, step_extents
-from mpkit.views.timeline.stages import stages_of
+from mpkit.views.timeline.stages import layer_words, layers_of_span, stages_of
 from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in_vain
 
 __all__ = [
@@ -104,9 +104,16 @@ class Picture:
         """The stages of each rank that has several, in their order."""
         return stages_of(self.timeline)
 
+    @cached_property
+    def layers(self) -> list[str]:
+        """The layers of each stage in words, where a run has noted them."""
+        return layer_words(self.timeline)
+
     def hover(self, box: npt.NDArray[Any]) -> str:
         """Return the text shown when the pointer rests on the box, one fact per line."""
         facts = describe(self.timeline, int(box["span"])) if box["span"] >= 0 else []
+        if box["span"] >= 0 and (layers := layers_of_span(self.layers, self.timeline.spans[box["span"]])):
+            facts.insert(1, f"layers {layers}")
         if box["key"] == Key.IDLE:
             facts.insert(0, f"idle for {seconds(float(box['end'] - box['start']))}")
         return "\n".join(facts)

@@ -1,16 +1,78 @@
-"""Stages of one rank told apart: a block of its second stage has a bar at its foot, one of its third has two."""
+"""Stages in pictures: the layers that each of them computes, and how those of one rank are told apart.
+
+A block of a rank's second stage has a bar at its foot, one of its third has two.
+"""
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import Lane
+from mpkit.trace import Kind, Lane
 
-__all__ = ["bars", "chunk_of", "stages_of"]
+__all__ = ["bars", "chunk_of", "layer_words", "layers_of_span", "layers_trait", "stages_of"]
+
+
+def layers_of_stages(timeline: Timeline) -> list[list[str]]:
+    """Return the names of the layers that an action of each stage computes; [] if nobody knows them.
+
+    A run notes them once, so that recording an action costs nothing more.
+    """
+    stages = timeline.meta.get("stages", [])
+    known = all(
+        isinstance(names, list | tuple) and all(isinstance(n, str) for n in names) for names in stages
+    )
+    return [list(names) for names in stages] if known else []
+
+
+def describe_layers(names: list[str]) -> str:
+    """Name the layers of a stage, those with consecutive numbers together.
+
+    >>> describe_layers(["embedding", "block0", "block1", "block2", "head"]), describe_layers(["h.7", "h.8"])
+    ('embedding, block0 to block2, head', 'h.7, h.8')
+    """
+    numbered = [re.fullmatch(r"(.*?)(\d{1,9})", name) for name in names]
+    ends = [
+        i + 1
+        for i, (one, two) in enumerate(pairwise(numbered))
+        if not (one and two and one[1] == two[1] and int(two[2]) == int(one[2]) + 1)
+    ]
+    runs = [names[begin:end] for begin, end in pairwise([0, *ends, len(names)])]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def layers_of_span(layers: list[str], span: Any) -> str:
+    """Return the layers of an action of the compute lane, in words; "" for other spans.
+
+    Args:
+        layers: the words of each stage, as `layer_words` returns them.
+        span: a record of `SPAN`, or a mapping with its columns.
+    """
+    stage = int(span["stage"])
+    acts = span["lane"] == Lane.COMPUTE and span["kind"] != Kind.WAIT and not span["depth"]
+    return layers[stage] if acts and 0 <= stage < len(layers) else ""
+
+
+def layer_words(timeline: Timeline) -> list[str]:
+    """Return the layers of each stage in words."""
+    return [describe_layers(names) for names in layers_of_stages(timeline)]
+
+
+def layers_trait(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the layers of each stage as the browser takes them: their names to search, and their words to read.
+
+    [] if each layer has been recorded as a span of its own: then a search finds the layers, and not whole stages.
+    """
+    stages, spans = layers_of_stages(timeline), timeline.spans
+    recorded = {timeline.names[name] for name in np.unique(spans["name"][spans["depth"] > 0]).tolist()}
+    if recorded.intersection(name for names in stages for name in names):
+        return []
+    return [{"names": names, "words": describe_layers(names)} for names in stages]
 
 
 def stages_of(timeline: Timeline) -> dict[int, list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key
-from mpkit.views.gpu.samples import device_lines
 from mpkit.views.timeline.coverage import coverage, strongest
+from mpkit.views.timeline.device_samples import device_lines
 from mpkit.views.timeline.picture import Picture, picture
 
 __all__ = ["FILL", "FILL_ASCII", "Cells", "cells", "columns_of", "text"]
@@ -96,9 +97,10 @@ def text(
     lines.append(" " * (gutter + 2) + _axis(pic, len(drawn[0].keys)))
     shown = {key for row in drawn for key in row.keys.tolist()}
     lines.append("  ".join(f"{fill[key]} {INKS[key].word}" for key in pic.keys if key in shown))
-    lines.append(_caption(pic, step, len(steps)))
+    lines += wrap(_caption(pic, step, len(steps)), width, break_long_words=False)
     lines += device_lines(timeline)
-    lines += timeline.notes if notes else []
+    for note in timeline.notes if notes else []:
+        lines += wrap(note, width, break_long_words=False)
     whole = "\n".join(lines)
     return whole.replace("·", "-").replace("µ", "u").encode("ascii", "replace").decode() if ascii else whole
 

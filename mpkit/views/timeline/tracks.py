@@ -17,9 +17,9 @@ from typing import Any
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS
-from mpkit.views.gpu.samples import TRACKS, device_tracks, head_of
 from mpkit.views.memory.peak import peak_words, repeated_from
 from mpkit.views.memory.series import device_memory, memory_of
+from mpkit.views.timeline.device_samples import TRACKS, device_tracks, head_of
 
 __all__ = ["MOMENTS", "expected_tracks", "has_tracks", "pack_tracks"]
 

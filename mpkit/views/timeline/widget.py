@@ -28,6 +28,7 @@ from mpkit.views.drawing.lanes import LaneGroup, groups_of, groups_trait, rank_l
 from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.fallback import static_bundle
 from mpkit.views.timeline.path import has_path, pack_path, path_of
+from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import expected_tracks, pack_tracks
 from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
@@ -64,6 +65,7 @@ class TimelineView(anywidget.AnyWidget):
         clock: "measured", "virtual" or "simulated", if no timeline is given.
         room: see below.
         groups: the groups of the ranks, if no timeline is given.
+        layers: the layers of each stage (`layers_trait`), if no timeline is given.
         widest: see below.
 
     Attributes:
@@ -89,6 +91,7 @@ class TimelineView(anywidget.AnyWidget):
     title = traitlets.Unicode().tag(sync=True)
     labels = traitlets.List(traitlets.Unicode()).tag(sync=True)
     groups = traitlets.List(traitlets.Dict()).tag(sync=True)
+    layers = traitlets.List(traitlets.Dict()).tag(sync=True)
     bubble = traitlets.Float(None, allow_none=True).tag(sync=True)
     step_time = traitlets.Float(None, allow_none=True).tag(sync=True)
     of = traitlets.Unicode().tag(sync=True)
@@ -120,11 +123,12 @@ class TimelineView(anywidget.AnyWidget):
         clock: str = "virtual",
         room: float = 0.0,
         groups: Sequence[LaneGroup] = (),
+        layers: Sequence[dict[str, Any]] = (),
         widest: str = "",
     ) -> None:
         super().__init__(
             look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room, widest=widest,
-            groups=groups_trait(groups, len(labels)),
+            groups=groups_trait(groups, len(labels)), layers=list(layers),
         )  # fmt: skip
         self._lock = threading.RLock()
         self._batches = SpanBatches()
@@ -180,6 +184,7 @@ class TimelineView(anywidget.AnyWidget):
             with self.hold_sync():
                 self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
                 self.groups = groups_trait(groups_of(timeline), timeline.world_size)
+                self.layers = layers_trait(timeline)
                 self.clock = clock_words(timeline)
                 if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
                     self.clock += f", on {hardware}"

@@ -15,7 +15,7 @@ from mpkit.course.framework.exercise import Case, CheckRow
 from mpkit.course.framework.frugal import LOOP, WASTEFUL
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
-from mpkit.course.limits.allowance import Limits
+from mpkit.course.sandbox.allowance import Limits
 from mpkit.course.tell import SLIP, STUB, tell
 from tests.classroom.mutants.mutate import Mutant, chosen
 

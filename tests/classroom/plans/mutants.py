@@ -29,7 +29,7 @@ from mpkit.course.framework.on_ranks import OnRanks
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.schedules import Schedules
 from mpkit.course.framework.source import run_cell
-from mpkit.course.limits.allowance import Limits
+from mpkit.course.sandbox.allowance import Limits
 from tests.classroom.plans import alone, changed, constants, schedules, together
 
 __all__ = ["PLAIN", "PlanMutant", "Verdict", "judged", "plan_mutants", "recorded", "verdicts_of"]

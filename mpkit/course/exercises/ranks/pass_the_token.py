@@ -52,7 +52,7 @@ EXERCISE = OnRanks(
         Budget("messages that a rank sends", messages, 1),
         Budget("collectives", collectives, 0),
     ),
-    after="01-pipeline-bubbles",
+    after="00-start-here",
     place=20,
     when={
         "buffer-of-another-dtype": lambda seen: seen.mismatch,

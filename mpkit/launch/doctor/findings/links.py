@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from mpkit.devices.hardware import wire_factor
 from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
 from mpkit.launch.doctor.parsers.facts import Facts, Unknown
-from mpkit.launch.doctor.parsers.p2p import WHY_NOT
 from mpkit.launch.doctor.parsers.pci import PciGpu
-from mpkit.launch.doctor.parsers.topology import ACROSS_CPU, Topology
+from mpkit.launch.doctor.parsers.topology import ACROSS_CPU, WHY_NOT, Topology
 from mpkit.trace import Kind
 
 __all__ = ["links", "pci"]

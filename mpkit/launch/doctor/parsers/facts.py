@@ -15,10 +15,8 @@ from mpkit.launch.doctor.parsers.host import (
     parse_memory_limit,
     parse_ports,
 )  # fmt: skip
-from mpkit.launch.doctor.parsers.nvlink import NvLinks, parse_nvlink
-from mpkit.launch.doctor.parsers.p2p import parse_p2p
 from mpkit.launch.doctor.parsers.pci import PciGpu, parse_pci
-from mpkit.launch.doctor.parsers.topology import Topology, parse_topology
+from mpkit.launch.doctor.parsers.topology import NvLinks, Topology, parse_nvlink, parse_p2p, parse_topology
 from mpkit.launch.doctor.probes.evidence import ProbeAnswers, Process
 from mpkit.launch.doctor.probes.torch_build import TorchBuild
 

@@ -1,7 +1,11 @@
-"""`nvidia-smi topo -m`: how each pair of GPUs is connected, and which CPUs are near each GPU.
+"""How GPUs are connected, as nvidia-smi prints it.
 
-The matrix has a column for each GPU and, on machines with network cards, for each of these; behind them the CPUs and
-the NUMA node that are near. Its letters, from near to far, as its own legend explains them:
+    topo -m          how each pair of GPUs is connected, and which CPUs are near each GPU
+    topo -p2p r      which GPUs can read each other's memory directly
+    nvlink --status  the NVLinks of each GPU, and how fast each of them is in one direction
+
+The matrix of `topo -m` has a column for each GPU and, on machines with network cards, for each of these; behind them
+the CPUs and the NUMA node that are near. Its letters, from near to far, as its own legend explains them:
 
     NV#   # NVLinks, bonded
     PIX   one PCIe bridge at most
@@ -17,7 +21,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ACROSS_CPU", "FAR_TO_NEAR", "Topology", "parse_topology"]
+__all__ = [
+    "ACROSS_CPU",
+    "FAR_TO_NEAR",
+    "WHY_NOT",
+    "NvLinks",
+    "Topology",
+    "parse_nvlink",
+    "parse_p2p",
+    "parse_topology",
+]
+
 
 FAR_TO_NEAR = ("SYS", "NODE", "PHB", "PXB", "PIX", "NV")
 """Kinds of connection; a GPU pair of a kind is nearer than one of an earlier kind."""
@@ -108,3 +122,84 @@ def parse_topology(text: str) -> Topology:
         tuple(cells[1] if len(cells) > 1 else "" for cells in near),
         len(devices) - gpus,
     )
+
+
+WHY_NOT = {
+    "CNS": "the chipset does not support it",
+    "GNS": "the GPU does not support it (GeForce cards since the 4090)",
+    "TNS": "the topology does not support it",
+    "NS": "it is not supported",
+    "DR": "the driver's registry key disables it",
+    "U": "unknown",
+}
+"""What the matrix's own legend says, by its letters."""
+
+
+def parse_p2p(text: str) -> Mapping[tuple[int, int], str]:
+    """Read the matrix: by pair of GPUs (a < b), "OK" or one of `WHY_NOT`.
+
+    >>> parse_p2p('''        GPU0    GPU1
+    ...  GPU0   X       GNS
+    ...  GPU1   GNS     X ''')
+    {(0, 1): 'GNS'}
+
+    Raises:
+        ValueError: there is no matrix in the text.
+    """
+    rows: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        cells = line.split()
+        if len(cells) > 1 and (match := re.fullmatch(r"GPU(\d+)", cells[0])) and "X" in cells[1:]:
+            rows[int(match[1])] = cells[1:]
+    if not rows:
+        raise ValueError("nvidia-smi topo -p2p printed no matrix of GPUs")
+    return {(a, b): cells[b] for a, cells in sorted(rows.items()) for b in range(a + 1, len(rows))}
+
+
+@dataclass(frozen=True)
+class NvLinks:
+    """The NVLinks of one GPU.
+
+    Attributes:
+        gpu: the GPU's index.
+        name: its name.
+        rates: bytes per second in one direction of each link that is up.
+        down: the links that are inactive.
+    """
+
+    gpu: int
+    name: str
+    rates: tuple[float, ...]
+    down: tuple[int, ...]
+
+
+def parse_nvlink(text: str) -> list[NvLinks]:
+    """Read the links of each GPU; GPUs that have none are listed without links, or not at all.
+
+    >>> [one] = parse_nvlink('''GPU 0: NVIDIA GeForce RTX 3090 (UUID: GPU-1c)
+    ...          Link 0: 14.062 GB/s
+    ...          Link 1: <inactive>''')
+    >>> one.rates, one.down
+    ((14062000000.0,), (1,))
+    """
+    found: list[NvLinks] = []
+    gpu: tuple[int, str] | None = None
+    rates: list[float] = []
+    down: list[int] = []
+
+    def close() -> None:
+        if gpu is not None:
+            found.append(NvLinks(*gpu, tuple(rates), tuple(down)))
+        rates.clear()
+        down.clear()
+
+    for line in text.splitlines():
+        if match := re.match(r"^\s*GPU (\d+): (.*?)(?: \(UUID.*)?$", line):
+            close()
+            gpu = int(match[1]), match[2]
+        elif match := re.match(r"^\s*Link (\d+): ([\d.]+) GB/s", line):
+            rates.append(round(float(match[2]) * 1e9, 3))
+        elif match := re.match(r"^\s*Link (\d+): <?inactive>?", line):
+            down.append(int(match[1]))
+    close()
+    return found

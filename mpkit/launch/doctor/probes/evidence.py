@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mpkit.common.cores import cores
 from mpkit.common.evidence import CommandOutput, ask, read
+from mpkit.common.this_process import cores
 from mpkit.devices.local.nvidia_smi import QUERY
 from mpkit.launch.doctor.probes.torch_build import TorchBuild, torch_build
 

@@ -12,7 +12,7 @@ from statistics import quantiles
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.cores import cores
+from mpkit.common.this_process import cores
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import Kind
 

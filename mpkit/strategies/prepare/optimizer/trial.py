@@ -195,7 +195,11 @@ def plain(value: Any) -> Any:
     {'lr': 0.5, 'betas': [0.9, 0.99]}
     """
     if isinstance(value, Tensor):
-        return value.tolist() if value.numel() <= 64 else (tuple(value.shape), float(value.double().sum()))
+        return (
+            value.tolist()
+            if value.numel() <= 64
+            else (tuple(value.shape), value.to(torch.promote_types(value.dtype, torch.float64)).sum().item())
+        )
     if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
     if isinstance(value, dict):

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from mpkit.plan.plan import Plan
-from mpkit.strategies.models.chain import is_chain
-from mpkit.strategies.models.cut import cut
+from mpkit.strategies.models.chain import cut, is_chain
 from mpkit.strategies.models.hooks import is_bare
 from mpkit.strategies.partition.graph import Graph
 

@@ -15,8 +15,7 @@ from mpkit.plan.balance import balance
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, one_of_each_shape, part, split
 from mpkit.strategies.job.feed import WholeBatches
-from mpkit.strategies.models.chain import is_chain, layers_of
-from mpkit.strategies.models.cut import cut
+from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.partition.graph import Graph
 from mpkit.strategies.partition.walk import prepare_modules
 from mpkit.strategies.prepare.arguments.arguments import check_loss, check_model

@@ -90,8 +90,13 @@ def are_apart(whole: ProbeResult, parts: ProbeResult, tolerance: float) -> bool:
 
 def far(ones: Mapping[str, Tensor], others: Mapping[str, Tensor], tolerance: float = ROUNDING) -> list[str]:
     """Return the names of tensors that differ."""
-    ones = {name: one.detach().double() for name, one in ones.items()}
-    others = {name: other.detach().double() for name, other in others.items()}
+    ones, others = (
+        {
+            name: each.detach().to(torch.promote_types(each.dtype, torch.float64))
+            for name, each in those.items()
+        }
+        for those in (ones, others)
+    )
     most = max((float(one.abs().max()) for one in ones.values() if one.numel()), default=0.0)
     names = []
     for name in ones.keys() | others.keys():

@@ -18,10 +18,11 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.loss.guard import GuardedLoss, MaskRule
 from mpkit.strategies.prepare.arguments.task import Rejection
-from mpkit.strategies.prepare.probe.compare import ROUNDING, are_apart, differ
+from mpkit.strategies.prepare.probe.compare import differ
 from mpkit.strategies.prepare.probe.messages import for_masked, for_model_loss, for_untried
 from mpkit.strategies.prepare.probe.parts import Parts
-from mpkit.strategies.prepare.probe.trial import ProbeTrial
+from mpkit.strategies.prepare.probe.trial import ProbeResult, ProbeTrial
+from mpkit.strategies.stage.stage import cast
 
 __all__ = ["MaskedData", "try_masked", "variants"]
 
@@ -84,9 +85,16 @@ def _differs(trial: ProbeTrial, variant: MaskedData, at_once: Made, apart: Made)
     tried = trial.with_data(variant.data)
     if variant.masked.side == 0:
         return differ(tried, lambda t: (t.run(at_once[0]), t.run(apart[0])))[2]
-    # The model does not see the targets: its outputs are known.
-    one, other = (tried.of_outputs(made, parts) for parts, made in (at_once, apart))
-    return are_apart(one, other, 8 * ROUNDING)
+
+    def of_known_outputs(t: ProbeTrial) -> tuple[ProbeResult, ProbeResult]:
+        # The model does not see the targets: its outputs are known.
+        one, other = (
+            t.of_outputs(made if t is tried else [cast(each, torch.float64) for each in made], parts)
+            for parts, made in (at_once, apart)
+        )
+        return one, other
+
+    return differ(tried, of_known_outputs)[2]
 
 
 IGNORED = (-100, -1, 0)

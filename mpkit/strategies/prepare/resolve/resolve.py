@@ -23,8 +23,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, one_of_each_shape
 from mpkit.strategies.job.resolved_plan import LocalNumbers, ResolvedPlan
-from mpkit.strategies.models.chain import is_chain, layers_of
-from mpkit.strategies.models.cut import cut
+from mpkit.strategies.models.chain import cut, is_chain, layers_of
 from mpkit.strategies.partition.boundary import LayerNumbers, SharedWeight
 from mpkit.strategies.partition.graph import PartitionedModel
 from mpkit.strategies.prepare.dry_run.copies import freeze_unshared_norms

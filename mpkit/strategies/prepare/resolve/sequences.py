@@ -18,8 +18,7 @@ from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
 from mpkit.strategies.context.layout import SequenceLayout
-from mpkit.strategies.context.positions import shift_positions
-from mpkit.strategies.context.sequence import check_sequences, sequence_part
+from mpkit.strategies.context.sequence import check_sequences, sequence_part, shift_positions
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content

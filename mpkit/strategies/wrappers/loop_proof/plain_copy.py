@@ -20,7 +20,7 @@ from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.rounding import RoundingMode, coarsest, distance, largest
-from mpkit.strategies.stage.stage import call, cast
+from mpkit.strategies.stage.stage import call, cast, cast_module
 from mpkit.strategies.wrappers.loop_proof.attributes import (
     apart_from_graph,
     kept_attributes,
@@ -86,7 +86,8 @@ class PlainCopy:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, loss: Loss | None = None) -> None:
         self.module, self._dtype, self._loss = copy_model(module), dtype, loss
-        self.module.to(dtype)
+        if dtype is not None:
+            cast_module(self.module, dtype)
         self.parameters = dict(self.module.named_parameters())
         self.device = next(iter(self.parameters.values())).device
         self._own = self._first = settings(self.module)

@@ -2,7 +2,7 @@
 
     pipeline       who sends to whom, and in which order each rank runs forwards and backwards   `pipeline`
     replicas       FSDP2's annotations, or reductions of gradients                                `replicas`
-    layers         all-reduces within forwards                                                    `layers`
+    layers         all-reduces within forwards: tensor parallelism
     exchanges      all-to-alls within forwards, for experts or for heads (Ulysses)                `exchanges`
     accumulation   backwards per step
     recomputation  operators that run again within a backward
@@ -13,6 +13,7 @@ Each finding is a sentence with its numbers. What the trace cannot tell is not i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -22,13 +23,12 @@ import numpy as np
 
 from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.inference.exchanges import exchanges_of
-from mpkit.timeline.foreign.inference.layers import tensor_of
 from mpkit.timeline.foreign.inference.observations import AxisEvidence, ObservedSteps
 from mpkit.timeline.foreign.inference.pipeline import InferredPipeline, pipeline_of
 from mpkit.timeline.foreign.inference.replicas import replicas_of
 from mpkit.trace import Kind, Trace
 
-__all__ = ["InferredStrategy", "infer"]
+__all__ = ["InferredStrategy", "infer", "tensor_of"]
 
 
 @dataclass(frozen=True)
@@ -143,3 +143,33 @@ def _of_recomputation(seen: ObservedSteps) -> AxisEvidence:
         return AxisEvidence()
     words = f"{again:,} operators that autograd records run within backwards: activations are recomputed."
     return AxisEvidence({"recompute": "full"}, [words])
+
+
+def tensor_of(seen: ObservedSteps, *, sharded: bool) -> AxisEvidence:
+    """Find all-reduces within forwards, equally many of one size: those that end a layer divided by rows.
+
+    Args:
+        seen: the trace.
+        sharded: whether parameters are, so that only a mesh's own word tells a reduction of layers.
+    """
+    for number in range(len(seen.ranks)):
+        found = seen.communications_during(number, Kind.FORWARD, (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER))
+        named = [row for row in found if seen.group(number, row)[1] == "tp"]
+        redistributed = seen.library_facts[number]["redistributed"] if number < len(seen.library_facts) else 0
+        sizes = Counter(int(row["bytes"]) for row in found)
+        often = [nbytes for nbytes, count in sizes.items() if count >= 2 and (nbytes > 4096 or redistributed)]
+        chosen = named or [row for row in found if int(row["bytes"]) in often]
+        if not chosen or (sharded and not named):
+            continue
+        size = seen.group(number, chosen[0])[0]
+        if size > 1:
+            how = (
+                "its mesh calls the axis tp" if named
+                else f"where DTensor redistributes {redistributed:,} times" if redistributed
+                else "of equal sizes, as layers divided by rows end"
+            )  # fmt: skip
+            words = f"{len(chosen)} all-reduces among {size} ranks within the forwards of a step, {how}"
+            return AxisEvidence(
+                {"tp": size}, [f"{words}: tensor parallelism."], announced=bool(named or redistributed)
+            )
+    return AxisEvidence()

@@ -7,7 +7,7 @@ after the other; operator parallelism gives each to a device of its own:
     exchange     an all-gather of both, one number per row each
     normalize    y = γ (x - μ) / √(σ² + ε) + β
 
-Other than the pipeline of `mk.experiments.soap("layer_norm")["O"]`, where the layer norm is one operator and the next
+Other than the pipeline of `soap("layer_norm")["O"]`, where the layer norm is one operator and the next
 layer another, both devices work on the same samples here, within one layer.
 
 Sources: huggingface/transformers, docs "Efficient training on multiple GPUs" (perf_train_gpu_many), FlexFlow; Jia,
@@ -76,6 +76,7 @@ def mean_and_std_at_once(
 ) -> OperatorsAtOnce:
     """Normalize x with its standard deviation computed on one rank and its mean on another, at the same time.
 
+    >>> from examples.flexflow import mean_and_std_at_once
     >>> found = mean_and_std_at_once()
     >>> found.difference < 1e-12, found.outputs[0].shape
     (True, torch.Size([64, 128, 256]))

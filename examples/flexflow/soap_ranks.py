@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpkit.prediction.experiments.soap_operator import (
+from examples.flexflow.soap_operator import (
     AlgebraicOperator,
     Pieces,
     add_bias,

@@ -1,11 +1,23 @@
-"""A process that no other process of the same user can read, change or trace."""
+"""This process: how many CPU cores it may use, and its memory closed to other processes of the same user."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
-__all__ = ["make_undumpable"]
+__all__ = ["cores", "make_undumpable"]
+
+
+def cores() -> int:
+    """Return the number of cores that this process may run on, which containers and `taskset` limit.
+
+    >>> 1 <= cores() <= os.cpu_count()
+    True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def make_undumpable() -> None:

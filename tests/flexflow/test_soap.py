@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mpkit as mk
-from mpkit.prediction.experiments.soap_found import Soap, Way
+from examples.flexflow import soap
+from examples.flexflow.soap_found import Soap, Way
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]
@@ -22,12 +23,12 @@ EIGHT = 8  # bytes of a number: it is computed in float64
 
 @pytest.fixture(scope="module")
 def linear(clusters: Clusters) -> Soap:
-    return mk.experiments.soap("linear", cluster=clusters(2))
+    return soap("linear", cluster=clusters(2))
 
 
 @pytest.fixture(scope="module")
 def norm(clusters: Clusters) -> Soap:
-    return mk.experiments.soap("layer_norm", cluster=clusters(2))
+    return soap("layer_norm", cluster=clusters(2))
 
 
 def exchanges(found: Soap) -> dict[str, dict[str, list[tuple[str, int]]]]:
@@ -137,9 +138,7 @@ def test_any_layer_of_ones_own(clusters: Clusters, data: st.DataObject) -> None:
         layer = nn.LayerNorm(even("n", 6), eps=data.draw(st.sampled_from([1e-5, 1e-2])), bias=bias)
         nn.init.normal_(layer.weight)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    found = mk.experiments.soap(
-        layer, samples=even("samples", 3), length=even("length", 4), cluster=clusters(2)
-    )
+    found = soap(layer, samples=even("samples", 3), length=even("length", 4), cluster=clusters(2))
     for way in found.ways:
         assert way.difference < 1e-11 and way.gradient_difference < 1e-11, way.name
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
@@ -147,7 +146,7 @@ def test_any_layer_of_ones_own(clusters: Clusters, data: st.DataObject) -> None:
 
 def test_the_whole_layer_is_torchs(clusters: Clusters) -> None:
     """What ranks are compared with is the layer that was given, not the formula's idea of it."""
-    from mpkit.prediction.experiments.soap_splits import _operator
+    from examples.flexflow.soap_splits import _operator
 
     x = torch.randn(3, 4, 6, dtype=torch.float64)
     for layer in (
@@ -184,7 +183,7 @@ def test_the_picture(linear: Soap, norm: Soap) -> None:
 
 
 def test_a_large_layer_is_drawn_in_blocks(clusters: Clusters) -> None:
-    found = mk.experiments.soap(nn.Linear(64, 256), samples=16, length=8, cluster=clusters(2))
+    found = soap(nn.Linear(64, 256), samples=16, length=8, cluster=clusters(2))
     assert len(found.to_svg()) < 100_000
     assert max(len(line) for line in str(found).splitlines()) < 140
 
@@ -213,7 +212,7 @@ def test_as_a_table(linear: Soap) -> None:
     ("layer", "how", "message"),
     [
         ("conv", {}, "'linear', 'layer_norm', or a layer of your own"),
-        (nn.ReLU(), {}, r"mk\.experiments\.soap\(torch\.nn\.Linear\(6, 8\)\)"),
+        (nn.ReLU(), {}, r"soap\(torch\.nn\.Linear\(6, 8\)\)"),
         (nn.LayerNorm(4, elementwise_affine=False), {}, "has parameters"),
         (nn.LayerNorm((2, 4)), {}, "over one dimension"),
         (nn.Linear(5, 8), {}, "the layer's inputs: 5 cannot be divided between 2 ranks.*such as 6"),
@@ -224,11 +223,11 @@ def test_as_a_table(linear: Soap) -> None:
 )
 def test_what_cannot_be_split_says_so(layer: object, how: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mk.experiments.soap(layer, **how)  # type: ignore[arg-type]
+        soap(layer, **how)  # type: ignore[arg-type]
 
 
 def test_it_takes_two_ranks(cluster: mk.Cluster, linear: Soap) -> None:
     with pytest.raises(ValueError, match=r"has 4 ranks: give mk\.Cluster\(ranks=2\)"):
-        mk.experiments.soap("linear", cluster=cluster)
+        soap("linear", cluster=cluster)
     with pytest.raises(ValueError, match="no way 'P' to split"):
         linear["P"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from examples.flexflow import mean_and_std_at_once
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -25,7 +26,7 @@ Clusters = Callable[[int], mk.Cluster]
 )
 def test_equal_to_torchs_layer_norm(clusters: Clusters, layer: nn.LayerNorm | None) -> None:
     x = 3 + 2 * torch.randn(5, 7, 24, dtype=torch.float64)
-    found = mk.experiments.mean_and_std_at_once(x, layer, cluster=clusters(2))
+    found = mean_and_std_at_once(x, layer, cluster=clusters(2))
     assert found.difference < 1e-12
     if layer is not None:
         weight, bias = (None if p is None else p.detach().double() for p in (layer.weight, layer.bias))
@@ -38,7 +39,7 @@ def test_equal_to_torchs_layer_norm(clusters: Clusters, layer: nn.LayerNorm | No
 def test_both_at_the_same_time(clusters: Clusters) -> None:
     """On the timeline rank 0 computes σ while rank 1 computes μ; then they exchange both."""
     x = torch.randn(64, 128, 256, dtype=torch.float64)
-    found = mk.experiments.mean_and_std_at_once(x, cluster=clusters(2))
+    found = mean_and_std_at_once(x, cluster=clusters(2))
     frame = found.timeline.to_dataframe()
     spans = {
         (row["rank"], row["name"]): (row["start"], row["end"])
@@ -56,6 +57,6 @@ def test_both_at_the_same_time(clusters: Clusters) -> None:
 
 def test_what_cannot_be_says_so(cluster: mk.Cluster, clusters: Clusters) -> None:
     with pytest.raises(ValueError, match=r"nn\.LayerNorm\(6\) normalizes its last"):
-        mk.experiments.mean_and_std_at_once(torch.ones(2, 6), nn.LayerNorm(4), cluster=clusters(2))
+        mean_and_std_at_once(torch.ones(2, 6), nn.LayerNorm(4), cluster=clusters(2))
     with pytest.raises(ValueError, match=r"has 4 ranks.*mk\.Cluster\(ranks=2\)"):
-        mk.experiments.mean_and_std_at_once(cluster=cluster)
+        mean_and_std_at_once(cluster=cluster)

@@ -9,7 +9,7 @@ FlexFlow searches for a strategy among all ways to divide each operator of a mod
 
 FlexFlow's A and P divide dimensions of the output. The rows of a matrix are not among these (they are summed over), so
 `P rows` is Megatron-LM's addition to the list. Operators within a layer can be on different ranks too: see
-`mk.experiments.mean_and_std_at_once`. `examples/flexflow` chooses a split for each layer of a chain.
+`operators_at_once`. `strategies` chooses a split for each layer of a chain.
 
 Source: Jia, Zaharia, Aiken, "Beyond Data and Model Parallelism for Deep Neural Networks", MLSys 2019, section 4.
 """
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.flexflow.soap_found import RANKS, PhaseTraffic, Soap, Way, count_exchanged
+from examples.flexflow.soap_operator import AlgebraicOperator, Box, Pieces, whole
+from examples.flexflow.soap_ranks import WAYS, on_a_rank
 from mpkit.common.tracebacks import public
 from mpkit.launch.session.borrowed_cluster import borrow_cluster
 from mpkit.launch.session.cluster import Cluster
-from mpkit.prediction.experiments.soap_found import RANKS, PhaseTraffic, Soap, Way, count_exchanged
-from mpkit.prediction.experiments.soap_operator import AlgebraicOperator, Box, Pieces, whole
-from mpkit.prediction.experiments.soap_ranks import WAYS, on_a_rank
 
 __all__ = ["PhaseTraffic", "Soap", "Way", "soap"]
 
@@ -120,7 +120,7 @@ def _operator(layer: Any, generator: torch.Generator) -> tuple[AlgebraicOperator
     else:
         raise ValueError(
             f"soap({layer!r}): give 'linear', 'layer_norm', or a layer of your own, an nn.Linear or an nn.LayerNorm "
-            "over one dimension that has parameters: mk.experiments.soap(torch.nn.Linear(6, 8))"
+            "over one dimension that has parameters: soap(torch.nn.Linear(6, 8))"
         )
     there: dict[str, Tensor | None] = {**held}  # torch's types do not allow for a layer without a bias
     parameters = {

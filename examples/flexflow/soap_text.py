@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from mpkit.common.units import bytes_text
 
 if TYPE_CHECKING:
-    from mpkit.prediction.experiments.soap_found import Soap, Way
-    from mpkit.prediction.experiments.soap_operator import Box
+    from examples.flexflow.soap_found import Soap, Way
+    from examples.flexflow.soap_operator import Box
 
 __all__ = ["soap_text"]
 

@@ -14,8 +14,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from mpkit.plan.formats.text.shell_text import ASSIGNS, Command, WordPart, commands
-from mpkit.plan.formats.text.word import Word
+from mpkit.plan.formats.shell_text import ASSIGNS, Command, WordPart, commands
+from mpkit.plan.formats.word import Word
 
 __all__ = ["Shell"]
 

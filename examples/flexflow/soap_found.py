@@ -1,13 +1,16 @@
-"""The result of `mpkit.soap`: which rank has which part of each tensor, what was exchanged, and the numeric error."""
+"""The result of `soap`: which rank has which part of each tensor, what was exchanged, and the numeric error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpkit.common.display import DrawnResult, data_frame
-from mpkit.prediction.experiments.soap_operator import Box
+from examples.flexflow.soap_operator import Box
+from examples.flexflow.soap_svg import soap_svg
+from examples.flexflow.soap_text import soap_text
+from mpkit.common.display import DrawnResult, data_frame, write_text
 from mpkit.trace import Kind, Lane, Trace
 
 if TYPE_CHECKING:
@@ -99,7 +102,14 @@ class Soap(DrawnResult):
         rows = [{"way": way.name, **vars(sent)} for way in self.ways for sent in way.sent]
         return data_frame(rows, columns=["way", "phase", "kind", "what", "payload", "times"])
 
-    __repr__ = DrawnResult.__str__
+    def to_svg(self, path: str | Path | None = None) -> str:
+        """Return the picture as a standalone SVG document; write it to `path` as well if that is given."""
+        return write_text(soap_svg(self), path)
+
+    def __str__(self) -> str:
+        return soap_text(self)
+
+    __repr__ = __str__
 
 
 def count_exchanged(trace: Trace) -> dict[str, list[PhaseTraffic]]:

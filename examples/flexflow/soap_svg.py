@@ -18,7 +18,7 @@ from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.theme import MARGIN, THEMES
 
 if TYPE_CHECKING:
-    from mpkit.prediction.experiments.soap_found import PhaseTraffic, Soap, Way
+    from examples.flexflow.soap_found import PhaseTraffic, Soap, Way
 
 __all__ = ["soap_svg"]
 

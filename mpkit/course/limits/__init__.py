@@ -1,1 +1,0 @@
-"""What a rank of a check uses, and how long ranks may take."""

@@ -1,1 +1,0 @@
-"""Search for schedules: a greedy order, improved by moving actions."""

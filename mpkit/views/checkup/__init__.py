@@ -1,1 +1,0 @@
-"""Reports of the doctor: text, a table of the terminal, HTML."""

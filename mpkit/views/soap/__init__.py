@@ -1,1 +1,0 @@
-"""Drawings of one layer split by sample, operator, attribute and parameter."""
