@@ -17,7 +17,8 @@ with_pip() {
 }
 
 with_uv || with_pip || {
-    echo "mpkit: a lock needs uv, or pip 25.1 or newer: .venv/bin/python -m pip install --upgrade pip" >&2
+    echo "mpkit: no lock was written; what uv and pip said is above. pip has to be 25.1 or newer:" >&2
+    echo "    .venv/bin/python -m pip install --upgrade pip" >&2
     exit 1
 }
 echo "mpkit: wrote $out" >&2

@@ -54,26 +54,19 @@ RULES = (
 )
 
 
-CELL = r"(?:/\S*ipykernel_\d+/\d+\.py|<[^<>\n]+>)"
-"""How Python names a notebook's cell, or code that is run in place of one."""
-
-
 def lesson(seen: Seen) -> list[str]:
     """Return paragraphs on what happened, and on the rule behind it; none if the ranks finished without an error.
 
     >>> from mpkit.course.framework.exercise import Case
     >>> lesson(Seen(Case(2), error="rank 1: ValueError: too many", where="line 3 of the cell, in f: g()"))
     ['rank 1: ValueError: too many', 'It comes from line 3 of the cell, in f: g()']
-    >>> lesson(Seen(Case(2), hang='File "/tmp/ipykernel_7/12.py", line 2 in f'))
-    ['line 2 of the cell, in f']
     """
     if seen.hang:
         rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
-        stacks = re.sub(rf'File "{CELL}", line (\d+) in ', r"line \1 of the cell, in ", seen.hang)
-        return [re.sub(rf"{CELL}:(\d+)", r"line \1 of the cell,", stacks), *([rule] if rule else [])]
+        return [seen.hang, *([rule] if rule else [])]
     if seen.error:
         where = [f"It comes from {seen.where}"] if seen.where else []
-        return [re.sub(rf"{CELL}:(\d+)", r"line \1 of the cell", seen.error), *where]
+        return [seen.error, *where]
     return []
 
 

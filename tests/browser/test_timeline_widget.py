@@ -1046,4 +1046,4 @@ def test_a_search_finds_the_layers_of_a_run(
     screenshot(page, "search-layers")
     forward = timeline.spans[(timeline.spans["stage"] == 1) & (timeline.spans["kind"] == Kind.FORWARD)][0]
     page.mouse.move(*place(page, (forward["start"] + forward["end"]) / 2, 1))
-    expect(page.locator(".mpkit-tip")).to_contain_text("layersblock4 to block7, head")
+    expect(page.locator(".mpkit-tip")).to_contain_text("layersblock4 to 7, head")

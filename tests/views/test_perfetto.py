@@ -80,9 +80,9 @@ def test_an_action_tells_the_layers_of_its_stage(gpipe: mk.Timeline) -> None:
     }
     for kind in ("forward", "backward"):
         assert [layers[kind, rank] for rank in range(4)] == [
-            "wte, h.0 to h.2",
+            "wte, h.0 to 2",
             "h.3",
-            "h.4, h.5",
+            "h.4 to 5",
             "ln_f, head",
         ]
     assert {told for (kind, _), told in layers.items() if kind not in ("forward", "backward")} == {None}

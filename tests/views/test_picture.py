@@ -198,5 +198,5 @@ def test_hovering_tells_the_layers_of_a_stage(stages: list[object]) -> None:
     timeline = mk.simulate(mk.Plan.gpipe(2, 2))
     pic = picture(replace(timeline, meta={**timeline.meta, "stages": stages}))
     told = [pic.hover(pic.of_row(row)[pic.of_row(row)["key"] == Key.FORWARD][0]) for row in (0, 1)]
-    words = ["layers wte, h.0, h.1", "layers h.2, head"] if stages[1] == ["h.2", "head"] else []
+    words = ["layers wte, h.0 to 1", "layers h.2, head"] if stages[1] == ["h.2", "head"] else []
     assert [line for lines in told for line in lines.splitlines() if line.startswith("layers")] == words

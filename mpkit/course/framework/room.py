@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["PackedAnswer", "Play", "Room", "error_and_line", "limit_memory"]
+__all__ = ["PackedAnswer", "Play", "Room", "error_and_line", "limit_memory", "name_cell_lines"]
 
 Play = Callable[[Any, Any, Case], Any]
 """The function that runs on a rank: takes the rank's context (None in `Here`), the answer and the case;
@@ -136,9 +136,11 @@ class Room:
             got, used = zip(*launch.results(unpack_result), strict=True)
             return Seen(got=list(got), used=used, **evidence)
         except Deadlock as error:
-            return Seen(hang=re.sub(r"\n\(A step that is only slow.*", "", str(error)), **evidence)
+            hang = name_cell_lines(re.sub(r"\n\(A step that is only slow.*", "", str(error)))
+            return Seen(hang=hang, **evidence)
         except CommMismatch as error:
-            return Seen(error=str(error), mismatch=str(error), **evidence)
+            mismatch = name_cell_lines(str(error))
+            return Seen(error=mismatch, mismatch=mismatch, **evidence)
         except RankFailed as error:
             said = (
                 error_and_line(f"rank {error.rank}: ", error.traceback)
@@ -194,6 +196,26 @@ def _delays(case: Case, rank: int, longest: float) -> Callable[[], None]:
 
     draw = random.Random(f"{case.seed} {case.ranks} {rank}")
     return lambda: time.sleep(longest * draw.random() ** 3)
+
+
+CELL = r"(?:/\S*ipykernel_\d+/\d+\.py|<[^<>\n]+>)"
+"""How Python names a notebook's cell, or code that is run in place of one."""
+
+
+def name_cell_lines(text: str) -> str:
+    """Name lines of a notebook's cells as students do.
+
+    >>> name_cell_lines("a call at /tmp/ipykernel_7/12.py:3")
+    'a call at line 3 of the cell'
+    >>> name_cell_lines('File "/tmp/ipykernel_7/12.py", line 2 in f')
+    'line 2 of the cell, in f'
+    >>> name_cell_lines("SyntaxError: expected ':' (<ipython-input-2-00>, line 2)")
+    "SyntaxError: expected ':' (line 2 of the cell)"
+    """
+    text = re.sub(rf'File "{CELL}", line (\d+) in ', r"line \1 of the cell, in ", text)
+    text = re.sub(rf"\({CELL}, line (\d+)\)", r"(line \1 of the cell)", text)
+    text = re.sub(rf"{CELL}:(\d+)(?= in )", r"line \1 of the cell,", text)
+    return re.sub(rf"{CELL}:(\d+)", r"line \1 of the cell", text)
 
 
 def error_and_line(rank: str, frames: str) -> dict[str, str]:

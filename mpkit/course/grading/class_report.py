@@ -15,7 +15,7 @@ from mpkit.common.safe_text import escape, visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.frugal import LOOP, WASTEFUL
 from mpkit.course.grading.grade_file import Grade
-from mpkit.course.judge import SLIP
+from mpkit.course.judge import UNCOUNTED
 from mpkit.views.theme import ACCENT, page_style
 
 __all__ = ["ClassReport", "Hardness", "class_report"]
@@ -82,7 +82,8 @@ class ClassReport:
         """What an instructor asks first, in sentences."""
         many = len(self.shares)
         first = f"{many} student{'s have' if many != 1 else ' has'} handed in"
-        said = [f"{first}, {self.missing} have not, {self.late} were late."]
+        not_yet, late = "has" if self.missing == 1 else "have", "was" if self.late == 1 else "were"
+        said = [f"{first}, {self.missing} {not_yet} not, {self.late} {late} late."]
         if self.shares:
             shares = [100 * share for share in self.shares]
             said.append(f"Points: {mean(shares):.0f} % on average, median {median(shares):.0f} %.")
@@ -162,7 +163,7 @@ def _hardness(entry: ExerciseEntry, theirs: Mapping[str, Sequence[Grade]]) -> Ha
     judged = [checked for checked in found if not checked.not_judged]
     tries = [max(grade.handed_in.tries.get(entry.name, 0) for grade in grades) for grades in asked]
     wrong = [checked.mistake for checked in judged if not checked.passed]
-    mistakes = Counter(mistake for mistake in wrong if mistake not in ("", SLIP))
+    mistakes = Counter(mistake for mistake in wrong if mistake not in ("", *UNCOUNTED))
     first = {mistake.name: mistake.hints[0] for mistake in (*entry.exercise.mistakes, *WASTEFUL, LOOP)}
     hints = {name: first.get(name, entry.exercise.start) for name in mistakes}
     return Hardness(

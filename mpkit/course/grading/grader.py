@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from mpkit.course.catalogue import solution_folders
+from mpkit.course.framework.room import name_cell_lines
 from mpkit.course.grading.collect import ENDED, STARTED
 from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.handed_in import HandedIn
@@ -190,6 +191,9 @@ def _errors(log: bytes | None) -> list[str]:
     """Return the errors of cells, as far as they can be read from the log."""
     try:
         lines = (log or b"").decode("utf-8", "replace").splitlines()[:20]
-        return [f"cell {int(one['cell'])}: {str(one['error'])[:500]}" for one in map(json.loads, lines)]
+        return [
+            f"cell {int(one['cell'])}: {name_cell_lines(str(one['error'])[:500])}"
+            for one in map(json.loads, lines)
+        ]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []

@@ -17,7 +17,7 @@ from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.colours import WHITE
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.svg import memory_svg
-from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, THEMES
+from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
@@ -40,8 +40,14 @@ _FAINT = f"color:var(--jp-ui-font-color2,{STATUS['done']})"
 _MONO = f"font:12px/1.45 {MONO}"
 
 
-def head(title: str, status: str, proof: Proof | None = None) -> str:
+def head(title: str, status: str, proof: Proof | None = None, *, wraps: bool = False) -> str:
     """Return the title, the run's status and the badge of its proof.
+
+    Args:
+        title: what the run is called.
+        status: "running", "finished", "stopped", "failed", or how it starts.
+        proof: what the run has proved so far.
+        wraps: whether it may take several lines; else it is one, so that nothing below moves while a run goes on.
 
     >>> "&lt;b&gt;" in head("<b>", "running")
     True
@@ -51,8 +57,8 @@ def head(title: str, status: str, proof: Proof | None = None) -> str:
         "font-size:12px;margin-left:10px;vertical-align:1px"
     )
     going = "" if status in ("finished", "stopped", "failed") else ' class="mpkit-chip-going"'
-    # One line, however long its words become: nothing below may move while a run goes on.
-    line = "font-size:15px;font-weight:600;line-height:1.7;white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+    line = "font-size:15px;font-weight:600;line-height:1.7"
+    line += "" if wraps else ";white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
     words = f' title="{escape(proof.badge, quote=True)}"' if proof is not None and proof.badge else ""
     return (
         f'<div{words} style="{line}">{escape(title)}'
@@ -151,7 +157,7 @@ def static(
     cannot say, such as why its bubble is not that of theory.
     """
     drawn = [
-        f'<div style="margin-left:{MARGIN:g}px">{head(title, status, proof)}</div>',
+        f'<div style="margin-left:{MARGIN:g}px">{head(title, status, proof, wraps=True)}</div>',
         words,
         trouble(message),
         charted,
@@ -166,7 +172,9 @@ def static(
         )
     words = summary(picture(timeline, step, fold=fold))
     drawn.append(image(partial(svg, timeline, step=step, fold=fold), words))
-    drawn.append(f"<p>{escape(note)}</p>" if note else "")
+    drawn.append(
+        f'<p style="margin:6px {MARGIN:g}px;font-size:{TEXT}px;{_FAINT}">{escape(note)}</p>' if note else ""
+    )
     if len(timeline.held):
         shown = timeline if step is None else timeline.step(step)
         drawn.append(image(partial(memory_svg, shown), "Memory by GPU over time"))

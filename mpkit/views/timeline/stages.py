@@ -5,13 +5,12 @@ A block of a rank's second stage has a bar at its foot, one of its third has two
 
 from __future__ import annotations
 
-import re
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.strategies.placement.placed_ranks import brief
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Lane
 
@@ -30,22 +29,6 @@ def layers_of_stages(timeline: Timeline) -> list[list[str]]:
     return [list(names) for names in stages] if known else []
 
 
-def describe_layers(names: list[str]) -> str:
-    """Name the layers of a stage, those with consecutive numbers together.
-
-    >>> describe_layers(["embedding", "block0", "block1", "block2", "head"]), describe_layers(["h.7", "h.8"])
-    ('embedding, block0 to block2, head', 'h.7, h.8')
-    """
-    numbered = [re.fullmatch(r"(.*?)(\d{1,9})", name) for name in names]
-    ends = [
-        i + 1
-        for i, (one, two) in enumerate(pairwise(numbered))
-        if not (one and two and one[1] == two[1] and int(two[2]) == int(one[2]) + 1)
-    ]
-    runs = [names[begin:end] for begin, end in pairwise([0, *ends, len(names)])]
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
-
-
 def layers_of_span(layers: list[str], span: Any) -> str:
     """Return the layers of an action of the compute lane, in words; "" for other spans.
 
@@ -60,7 +43,7 @@ def layers_of_span(layers: list[str], span: Any) -> str:
 
 def layer_words(timeline: Timeline) -> list[str]:
     """Return the layers of each stage in words."""
-    return [describe_layers(names) for names in layers_of_stages(timeline)]
+    return [brief(names) for names in layers_of_stages(timeline)]
 
 
 def layers_trait(timeline: Timeline) -> list[dict[str, Any]]:
@@ -72,7 +55,7 @@ def layers_trait(timeline: Timeline) -> list[dict[str, Any]]:
     recorded = {timeline.names[name] for name in np.unique(spans["name"][spans["depth"] > 0]).tolist()}
     if recorded.intersection(name for names in stages for name in names):
         return []
-    return [{"names": names, "words": describe_layers(names)} for names in stages]
+    return [{"names": names, "words": brief(names)} for names in stages]
 
 
 def stages_of(timeline: Timeline) -> dict[int, list[int]]:

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
-from mpkit.common.torch_private import FakeTensor, FakeTensorMode, _get_dispatch_mode, _TorchDispatchModeKey
+from mpkit.common.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    _disable_current_modes,
+    _get_dispatch_mode,
+    _TorchDispatchModeKey,
+)
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.models.nested_values import flatten
@@ -121,8 +127,10 @@ def without_graphs(model: nn.Module) -> nn.Module:
 def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of the model whose tensors have no content."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    with _disable_current_modes():  # before 2.13 the mode takes no parameter of a class of its own
+        plain = [(parameter, parameter.detach()) for parameter in model.parameters()]
+    for parameter, tensor in plain:
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(tensor), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
     return copy_model(model, memo)
