@@ -18,7 +18,7 @@ from tests.recipes import adamw
 BATCH, LENGTH = 32, 512
 PLANS = [
     (mk.Plan.zero(3, 4), 0.02),
-    (mk.Plan(tp=4), 0.02),
+    (mk.Plan(tp=4), 0.03),
     (mk.Plan(pp=2, schedule="1f1b", microbatches=4), 0.02),
 ]
 MORE = [
@@ -28,7 +28,7 @@ MORE = [
     (mk.Plan.zero(1, 4), 0.02),
     (mk.Plan.zero(2, 4), 0.02),
     (mk.Plan(tp=4, sequence_parallel=True), 0.02),
-    (mk.Plan(cp=4), 0.1),  # a play's ring is not hidden behind attention as an estimate's is
+    (mk.Plan(cp=4), 0.02),
     (mk.Plan.gpipe(4, 8), 0.02),
     (mk.Plan(pp=4, schedule="1f1b", microbatches=8), 0.02),
     (mk.Plan(dp=2, tp=2), 0.05),
