@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_a_linear_layer_costs_two_a_weight_a_row_and_bytes_once(wants: bool) -> 
 def test_attention_is_counted_on_a_cpu_as_on_a_gpu() -> None:
     flops = count(Attention(), torch.zeros(B, T, H, requires_grad=True))
     linear = 2 * B * T * H * 4 * H
-    scores = 2 * B * T * T * H  # q k^T; as much again for the weighted sum of v
+    scores = B * T * (T + 1) * H  # causal q k^T; as much again for the weighted sum of v
     assert flops.forward == linear + 2 * scores
     assert flops.backward == 2 * linear + 5 * scores  # flash attention computes the scores anew
     assert flops.layers["qkv"] == (0.75 * linear, 1.5 * linear)
@@ -146,3 +147,12 @@ def test_what_cannot_be_counted_costs_nothing_and_says_why(target: object, why: 
 
 def test_no_flops_are_zeros() -> None:
     assert Flops() == Flops(0.0, 0.0, 0, 0, {}, "")
+
+
+def test_causal_attention_counts_what_is_attended_to() -> None:
+    def attend(q: torch.Tensor, is_causal: bool) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=is_causal)
+
+    queries = torch.zeros(1, 2, 16, 8, requires_grad=True)
+    whole, causal = (count(partial(attend, is_causal=is_causal), queries) for is_causal in (False, True))
+    assert causal.forward / whole.forward == causal.backward / whole.backward == 17 / 32

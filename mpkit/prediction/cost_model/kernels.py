@@ -45,7 +45,7 @@ class Kernels:
 
     def __init__(self, device: Device, stack: Stack, constants: Constants, microbatches: int = 1) -> None:
         dtype = "bfloat16" if stack.element == 2 else "float32"
-        self.peak = peak_of(device, dtype)
+        self.peak, self.wide_peak = peak_of(device, dtype), peak_of(device, "float32")
         self.narrow = stack.fp8 or stack.fp4
         self.narrow_peak = device.peak.get("float4" if stack.fp4 else "float8", self.peak)
         self.stack, self.constants = stack, constants
@@ -64,7 +64,8 @@ class Kernels:
         flops = 2.0 * tokens * k * n
         narrow = can_narrow and self.narrow
         size = self.stack.element
-        moved = size * (tokens * k + k * n + tokens * n) / self.bandwidth * STREAM
+        operands = 0.0 if self.stack.played else tokens * k + k * n + tokens * n
+        moved = size * operands / self.bandwidth * STREAM
         if self._table and not narrow:
             at_peak, shares = flops / self.peak / self._better, (tokens, k, n)
             forward = at_peak / measured_share(self._table, "TN", *shares)
@@ -96,6 +97,19 @@ class Kernels:
             13 * scores
         )
         return forward, 2 * forward
+
+    def ring(self, flops: float, scores: float) -> tuple[float, float]:
+        """Return the seconds of both where a ring's tiles are computed by plain operators in 32 bits.
+
+        Products hide what they move. A score is moved by all other operators, in `mpkit.strategies.context.block`:
+        forward by logsumexp, sub and exp (5 times); backward by sub, exp, sub and mul (9 times).
+
+        Args:
+            flops: of the forward.
+            scores: elements of the tiles that are computed, all heads and samples of this rank.
+        """
+        forward = flops / (self.wide_peak * self.constants.matmul)
+        return forward + self.move(4 * 5 * scores), 2.5 * forward + self.move(4 * 9 * scores)
 
     def move(self, nbytes: float) -> float:
         """Return the seconds that streaming kernels take for so many bytes."""

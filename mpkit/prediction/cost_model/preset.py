@@ -21,6 +21,10 @@ __all__ = ["EAGER", "UNFITTED", "Preset", "preset_as_played", "preset_for", "pre
 
 EAGER = 2.0
 """How much more eager operators move than well fused ones."""
+
+PLAYED = 42 / 57
+"""What a block of the kit's GPT moves in a play, beside the 57 elements per token and feature that the model counts:
+forward 2 norms, 2 sums and a GELU of 4 times the width (4 + 6 + 8), backward the same (6 + 6 + 12)."""
 UNFITTED = 0.25
 """The band of a prediction where nothing was fitted: nine of ten steps of a stack are within it where only the other
 stacks are known (`python -m benchmarks.published`, the line of stacks that are left out)."""
@@ -124,7 +128,7 @@ def preset_as_played(device: Device) -> Preset:
     0.87
     """
     share = device.rate() / (device.peak.get("float32") or device.rate())
-    played = Constants(matmul=share, attention=share, traffic=EAGER, fixed=0.0, straggle=0.0)
+    played = Constants(matmul=share, attention=share, traffic=PLAYED, fixed=0.0, straggle=0.0)
     return Preset(device.name, "mpkit", played, (), 0, UNFITTED, UNFITTED, "mk.trace_fake")
 
 

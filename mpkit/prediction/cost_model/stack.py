@@ -98,6 +98,8 @@ class Stack:
         cublas_workspace: bytes that CUBLAS_WORKSPACE_CONFIG asks for; 0: cuBLAS decides.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
+        played: whether it is what `mk.trace_fake` plays: products hide what they move, and a ring attends by plain
+            operators in 32 bits (`mpkit.strategies.context.ring`).
     """
 
     name: str
@@ -136,6 +138,7 @@ class Stack:
     cublas_workspace: float = 0.0
     by_weight: bool = False
     by_flops: bool = False
+    played: bool = False
 
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.
@@ -159,6 +162,7 @@ STACKS = {
             logits=12,
             gathers_ahead=3,
             by_flops=True,
+            played=True,
         ),
         Stack(
             "pytorch-fp32", eager=True, element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True

@@ -117,7 +117,9 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
     if rank is not None:
         mine = mesh.place(rank)
         alike = [
-            mesh.rank(each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, each.tp if mesh.folds else mine.tp)
+            mesh.rank(
+                each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, each.tp if mesh.folds else mine.tp
+            )
             for each in places
         ]
         return [base + own for base, own in zip(alike, offsets, strict=True)]

@@ -1,9 +1,9 @@
 """How much a stage computes and moves, counted once per shape, without computing anything.
 
 The module runs forward and backward on fake tensors, which have shapes but no data. FLOPs are those of matrix
-multiplications, convolutions and attention, counting a multiply-add as two (torch.utils.flop_counter); all other
-operators cost memory traffic instead. Bytes are what each operator reads and writes, with one kernel per operator, as
-PyTorch runs them without compilation; views move nothing.
+multiplications, convolutions and attention, counting a multiply-add as two (torch.utils.flop_counter), and of a causal
+attention what is attended to; all other operators cost memory traffic instead. Bytes are what each operator reads and
+writes, with one kernel per operator, as PyTorch runs them without compilation; views move nothing.
 """
 
 from __future__ import annotations

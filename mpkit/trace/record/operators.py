@@ -49,9 +49,27 @@ def moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the FLOPs of an operator; 0 for all but matrix products, convolutions and attention."""
+    """Return the FLOPs of an operator; 0 for all but matrix products, convolutions and attention.
+
+    A fused attention that is causal computes the scores that are attended to, of which there are about half as many;
+    torch's own formulas count all.
+    """
     formula = _FORMULAS.get(func.overloadpacket)
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return 0.0
+    flops = float(formula(*args, **kwargs, out_val=out))
+    return flops * _attended_share(func, args, kwargs) if func.overloadpacket in _ATTENTION else flops
+
+
+def _attended_share(func: Any, args: Any, kwargs: Any) -> float:
+    """Return the share of all pairs of a query and a key that an attention computes."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if not given.get("is_causal"):
+        return 1.0
+    queries, keys = given["query"].shape[2], given["key"].shape[2]
+    n = min(queries, keys)
+    return float((n * (n + 1) / 2 + (queries - n) * keys) / max(queries * keys, 1))
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
