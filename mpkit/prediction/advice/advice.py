@@ -29,10 +29,11 @@ from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.advice.summary import change_since, summary_of
 from mpkit.prediction.advice.why_not import why_not
 from mpkit.prediction.cost_model.check import check_length
-from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
+from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked, stack_for
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.preset import Preset, preset_for
+from mpkit.prediction.cost_model.preset import Preset, preset_of
+from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
@@ -291,8 +292,11 @@ def advise(
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
     asked = TrainingQuestion(architecture_of(model), global_batch, sequence)
     check_length(asked.model, sequence)
+    machine = find(hardware)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
-    return find_advice(asked, find(hardware), chosen, preset, objective_of(by, price))
+    if chosen.name == "mpkit":  # which runs in 16 bits what a plan says so of
+        chosen = stack_for(Plan(precision=machine.device.half), chosen)[0]
+    return find_advice(asked, machine, chosen, preset, objective_of(by, price))
 
 
 def find_advice(
@@ -300,7 +304,8 @@ def find_advice(
     objective: Objective = TIME,
 ) -> Advice:  # fmt: skip
     """Return the advice for what `advise` has read."""
-    priced = LayoutPrices(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
+    asked = replace(asked, model=model_under(stack, asked.model))
+    priced = LayoutPrices(asked, machine, stack, preset or preset_of(machine.device, stack))
     searched = objective.search(priced)
-    found, tight = searched.found or searched.tight, searched.tight if searched.found else []
+    found, tight = (searched.found, searched.tight) if searched.found else (searched.tight, [])
     return Advice(priced, found, tight, searched.considered, objective)
