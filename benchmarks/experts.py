@@ -1,9 +1,9 @@
 """Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts FOLDER`.
 
-FOLDER has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the peak by Megatron-Core on
-H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf`: forward and backward of one layer on 8 H100). Nothing is fitted
-to either. The first does not tell micro-batches and recomputation: a micro-batch has one sample, as in Megatron's recipes
-for these models, with as many stages per rank and as little recomputation as is fastest and fits.
+FOLDER has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the peak by Megatron-Core
+on H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf`: forward and backward of one layer on 8 H100). Nothing is
+fitted to either. The first does not tell micro-batches and recomputation: it is read with one sample per micro-batch,
+and as many stages per rank and as little recomputation as is fastest and fits.
 """
 
 from __future__ import annotations
@@ -121,13 +121,22 @@ def _sizes(layout: Layout, layers: int, batch: int) -> Iterator[Layout]:
 
 
 def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
-    """Return the predicted forward and backward of the MLP of a layer, in seconds."""
-    hidden = int(row["hidden"])
-    sizes = {"gated": True, "experts": int(row["experts"]), "top_k": int(row["topk"])}
+    """Return the predicted forward and backward of the MLP of a layer, in seconds.
+
+    What `moe_perf` builds is in its code (Megatron-LM at 32f2c9c, tests/functional_tests/test_cases/common): the shared
+    experts of its table of sizes are not handed on to the layer, and its MLPs are Megatron's default, without a gate.
+    """
+    hidden, case = int(row["hidden"]), row["case"]
     model = Architecture(
-        1, hidden, hidden // 128, ffn=int(row["expert_ffn"]), shared_ffn=int(row["shared_ffn"]), **sizes
+        1,
+        hidden,
+        hidden // 128,
+        ffn=int(row["expert_ffn"]),
+        experts=int(row["experts"]),
+        top_k=int(row["topk"]),
     )
-    machine, stack = mk.hardware("8x-h100-nvlink"), stack_of("megatron", fp8="fp8" in row["case"])
+    machine = mk.hardware("8x-h100-nvlink")
+    stack = stack_of("megatron", fp8="fp8" in case, scaling="block", deduplicates="deepep" in case)
     kernels = kernels_of(machine.device, stack, preset_for(machine.device.name, stack.name).constants)
     layout, network, sequence = Layout(dp=8, ep=8, etp=1), network_of(machine), int(row["seq"])
     both = layer_time(model, 0, layout, sequence, kernels, network)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from numpy import minimum
+
 from mpkit.common.calls import answers
 from mpkit.common.display import HasChart, data_frame, draw
 from mpkit.common.tracebacks import public
@@ -24,7 +26,7 @@ from mpkit.prediction.advice.objective import TIME, Objective, objective_of
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.resharding import resharding_bytes
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import SHOWN, FoundLayout
+from mpkit.prediction.advice.search import SHOWN, FoundLayout, figures_of, kinds_of
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.advice.summary import change_since, summary_of
 from mpkit.prediction.advice.why_not import why_not
@@ -87,16 +89,16 @@ class Advice(HasChart, DelegatedAnswer):
 
         A plan that recomputes or offloads more than it needs to fit is not among those found.
         """
-        kept: list[FoundLayout] = []
-        for each in sorted(self.found, key=lambda found: found.seconds):
-            if not kept or each.memory < kept[-1].memory:
-                kept.append(each)
-        return [self.priced.plan_of(each.layout) for each in kept]
+        took, memory = figures_of(self.found)
+        order = took.argsort(kind="stable")
+        least = minimum.accumulate(memory[order])
+        kept = [place for i, place in enumerate(order.tolist()) if not i or memory[place] < least[i - 1]]
+        return [self.priced.plan_of(self.found[place].layout) for place in kept]
 
     @cached_property
     def families(self) -> list[Family]:
         """The best plan of each family, the simplest family first: what every further part gains."""
-        return families_of(self.priced, self.found)
+        return families_of(self.priced, kinds_of(self.found))
 
     @property
     def simplest(self) -> Plan | None:
@@ -112,7 +114,7 @@ class Advice(HasChart, DelegatedAnswer):
     @cached_property
     def rules(self) -> list[Rule]:
         """The guides' rules with this model's numbers, and whether the search agrees."""
-        return rules_of(self.priced, self.found)
+        return rules_of(self.priced, kinds_of(self.found))
 
     @cached_property
     def near_misses(self) -> list[NearMiss]:

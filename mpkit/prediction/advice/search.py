@@ -14,7 +14,8 @@ tests/advice/test_search.py compares the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, overload
 
@@ -36,6 +37,8 @@ __all__ = [
     "FoundLayouts",
     "SearchResult",
     "columns_of",
+    "figures_of",
+    "kinds_of",
     "search",
     "sort_played",
 ]
@@ -74,7 +77,6 @@ class FoundLayouts(Sequence[FoundLayout]):
         rows: of the columns, in order.
         reliefs: the pairs of offload and recomputation; `relief` has the number of each row's.
         seconds, memory: of each row.
-        played: the first of them, whose pipelines have been played: in place of as many rows.
     """
 
     columns: LayoutColumns
@@ -83,7 +85,6 @@ class FoundLayouts(Sequence[FoundLayout]):
     relief: Indices
     seconds: Floats
     memory: Floats
-    played: Sequence[FoundLayout] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,8 +97,6 @@ class FoundLayouts(Sequence[FoundLayout]):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         place = range(len(self))[place]
-        if place < len(self.played):
-            return self.played[place]
         offload, recompute = self.reliefs[self.relief[place]]
         layout = self.columns.layout(self.rows[place], offload=offload, recompute=recompute)
         return FoundLayout(layout, float(self.seconds[place]), float(self.memory[place]))
@@ -109,6 +108,12 @@ class FoundLayouts(Sequence[FoundLayout]):
     def hosted(self) -> Floats:
         """Whether each row keeps something on the host."""
         return np.array([offload in HOST for offload, _ in self.reliefs], bool)[self.relief]
+
+    @cached_property
+    def kinds(self) -> list[FoundLayout]:
+        """The first of those that differ in the samples of a micro-batch only, in order."""
+        code = self.columns.base[self.rows] * len(self.reliefs) + self.relief
+        return [self[place] for place in np.sort(np.unique(code, return_index=True)[1])]
 
     def take(self, order: Indices) -> FoundLayouts:
         """Return some of the rows, in this order."""
@@ -224,6 +229,18 @@ def _no_layouts(columns: LayoutColumns) -> FoundLayouts:
     return FoundLayouts(columns, none, [("none", "none")], none, np.zeros(0), np.zeros(0))
 
 
+def kinds_of(found: Sequence[FoundLayout]) -> Sequence[FoundLayout]:
+    """Return layouts found without those that differ from an earlier one in the samples of a micro-batch only."""
+    return found.kinds if isinstance(found, FoundLayouts) else found
+
+
+def figures_of(found: Sequence[FoundLayout]) -> tuple[Floats, Floats]:
+    """Return the seconds and the memory of layouts found, in order."""
+    if isinstance(found, FoundLayouts):
+        return found.seconds, found.memory
+    return np.array([each.seconds for each in found]), np.array([each.memory for each in found])
+
+
 def sort_played(
     priced: LayoutPrices,
     parts: Sequence[FoundLayouts],
@@ -239,17 +256,23 @@ def sort_played(
         played: how many are played.
     """
 
-    def least(each: FoundLayout) -> tuple[Any, Any]:
-        return value(each.seconds * priced.handicap(each.layout), each.layout.ranks)
+    def order(part: FoundLayouts) -> Indices:
+        handicap = np.where(part.hosted, 1 + priced.preset.band, 1.0)
+        keys = value(part.seconds * handicap, part.columns.bases[0].ranks)
+        return np.lexsort([np.broadcast_to(key, len(part)) for key in reversed(keys)])
 
     sorted_parts = []
     for part in (part for part in parts if len(part)):
-        handicap = np.where(part.hosted, 1 + priced.preset.band, 1.0)
-        keys = value(part.seconds * handicap, part.columns.bases[0].ranks)
-        order = np.lexsort([np.broadcast_to(key, len(part)) for key in reversed(keys)])
-        some = part.take(order)
-        best = [replace(each, seconds=priced.step(each.layout).seconds) for each in some[:played]]
-        sorted_parts.append(replace(some, played=sorted(best, key=least)))
+        some = part.take(order(part))
+        best = some.take(np.arange(min(played, len(some))))
+        best.seconds[:] = [priced.step(each.layout).seconds for each in best]
+        first = order(best)
+        some.seconds[: len(best)] = best.seconds
+        sorted_parts.append(some.take(np.concatenate([first, np.arange(len(best), len(some))])))
     if len(sorted_parts) == 1:
         return sorted_parts[0]
+
+    def least(each: FoundLayout) -> tuple[Any, Any]:
+        return value(each.seconds * priced.handicap(each.layout), each.layout.ranks)
+
     return sorted((each for part in sorted_parts for each in part), key=least)

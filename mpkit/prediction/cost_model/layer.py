@@ -104,7 +104,8 @@ def layer_time(
     sent = [times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout)]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    routed = stack.element * tokens * visits * h / spread
+    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
+    routed = stack.element * tokens * sends * h / spread
     experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
@@ -131,6 +132,15 @@ def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tup
     """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
     forward, back = kernels.product(visits / local, k, n, can_narrow=True)
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
+
+
+def _ranks_visited(visits: int, ep: int) -> float:
+    """Return on how many of ep ranks the experts are that a token visits, if all ranks are equally likely.
+
+    >>> [_ranks_visited(k, 8) for k in (1, 2)], round(_ranks_visited(8, 8), 2)
+    ([1.0, 1.875], 5.25)
+    """
+    return ep * (1 - (1 - 1 / ep) ** visits)
 
 
 def _seen_share(layout: Layout) -> float:

@@ -97,6 +97,8 @@ class Stack:
             (Transformer Engine's fused accumulation).
         transformer_engine: whether it multiplies with Transformer Engine, which keeps a workspace.
         cublas_workspace: bytes that CUBLAS_WORKSPACE_CONFIG asks for; 0: cuBLAS decides.
+        deduplicates: whether a token is sent once to each rank on which it visits experts (DeepEP), instead of once per
+            expert.
         divides_experts: whether tensor parallelism divides experts that no ranks along ep do, whatever the model says.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
@@ -137,6 +139,7 @@ class Stack:
     placeholders: bool = False
     transformer_engine: bool = False
     cublas_workspace: float = 0.0
+    deduplicates: bool = False
     divides_experts: bool = False
     by_weight: bool = False
     by_flops: bool = False
