@@ -108,3 +108,21 @@ def test_replicas_of_experts_are_apart_by_ep() -> None:
     layout = Layout(dp=16, ep=8, zero=1)
     assert (layout.expert_shards, layout.per_node("edp", 8), layout.per_node("shards", 8)) == (2, 1, 8)
     assert ParameterShares(architecture_of("mixtral-8x7b"), layout, stack_of("megatron")).own > 0
+
+
+def test_experts_that_few_ranks_hold_have_no_secondary_shards(
+    clusters: Callable[[int], mk.Cluster],
+) -> None:
+    """hpZ keeps them of all other weights, in a run and in its estimate."""
+    plan = mk.Plan(dp=4, zero=3, ep=2, dp_secondary=2)
+    tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+    held = {}
+    for each in (plan, mk.Plan(dp=4, zero=3, ep=2)):
+        trace = mk.trace_fake(
+            gpt, each, batch=(tokens, tokens), loss=next_token_loss, optimizer=adamw, hardware="8x-a100-nvlink",
+            cluster=clusters(1), steps=2,
+        )  # fmt: skip
+        said = mk.estimate(gpt(), each, "8x-a100-nvlink", global_batch=BATCH, sequence=LENGTH, stack="mpkit")
+        held[each] = held_at_peak(trace.ranks[0])["params"], said.stage_memory[0]["params"]
+    more = [with_it - without for with_it, without in zip(*held.values(), strict=True)]
+    assert more[1] == pytest.approx(more[0], rel=0.05)

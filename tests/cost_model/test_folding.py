@@ -123,4 +123,4 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits_where_the_software_doe
         stack = stack_of("megatron", deduplicates=deduplicates)
         constants = preset_for(machine.device.name, "megatron").constants
         took.append(step_time(FINE, layout, 4096, machine, stack, constants).because["experts"])
-    assert took[1] / took[0] == pytest.approx(5.25 / 8, rel=0.02)
+    assert took[1] / took[0] == pytest.approx(5.25 / 8, rel=0.05)  # and latencies

@@ -39,10 +39,10 @@ class LayoutColumns:
     microbatches: Indices
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> LayoutColumns:
+    def of_layouts(cls, layouts: Sequence[Layout]) -> LayoutColumns:
         """Return the columns of some layouts.
 
-        >>> columns = LayoutColumns.of([Layout(dp=2, microbatch=4), Layout(tp=2)])
+        >>> columns = LayoutColumns.of_layouts([Layout(dp=2, microbatch=4), Layout(tp=2)])
         >>> columns.layout(0, recompute="full") == Layout(dp=2, microbatch=4, recompute="full")
         True
         """
@@ -66,7 +66,7 @@ class LayoutColumns:
             fields: in which rows of a kind agree.
             microbatch, microbatches: whether they also agree in these.
 
-        >>> columns = LayoutColumns.of([Layout(dp=2), Layout(dp=2, tp=4), Layout(dp=4)])
+        >>> columns = LayoutColumns.of_layouts([Layout(dp=2), Layout(dp=2, tp=4), Layout(dp=4)])
         >>> columns.distinct("dp")[0].tolist(), len(columns.distinct("tp", "dp")[1])
         ([0, 0, 1], 3)
         """

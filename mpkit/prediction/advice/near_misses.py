@@ -16,7 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.screening import screen
+from mpkit.prediction.advice.screening import screen_layouts
 from mpkit.prediction.advice.space import can_share, cp_methods, expert_changes
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.step import StepTime
@@ -55,7 +55,7 @@ class NearMiss:
 def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
     changes = list(_changes(priced, best, offers_of(priced.stack.name)))
-    (took, _), *priced_changes = screen(priced, [best, *(layout for _, layout in changes)])
+    (took, _), *priced_changes = screen_layouts(priced, [best, *(layout for _, layout in changes)])
     room = priced.room
     nearest: dict[str, tuple[bool, float, float, Layout]] = {}
     for (change, layout), (seconds_, memory) in zip(changes, priced_changes, strict=True):

@@ -26,10 +26,10 @@ from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.kernels import kernels_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import SampleMemory, kinds_of_stages, sample_memory, state_memory
-from mpkit.prediction.cost_model.stages import Gathers, MeanLayer, gathers_of, layer_of
+from mpkit.prediction.cost_model.stages import MeanLayer, ShardGathers, gathers_of, layer_of
 from mpkit.prediction.cost_model.step import hop_time, micro_batches_beside, optimizer_time, reductions_of
 
-__all__ = ["Screening", "screen"]
+__all__ = ["Screening", "screen_layouts"]
 
 STAGES = "pp", "schedule", "virtual_stages"
 """The fields of a layout that decide which layers its stages have."""
@@ -241,7 +241,7 @@ class Screening:
         kind = self._layer[0][rows]
         forward, backward, head, embed = self._layer_seconds[kind].T
         if recompute not in self._again:
-            self._again[recompute] = np.array([layer.again(recompute) for layer in self._layer[1]])
+            self._again[recompute] = np.array([layer.seconds_again(recompute) for layer in self._layer[1]])
         forward, backward = forward.copy(), backward + self._again[recompute][kind]
         m, pp, zero = self.columns.microbatches[rows], self._pp[rows], self._zero[rows]
         *gathers, reduce, gather, summed = self._collectives[self._held_kind[rows]].T
@@ -251,7 +251,7 @@ class Screening:
         for prefetch in np.unique(ahead):
             this = (zero == 3) & (ahead == prefetch)
             first, later, reduced, edges = (column[this] for column in gathers)
-            part = Gathers(first, later, reduced, edges, int(prefetch))
+            part = ShardGathers(first, later, reduced, edges, int(prefetch))
             waits = part.waits(forward[this], backward[this], m[this], stack.overlap)
             forward[this] += waits[0]
             backward[this] += waits[1]
@@ -275,7 +275,9 @@ class Screening:
         whole = self.model.layers * (forward + backward) + first + last[0] + last[1]
         pipeline = m * (f + b) + (whole - f - b) * idle + hops * self._hops[rows]
         # ---- replicas, optimizer, stragglers
-        reduced = self._exposed(np.where(zero == 2, m, 1) * reduce, gather, f, b, beside, rows) + summed
+        reduced = (
+            self._exposed_reductions(np.where(zero == 2, m, 1) * reduce, gather, f, b, beside, rows) + summed
+        )
         if offload not in self._updates:
             kernels = kernels_of(priced.hardware.device, stack, priced.preset.constants)
             self._updates[offload] = np.array([
@@ -287,7 +289,7 @@ class Screening:
         took: Floats = (pipeline + reduced + update) * (1 + priced.preset.constants.straggle * doublings)
         return took
 
-    def _exposed(
+    def _exposed_reductions(
         self, reduce: Floats, gather: Floats, forward: Floats, backward: Floats, beside: Floats, rows: Indices
     ) -> Floats:
         """Return the seconds of the reductions of replicas that nothing hides, as `step_time` counts them."""
@@ -303,13 +305,13 @@ class Screening:
         return found
 
 
-def screen(priced: LayoutPrices, layouts: Sequence[Layout]) -> list[tuple[float, float]]:
+def screen_layouts(priced: LayoutPrices, layouts: Sequence[Layout]) -> list[tuple[float, float]]:
     """Return about the seconds, and the memory, of each of some layouts of as many ranks."""
     found = [(0.0, 0.0)] * len(layouts)
     by_relief: dict[tuple[str, str], list[int]] = {}
     for row, layout in enumerate(layouts):
         by_relief.setdefault((layout.offload, layout.recompute), []).append(row)
-    screening = Screening(priced, LayoutColumns.of(layouts)) if layouts else None
+    screening = Screening(priced, LayoutColumns.of_layouts(layouts)) if layouts else None
     for relief, rows in by_relief.items():
         assert screening is not None
         some = np.array(rows)

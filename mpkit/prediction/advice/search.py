@@ -105,7 +105,7 @@ class FoundLayouts(Sequence[FoundLayout]):
         return map(self.__getitem__, range(len(self)))
 
     @property
-    def hosted(self) -> Floats:
+    def on_host(self) -> Floats:
         """Whether each row keeps something on the host."""
         return np.array([offload in HOST for offload, _ in self.reliefs], bool)[self.relief]
 
@@ -257,7 +257,7 @@ def sort_played(
     """
 
     def order(part: FoundLayouts) -> Indices:
-        handicap = np.where(part.hosted, 1 + priced.preset.band, 1.0)
+        handicap = np.where(part.on_host, 1 + priced.preset.band, 1.0)
         keys = value(part.seconds * handicap, part.columns.bases[0].ranks)
         return np.lexsort([np.broadcast_to(key, len(part)) for key in reversed(keys)])
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd
 from typing import Any
 
 from mpkit.plan.schedule.catalogue import GPIPE
@@ -201,8 +200,6 @@ def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[
         return [1]
     inner = layout.cp * layout.tp if offers.inner_experts else 1
     ranks = layout.shards * (layout.tp if layout.sequence_parallel else 1)
-    if layout.secondary:  # each group that keeps secondary shards holds all experts
-        ranks = gcd(ranks, layout.secondary)
     return [ep for ep in divisors(ranks) if model.experts % ep == 0 and (ep == 1 or ep % inner == 0)]
 
 

@@ -45,7 +45,7 @@ class LayerTime:
     backward: tuple[float, ...]
     computed: float
 
-    def again(self, recompute: str) -> float:
+    def seconds_again(self, recompute: str) -> float:
         """Return the seconds of the forward that the backward computes again."""
         products, attention, elementwise = self.forward[:3]
         if recompute == "none":

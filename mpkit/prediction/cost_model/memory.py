@@ -207,7 +207,7 @@ def state_memory(
         else stack.element
         * (
             (shares.sharded_on(stage, layout) if layout.zero == 3 else whole)
-            + (whole / layout.secondary if layout.secondary else 0)
+            + (shares.secondary_on(stage, layout) / layout.secondary if layout.secondary else 0)
         ),
         "grads": stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable),
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,

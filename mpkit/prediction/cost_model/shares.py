@@ -100,6 +100,10 @@ class ParameterShares:
         held = self.sharded_on(stage, layout) if layout.zero else self.stages[stage]
         return held * layout.trainable
 
+    def secondary_on(self, stage: int, layout: Layout) -> float:
+        """Return the parameters of a stage of which groups keep secondary shards: not experts that few ranks hold."""
+        return self.stages[stage] - (self.experts[stage] if layout.own_experts else 0.0)
+
     def sharded_on(self, stage: int, layout: Layout) -> float:
         """Return the parameters in the shard of a rank of a stage; fewer ranks share experts."""
         whole, own = self.stages[stage], self.experts[stage]

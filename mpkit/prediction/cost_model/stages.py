@@ -21,7 +21,7 @@ from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.trace import Kind
 
-__all__ = ["Gathers", "MeanLayer", "StageTimes", "gathers_of", "layer_of", "stages_of"]
+__all__ = ["MeanLayer", "ShardGathers", "StageTimes", "gathers_of", "layer_of", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class MeanLayer:
     head: float
     embed: float
 
-    def again(self, recompute: str) -> float:
+    def seconds_again(self, recompute: str) -> float:
         """Return the seconds that a backward computes again."""
         layers = sum(count for count, _ in self.kinds)
-        return sum(count * kind.again(recompute) for count, kind in self.kinds) / layers
+        return sum(count * kind.seconds_again(recompute) for count, kind in self.kinds) / layers
 
 
 @lru_cache(4096)
@@ -160,7 +160,7 @@ def stages_of(
 ) -> StageTimes:  # fmt: skip
     """Return the times of the stages."""
     layer = layer_of(model, layout, sequence, kernels, network)
-    again = layer.again(layout.recompute)
+    again = layer.seconds_again(layout.recompute)
     forward, backward, head = layer.forward, layer.backward + again, layer.head
     waited = (0.0, 0.0, 0.0)
     if layout.zero == 3:
@@ -231,7 +231,7 @@ def time_over_groups(
     return network.time(Kind.ALL_REDUCE, element * shard, layout.groups, inside, calls)
 
 
-class Gathers(NamedTuple):
+class ShardGathers(NamedTuple):
     """Seconds of ZeRO-3's collectives, of a layout or of an array of them.
 
     Each layer is gathered in the forward and again in the backward, where its gradients are reduced too (FSDP; Zhao et
@@ -269,7 +269,7 @@ class Gathers(NamedTuple):
         )
 
 
-def gathers_of(layout: Layout, shares: ParameterShares, network: Network) -> Gathers:
+def gathers_of(layout: Layout, shares: ParameterShares, network: Network) -> ShardGathers:
     """Return the collectives of ZeRO-3."""
     stack, n, inside = shares.stack, layout.shards, layout.per_node("shards", network.per_node)
     layer = shares.layer - shares.layer_experts, shares.layer_experts
@@ -279,5 +279,7 @@ def gathers_of(layout: Layout, shares: ParameterShares, network: Network) -> Gat
     edge, later = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside), gather
     if layout.secondary:  # all but the first gather of a step are within the groups
         near = layout.per_node("secondary", network.per_node)
-        later = network.time(Kind.ALL_GATHER, stack.element * shares.layer, layout.secondary, near)
-    return Gathers(gather, later, reduce, edge, layout.prefetch)
+        own = layer[1] if layout.own_experts else 0.0  # experts that few ranks hold have no secondary shards
+        later = network.time(Kind.ALL_GATHER, stack.element * (shares.layer - own), layout.secondary, near)
+        later += time_of_replicas(Kind.ALL_GATHER, (0.0, own), stack.element, layout, network)
+    return ShardGathers(gather, later, reduce, edge, layout.prefetch)
