@@ -127,8 +127,9 @@ def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> Non
         for devices in (6, 8)
     }
     assert methods == {6: {"ring", (2, 3)}, 8: {"ring", "ulysses"}}
-    advice = mk.advise("llama3-8b", "8x8-h100-ndr", global_batch=8, sequence=131_072)
-    assert advice.best is not None and advice.best.cp_method == "ulysses"
+    # Of a model whose queries share no keys; a ring passes those of Llama 3, a quarter, faster.
+    advice = mk.advise("llama2-7b", "8x8-h100-ndr", global_batch=8, sequence=65_536)
+    assert advice.best is not None and (advice.best.cp, advice.best.cp_method) == (8, "ulysses")
     near = next(miss for miss in advice.near_misses if miss.change == "cp_method='ring'")
     assert plan_of(near.layout) == replace(advice.best, cp_method="ring", cp_order="zigzag")
 
