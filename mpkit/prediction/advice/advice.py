@@ -268,8 +268,9 @@ def advise(
 ) -> Advice:  # fmt: skip
     """Return the plans for a model on a machine that fit, the best first, with reasons.
 
-    Every mesh, stage of ZeRO, micro-batch, recomputation and offload is considered, with the schedules that can be the
-    best, in 16 bits with Adam. A plan leaves 8 % of the memory free, and offload has to gain more than the estimate's
+    Every mesh, that of experts folded over tp included, stage of ZeRO, also within groups of nodes or with secondary
+    shards, micro-batch, recomputation and offload is considered, with the schedules that can be the best, in 16 bits
+    with Adam. A plan leaves 8 % of the memory free, and offload has to gain more than the estimate's
     band. With `stack=`, the framework of that name can run every plan.
 
     Args:
