@@ -22,7 +22,7 @@ import mpkit as mk
 from benchmarks.published import key_of
 from benchmarks.published_rows import read_folder
 from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.search import best_played, search
+from mpkit.prediction.advice.search import PLAYED, search, sort_played
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.preset import preset_for
@@ -101,9 +101,8 @@ def published_beside_found(folder: Path) -> list[Beside]:
         preset = preset_for(*key_of(step))
         asked = TrainingQuestion(step.model, step.layout.global_batch, step.sequence)
         priced = LayoutPrices(asked, step.hardware, step.stack, preset)
-        searched = search(priced, step.layout.ranks)
-        every = [*searched.found, *searched.tight]  # authors fill their memory
-        found = best_played(priced, every, lambda each: each.seconds)
+        roomy, full, _ = search(priced, step.layout.ranks)  # authors fill their memory
+        found = sort_played(priced, [roomy, full], lambda seconds, _: (seconds, seconds), PLAYED)
         predicted, ruled = step.predict_seconds(preset.constants), step.source in RULED
         left_open = [each for each in found if not ruled or each.layout.tp == step.layout.tp]
         ratios = [predicted / some[0].seconds if some else float("nan") for some in (found, left_open)]

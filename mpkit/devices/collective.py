@@ -8,7 +8,9 @@ faster, which has as many hops between nodes as the tree is deep.
     ring    calls x (hops inside x latency + hops between x latency) + wire factor x bytes / rate
     tree    calls x 2 (devices per node x latency + 1.5 log2(nodes) x latency) + wire factor x bytes / (TREE x rate)
 
-and the ramp of the link (`Link.ramp`). Replays, plays and estimates all take their times from here.
+and the ramp of the link (`Link.ramp`). In an all-to-all each rank sends a part to each other one: to those of its node
+by the link inside, to all others by its own network card, both at once; the slower of them counts. Replays, plays and
+estimates all take their times from here.
 
 Sources: NCCL's rings and trees; Sanders, Speck and Traff 2009.
 """
@@ -34,6 +36,8 @@ def collective_time(
     >>> bus, network = Link("bus", 1e-6, 100e9), Link("network", 10e-6, 10e9)
     >>> round(collective_time(Kind.ALL_GATHER, 8e9, 8, 2, bus, network), 6)  # 40 GB/s; 5 hops inside, 2 between
     0.175025
+    >>> round(collective_time(Kind.ALL_TO_ALL, 8e9, 8, 2, bus, network), 6)  # half of it leaves the node, 10 GB/s
+    0.400025
 
     Args:
         kind: of the collective.
@@ -53,6 +57,12 @@ def collective_time(
     twice = hops(kind, n) // (n - 1)
     per_node = max(1, n // nodes)
     rate = min(inside.rate(kind), per_node * between.rate(kind))
+    if kind == Kind.ALL_TO_ALL:
+        away, near = (
+            (n - per_node) / n * nbytes / between.rate(kind),
+            (per_node - 1) / n * nbytes / inside.rate(kind),
+        )
+        rate = sent / max(away, near)
     ramp = between.ramp * sqrt(calls * nbytes)
     crossing = min(nodes, n - 1)
     ring = twice * ((n - 1 - crossing) * inside.latency + crossing * between.latency)

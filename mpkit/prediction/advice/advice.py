@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from numpy import minimum
+
 from mpkit.common.calls import answers
 from mpkit.common.display import HasChart, data_frame, draw
 from mpkit.common.tracebacks import public
@@ -24,15 +26,16 @@ from mpkit.prediction.advice.objective import TIME, Objective, objective_of
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.resharding import resharding_bytes
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import SHOWN, FoundLayout
+from mpkit.prediction.advice.search import SHOWN, FoundLayout, figures_of, kinds_of
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.advice.summary import change_since, summary_of
 from mpkit.prediction.advice.why_not import why_not
 from mpkit.prediction.cost_model.check import check_length
-from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
+from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked, stack_for
 from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.preset import Preset, preset_for
+from mpkit.prediction.cost_model.preset import Preset, preset_of
+from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
@@ -86,16 +89,16 @@ class Advice(HasChart, DelegatedAnswer):
 
         A plan that recomputes or offloads more than it needs to fit is not among those found.
         """
-        kept: list[FoundLayout] = []
-        for each in sorted(self.found, key=lambda found: found.seconds):
-            if not kept or each.memory < kept[-1].memory:
-                kept.append(each)
-        return [self.priced.plan_of(each.layout) for each in kept]
+        took, memory = figures_of(self.found)
+        order = took.argsort(kind="stable")
+        least = minimum.accumulate(memory[order])
+        kept = [place for i, place in enumerate(order.tolist()) if not i or memory[place] < least[i - 1]]
+        return [self.priced.plan_of(self.found[place].layout) for place in kept]
 
     @cached_property
     def families(self) -> list[Family]:
         """The best plan of each family, the simplest family first: what every further part gains."""
-        return families_of(self.priced, self.found)
+        return families_of(self.priced, kinds_of(self.found))
 
     @property
     def simplest(self) -> Plan | None:
@@ -111,7 +114,7 @@ class Advice(HasChart, DelegatedAnswer):
     @cached_property
     def rules(self) -> list[Rule]:
         """The guides' rules with this model's numbers, and whether the search agrees."""
-        return rules_of(self.priced, self.found)
+        return rules_of(self.priced, kinds_of(self.found))
 
     @cached_property
     def near_misses(self) -> list[NearMiss]:
@@ -265,8 +268,9 @@ def advise(
 ) -> Advice:  # fmt: skip
     """Return the plans for a model on a machine that fit, the best first, with reasons.
 
-    Every mesh, stage of ZeRO, micro-batch, recomputation and offload is considered, with the schedules that can be the
-    best, in 16 bits with Adam. A plan leaves 8 % of the memory free, and offload has to gain more than the estimate's
+    Every mesh, that of experts folded over tp included, stage of ZeRO, also within groups of nodes or with secondary
+    shards, micro-batch, recomputation and offload is considered, with the schedules that can be the best, in 16 bits
+    with Adam. A plan leaves 8 % of the memory free, and offload has to gain more than the estimate's
     band. With `stack=`, the framework of that name can run every plan.
 
     Args:
@@ -291,8 +295,11 @@ def advise(
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
     asked = TrainingQuestion(architecture_of(model), global_batch, sequence)
     check_length(asked.model, sequence)
+    machine = find(hardware)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
-    return find_advice(asked, find(hardware), chosen, preset, objective_of(by, price))
+    if chosen.name == "mpkit":  # which runs in 16 bits what a plan says so of
+        chosen = stack_for(Plan(precision=machine.device.half), chosen)[0]
+    return find_advice(asked, machine, chosen, preset, objective_of(by, price))
 
 
 def find_advice(
@@ -300,7 +307,8 @@ def find_advice(
     objective: Objective = TIME,
 ) -> Advice:  # fmt: skip
     """Return the advice for what `advise` has read."""
-    priced = LayoutPrices(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
+    asked = replace(asked, model=model_under(stack, asked.model))
+    priced = LayoutPrices(asked, machine, stack, preset or preset_of(machine.device, stack))
     searched = objective.search(priced)
-    found, tight = searched.found or searched.tight, searched.tight if searched.found else []
+    found, tight = (searched.found, searched.tight) if searched.found else (searched.tight, [])
     return Advice(priced, found, tight, searched.considered, objective)

@@ -32,6 +32,7 @@ PARTS: dict[str, Callable[[Layout], bool]] = {
     "context parallelism": lambda layout: layout.cp > 1,
     "expert parallelism": lambda layout: layout.ep > 1,
     "groups of ZeRO": lambda layout: layout.sharded > 0,
+    "secondary shards": lambda layout: layout.secondary > 0,
     "offload": lambda layout: layout.offload != "none",
 }
 

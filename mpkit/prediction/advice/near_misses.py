@@ -16,7 +16,8 @@ from mpkit.common.units import memory_text, percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.space import can_share, cp_methods, expert_degrees
+from mpkit.prediction.advice.screening import screen_layouts
+from mpkit.prediction.advice.space import can_share, cp_methods, expert_changes
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.step import StepTime
 
@@ -52,10 +53,12 @@ class NearMiss:
 
 def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
-    room, took = priced.room, priced.screened_seconds(best)
+    changes = list(_changes(priced, best, offers_of(priced.stack.name)))
+    (took, _), *priced_changes = screen_layouts(priced, [best, *(layout for _, layout in changes)])
+    room = priced.room
     nearest: dict[str, tuple[bool, float, float, Layout]] = {}
-    for change, layout in _changes(priced, best, offers_of(priced.stack.name)):
-        seconds_, excess = priced.screened_seconds(layout), priced.memory(layout) - room
+    for (change, layout), (seconds_, memory) in zip(changes, priced_changes, strict=True):
+        excess = memory - room
         if seconds_ >= took if excess > 0 else seconds_ <= took:
             continue  # it neither fits nor is faster; or it is as good as the best
         if excess > NEAR * room:
@@ -105,13 +108,15 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
     for zero in offers.zero:
         if zero != best.zero and best.replicas > 1 and not (zero < 3 and best.offload == "params"):
             sharded = best.sharded if zero in offers.hybrid else 0
-            yield f"zero={zero}", replace(best, zero=zero, sharded=sharded)
+            yield f"zero={zero}", replace(best, zero=zero, sharded=sharded, secondary=0)
     for method in cp_methods(priced.asked.model, offers, best.tp, best.cp, priced.hardware.per_node):
         if method != best.cp_method:
             yield f"cp_method={method!r}", replace(best, cp_method=method)
-    for ep in expert_degrees(priced.asked.model, offers, best):
-        if ep in (2 * best.ep, best.ep / 2):
-            yield f"ep={ep}", replace(best, ep=ep, etp=1 if ep > 1 else 0)
+    for change in expert_changes(priced.asked.model, offers, best):
+        if change["ep"] in (2 * best.ep, best.ep / 2):
+            yield f"ep={change['ep']}", replace(best, **{"alike": False} | change)
+    if best.secondary:
+        yield "without secondary shards", replace(best, secondary=0)
     if best.sharded:
         yield "sharded among all replicas", replace(best, sharded=0)
     for recompute in offers.recompute:
@@ -119,7 +124,7 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
             words = "without recomputation" if recompute == "none" else f"recompute={recompute!r}"
             yield words, replace(best, recompute=recompute)
     for offload in offers.offload:
-        if offload != best.offload and not (offload == "params" and best.zero < 3):
+        if offload != best.offload and not (offload == "params" and (best.zero < 3 or best.secondary)):
             yield (
                 "without offload" if offload == "none" else f"offload={offload!r}",
                 replace(best, offload=offload),
@@ -139,7 +144,7 @@ def _shift_degree(
 ) -> Iterator[tuple[str, Layout]]:
     """Yield the layouts with twice as much of one degree and half of another, for each micro-batch."""
     degrees = {more: getattr(best, more) * 2, less: getattr(best, less) // 2}
-    for layout in _layouts(priced, replace(best, **degrees, sharded=0), offers):
+    for layout in _layouts(priced, replace(best, **degrees, sharded=0, secondary=0), offers):
         yield f"{more}={degrees[more]}, {less}={degrees[less]}", layout
 
 

@@ -16,9 +16,10 @@ from mpkit.prediction.advice.search import (
     FEW,
     PLAYED,
     FoundLayout,
+    FoundLayouts,
     SearchResult,
-    best_played,
     search,
+    sort_played,
 )
 from mpkit.prediction.advice.space import divisors
 
@@ -52,22 +53,19 @@ class Objective:
     def search(self, priced: LayoutPrices) -> SearchResult:
         """Return the layouts that fit, the best first."""
         machine = priced.hardware
-        found: list[FoundLayout] = []
-        tight: list[FoundLayout] = []
+        found: list[FoundLayouts] = []
+        tight: list[FoundLayouts] = []
         considered = 0
         for devices in [machine.devices] if self.by == "time" else sizes(machine.nodes, machine.per_node):
-            some = search(priced, devices)
-            found += some.found
-            tight += some.tight
-            considered += some.considered
-            if some.found and self.by == "devices":
+            roomy, full, tried = search(priced, devices)
+            found.append(roomy)
+            tight.append(full)
+            considered += tried
+            if len(roomy) and self.by == "devices":
                 break
-
-        def least(each: FoundLayout) -> tuple[float, float]:
-            return self.value_of(each.seconds * priced.handicap(each.layout), each.layout.ranks)
-
-        best = best_played(priced, found, least)
-        return SearchResult(best, best_played(priced, tight, least, FEW if best else PLAYED), considered)
+        best = sort_played(priced, found, self.value_of, PLAYED)
+        full_ones = sort_played(priced, tight, self.value_of, FEW if best else PLAYED)
+        return SearchResult(best, full_ones, considered)
 
     def words(self, best: FoundLayout, devices: int) -> str:
         """Say what the best plan comes to, of a machine with so many devices."""

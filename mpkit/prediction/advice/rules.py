@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from mpkit.common.units import percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.screening import screen_layouts
 from mpkit.prediction.advice.search import FoundLayout
 from mpkit.prediction.cost_model.layout import Layout
 
@@ -85,7 +86,7 @@ def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     n, batch = priced.hardware.devices, priced.asked.global_batch
     best, room = found[0], priced.hardware.device.memory / GIB
     plain = Layout(dp=n, microbatches=max(1, batch // n))
-    held = priced.memory(plain) / GIB
+    held = screen_layouts(priced, [plain])[0][1] / GIB
     if held > room:
         return Rule(
             f"A replica with its states needs {held:.0f} GiB and a device has {room:.0f}: divide states or model.",

@@ -1,11 +1,10 @@
 """Search: the layouts that fit, each with its time, memory first.
 
-For a family of layouts, which differ in the samples of a micro-batch only:
+For all layouts at once, as arrays:
 
+    memory     with the most relief: what does not fit then never does
     relief     offload and recomputation, in the order of what they cost: the cheapest that fits is the best of them
     room       plans that leave a part of the memory free; those that fill it are kept apart
-    prune      activations and logits grow with the micro-batch, so when not even the most relief makes one fit, none of
-               the larger ones fits
     time       priced for what fits only; a formula stands for the pipeline, and the best layouts are then played
 
 What is left out is never better than what is kept, so the best layout found is the best there is;
@@ -15,17 +14,34 @@ tests/advice/test_search.py compares the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+
+from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.screening import Screening
 from mpkit.prediction.advice.space import families
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["FEW", "PLAYED", "SHOWN", "FoundLayout", "SearchResult", "best_played", "search"]
+__all__ = [
+    "FEW",
+    "PLAYED",
+    "SHOWN",
+    "FoundLayout",
+    "FoundLayouts",
+    "SearchResult",
+    "columns_of",
+    "figures_of",
+    "kinds_of",
+    "search",
+    "sort_played",
+]
 
 SHOWN = 20
 """The plans of an advice."""
@@ -33,6 +49,8 @@ PLAYED = 25
 """The layouts that are played, for the order of those that are shown."""
 FEW = 5
 """The layouts that are played of those that fill the memory."""
+HOST = "optimizer", "params"
+"""Offloads that have a handicap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,60 @@ class FoundLayout:
     memory: float
 
 
+@dataclass(eq=False)
+class FoundLayouts(Sequence[FoundLayout]):
+    """Layouts that fit, by the hundred thousand: each is made when it is looked at.
+
+    Attributes:
+        columns: the layouts, without relief.
+        rows: of the columns, in order.
+        reliefs: the pairs of offload and recomputation; `relief` has the number of each row's.
+        seconds, memory: of each row.
+    """
+
+    columns: LayoutColumns
+    rows: Indices
+    reliefs: Sequence[tuple[str, str]]
+    relief: Indices
+    seconds: Floats
+    memory: Floats
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> FoundLayout: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[FoundLayout]: ...
+    def __getitem__(self, place: int | slice) -> FoundLayout | list[FoundLayout]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        offload, recompute = self.reliefs[self.relief[place]]
+        layout = self.columns.layout(self.rows[place], offload=offload, recompute=recompute)
+        return FoundLayout(layout, float(self.seconds[place]), float(self.memory[place]))
+
+    def __iter__(self) -> Iterator[FoundLayout]:
+        return map(self.__getitem__, range(len(self)))
+
+    @property
+    def on_host(self) -> Floats:
+        """Whether each row keeps something on the host."""
+        return np.array([offload in HOST for offload, _ in self.reliefs], bool)[self.relief]
+
+    @cached_property
+    def kinds(self) -> list[FoundLayout]:
+        """The first of those that differ in the samples of a micro-batch only, in order."""
+        code = self.columns.base[self.rows] * len(self.reliefs) + self.relief
+        return [self[place] for place in np.sort(np.unique(code, return_index=True)[1])]
+
+    def take(self, order: Indices) -> FoundLayouts:
+        """Return some of the rows, in this order."""
+        return FoundLayouts(
+            self.columns, self.rows[order], self.reliefs, self.relief[order], self.seconds[order], self.memory[order]
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """What a search found.
@@ -60,83 +132,147 @@ class SearchResult:
         considered: the number that were considered, those that do not fit included.
     """
 
-    found: list[FoundLayout]
-    tight: list[FoundLayout]
+    found: Sequence[FoundLayout]
+    tight: Sequence[FoundLayout]
     considered: int
 
 
-def search(priced: LayoutPrices, devices: int) -> SearchResult:
-    """Return the layouts that fit so many devices, with about their seconds."""
-    room = float(priced.hardware.device.memory)
-    searched = SearchResult([], [], 0)
-    found, tight, considered = searched.found, searched.tight, 0
-    offers = offers_of(priced.stack.name)
+def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayouts, int]:
+    """Return the layouts that fit so many devices, those that fill them, and the number that were considered."""
+    stack, offers = priced.stack, offers_of(priced.stack.name)
+    columns = columns_of(priced, devices, offers)
+    reliefs = _reliefs(offers, stack)
+    if not len(columns.base):
+        return _no_layouts(columns), _no_layouts(columns), 0
+    # A secondary shard takes the memory that parameters on the host would free.
+    sharded = np.array([base.zero == 3 and not base.secondary for base in columns.bases])[columns.base]
+    without = sum(offload != "params" for offload, _ in reliefs)
+    considered = int(np.where(sharded, len(reliefs), without).sum())
+    screening = Screening(priced, columns)
+    kept: Kept = ([], [])
+    # ---- memory
+    for those, group in ((sharded, reliefs), (~sharded, reliefs[:without])):
+        rows = np.flatnonzero(those)
+        if len(rows) and group:
+            rows = rows[screening.memory(rows, *group[-1]) <= priced.hardware.device.memory]
+            # ---- relief, room
+            _fit(screening, rows, group, kept)
+    found, tight = (_with_times(screening, columns, reliefs, some) for some in kept)
+    return found, tight, considered
+
+
+def columns_of(priced: LayoutPrices, devices: int, offers: Offers) -> LayoutColumns:
+    """Return the columns of all layouts on so many devices."""
+    bases: list[Layout] = []
+    base: list[int] = []
+    microbatch: list[int] = []
+    microbatches: list[int] = []
     for family in families(
         priced.asked, devices, priced.hardware.per_node, offers, priced.head, priced.stack.by_flops
     ):
-        reliefs = _reliefs(family[0], offers, priced.stack)
-        considered += len(reliefs) * len(family)
-        for layout in family:
-            if priced.memory(_relieve(layout, *reliefs[-1])) > room:
-                break
-            for each, memory in _fitting_layouts(priced, layout, reliefs, room):
-                fits = FoundLayout(each, priced.screened_seconds(each), memory)
-                (found if memory <= priced.room else tight).append(fits)
-    return replace(searched, considered=considered)
+        base += [len(bases)] * len(family.sizes)
+        bases.append(family.base)
+        microbatch += family.sizes
+        microbatches += [family.samples // size for size in family.sizes]
+    return LayoutColumns(bases, *(np.array(each, np.int64) for each in (base, microbatch, microbatches)))
 
 
-def best_played(
+def _reliefs(offers: Offers, stack: Stack) -> list[tuple[str, str]]:
+    """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost.
+
+    Selective recomputation frees the attention's scores, which fused attention does not keep; parameters can be on the
+    host under ZeRO-3 only, and come last.
+    """
+    recomputes = [each for each in offers.recompute if not (stack.fused and each == "selective")]
+    return [(offload, recompute) for offload in offers.offload for recompute in recomputes]
+
+
+Kept = tuple[list[tuple[Indices, tuple[str, str], Floats]], list[tuple[Indices, tuple[str, str], Floats]]]
+"""Rows with their relief and memory: of those that leave room, and of those that fill it."""
+
+
+def _fit(screening: Screening, rows: Indices, reliefs: Sequence[tuple[str, str]], kept: Kept) -> None:
+    """Find for each offload the least recomputation that fits, and the least that leaves a part of the memory free.
+
+    Where no recomputation is needed, more offload is for nothing.
+    """
+    room, whole = screening.priced.room, screening.priced.hardware.device.memory
+    for _, group in groupby(reliefs, key=lambda relief: relief[0]):
+        left, filled, enough = rows, np.zeros(len(rows), bool), rows[:0]
+        for relief in group:
+            memory = screening.memory(left, *relief)
+            roomy, tight = memory <= room, (memory > room) & (memory <= whole) & ~filled
+            kept[0].append((left[roomy], relief, memory[roomy]))
+            kept[1].append((left[tight], relief, memory[tight]))
+            if relief[1] == reliefs[0][1]:
+                enough = left[roomy]
+            left, filled = left[~roomy], (filled | tight)[~roomy]
+        rows = np.setdiff1d(rows, enough, assume_unique=True)
+
+
+def _with_times(
+    screening: Screening, columns: LayoutColumns, reliefs: Sequence[tuple[str, str]],
+    some: Sequence[tuple[Indices, tuple[str, str], Floats]],
+) -> FoundLayouts:  # fmt: skip
+    """Return layouts with their times."""
+    parts = [part for part in some if len(part[0])]
+    if not parts:
+        return _no_layouts(columns)
+    seconds = [screening.seconds(rows, *relief) for rows, relief, _ in parts]
+    number = [np.full(len(rows), reliefs.index(relief)) for rows, relief, _ in parts]
+    rows, memory = (np.concatenate([part[i] for part in parts]) for i in (0, 2))
+    return FoundLayouts(columns, rows, reliefs, np.concatenate(number), np.concatenate(seconds), memory)
+
+
+def _no_layouts(columns: LayoutColumns) -> FoundLayouts:
+    none = np.zeros(0, np.int64)
+    return FoundLayouts(columns, none, [("none", "none")], none, np.zeros(0), np.zeros(0))
+
+
+def kinds_of(found: Sequence[FoundLayout]) -> Sequence[FoundLayout]:
+    """Return layouts found without those that differ from an earlier one in the samples of a micro-batch only."""
+    return found.kinds if isinstance(found, FoundLayouts) else found
+
+
+def figures_of(found: Sequence[FoundLayout]) -> tuple[Floats, Floats]:
+    """Return the seconds and the memory of layouts found, in order."""
+    if isinstance(found, FoundLayouts):
+        return found.seconds, found.memory
+    return np.array([each.seconds for each in found]), np.array([each.memory for each in found])
+
+
+def sort_played(
     priced: LayoutPrices,
-    found: Sequence[FoundLayout],
-    least: Callable[[FoundLayout], Any],
-    played: int = PLAYED,
-) -> list[FoundLayout]:
+    parts: Sequence[FoundLayouts],
+    value: Callable[[Any, int], tuple[Any, Any]],
+    played: int,
+) -> Sequence[FoundLayout]:
     """Return the layouts found, the best first, with the pipelines of the best ones played.
 
     Args:
         priced: what was asked.
-        found: the layouts, as `search` returns them.
-        least: what is least for the best.
+        parts: the layouts, as `search` returns them, for one number of devices each.
+        value: of seconds, or an array of them, on so many devices: what is to be least, and then the next.
         played: how many are played.
     """
-    ordered = sorted(found, key=least)
-    best = [replace(each, seconds=priced.step(each.layout).seconds) for each in ordered[:played]]
-    return [*sorted(best, key=least), *ordered[played:]]
 
+    def order(part: FoundLayouts) -> Indices:
+        handicap = np.where(part.on_host, 1 + priced.preset.band, 1.0)
+        keys = value(part.seconds * handicap, part.columns.bases[0].ranks)
+        return np.lexsort([np.broadcast_to(key, len(part)) for key in reversed(keys)])
 
-def _reliefs(layout: Layout, offers: Offers, stack: Stack) -> list[tuple[str, str]]:
-    """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost.
+    sorted_parts = []
+    for part in (part for part in parts if len(part)):
+        some = part.take(order(part))
+        best = some.take(np.arange(min(played, len(some))))
+        best.seconds[:] = [priced.step(each.layout).seconds for each in best]
+        first = order(best)
+        some.seconds[: len(best)] = best.seconds
+        sorted_parts.append(some.take(np.concatenate([first, np.arange(len(best), len(some))])))
+    if len(sorted_parts) == 1:
+        return sorted_parts[0]
 
-    Selective recomputation frees the attention's scores, which fused attention does not keep.
-    """
-    offloads = offers.offload if layout.zero == 3 else [each for each in offers.offload if each != "params"]
-    recomputes = [each for each in offers.recompute if not (stack.fused and each == "selective")]
-    return [(offload, recompute) for offload in offloads for recompute in recomputes]
+    def least(each: FoundLayout) -> tuple[Any, Any]:
+        return value(each.seconds * priced.handicap(each.layout), each.layout.ranks)
 
-
-def _fitting_layouts(
-    priced: LayoutPrices, layout: Layout, reliefs: Sequence[tuple[str, str]], room: float
-) -> Iterator[tuple[Layout, float]]:
-    """Yield for each offload the least recomputation that fits, and the least that leaves a part of the memory free.
-
-    Where no recomputation is needed, more offload is for nothing.
-    """
-    for offload, group in groupby(reliefs, key=lambda relief: relief[0]):
-        tight = False
-        for _, recompute in group:
-            relieved = _relieve(layout, offload, recompute)
-            memory = priced.memory(relieved)
-            if memory <= priced.room:
-                yield relieved, memory
-                if recompute == reliefs[0][1]:
-                    return
-                break
-            if memory <= room and not tight:
-                yield relieved, memory
-                tight = True
-
-
-def _relieve(layout: Layout, offload: str, recompute: str) -> Layout:
-    if (offload, recompute) == (layout.offload, layout.recompute):
-        return layout  # its degrees have been multiplied already
-    return layout.vary(offload=offload, recompute=recompute)
+    return sorted((each for part in sorted_parts for each in part), key=least)

@@ -15,9 +15,10 @@ much and holds less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.plan.tensor_checks import METHODS
@@ -26,7 +27,16 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 
-__all__ = ["TrainingQuestion", "can_share", "cp_methods", "divisors", "expert_degrees", "families"]
+__all__ = [
+    "LayoutFamily",
+    "TrainingQuestion",
+    "can_share",
+    "cp_methods",
+    "divisors",
+    "expert_changes",
+    "expert_degrees",
+    "families",
+]
 
 
 GROUPS = (1, 2, 4)
@@ -47,6 +57,24 @@ class TrainingQuestion:
     sequence: int
 
 
+@dataclass(frozen=True)
+class LayoutFamily:
+    """Layouts that differ in the samples of a micro-batch only.
+
+    Attributes:
+        base: a layout of them, whose micro-batches are of no importance.
+        sizes: the samples of a micro-batch, ascending.
+        samples: of a replica.
+    """
+
+    base: Layout
+    sizes: Sequence[int]
+    samples: int
+
+    def __iter__(self) -> Iterator[Layout]:
+        return (self.base.vary(microbatch=size, microbatches=self.samples // size) for size in self.sizes)
+
+
 def families(
     asked: TrainingQuestion,
     devices: int,
@@ -54,8 +82,8 @@ def families(
     offers: Offers = EVERYTHING,
     head: float = 0.0,
     balanced: bool = False,
-) -> Iterator[tuple[Layout, ...]]:
-    """Yield families of layouts that differ in the samples of a micro-batch only, the smallest first.
+) -> Iterator[LayoutFamily]:
+    """Yield families of layouts that differ in the samples of a micro-batch only.
 
     Args:
         asked: what is to be trained.
@@ -76,52 +104,55 @@ def families(
         for cp in divisors(devices // tp) if offers.context else [1]:
             if not can_share(asked.sequence, tp, cp, offers):
                 continue
+            methods = cp_methods(model, offers, tp, cp, per_node)
             for pp in divisors(devices // tp // cp) if offers.schedules else [1]:
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
-                for family in _of_mesh(asked, offers, per_node, pp, dp, tp, cp, head, balanced):
-                    ways = product(
-                        cp_methods(model, offers, tp, cp, per_node),
-                        expert_degrees(model, offers, family[0]),
-                    )
-                    for method, ep in ways:
-                        etp = 1 if ep > 1 else 0
-                        yield tuple(each.vary(cp_method=method, ep=ep, etp=etp) for each in family)
+                mesh = Layout(
+                    pp=pp, dp=dp, cp=cp, tp=tp, sequence_parallel=tp > 1 and offers.sequence, head=head,
+                    balanced=balanced,
+                )  # fmt: skip
+                for family in _of_mesh(asked, offers, per_node, mesh):
+                    ways = product(methods, expert_changes(model, offers, family.base))
+                    for method, experts in ways:
+                        base = family.base.vary(cp_method=method, **experts)
+                        yield LayoutFamily(base, family.sizes, family.samples)
 
 
-def _of_mesh(
-    asked: TrainingQuestion,
-    offers: Offers,
-    per_node: int,
-    pp: int,
-    dp: int,
-    tp: int,
-    cp: int,
-    head: float,
-    balanced: bool,
-) -> Iterator[tuple[Layout, ...]]:
-    samples = asked.global_batch // dp
-    stages = [(zero, 0) for zero in offers.zero] if dp * cp > 1 else [(0, 0)]
-    sizes = [nodes * per_node // tp for nodes in GROUPS if nodes * per_node % (tp * cp) == 0]
-    stages += [(zero, n) for zero in offers.hybrid for n in sizes if 1 < n < dp * cp and dp * cp % n == 0]
-    for zero, sharded in stages:
-        for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
-            layers = asked.model.layers
-            if pp * v > layers or (offers.even and layers % (pp * v)):
-                continue
-            groups = pp if offers.even and v > 1 else 1  # of micro-batches
-            layout = Layout(
-                pp=pp, dp=dp, cp=cp, tp=tp, zero=zero, virtual_stages=v, schedule=schedule,
-                sequence_parallel=tp > 1 and offers.sequence, head=head, balanced=balanced, sharded=sharded,
-            )  # fmt: skip
-            family = tuple(
-                layout.vary(microbatch=each, microbatches=samples // each)
-                for each in divisors(samples)
-                if samples // each % groups == 0 and (not offers.filled or samples // each >= pp - 1)
-            )
-            if family:
-                yield family
+def _of_mesh(asked: TrainingQuestion, offers: Offers, per_node: int, mesh: Layout) -> Iterator[LayoutFamily]:
+    """Yield the families of a mesh, by how ZeRO shards and by schedule."""
+    samples, layers, pp = asked.global_batch // mesh.dp, asked.model.layers, mesh.pp
+    for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
+        if pp * v > layers or (offers.even and layers % (pp * v)):
+            continue
+        groups = pp if offers.even and v > 1 else 1  # of micro-batches
+        sizes = [
+            each
+            for each in divisors(samples)
+            if samples // each % groups == 0 and (not offers.filled or samples // each >= pp - 1)
+        ]
+        if sizes:
+            base = replace(mesh, schedule=schedule, virtual_stages=v)
+            for zero, sharded, secondary in _shardings(mesh, offers, per_node):
+                yield LayoutFamily(base.vary(zero=zero, sharded=sharded, secondary=secondary), sizes, samples)
+
+
+def _shardings(mesh: Layout, offers: Offers, per_node: int) -> Iterator[tuple[int, int, int]]:
+    """Yield stages of ZeRO with the ranks among which they shard, and among which they keep secondary shards."""
+    n = mesh.replicas
+    if n == 1:
+        yield 0, 0, 0
+        return
+    parts = [nodes * per_node // mesh.tp for nodes in GROUPS if nodes * per_node % (mesh.tp * mesh.cp) == 0]
+    parts = [part for part in parts if 1 < part < n and n % part == 0]
+    for zero in offers.zero:
+        yield zero, 0, 0
+        for part in parts:
+            if zero in offers.hybrid:
+                yield zero, part, 0
+        if zero == 3 and offers.secondary and parts and parts[0] * mesh.tp == per_node:
+            yield zero, 0, parts[0]
 
 
 def cp_methods(
@@ -158,13 +189,24 @@ def can_share(sequence: int, tp: int, cp: int, offers: Offers) -> bool:
 def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[int]:
     """Return the numbers of ranks that can divide the experts of a layer, out of those that share shards.
 
-    Where the software has all ranks along cp and tp divide experts, these are among them.
+    Beside sequence parallelism the ranks along tp are among them (folding: Liu et al. 2025, arXiv 2504.14960). Where
+    the software has all ranks along cp and tp divide experts, these are.
+
+    >>> mixtral = Architecture(32, 4096, 32, experts=8, top_k=2)
+    >>> expert_degrees(mixtral, EVERYTHING, Layout(dp=2, tp=2, sequence_parallel=True))
+    [1, 2, 4]
     """
     if not model.experts or not offers.experts:
         return [1]
     inner = layout.cp * layout.tp if offers.inner_experts else 1
-    ranks = layout.shards * (layout.tp if offers.inner_experts else 1)
+    ranks = layout.shards * (layout.tp if layout.sequence_parallel else 1)
     return [ep for ep in divisors(ranks) if model.experts % ep == 0 and (ep == 1 or ep % inner == 0)]
+
+
+def expert_changes(model: Architecture, offers: Offers, layout: Layout) -> list[dict[str, Any]]:
+    """Return the ways to divide a layer's experts, as fields of a layout."""
+    beside = {"etp": 1, "alike": True} if model.whole_experts else {"etp": 0}
+    return [{"ep": ep, **({"etp": 1} if ep > 1 else beside)} for ep in expert_degrees(model, offers, layout)]
 
 
 def divisors(n: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.units import memory_text, percent, seconds
+from mpkit.prediction.advice.search import figures_of
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
@@ -33,7 +34,7 @@ def summary_of(advice: Advice) -> str:
         ]
         if advice.objective.by != "time":
             lines.append(f"  {advice.objective.words(advice.found[0], hardware.devices)}")
-        within = sum(each.seconds <= high for each in advice.found)
+        within = int((figures_of(advice.found)[0] <= high).sum())
         lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
         lines += _memory_left(advice)
         lines += _simpler(advice)

@@ -19,8 +19,10 @@ from mpkit.prediction.cost_model.matmul import Matmul
 
 __all__ = ["Architecture"]
 
-OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "dense")
+OF_EXPERTS = ("top_k", "expert_ffn", "shared_ffn", "dense", "whole_experts")
 """The sizes that mean something beside experts only."""
+BARE = "router", "shared up", "shared down"
+"""Products beside experts that have no bias, whatever the model says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Architecture:
         encoder: of the layers, those of an encoder; the others attend to it too (T5).
         experts, top_k, expert_ffn, shared_ffn, dense: experts per layer, those that a token visits, the width of each,
             of those that all tokens visit, and the number of first layers without experts.
+        whole_experts: whether tensor parallelism leaves experts whole, as that of mpkit's GPT does, but for those
+            that all tokens visit.
         q_rank, kv_rank, rope_dim, v_dim: the ranks of latent attention, the rotary part and the values' width.
         qk_norm: whether queries and keys are normalized (Qwen3).
         name: what it is called.
@@ -72,6 +76,7 @@ class Architecture:
     expert_ffn: int = 0
     shared_ffn: int = 0
     dense: int = 0
+    whole_experts: bool = False
     q_rank: int = 0
     kv_rank: int = 0
     rope_dim: int = 0
@@ -164,6 +169,10 @@ class Architecture:
             yield Matmul("shared up", h, gate * self.shared_ffn, "n")
             yield Matmul("shared down", self.shared_ffn, h, "k")
 
+    def visits(self, layer: int = 0) -> int:
+        """Return how many experts of a layer a token visits; 0 if it has none."""
+        return self.top_k if self.experts and layer >= self.dense else 0
+
     def matmuls(self, layer: int = 0) -> tuple[Matmul, ...]:
         """Return the products with weights of a layer."""
         return _matmuls(self, layer)
@@ -174,18 +183,31 @@ class Architecture:
         """Return the parameters of a layer, with its norms and biases."""
         products = self.matmuls(layer)
         norms = (3 if self.encoder and layer >= self.encoder else 2) * (1 + self.bias) * self.hidden
-        bare = ("router", "shared up", "shared down")
-        biases = sum(m.n for m in products if not (m.experts or m.name in bare)) if self.bias else 0
+        biases = sum(m.n for m in products if not (m.experts or m.name in BARE)) if self.bias else 0
         return sum(m.parameters for m in products) + norms + biases + self.q_rank + self.kv_rank
 
     def expert_parameters(self, layer: int = 0) -> int:
         """Return the parameters of a layer's experts, without those that all tokens visit."""
         return sum(m.parameters for m in self.matmuls(layer) if m.experts)
 
+    def divided_parameters(self, layer: int = 0) -> int:
+        """Return the parameters of a layer that tensor parallelism divides, without its experts.
+
+        Every rank holds the others whole: norms, routers, and biases of what is divided by rows.
+        """
+        products = [m for m in self.matmuls(layer) if m.divided and not m.experts]
+        biases = sum(m.n for m in products if m.divided == "n" and m.name not in BARE) if self.bias else 0
+        return sum(m.parameters for m in products) + biases
+
     @property
     def embedding_parameters(self) -> int:
         """The parameters before the first layer: of tokens or patches, and of positions."""
         return (self.patch or self.vocabulary) * self.hidden + self.positions * self.hidden
+
+    @property
+    def whole_at_edges(self) -> tuple[int, int]:
+        """Of the parameters before the first and after the last layer, those that tensor parallelism leaves whole."""
+        return self.positions * self.hidden, (1 + self.bias) * self.hidden
 
     @property
     def head_in_layers(self) -> float:

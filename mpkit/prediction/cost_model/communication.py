@@ -6,12 +6,18 @@ The times are those of `mpkit.devices.collective`, which replays take as well.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpkit.devices.collective import collective_time
 from mpkit.devices.hardware import Hardware
 from mpkit.trace import Kind
 
 __all__ = ["KAPPA", "Network", "network_of", "overlapped_time"]
+
+T = TypeVar("T", float, NDArray[np.float64])
 
 KAPPA = 0.3
 """How much of the time that communication shares with compute is lost; fitted to all published rows at once."""
@@ -65,10 +71,12 @@ def network_of(hardware: Hardware) -> Network:
     return Network(hardware)
 
 
-def overlapped_time(compute: float, communication: float) -> float:
-    """Return the seconds that both take side by side.
+def overlapped_time(compute: T, communication: T) -> T:
+    """Return the seconds that both take side by side; of arrays of steps, each of theirs.
 
     >>> overlapped_time(1.0, 0.5), overlapped_time(1.0, 2.0)
     (1.15, 2.0)
     """
+    if isinstance(compute, np.ndarray):
+        return np.maximum(compute + KAPPA * np.minimum(compute, communication), communication)
     return max(compute + KAPPA * min(compute, communication), communication)

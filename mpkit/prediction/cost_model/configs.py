@@ -144,7 +144,7 @@ def _key_heads(config: Mapping[str, Any], heads: int) -> int:
     return given if isinstance(given, int) else heads
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, int]:
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an `Architecture` says of experts, those that all tokens visit included; nothing without any."""
     experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
     if not experts:

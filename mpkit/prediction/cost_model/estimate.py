@@ -28,8 +28,8 @@ from mpkit.prediction.cost_model.kernels import peak_of
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import CATEGORIES, stage_memory
-from mpkit.prediction.cost_model.preset import Preset, preset_as_played, preset_for
-from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.preset import Preset, preset_of
+from mpkit.prediction.cost_model.shares import ParameterShares, model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.step import StepTime, step_time
 from mpkit.timeline.answer import Answer, Basis
@@ -273,13 +273,15 @@ def estimate_checked(
         ValueError: the plan cannot work.
     """
     check_products(stack, hardware.device)
+    model = model_under(stack, model)
     layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable)
+    if model.whole_experts and layout.ep == 1:
+        layout = replace(layout, etp=1, alike=True)
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)
     if stack.by_flops:
         layout = replace(layout, head=model.head_in_flops(sequence), balanced=True)
-    as_played = preset_as_played(hardware.device) if stack.name == "mpkit" else None
-    chosen = preset or as_played or preset_for(hardware.device.name, stack.name)
+    chosen = preset or preset_of(hardware.device, stack)
     shares = ParameterShares(model, layout, stack)
     step = step_time(model, layout, sequence, hardware, stack, chosen.constants, shares)
     return Estimate(model, plan, hardware, sequence, layout, stack, chosen, shares, step)

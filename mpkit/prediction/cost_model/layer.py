@@ -38,12 +38,23 @@ class LayerTime:
 
     Attributes:
         forward, backward: by cause (`CAUSES`); the backward without what is computed again.
-        again: seconds of the forward that is computed again in the backward.
+        computed: of the forward, what full recomputation computes again.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    again: float
+    computed: float
+
+    def seconds_again(self, recompute: str) -> float:
+        """Return the seconds of the forward that the backward computes again."""
+        products, attention, elementwise = self.forward[:3]
+        if recompute == "none":
+            return 0.0
+        if recompute == "selective":
+            return attention
+        if recompute == "products":
+            return products / 2 + elementwise
+        return self.computed if recompute == "full" else self.computed / int(recompute.removeprefix("every="))
 
 
 def layer_time(
@@ -59,6 +70,7 @@ def layer_time(
     """
     t, cp, stack = layout.tp, layout.cp, kernels.stack
     tokens = layout.microbatch * sequence / cp
+    own_tokens = tokens / (t if layout.sequence_parallel else 1)
     h, heads = model.hidden, model.heads / t
 
     spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
@@ -69,7 +81,7 @@ def layer_time(
         k = max(1, m.k // degree) if m.divided == "k" else m.k
         n = max(1, m.n // degree) if m.divided == "n" else m.n
         if not m.experts:
-            last, back = kernels.product(tokens, k, n, can_narrow=True)
+            last, back = kernels.product(tokens if m.divided else own_tokens, k, n, can_narrow=True)
         else:
             last, back = _experts(m.experts // layout.ep, tokens * m.top_k / spread, k, n, kernels)
         products[0] += last
@@ -85,17 +97,18 @@ def layer_time(
         cross = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim), full, sequence)
         attention = attention[0] + cross[0], attention[1] + cross[1]
 
-    visits, wide = _mlp_width(model, layer)
+    visits = model.visits(layer)
     whole = 22 * h / (t if layout.sequence_parallel else 1)
-    inside = (8 if model.gated else 4) * wide / (layout.expert_parts if visits > 1 else t)
-    permuted = 8 * h * visits if visits > 1 else 0.0
+    inside = (8 if model.gated else 4) * _mlp_width(model, layer, layout)
+    permuted = 8 * h * visits
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
     sent = [times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout)]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    routed = stack.element * tokens * model.top_k * h / spread if visits > 1 else 0.0
+    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
+    routed = stack.element * tokens * sends * h / spread
     experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
@@ -103,11 +116,7 @@ def layer_time(
         products[1], attention[1], 2 * elementwise, 2 * fixed, tensor, back_context, experts,
     )  # fmt: skip
     computed = sum(forward) - (last if stack.early_stop else 0.0)
-    return LayerTime(
-        forward,
-        backward,
-        _recomputed_time(layout.recompute, computed, products[0], attention[0], elementwise),
-    )
+    return LayerTime(forward, backward, computed)
 
 
 def head_time(model: Architecture, layout: Layout, sequence: int, kernels: Kernels) -> float:
@@ -126,6 +135,15 @@ def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tup
     """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
     forward, back = kernels.product(visits / local, k, n, can_narrow=True)
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
+
+
+def _ranks_visited(visits: int, ep: int) -> float:
+    """Return on how many of ep ranks the experts are that a token visits, if all ranks are equally likely.
+
+    >>> [_ranks_visited(k, 8) for k in (1, 2)], round(_ranks_visited(8, 8), 2)
+    ([1.0, 1.875], 5.25)
+    """
+    return ep * (1 - (1 - 1 / ep) ** visits)
 
 
 def _seen_share(layout: Layout) -> float:
@@ -148,11 +166,11 @@ def _tile_share(layout: Layout) -> float:
     return 1.0 if layout.cp_order == CONTIGUOUS else 0.5 + 0.25 / layout.ring
 
 
-def _mlp_width(model: Architecture, layer: int) -> tuple[int, int]:
-    """Return how many experts a token visits, and the width of all that it visits."""
-    if model.experts and layer >= model.dense:
-        return model.top_k, (model.expert_ffn or model.ffn) * model.top_k + model.shared_ffn
-    return 1, model.ffn
+def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
+    """Return the width inside of the MLP, or of the experts that a token visits, as one rank computes it per token."""
+    if not (visits := model.visits(layer)):
+        return model.ffn / layout.tp
+    return (model.expert_ffn or model.ffn) * visits / layout.expert_parts + model.shared_ffn / layout.tp
 
 
 def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -> list[int]:
@@ -162,9 +180,9 @@ def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -
     once per visit, or the sum of what the group made of each token (Liu et al. 2025, arXiv 2504.14960, section 3).
     """
     sent = [1]
-    if visits == 1 or model.shared_ffn:
+    if not visits or model.shared_ffn:
         sent.append(1)
-    if visits > 1 and layout.expert_tp > 1:
+    if visits and layout.expert_tp > 1:
         sent.append(visits if layout.sequence_parallel else 1)
     return sent
 
@@ -202,16 +220,3 @@ def _context_parallel(
         keys = element * tokens * r * 2 * of_keys * model.head_dim
         passed = 0.5 * network.time(Kind.ALL_GATHER, keys, r, layout.per_node("ring", network.per_node))
     return exchanged + passed, exchanged + 2 * passed
-
-
-def _recomputed_time(
-    recompute: str, whole: float, products: float, attention: float, elementwise: float
-) -> float:
-    """Return the seconds of the forward that the backward computes again."""
-    if recompute == "none":
-        return 0.0
-    if recompute == "selective":
-        return attention
-    if recompute == "products":
-        return products / 2 + elementwise
-    return whole if recompute == "full" else whole / int(recompute.removeprefix("every="))

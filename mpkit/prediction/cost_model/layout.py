@@ -107,6 +107,16 @@ class Layout:
         return max(1, self.shards * folded // self.ep)
 
     @property
+    def own_experts(self) -> bool:
+        """Whether fewer ranks hold an expert than hold other weights: each replica has experts of its own."""
+        return self.ep > 1
+
+    @property
+    def summed_experts(self) -> bool:
+        """Whether ranks along tp that hold the same experts sum their gradients, each of its part of the sequence."""
+        return self.alike and self.sequence_parallel and self.tp > 1
+
+    @property
     def expert_parts(self) -> int:
         """The number of parts into which the work of a token's experts is divided along tp.
 
@@ -159,7 +169,8 @@ class Layout:
         Args:
             axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
                 which ZeRO shards), "groups" (those that hold the same shard), "secondary" (those with secondary shards)
-                or "ep": beside each other, and tp apart where the ranks along tp share an expert or hold the same ones.
+                or "ep": beside each other, and tp apart where the ranks along tp share an expert or hold the same ones;
+                "edp": those among which ZeRO shards an expert.
             devices: devices per node.
         """
         inner, size = {
@@ -168,6 +179,7 @@ class Layout:
             "ulysses": (self.tp, self.ulysses),
             "ring": (self.tp * self.ulysses, self.ring),
             "ep": (self.tp if self.alike else self.expert_tp, self.ep),
+            "edp": ((self.tp if self.alike else self.expert_tp) * self.ep, self.expert_shards),
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
             "groups": (self.tp * self.shards, self.groups),

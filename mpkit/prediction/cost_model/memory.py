@@ -16,6 +16,7 @@ Transformer Models", 2022, section 4 (activations); both extended to gated MLPs,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ __all__ = [
     "CATEGORIES",
     "SampleMemory",
     "activations",
+    "kinds_of_stages",
     "sample_memory",
     "stage_memory",
     "state_memory",
@@ -120,25 +122,34 @@ class SampleMemory(NamedTuple):
     """The bytes of one sample of a micro-batch; all of them grow with the number of samples.
 
     Attributes:
-        layers: by stage, what the backward of its layers needs.
+        kinds: by kind of layer, what its backward needs.
         border: a layer's input.
         working: the working set of the layer at work.
         logits: on the last stage, of no deferred gradient of the head, and of each one more.
     """
 
-    layers: tuple[float, ...]
+    kinds: tuple[float, ...]
     border: float
     working: float
     logits: tuple[float, float]
 
-    def stage_bytes(self, stage: int, layout: Layout, live: float, stack: Stack) -> tuple[float, float]:
-        """Return the bytes of activations and of logits on a stage, with so many micro-batches in flight."""
+    def stage_bytes(
+        self, stage: int, held: Sequence[int], layout: Layout, live: float, stack: Stack
+    ) -> tuple[float, float]:
+        """Return the bytes of activations and of logits on a stage.
+
+        Args:
+            stage, held: the stage, and how many layers of each kind it has.
+            layout, stack: as for `sample_memory`.
+            live: micro-batches in flight.
+        """
         head = logits = 0.0
         if stage == layout.last:
             head = 2 * self.border  # what the last norm reads, and the head
             logits = self.logits[0] + min(stack.deferred, layout.microbatches) * self.logits[1]
         samples = layout.microbatch
-        return samples * (self.layers[stage] * live + max(head, self.working - logits)), samples * logits
+        layers = sum(count * each for count, each in zip(held, self.kinds, strict=True))
+        return samples * (layers * live + max(head, self.working - logits)), samples * logits
 
 
 def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Stack) -> SampleMemory:
@@ -148,15 +159,7 @@ def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Sta
         model, layout, sequence, stack: as in `activations`; the layout's micro-batch is of no importance.
     """
     one, tokens = replace(layout, microbatch=1), sequence / layout.cp
-    kinds = [
-        (first, first + count, kept_bytes(model, first, one, sequence, stack))
-        for first, count in model.kinds()
-    ]
-    layers, begin = [], 0
-    for count in layout.stage_layers(model.layers):
-        end = begin + count
-        layers.append(sum(each * max(0, min(end, last) - max(begin, first)) for first, last, each in kinds))
-        begin = end
+    kinds = tuple(kept_bytes(model, first, one, sequence, stack) for first, _ in model.kinds())
     working = (
         max(activations(model, first, one, sequence, stack) for first, _ in model.kinds())
         if layout.recompute != "none"
@@ -165,7 +168,21 @@ def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Sta
     border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
     deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
-    return SampleMemory(tuple(layers), border, working, (stack.logits * of_vocabulary, deferred))
+    return SampleMemory(kinds, border, working, (stack.logits * of_vocabulary, deferred))
+
+
+def kinds_of_stages(model: Architecture, layout: Layout) -> list[tuple[int, ...]]:
+    """Return how many layers of each kind each rank of a pipeline holds.
+
+    >>> kinds_of_stages(Architecture(5, 64, 4, experts=4, top_k=2, dense=1), Layout(pp=2))
+    [(1, 2), (0, 2)]
+    """
+    found, begin = [], 0
+    for count in layout.stage_layers(model.layers):
+        end = begin + count
+        found.append(tuple(max(0, min(end, i + n) - max(begin, i)) for i, n in model.kinds()))
+        begin = end
+    return found
 
 
 def state_memory(
@@ -188,8 +205,10 @@ def state_memory(
         "params": 0.0
         if layout.offload == "params"
         else stack.element
-        * whole
-        * ((1 / n if layout.zero == 3 else 1) + (1 / layout.secondary if layout.secondary else 0)),
+        * (
+            (shares.sharded_on(stage, layout) if layout.zero == 3 else whole)
+            + (shares.secondary_on(stage, layout) / layout.secondary if layout.secondary else 0)
+        ),
         "grads": stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable),
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
         "gathered": gathered,
@@ -211,9 +230,10 @@ def stage_memory(
     """
     sample, out = sample_memory(model, layout, sequence, stack), []
     in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
+    kinds = kinds_of_stages(model, layout)
     for stage, live in enumerate(in_flight):
         states, converted = state_memory(model, layout, stack, shares, stage, device)
-        held, logits = sample.stage_bytes(stage, layout, live, stack)
+        held, logits = sample.stage_bytes(stage, kinds[stage], layout, live, stack)
         if converted > held + logits:  # the update is the peak
             states, held, logits = states | {"grads": states["grads"] + converted}, 0.0, 0.0
         memory = states | {"activations": held, "logits": logits}
@@ -240,6 +260,6 @@ def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: Paramete
         return float(stack.element * (sum(shapes.values()) + head) / layout.tp)
     if layout.replicas > 1 and stack.copies:
         return stack.copies * shares.stages[stage]
-    if layout.replicas > 1 and layout.zero < 3 and not stack.bucket_by_replicas:
+    if layout.replicas > 1 and layout.zero < 3 and not (stack.bucket_by_replicas or stack.views):
         return min(stack.bucket, stack.reduced * shares.parameters)
     return 0.0

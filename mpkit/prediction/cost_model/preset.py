@@ -15,9 +15,18 @@ from math import exp, log
 from statistics import geometric_mean
 
 from mpkit.devices.device import Device
-from mpkit.prediction.cost_model.stack import STACKS, Constants
+from mpkit.prediction.cost_model.stack import STACKS, Constants, Stack
 
-__all__ = ["EAGER", "UNFITTED", "Preset", "preset_as_played", "preset_for", "presets", "prior_of"]
+__all__ = [
+    "EAGER",
+    "UNFITTED",
+    "Preset",
+    "preset_as_played",
+    "preset_for",
+    "preset_of",
+    "presets",
+    "prior_of",
+]
 
 EAGER = 2.0
 """How much more eager operators move than well fused ones."""
@@ -116,6 +125,11 @@ def prior_of(stack: str, known: Iterable[Preset]) -> Constants:
 
 def _is_eager(stack: str) -> bool:
     return stack in STACKS and STACKS[stack].eager
+
+
+def preset_of(device: Device, stack: Stack) -> Preset:
+    """Return the preset of a stack on a device: of mpkit, which has none, the constants of what is played."""
+    return preset_as_played(device) if stack.name == "mpkit" else preset_for(device.name, stack.name)
 
 
 def preset_as_played(device: Device) -> Preset:

@@ -86,6 +86,7 @@ class Stack:
         attention_outputs: tensors of an attention's output that are kept: two where the attention and the product after
             it read it in different layouts (FlashAttention 2 in Megatron).
         copies: bytes per parameter of DDP's buckets where gradients are not views of them.
+        views: whether gradients are views of the buckets that are sent, so that nothing is beside them.
         dropout: whether dropout masks are kept.
         early_stop: whether recomputation ends before the last product, whose output nobody needs
             (torch.utils.checkpoint with use_reentrant=False).
@@ -96,6 +97,9 @@ class Stack:
             (Transformer Engine's fused accumulation).
         transformer_engine: whether it multiplies with Transformer Engine, which keeps a workspace.
         cublas_workspace: bytes that CUBLAS_WORKSPACE_CONFIG asks for; 0: cuBLAS decides.
+        deduplicates: whether a token is sent once to each rank on which it visits experts (DeepEP), instead of once per
+            expert.
+        divides_experts: whether tensor parallelism divides experts that no ranks along ep do, whatever the model says.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
         played: whether it is what `mk.trace_fake` plays: products hide what they move, and a ring attends by plain
@@ -128,6 +132,7 @@ class Stack:
     gates: int = 4
     attention_outputs: int = 1
     copies: float = 0.0
+    views: bool = False
     dropout: bool = False
     early_stop: bool = False
     blocking_p2p: bool = False
@@ -136,6 +141,8 @@ class Stack:
     placeholders: bool = False
     transformer_engine: bool = False
     cublas_workspace: float = 0.0
+    deduplicates: bool = False
+    divides_experts: bool = False
     by_weight: bool = False
     by_flops: bool = False
     played: bool = False
@@ -161,6 +168,7 @@ STACKS = {
             states=8,
             logits=12,
             gathers_ahead=3,
+            views=True,
             by_flops=True,
             played=True,
         ),
@@ -192,6 +200,7 @@ STACKS = {
             gates=3,
             placeholders=True,
             transformer_engine=True,
+            divides_experts=True,
         ),
         Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True, gathers_ahead=3),
         Stack("deepspeed", partition=5e8, gathers_ahead=3),
@@ -208,8 +217,8 @@ STACKS = {
             loss=EAGER_LOSS,
             by_weight=True,
         ),
-        Stack("torchtitan", eager=True, gradient=4, reduced=4, early_stop=True),
-        Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True),
+        Stack("torchtitan", eager=True, gradient=4, reduced=4, early_stop=True, divides_experts=True),
+        Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True, divides_experts=True),
     )
 }
 """The stacks whose published steps were looked at, plain PyTorch, and mpkit as it is played, by name."""

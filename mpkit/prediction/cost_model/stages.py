@@ -11,16 +11,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.communication import Network, overlapped_time
+from mpkit.prediction.cost_model.communication import Network, T, overlapped_time
 from mpkit.prediction.cost_model.kernels import Kernels
 from mpkit.prediction.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.trace import Kind
 
-__all__ = ["StageTimes", "stages_of"]
+__all__ = ["MeanLayer", "ShardGathers", "StageTimes", "gathers_of", "layer_of", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,14 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class MeanLayer:
     """Seconds per micro-batch of a layer, the mean of all kinds, and of what the first and the last stage have besides.
 
     Attributes:
         forward: of a layer.
-        backward: with what is computed again.
+        backward: without what is computed again.
         causes: both, by cause.
+        kinds: the number of layers of each kind, and their time.
         head: of the head and the loss, forward and backward.
         embed: of the embedding.
     """
@@ -106,19 +108,25 @@ class _Layer:
     forward: float
     backward: float
     causes: dict[str, float]
+    kinds: Sequence[tuple[int, LayerTime]]
     head: float
     embed: float
+
+    def seconds_again(self, recompute: str) -> float:
+        """Return the seconds that a backward computes again."""
+        layers = sum(count for count, _ in self.kinds)
+        return sum(count * kind.seconds_again(recompute) for count, kind in self.kinds) / layers
 
 
 @lru_cache(4096)
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
-    etp: int, sequence_parallel: bool, recompute: str, trainable: float, cp_method: str | tuple[int, int],
+    etp: int, alike: bool, sequence_parallel: bool, trainable: float, cp_method: str | tuple[int, int],
     cp_order: str,
-) -> _Layer:  # fmt: skip
+) -> MeanLayer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
-        cp=cp, tp=tp, ep=ep, etp=etp, microbatch=microbatch, recompute=recompute, sequence_parallel=sequence_parallel,
+        cp=cp, tp=tp, ep=ep, etp=etp, alike=alike, microbatch=microbatch, sequence_parallel=sequence_parallel,
         trainable=trainable, cp_method=cp_method, cp_order=cp_order,
     )  # fmt: skip
     kinds = [
@@ -126,32 +134,38 @@ def _layer(
         for first, count in model.kinds()
     ]
     mean = [sum(count * each for count, each in parts) / model.layers for parts in _by_cause(kinds)]
-    again = sum(count * layer.again for count, layer in kinds) / model.layers
     causes = {cause: mean[i] + mean[len(CAUSES) + i] for i, cause in enumerate(CAUSES)}
-    return _Layer(
+    return MeanLayer(
         sum(mean[: len(CAUSES)]),
-        sum(mean[len(CAUSES) :]) + again,
-        causes | {"recomputation": again},
+        sum(mean[len(CAUSES) :]),
+        causes,
+        kinds,
         head_time(model, layout, sequence, kernels),
         kernels.move(12 * microbatch * sequence / cp * model.hidden),
     )
 
 
-def stages_of(
-    model: Architecture,
-    layout: Layout,
-    sequence: int,
-    kernels: Kernels,
-    network: Network,
-    shares: ParameterShares,
-) -> StageTimes:
-    """Return the times of the stages."""
-    layer = _layer(
+def layer_of(
+    model: Architecture, layout: Layout, sequence: int, kernels: Kernels, network: Network
+) -> MeanLayer:
+    """Return the times of a layer of a layout, whatever its recomputation is."""
+    return _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
-        layout.sequence_parallel, layout.recompute, layout.trainable, layout.cp_method, layout.cp_order,
+        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order,
     )  # fmt: skip
-    forward, backward, head = layer.forward, layer.backward, layer.head
-    waited = _gathers(forward, backward, layout, shares, network) if layout.zero == 3 else (0.0, 0.0, 0.0)
+
+
+def stages_of(
+    model: Architecture, layout: Layout, sequence: int, kernels: Kernels, network: Network, shares: ParameterShares
+) -> StageTimes:  # fmt: skip
+    """Return the times of the stages."""
+    layer = layer_of(model, layout, sequence, kernels, network)
+    again = layer.seconds_again(layout.recompute)
+    forward, backward, head = layer.forward, layer.backward + again, layer.head
+    waited = (0.0, 0.0, 0.0)
+    if layout.zero == 3:
+        gathers = gathers_of(layout, shares, network)
+        waited = gathers.waits(forward, backward, layout.microbatches, shares.stack.overlap)
     return StageTimes(
         layout.stage_layers(model.layers),
         (forward + waited[0], backward + waited[1]),
@@ -160,7 +174,7 @@ def stages_of(
         layout.last,
         layout.balanced_stages(model.layers),
         (
-            layer.causes | {"ZeRO-3 gathers": waited[0] + waited[1]},
+            layer.causes | {"recomputation": again, "ZeRO-3 gathers": waited[0] + waited[1]},
             {"ZeRO-3 gathers": waited[2]},
             {"head and loss": head},
         ),
@@ -174,36 +188,98 @@ def _by_cause(kinds: list[tuple[int, LayerTime]]) -> list[list[tuple[int, float]
     return [[(count, row[i]) for count, row in rows] for i in columns]
 
 
-def time_over_groups(nbytes: float, layout: Layout, network: Network, calls: int = 1) -> float:
+def time_of_replicas(
+    kind: Kind, parameters: tuple[float, float], element: float, layout: Layout, network: Network,
+    shares: ParameterShares | None = None,
+) -> float:  # fmt: skip
+    """Return the seconds in which ranks that hold the same weights reduce their gradients, or gather their shards.
+
+    Experts have replicas of their own, ep apart: where ep fills a node, each of these is on another one.
+
+    Args:
+        kind: of collective; an all-reduce is among all replicas, others are among those that ZeRO shards among.
+        parameters: of a rank, without its experts, and of these.
+        element: bytes of each.
+        layout, network: how the step is divided, on what.
+        shares: says how many calls these take; None: one.
+    """
+    whole = kind == Kind.ALL_REDUCE
+    dense = ("replicas", layout.replicas) if whole else ("shards", layout.shards)
+    groups = [(dense, parameters[0])]
+    if layout.own_experts:
+        n = layout.expert_shards * (layout.groups if whole else 1)
+        groups.append((("edp", n), parameters[1]))
+    else:
+        groups = [(dense, sum(parameters))]
+    took = 0.0
+    for (axis, n), held in groups:
+        calls = shares.calls(held, element, layout) if shares else 1
+        took += network.time(kind, element * held, n, layout.per_node(axis, network.per_node), max(1, calls))
+    return took
+
+
+def time_over_groups(
+    parameters: tuple[float, float], element: float, layout: Layout, network: Network, calls: int = 1
+) -> float:
     """Return the seconds in which the groups of hybrid sharding sum their shards of these gradients, as FSDP does."""
     if layout.groups < 2:
         return 0.0
     inside = layout.per_node("groups", network.per_node)
-    return network.time(Kind.ALL_REDUCE, nbytes / layout.shards, layout.groups, inside, calls)
+    shard = parameters[0] / layout.shards + parameters[1] / (
+        layout.expert_shards if layout.own_experts else layout.shards
+    )
+    return network.time(Kind.ALL_REDUCE, element * shard, layout.groups, inside, calls)
 
 
-def _gathers(
-    forward: float, backward: float, layout: Layout, shares: ParameterShares, network: Network
-) -> tuple[float, float, float]:
-    """Return what ZeRO-3 adds to a layer's forward and backward, and per micro-batch for what nothing hides.
+class ShardGathers(NamedTuple):
+    """Seconds of ZeRO-3's collectives, of a layout or of an array of them.
 
     Each layer is gathered in the forward and again in the backward, where its gradients are reduced too (FSDP; Zhao et
-    al. 2023, section 4). The first gather of a micro-batch has nothing to hide behind.
+    al. 2023, section 4).
+
+    Attributes:
+        first: to gather a layer in the forward of a step's first micro-batch.
+        later: in that of the others: from secondary shards, if there are any.
+        reduce: a layer's gradients.
+        edge: to gather what lies outside the layers.
+        prefetch: the layers that are gathered ahead.
     """
-    stack = shares.stack
-    n, inside = layout.shards, layout.per_node("shards", network.per_node)
-    across = time_over_groups(stack.reduced * shares.layer, layout, network)
-    gather = network.time(Kind.ALL_GATHER, stack.element * shares.layer, n, inside)
-    reduce = network.time(Kind.REDUCE_SCATTER, stack.reduced * shares.layer, n, inside) + across
-    edge = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside)
-    again = gather
+
+    first: Any
+    later: Any
+    reduce: Any
+    edge: Any
+    prefetch: int
+
+    def waits(self, forward: T, backward: T, microbatches: Any, overlap: bool) -> tuple[T, T, T]:
+        """Return what a layer's forward and backward wait for, and a micro-batch for what nothing hides.
+
+        The first gather of a micro-batch has nothing to hide behind.
+        """
+        gather = (self.first + (microbatches - 1) * self.later) / microbatches
+        if not overlap:
+            return gather, self.later + self.reduce, self.edge
+        if not self.prefetch:  # a layer is gathered when it is wanted
+            return gather, self.later + overlapped_time(backward, self.reduce) - backward, gather + self.edge
+        beside = self.later + self.reduce
+        return (
+            overlapped_time(forward, gather) - forward,
+            overlapped_time(backward, beside) - backward,
+            gather + self.edge,
+        )
+
+
+def gathers_of(layout: Layout, shares: ParameterShares, network: Network) -> ShardGathers:
+    """Return the collectives of ZeRO-3."""
+    stack, n, inside = shares.stack, layout.shards, layout.per_node("shards", network.per_node)
+    layer = shares.layer - shares.layer_experts, shares.layer_experts
+    gather = time_of_replicas(Kind.ALL_GATHER, layer, stack.element, layout, network)
+    reduce = time_of_replicas(Kind.REDUCE_SCATTER, layer, stack.reduced, layout, network)
+    reduce += time_over_groups(layer, stack.reduced, layout, network)
+    edge, later = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside), gather
     if layout.secondary:  # all but the first gather of a step are within the groups
         near = layout.per_node("secondary", network.per_node)
-        again = network.time(Kind.ALL_GATHER, stack.element * shares.layer, layout.secondary, near)
-        gather = (gather + (layout.microbatches - 1) * again) / layout.microbatches
-    if not stack.overlap:
-        return gather, again + reduce, edge
-    if not layout.prefetch:  # a layer is gathered when it is wanted
-        return gather, again + overlapped_time(backward, reduce) - backward, gather + edge
-    waits = overlapped_time(forward, gather) - forward, overlapped_time(backward, again + reduce) - backward
-    return *waits, gather + edge
+        own = layer[1] if layout.own_experts else 0.0  # experts that few ranks hold have no secondary shards
+        later = network.time(Kind.ALL_GATHER, stack.element * (shares.layer - own), layout.secondary, near)
+        later += time_of_replicas(Kind.ALL_GATHER, (0.0, own), stack.element, layout, network)
+    return ShardGathers(gather, later, reduce, edge, layout.prefetch)

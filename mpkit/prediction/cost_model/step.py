@@ -20,17 +20,17 @@ from math import log2
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.summary import LONG, bubble, makespan, stage_ranks
+from mpkit.plan.schedule.summary import LONG, makespan, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import Network, network_of, overlapped_time
 from mpkit.prediction.cost_model.kernels import Kernels, kernels_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Constants, Stack
-from mpkit.prediction.cost_model.stages import StageTimes, stages_of, time_over_groups
+from mpkit.prediction.cost_model.stages import StageTimes, stages_of, time_of_replicas, time_over_groups
 from mpkit.trace import Kind
 
-__all__ = ["StepTime", "screened_time", "step_time"]
+__all__ = ["StepTime", "hop_time", "micro_batches_beside", "optimizer_time", "reductions_of", "step_time"]
 
 HOST_ADAM = 4e9
 """Parameters per second that the processors of a node update; ZeRO-Offload (Ren et al. 2021), table 4: 1 B in .22 s,
@@ -111,7 +111,7 @@ def step_time(
     )
     shares = shares or ParameterShares(model, layout, stack)
     stages = stages_of(model, layout, sequence, kernels, network, shares)
-    hop = _hop(model, layout, sequence, hardware, network, stack)
+    hop = hop_time(model, layout, sequence, hardware, network, stack)
 
     # ---- pipeline
     forward, backward = stages.of_stages(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages))
@@ -124,34 +124,6 @@ def step_time(
     return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, longest)
 
 
-def screened_time(
-    model: Architecture, layout: Layout, sequence: int, hardware: Hardware, stack: Stack, constants: Constants,
-    shares: ParameterShares,
-) -> float:  # fmt: skip
-    """Return about the seconds of a step, for plans by the thousand: a formula stands for the pipeline.
-
-    It is exact without a pipeline; else m times the slowest rank, the bubble of equal stages, and messages. Of the
-    layouts of a search it is at most 2 % shorter than `step_time` and 10 % longer.
-    """
-    kernels, network = (
-        kernels_of(hardware.device, stack, constants, layout.microbatches),
-        network_of(hardware),
-    )
-    stages = stages_of(model, layout, sequence, kernels, network, shares)
-    m, pp, v, times = layout.microbatches, layout.pp, layout.virtual_stages, stages.times
-    slowest = max(times)
-    pipeline = m * slowest
-    if pp > 1:
-        share = bubble(layout.schedule, pp, m, v)
-        ideal = share / (1 - share) * m  # in times of a rank
-        # A rank sends each micro-batch once per virtual stage, forward and backward; interleaving makes v times as many
-        # messages (Narayanan et al. 2021, section 2.2.2). A stack whose sends block waits for all of them.
-        exposed = 2.0 * m * v if stack.blocks(v) else 2.0 * m * (v - 1) / v
-        hop = _hop(model, layout, sequence, hardware, network, stack)
-        pipeline += (sum(times) - slowest) * ideal / (pp - 1) + (2 * (pp - 1) + exposed) * hop
-    return pipeline + sum(_times_after(pipeline, stages, layout, hardware, kernels, network, shares).values())
-
-
 def _times_after(
     pipeline: float, stages: StageTimes, layout: Layout, hardware: Hardware, kernels: Kernels, network: Network,
     shares: ParameterShares,
@@ -159,7 +131,7 @@ def _times_after(
     """Return the seconds of what follows the pipeline, in order."""
     forward, backward = stages.of_rank(stages.slowest)
     reduced = _reduction_time(layout, shares, network, kernels.stack, forward, backward)
-    optimizer = _optimizer(layout, shares, hardware, kernels)
+    optimizer = optimizer_time(layout, shares, hardware, kernels)
     doublings = log2(max(1.0, layout.ranks / hardware.per_node))
     late = (pipeline + reduced + optimizer) * kernels.constants.straggle * doublings
     return {"replicas": reduced, "optimizer": optimizer, "stragglers": late}
@@ -192,7 +164,7 @@ def _play_pipeline(
     return makespan(schedule, p, m, v, {"F": forward, "B": backward, "I": halves, "W": halves}, hop, longest)
 
 
-def _optimizer(layout: Layout, shares: ParameterShares, hardware: Hardware, kernels: Kernels) -> float:
+def optimizer_time(layout: Layout, shares: ParameterShares, hardware: Hardware, kernels: Kernels) -> float:
     """Return the seconds of the update: Adam's traffic; of states on the host, the way there and back and its Adam."""
     if layout.offload == "none":
         return kernels.move((PLAYED_ADAM if kernels.stack.played else ADAM) * shares.updated)
@@ -201,7 +173,7 @@ def _optimizer(layout: Layout, shares: ParameterShares, hardware: Hardware, kern
     return moved + beside * shares.updated / HOST_ADAM
 
 
-def _hop(
+def hop_time(
     model: Architecture, layout: Layout, sequence: int, hardware: Hardware, network: Network, stack: Stack
 ) -> float:
     """Return the seconds of a message between stages, forward or backward."""
@@ -219,7 +191,7 @@ def _hop(
 
 def _reduction_time(
     layout: Layout, shares: ParameterShares, network: Network, stack: Stack, forward: float, backward: float
-) -> float:
+) -> float:  # fmt: skip
     """Return the exposed seconds in which replicas make their gradients, and then their weights, equal.
 
     Args:
@@ -227,39 +199,54 @@ def _reduction_time(
         forward, backward: seconds of a micro-batch. Gradients are reduced beside the last backward, under ZeRO-2 beside
             each; new weights are gathered beside the first forward, or after the update (`Stack.gathers_ahead`).
     """
-    if layout.replicas < 2 or layout.zero == 3:
-        return 0.0
-    whole = layout.zero == 0  # ZeRO reduces to shards
-    n = layout.replicas if whole else layout.shards
-    inside = layout.per_node("replicas" if whole else "shards", network.per_node)
-    gradients = stack.reduced * shares.parameters * layout.trainable
-    calls = shares.calls(gradients, layout)
-    if whole:
-        reduce, gather = network.time(Kind.ALL_REDUCE, gradients, n, inside, calls), 0.0
-    else:
-        times = layout.microbatches if layout.zero == 2 else 1
-        reduce = times * network.time(Kind.REDUCE_SCATTER, gradients, n, inside, calls)
-        reduce += times * time_over_groups(gradients, layout, network, calls)
-        weights = stack.element * shares.parameters * layout.trainable
-        gather = network.time(Kind.ALL_GATHER, weights, n, inside, shares.calls(weights, layout))
+    reduce, gather, summed = reductions_of(layout, shares, network, stack)
+    each = layout.microbatches if layout.zero == 2 else 1
     if not stack.overlap or (layout.pp > 1 and not stack.staged_overlap):
-        return reduce + gather
-    beside = _micro_batches_beside(layout)
+        return each * reduce + gather + summed
+    beside = micro_batches_beside(layout)
     forward, backward = beside * forward, max(beside, layout.microbatches * (layout.zero == 2)) * backward
     if layout.zero >= stack.gathers_ahead:
         gather = overlapped_time(forward, gather) - forward
-    return overlapped_time(backward, reduce) - backward + gather
+    return overlapped_time(backward, each * reduce) - backward + gather + summed
 
 
-def _micro_batches_beside(layout: Layout) -> float:
+def reductions_of(
+    layout: Layout, shares: ParameterShares, network: Network, stack: Stack
+) -> tuple[float, float, float]:
+    """Return the seconds of collectives that keep replicas equal, whatever runs beside them.
+
+    They are: to reduce all gradients once; to gather new weights; and for ranks along tp that hold the same experts to
+    sum the gradients of these, each of its part of the sequence. They do that before the update, so that under ZeRO it
+    is their shards.
+    """
+    own = shares.own * layout.trainable
+    summed = reduce = gather = 0.0
+    if layout.summed_experts:
+        updated = own / (layout.expert_shards if layout.zero else 1)
+        inside = layout.per_node("tp", network.per_node)
+        summed = network.time(Kind.ALL_REDUCE, stack.reduced * updated, layout.tp, inside)
+    if layout.replicas < 2 or layout.zero == 3:
+        return reduce, gather, summed
+    held = shares.parameters * layout.trainable - own, own
+    if not layout.zero:
+        reduce = time_of_replicas(Kind.ALL_REDUCE, held, stack.reduced, layout, network, shares)
+    else:  # ZeRO reduces to shards
+        calls = shares.calls(sum(held), stack.reduced, layout)
+        reduce = time_of_replicas(Kind.REDUCE_SCATTER, held, stack.reduced, layout, network, shares)
+        reduce += time_over_groups(held, stack.reduced, layout, network, calls)
+        gather = time_of_replicas(Kind.ALL_GATHER, held, stack.element, layout, network, shares)
+    return reduce, gather, summed
+
+
+def micro_batches_beside(layout: Layout) -> float:
     """Return how many micro-batches' backwards the last gradients are reduced beside; as many forwards gather weights.
 
     Of one stage per rank that is the last one. Of v interleaved ones, the last stage's gradients are complete when pp
     micro-batches have still to go through each of the others.
 
-    >>> _micro_batches_beside(Layout(pp=4, microbatches=8))
+    >>> micro_batches_beside(Layout(pp=4, microbatches=8))
     1
-    >>> _micro_batches_beside(Layout(pp=4, microbatches=8, virtual_stages=2, schedule="interleaved_1f1b"))
+    >>> micro_batches_beside(Layout(pp=4, microbatches=8, virtual_stages=2, schedule="interleaved_1f1b"))
     2.5
     """
     v = layout.virtual_stages

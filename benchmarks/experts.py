@@ -1,0 +1,217 @@
+"""Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts FOLDER`.
+
+FOLDER has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the peak by Megatron-Core
+on H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf`: forward and backward of one layer on 8 H100). Nothing is
+fitted to either. The first does not tell micro-batches and recomputation: it is read with one sample per micro-batch,
+and as many stages per rank and as little recomputation as is fastest and fits.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import mpkit as mk
+from mpkit.devices.hardware import Hardware
+from mpkit.prediction.cost_model.architecture import Architecture
+from mpkit.prediction.cost_model.communication import network_of
+from mpkit.prediction.cost_model.fits import FRAGMENTATION
+from mpkit.prediction.cost_model.kernels import kernels_of, peak_of
+from mpkit.prediction.cost_model.layer import layer_time
+from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.preset import preset_for
+from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.stack import stack_of
+from mpkit.prediction.cost_model.step import step_time
+
+__all__ = ["FoldingRow", "main", "read_rows", "seconds_of_layer"]
+
+FOLDING, LAYER = "moe_folding_T3.csv", "moe_layer_h100.csv"
+MIXTRAL = Architecture(56, 6144, 48, kv_heads=8, ffn=16384, vocabulary=32768, gated=True, experts=8, top_k=2)
+MODELS = {
+    "Mixtral-8x22B": MIXTRAL,
+    "Mixtral-8x22B-G8T8": replace(MIXTRAL, experts=64, top_k=8, expert_ffn=2048),
+    "Llama3-8x70B": Architecture(
+        80, 8192, 64, kv_heads=8, ffn=28672, vocabulary=128256, gated=True, experts=8, top_k=2
+    ),
+    "Qwen2-57B-A14B": Architecture(
+        28, 3584, 28, kv_heads=4, vocabulary=151936, gated=True, experts=64, top_k=8, expert_ffn=2560, shared_ffn=20480
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FoldingRow:
+    """A row of the folding table.
+
+    Attributes:
+        model, method: as the table has them.
+        layouts: what the row can be, whose micro-batches and recomputation are not told.
+        sequence: tokens per sample.
+        machine: where it ran.
+        utilization: the measured share of the peak; 0 where it was out of memory.
+    """
+
+    model: str
+    method: str
+    layouts: Sequence[Layout]
+    sequence: int
+    machine: Hardware
+    utilization: float
+
+    @property
+    def predicted(self) -> float:
+        """The predicted utilization of the fastest layout that fits; 0 if none does."""
+        model, stack = MODELS[self.model], stack_of("megatron")
+        constants, took = preset_for(self.machine.device.name, stack.name).constants, float("inf")
+        for layout in self.layouts:
+            shares = ParameterShares(model, layout, stack)
+            stages = stage_memory(model, layout, self.sequence, stack, shares, device=self.machine.device)
+            if max(sum(held.values()) for held in stages) * (1 + FRAGMENTATION) <= self.machine.device.memory:
+                took = min(
+                    took,
+                    step_time(model, layout, self.sequence, self.machine, stack, constants, shares).seconds,
+                )
+        flops = 3 * self.layouts[0].global_batch * model.forward_flops(self.sequence, causal=False)
+        return flops / took / self.layouts[0].ranks / peak_of(self.machine.device, "bfloat16")
+
+
+def read_rows(path: Path) -> list[FoldingRow]:
+    """Return the rows of a folding table."""
+    with path.open(encoding="utf-8") as file:
+        return [_row(row) for row in csv.DictReader(file)]
+
+
+def _row(row: Mapping[str, str]) -> FoldingRow:
+    gpus, batch, method = int(row["gpus"]), int(row["gbs"]), row["method"]
+    cp, tp, ep, pp = (int(row[axis] or 1) for axis in ("cp", "tp", "ep", "pp"))
+    folded = "Folding" in method or "FSDP" in method
+    layout = Layout(
+        pp=pp, dp=gpus // pp // tp // cp, cp=cp, tp=tp, ep=ep, etp=1 if folded and ep > 1 else tp,
+        zero=3 if "FSDP" in method else 1, sequence_parallel=tp > 1,
+    )  # fmt: skip
+    machine = mk.hardware("h100", nodes=gpus // 8, nic="ndr")
+    failed = row["mfu_percent"] == "OOM"
+    return FoldingRow(
+        row["model"], method, list(_sizes(layout, MODELS[row["model"]].layers, batch)), int(row["seq"]), machine,
+        0.0 if failed else float(row["mfu_percent"]) / 100,
+    )  # fmt: skip
+
+
+def _sizes(layout: Layout, layers: int, batch: int) -> Iterator[Layout]:
+    """Yield what the table does not tell: samples of a micro-batch, stages per rank, recomputation."""
+    samples, stages = max(1, batch // layout.dp), [1]
+    if layout.pp > 1:
+        stages += [v for v in (2, 4) if layers % (v * layout.pp) == 0]
+    for size, v, recompute in product((1,), stages, ("none", "full")):
+        m = samples // size
+        if samples % size == 0 and (v == 1 or m % layout.pp == 0):
+            yield replace(
+                layout, microbatch=size, microbatches=m, recompute=recompute, virtual_stages=v,
+                schedule="interleaved_1f1b" if v > 1 else "1f1b",
+            )  # fmt: skip
+
+
+def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
+    """Return the predicted forward and backward of the MLP of a layer, in seconds.
+
+    What `moe_perf` builds is in its code (Megatron-LM at 32f2c9c, tests/functional_tests/test_cases/common): the shared
+    experts of its table of sizes are not handed on to the layer, and its MLPs are Megatron's default, without a gate.
+    """
+    hidden, case = int(row["hidden"]), row["case"]
+    model = Architecture(
+        1,
+        hidden,
+        hidden // 128,
+        ffn=int(row["expert_ffn"]),
+        experts=int(row["experts"]),
+        top_k=int(row["topk"]),
+    )
+    machine = mk.hardware("8x-h100-nvlink")
+    stack = stack_of("megatron", fp8="fp8" in case, scaling="block", deduplicates="deepep" in case)
+    kernels = kernels_of(machine.device, stack, preset_for(machine.device.name, stack.name).constants)
+    layout, network, sequence = Layout(dp=8, ep=8, etp=1), network_of(machine), int(row["seq"])
+    both = layer_time(model, 0, layout, sequence, kernels, network)
+    without = layer_time(
+        Architecture(1, hidden, hidden // 128, ffn=1), 0, Layout(dp=8), sequence, kernels, network
+    )  # an attention, whose norms and residuals the layer's benchmark leaves out
+    return sum(both.forward) - sum(without.forward), sum(both.backward) - sum(without.backward)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit code."""
+    folders = list(sys.argv[1:] if argv is None else argv)
+    if len(folders) != 1 or not (Path(folders[0]) / FOLDING).is_file():
+        print(__doc__)
+        return 2
+    console, rows = Console(width=120), read_rows(Path(folders[0]) / FOLDING)
+    predicted = [row.predicted for row in rows]
+    table = Table(title="Utilization of the peak", title_justify="left")
+    for name in ("model", "method", "measured", "predicted"):
+        table.add_column(name, justify="left" if name in ("model", "method") else "right")
+    for row, share in zip(rows, predicted, strict=True):
+        table.add_row(row.model, row.method, f"{row.utilization:.1%}", f"{share:.1%}")
+    console.print(table, _pairs(rows, predicted), _advised(rows), _layers(Path(folders[0]) / LAYER))
+    return 0
+
+
+def _pairs(rows: Sequence[FoldingRow], predicted: Sequence[float]) -> str:
+    """Say how many pairs of methods of a model are in the right order, and which are not."""
+    right, wrong = 0, []
+    for (row, share), (other, others) in combinations(zip(rows, predicted, strict=True), 2):
+        if row.model == other.model and row.utilization != other.utilization:
+            if (share > others) == (row.utilization > other.utilization) and share != others:
+                right += 1
+            else:
+                wrong.append(f"{row.model}: {row.method}, {other.method}")
+    return f"{right} of {right + len(wrong)} pairs are in the right order. Not: {'; '.join(wrong) or 'none'}"
+
+
+def _advised(rows: Sequence[FoldingRow]) -> Table:
+    """Return the best plan of a search beside the best published row."""
+    table = Table(
+        title="The best plan of mk.advise for Megatron beside the best published row", title_justify="left"
+    )
+    for name in ("model", "published", "its estimate", "advised", "plan"):
+        table.add_column(name, justify="left" if name in ("model", "plan") else "right")
+    for model in dict.fromkeys(row.model for row in rows):
+        best = max((row for row in rows if row.model == model), key=lambda row: row.utilization)
+        advice = mk.advise(
+            MODELS[model], best.machine, global_batch=best.layouts[0].global_batch, sequence=best.sequence,
+            stack="megatron",
+        )  # fmt: skip
+        table.add_row(
+            model,
+            f"{best.utilization:.1%}",
+            f"{best.predicted:.1%}",
+            f"{advice.answer.mfu:.1%}",
+            repr(advice.best),
+        )
+    return table
+
+
+def _layers(path: Path) -> Table:
+    """Return one layer's forward and backward, measured and predicted."""
+    table = Table(title="One layer on 8 H100, milliseconds", title_justify="left")
+    for name in ("case", "forward", "predicted", "error", "backward", "predicted", "error"):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            cells = []
+            for name, seconds in zip(("forward_ms", "backward_ms"), seconds_of_layer(row), strict=True):
+                measured = float(row[name])
+                cells += [f"{measured:.2f}", f"{1e3 * seconds:.2f}", f"{1e3 * seconds / measured - 1:+.0%}"]
+            table.add_row(row["case"], *cells)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
