@@ -46,7 +46,7 @@ class Architecture:
         encoder: of the layers, those of an encoder; the others attend to it too (T5).
         experts, top_k, expert_ffn, shared_ffn, dense: experts per layer, those that a token visits, the width of each,
             of those that all tokens visit, and the number of first layers without experts.
-        whole_experts: whether tensor parallelism leaves experts whole, as that of mpkit's GPT does, but for those
+        whole_experts: whether tensor parallelism leaves experts whole, as transformers' does in GPT-OSS, but for those
             that all tokens visit.
         q_rank, kv_rank, rope_dim, v_dim: the ranks of latent attention, the rotary part and the values' width.
         qk_norm: whether queries and keys are normalized (Qwen3).

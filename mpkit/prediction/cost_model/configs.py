@@ -19,7 +19,8 @@ TRAITS: Mapping[str, frozenset[str]] = {
     kind: frozenset(traits.split())
     for kinds, traits in (
         ("llama mistral phi3 olmo olmo2 olmo3 granite stablelm glm glm4 seed_oss helium", "gated"),
-        ("mixtral granitemoe olmoe gpt_oss phimoe qwen2_moe deepseek_v2 deepseek_v3 glm4_moe", "gated"),
+        ("mixtral granitemoe olmoe phimoe qwen2_moe deepseek_v2 deepseek_v3 glm4_moe", "gated"),
+        ("gpt_oss", "gated whole_experts"),
         ("qwen2 exaone4 bitnet", "gated"),
         ("qwen3 qwen3_moe", "gated qk_norm"),
         ("gemma gemma2 gemma3_text cohere cohere2 smollm3 ernie4_5", "gated tied"),
@@ -38,7 +39,7 @@ TRAITS: Mapping[str, frozenset[str]] = {
 
 gated: the MLP has a third matrix. tied: the head is the embedding, unless `tie_word_embeddings` says otherwise.
 bias: products add one. positions: they are learned. acausal: a token sees all others. qk_norm: queries and keys are
-normalized.
+normalized. whole_experts: transformers divides no experts along tp.
 """
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -106,6 +107,7 @@ def read_config(config: Mapping[str, Any], *, counted: bool = False) -> Architec
         rope_dim=number("qk_rope_head_dim") if latent else 0,
         v_dim=number("v_head_dim") if latent else 0,
         qk_norm="qk_norm" in traits,
+        whole_experts="whole_experts" in traits,
         name=kind,
     )  # fmt: skip
 

@@ -151,7 +151,6 @@ def _of_mapping(sizes: Mapping[str, Any], *, counted: bool = False) -> Architect
             sizes["layers"], sizes["width"], sizes["heads"], vocabulary=sizes["vocab"], positions=sizes["length"],
             bias=True, experts=sizes.get("experts", 0), top_k=sizes.get("top_k", 0) if sizes.get("experts") else 0,
             shared_ffn=4 * sizes["width"] * sizes.get("shared_experts", 0), name="GPT",
-            whole_experts=bool(sizes.get("experts", 0)),
         )  # fmt: skip
     return read_config(sizes, counted=counted)
 
