@@ -79,7 +79,7 @@ def test_it_is_advised() -> None:
     asked = TrainingQuestion(architecture_of("llama3-8b"), 16, 1024)
     machine, stack = mk.hardware("8x-h100-nvlink"), stack_of("pytorch")
     priced = LayoutPrices(asked, machine, stack, preset_for(machine.device.name, stack.name))
-    found = search(priced, 8).found
+    found, _, _ = search(priced, 8)
     assert {each.layout.schedule for each in found if each.layout.pp > 1} > {"two_waves", "1f1b"}
 
 

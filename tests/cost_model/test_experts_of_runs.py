@@ -59,7 +59,9 @@ def test_experts_beside_tensor_parallelism_are_those_of_a_run(
     held, predicted = held_at_peak(trace.ranks[0]), said.stage_memory[0]
     assert predicted["params"] == pytest.approx(held["params"], rel=1e-3)
     assert predicted["optimizer"] == pytest.approx(held["optimizer"], rel=1e-3)
-    if not plan.zero:  # which makes gradients as it goes: of two layers, the peak is before they are all there
+    if (
+        not plan.zero
+    ):  # which makes gradients as it goes: of two layers, the peak is before they are all there
         assert sum(predicted.values()) - predicted["context"] == pytest.approx(sum(held.values()), rel=0.12)
     # ---- bytes
     sent = {

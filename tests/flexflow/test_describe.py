@@ -62,7 +62,7 @@ def test_a_gpt() -> None:
     assert [block.name for block in blocks] == ["block0", "block1", "block2"]
     assert len({block.sizes for block in blocks}) == 1
     block = blocks[0]
-    assert block.flops == 16 * (24 * 32**2 + 4 * 16 * 32)
+    assert block.flops == 16 * (24 * 32**2 + 4 * 17 / 2 * 32)  # a token sees 17/2 others, on average
     assert (block.attribute, block.parameter, block.sums, block.exchanged) == (16, 4, 2, 2 * 16 * 32)
     assert block.saved == saved_by(model[1], torch.zeros(2, 16, 32, device="meta", requires_grad=True)) / 2
     assert (embedding.inputs, embedding.parameter, head.outputs, head.parameter) == (16, 32, 16 * 64, 64)

@@ -75,7 +75,7 @@ def test_a_finished_run_stays_on_its_last_step_below_a_strip_of_the_whole() -> N
     long = mk.simulate(mk.Plan.gpipe(4, 8), 1e-3, 2e-3, 2e-3, 1e-4, steps=LEGIBLE + 1)
     assert drawn_words(strip_svg(long)) == ["the whole run: 9 steps in 500 ms; below: step 8"]
     page = static("GPipe", "finished", "", "", long, [], note="A note.")
-    assert page.count("<img alt=") == 3 and "step 8" in page and "<p>A note.</p>" in page
+    assert page.count("<img alt=") == 3 and "step 8" in page and "A note.</p>" in page
     assert (
         static("GPipe", "finished", "", "", long.step(8), []).count("<img alt=") == 2
     )  # no strip of one step

@@ -83,8 +83,7 @@ class Guard:
             enclose_command(command, place, self.hidden), cwd=folder, env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        clock, most, has_started, stopped = FairClock(), IMPORTS_TAKE, False, 0
-        why = ""
+        clock, most, has_started, stopped, why = FairClock(), IMPORTS_TAKE, False, 0, ""
         while not why:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_EVERY)
@@ -213,11 +212,10 @@ def _find_descendants(level: list[psutil.Process]) -> list[psutil.Process]:
     descendants: list[psutil.Process] = []
     while level:
         descendants += level
-        children = []
-        for process in level:
+        above, level = level, []
+        for process in above:
             with contextlib.suppress(psutil.Error):
-                children += process.children()
-        level = children
+                level += process.children()
     return descendants
 
 

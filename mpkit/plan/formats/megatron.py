@@ -80,7 +80,7 @@ def _count_stages(values: Values, each: int) -> int:
     return number_of(layers) // each
 
 
-def _gone(instead: str) -> Callable[[Any], dict[str, Any]]:
+def _point_to(instead: str) -> Callable[[Any], dict[str, Any]]:
     def refuse(value: Any) -> dict[str, Any]:
         raise ValueError(f"Megatron takes it no longer: {instead}")
 
@@ -212,8 +212,8 @@ KEYS: tuple[FormatKey, ...] = (
     context("--num-layers", "layers of the model", lambda asked: None, (int,)),
     context("--num-layers-per-virtual-pipeline-stage", "interleaved 1F1B, by its layers", lambda asked: None, (int,)),
     *(context(name, "as older versions say it", lambda asked: None) for name in OTHER_FLAGS),
-    older_key("--model-parallel-size", (), _gone("--tensor-model-parallel-size=2")),
-    older_key("--checkpoint-activations", (), _gone("--recompute-activations")),
+    older_key("--model-parallel-size", (), _point_to("--tensor-model-parallel-size=2")),
+    older_key("--checkpoint-activations", (), _point_to("--recompute-activations")),
     older_key("--pipeline-model-parallel-layout", (), _refuse_layout),
     flag("--bf16", "precision", "bf16", "computes in bf16, with fp32 master weights"),
     flag("--fp16", "precision", "fp16", "computes in fp16, with loss scaling"),

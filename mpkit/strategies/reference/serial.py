@@ -6,8 +6,7 @@
     update      all parameters
 
 In 16 bits the model computes with copies of the weights, the optimizer updates the 32-bit ones, and the loss and its
-scale are in 32 bits. A run proves itself by this page (`mpkit.strategies.proof`), which therefore uses nothing of
-mpkit.
+scale are in 32 bits. A run proves itself by this page (`mpkit.strategies.proof`), which uses nothing of mpkit itself.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3, for 16 bits.
 """
@@ -33,7 +32,7 @@ class Serial:
         optimizer: optimizer(named parameters) -> torch.optim.Optimizer.
         lr_schedule: the factor of the learning rate in step i; None: 1.
         max_grad_norm: the global norm to which gradients are clipped; None: they are not.
-        dtype: of mixed precision; None: the model's own.
+        dtype: of mixed precision, in which complex numbers keep theirs; None: the model's own.
 
     >>> serial = Serial(nn.Linear(1, 1), nn.MSELoss(), lambda named: torch.optim.SGD(named.values(), lr=0.5))
     >>> serial.update(0, serial.gradients(torch.ones(4, 1), torch.zeros(4, 1))[1])
@@ -46,7 +45,8 @@ class Serial:
     ) -> None:  # fmt: skip
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = {name: p if dtype is None else _wide(p) for name, p in trained.items()}
-        self.model, self.loss, self.dtype = _narrow(model, dtype), loss, dtype
+        self.model = model if dtype is None else model.half() if dtype == torch.float16 else model.bfloat16()
+        self.loss, self.dtype = loss, dtype
         self.schedule, self.limit = lr_schedule or (lambda step: 1.0), max_grad_norm
         self.optimizer = optimizer(self.weights)
 
@@ -64,9 +64,10 @@ class Serial:
     def outputs(self, inputs: Any) -> Any:
         """Return the model's outputs, for the loss in 32 bits at least."""
         inputs = _cast(inputs, self.dtype)
-        by_place = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-        made = self.model(*by_place, **(inputs if isinstance(inputs, dict) else {}))
-        return _cast(made, self.dtype and torch.float32)
+        args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        return _cast(
+            self.model(*args, **(inputs if isinstance(inputs, dict) else {})), self.dtype and torch.float32
+        )
 
     def update(self, step: int, gradients: Mapping[str, Any]) -> None:
         """Update the weights from gradients, in step number `step`, counted from 0."""
@@ -74,9 +75,10 @@ class Serial:
             weight.grad = None if gradients[name] is None else gradients[name].clone()
         # ---- clip
         if self.limit is not None:
-            there = (weight.grad for weight in self.weights.values() if weight.grad is not None)
-            norm = nn.utils.get_total_norm(g.to(torch.promote_types(g.dtype, torch.float32)) for g in there)
-            nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, norm)
+            there = [
+                g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients.values() if g is not None
+            ]
+            nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, nn.utils.get_total_norm(there))
         # ---- update
         for group in self.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(step)
@@ -88,12 +90,6 @@ class Serial:
         """Copy the weights that the optimizer updates into the model."""
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self.weights.get(name, parameter))
-
-
-def _narrow(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    if dtype is None:
-        return model
-    return model.half() if dtype == torch.float16 else model.bfloat16()  # which leave what is complex
 
 
 def _wide(parameter: nn.Parameter) -> nn.Parameter:

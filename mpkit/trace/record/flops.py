@@ -114,7 +114,7 @@ def total(parts: Sequence[Flops]) -> Flops:
 
 def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        copied = mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        copied = _fake(tensor, mode)
         # The input of a module must not be a leaf: the counter cannot follow those through autograd.grad.
         return copied.view_as(copied) if tensor.requires_grad else copied
 
@@ -152,13 +152,21 @@ def _count(target: Callable[..., Any], inputs: tuple[Any, ...]) -> Flops:
     )
 
 
+def _fake(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """Return a tensor without data; one on the meta device, which has no fused attention, as if on the CPU."""
+    copied: torch.Tensor = mode.from_tensor(tensor.detach())
+    if tensor.is_meta:
+        copied = torch.empty_like(copied, device="cpu")
+    return copied.requires_grad_(tensor.requires_grad)
+
+
 def _copy_module(target: Callable[..., Any], mode: Any) -> Callable[..., Any]:
     """Copy a module, with parameters and buffers that hold no data; return a function as it is."""
     if not isinstance(target, nn.Module):
         return target
     memo: dict[int, Any] = {}
     for tensor in (*target.parameters(), *target.buffers()):
-        faked = mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        faked = _fake(tensor, mode)
         memo[id(tensor)] = (
             nn.Parameter(faked, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else faked
         )

@@ -20,14 +20,8 @@ from mpkit.plan.schedule import Action, Schedule
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES
 
 __all__ = [
-    "a_kind_of",
-    "check_integers",
-    "check_loss",
-    "check_model",
-    "check_plan",
-    "check_surroundings",
-    "check_update",
-]
+    "a_kind_of", "check_integers", "check_loss", "check_model", "check_plan", "check_surroundings", "check_update",
+]  # fmt: skip
 
 
 MOST_STEPS = 2**31 - 1

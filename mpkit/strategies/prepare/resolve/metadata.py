@@ -181,19 +181,18 @@ def _expert_numbers(
     if plan.ep == 1 and not any(divided):
         return {}
     rows, choices, experts = routed_rows(model, inputs, held)
-    along_tp = (
-        {"experts_tp": divided, "choices": [each * samples for each in choices]} if any(divided) else {}
-    )
+    along_tp = {"experts_tp": divided, "choices": [n * samples for n in choices]} if any(divided) else {}
     if plan.ep == 1:
         return along_tp
-    trained = [{whole[n] for n in stage if n in names and whole[n].requires_grad} for stage in held]
-    of_stages = [sum(parameter.numel() for parameter in each) for each in trained]
-    by_place = [
-        sum(of_stages[stage] for stage in resolved.schedule.stages_of(place)) for place in range(plan.pp)
-    ]
-    parts = plan.ep * (plan.tp if any(divided) else 1)
+    once = [{id(whole[n]): n for n in stage if n in names and whole[n].requires_grad} for stage in held]
+
+    def elements_of(rank: int) -> int:
+        parts = resolved.sharded[plan.mesh.layer_place(rank) % len(resolved.sharded)].shards
+        stages = resolved.schedule.stages_of(plan.mesh.place(rank).pp)
+        return sum(prod(parts[n].shape) for stage in stages for n in once[stage].values())
+
     return along_tp | {
-        "expert_params": [by_place[plan.mesh.place(rank).pp] // parts for rank in range(plan.ranks)],
+        "expert_params": list(map(elements_of, range(plan.ranks))),
         "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in experts],
     }
@@ -241,13 +240,11 @@ def _describe_shards(sharded: Sequence[ShardedModel]) -> dict[str, str]:
     told = {}
     for name, shard in sharded[0].shards.items():
         counts = dict.fromkeys(str(each.shards[name].shape[shard.dim]) for each in sharded)
-        what = (
-            "experts" if name in sharded[0].experts else "columns" if shard.axis_name == "columns" else "rows"
-        )
+        of_matrix = "columns" if shard.axis_name == "columns" else "rows"
+        what = "experts" if name in sharded[0].experts else of_matrix
         told[name] = f"{' or '.join(counts)} of {shard.whole[shard.dim]} {what}"
         if shard.across is not None:
             parts = dict.fromkeys(str(each.shards[name].shape[shard.across.dim]) for each in sharded)
-            told[name] += (
-                f", {' or '.join(parts)} of {shard.whole[shard.across.dim]} {shard.across.axis_name} of each"
-            )
+            of_each = f"of {shard.whole[shard.across.dim]} {shard.across.axis_name} of each"
+            told[name] += f", {' or '.join(parts)} {of_each}"
     return told
