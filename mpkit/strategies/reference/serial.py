@@ -46,9 +46,8 @@ class Serial:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.weights = {name: p if dtype is None else _wide(p) for name, p in trained.items()}
         self.model = model if dtype is None else model.half() if dtype == torch.float16 else model.bfloat16()
-        self.loss, self.dtype = loss, dtype
-        self.schedule, self.limit = lr_schedule or (lambda step: 1.0), max_grad_norm
-        self.optimizer = optimizer(self.weights)
+        self.loss, self.dtype, self.limit = loss, dtype, max_grad_norm
+        self.schedule, self.optimizer = lr_schedule or (lambda step: 1.0), optimizer(self.weights)
 
     def gradients(self, inputs: Any, targets: Any, scale: float = 1.0) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of a batch, and its gradients by the parameters' names; `scale` is the loss scale."""
@@ -64,10 +63,9 @@ class Serial:
     def outputs(self, inputs: Any) -> Any:
         """Return the model's outputs, for the loss in 32 bits at least."""
         inputs = _cast(inputs, self.dtype)
-        args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-        return _cast(
-            self.model(*args, **(inputs if isinstance(inputs, dict) else {})), self.dtype and torch.float32
-        )
+        args, names = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        made = self.model(*(args if isinstance(args, tuple) else (args,)), **names)
+        return _cast(made, self.dtype and torch.float32)
 
     def update(self, step: int, gradients: Mapping[str, Any]) -> None:
         """Update the weights from gradients, in step number `step`, counted from 0."""
@@ -75,10 +73,9 @@ class Serial:
             weight.grad = None if gradients[name] is None else gradients[name].clone()
         # ---- clip
         if self.limit is not None:
-            there = [
-                g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients.values() if g is not None
-            ]
-            nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, nn.utils.get_total_norm(there))
+            there = [g for g in gradients.values() if g is not None]
+            norm = nn.utils.get_total_norm([g.to(torch.promote_types(g.dtype, torch.float32)) for g in there])
+            nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, norm)
         # ---- update
         for group in self.optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(step)
@@ -99,6 +96,5 @@ def _wide(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None:
-        return value
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+    tensors = () if dtype is None else Tensor
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, tensors) and x.is_floating_point() else x, value)
