@@ -11,10 +11,24 @@ from pathlib import Path
 
 from mpkit.common.private import create
 
-__all__ = ["FULL", "full_disk", "name_full_disk", "write_whole"]
+__all__ = ["FULL", "check_folder", "full_disk", "name_full_disk", "write_whole"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The error numbers of a full device, an exceeded quota, and a limit on the size of files."""
+
+
+def check_folder(asked: str, folder: object) -> Path:
+    """Return a folder's path, which a user gave.
+
+    >>> check_folder("mk.runs", "runs")
+    PosixPath('runs')
+
+    Raises:
+        ValueError: it is no path.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"{asked}({folder!r}): the path of a folder, such as {asked}('runs')")
+    return Path(folder)
 
 
 def full_disk(error: OSError, folder: str | os.PathLike[str], needed: int | None = None) -> OSError:

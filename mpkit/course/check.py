@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpkit.common.disk import check_folder
 from mpkit.common.tracebacks import public
 from mpkit.course.catalogue import families, find, of_family
 from mpkit.course.framework.local_trial import shared_room
@@ -89,8 +90,11 @@ def progress(folder: str | Path | None = None) -> Overview:
 
     Args:
         folder: the folder of the notebooks, where the file with your progress is; None: the current one.
+
+    Raises:
+        ValueError: it is no path.
     """
-    done = Progress.read(Path(folder) if folder is not None else None).done
+    done = Progress.read(check_folder("mk.progress", folder) if folder is not None else None).done
     return Overview(
         tuple(
             (package.TITLE, tuple(of_family(package.__name__.rsplit(".", 1)[1]))) for package in families()

@@ -15,8 +15,10 @@ Whatever the order, each rank has s / n tokens. Sources: Dubey et al., "The Llam
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from numbers import Integral
+from typing import Any
 
 __all__ = ["Chunk", "attention_work", "chunk_work", "deal_chunks", "split_by_document"]
 
@@ -86,6 +88,13 @@ def attention_work(documents: Sequence[int], ranks: int, cp_order: str = "contig
     Raises:
         ValueError: the ranks cannot share the sequence in this order.
     """
+    given: Any = documents
+    lengths: list[Any] = [*given, ranks] if isinstance(given, Iterable) else [0]
+    if not all(isinstance(length, Integral) and length > 0 for length in lengths):  # type: ignore[operator]
+        raise ValueError(
+            f"attention_work({documents!r}, {ranks!r}): the lengths of documents, and a number of ranks, such as "
+            "attention_work([4, 12], 2)"
+        )
     s = sum(documents)
     if s % ranks:
         raise ValueError(

@@ -57,5 +57,10 @@ def compare(*timelines: Any, **named: Any) -> Any:
         idle: cool-down  -3.00 s
     """
     if timelines and isinstance(timelines[0], str):
+        if len(timelines) > 2 or named:
+            raise ValueError(
+                f"compare({timelines[0]!r}, ...) takes the name of an exercise and an answer, and nothing else: "
+                f"compare({timelines[0]!r}, train)"
+            )
         return provide_method("compare")(*timelines, **named)
     return compare_timelines([*(("", each) for each in timelines), *named.items()])

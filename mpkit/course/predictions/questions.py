@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mpkit.course.predictions.amounts import spell_amount
 
@@ -68,8 +69,9 @@ def question(name: str) -> PredictionQuestion:
         ValueError: There is none of that name.
     """
     known = {each.name: each for each in QUESTIONS}
-    if name in known:
-        return known[name]
+    asked: Any = name
+    if isinstance(asked, str) and asked in known:
+        return known[asked]
     near = difflib.get_close_matches(str(name).strip().lower().replace("_", "-"), known, 1, 0.5)
     meant = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"nothing to predict is called {name!r}{meant} There are {', '.join(sorted(known))}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
+from mpkit.common.disk import check_folder
 from mpkit.common.display import data_frame, draw
 from mpkit.errors import MpkitError
 from mpkit.plan.plan import Plan
@@ -189,7 +190,7 @@ def runs(folder: str | Path | None = None) -> RunList:
     """
     if folder is None:
         return RunList([*_kept])
-    path = Path(folder).expanduser()
+    path = check_folder("mk.runs", folder).expanduser()
     files = sorted(path.glob("*.mpkit"))
     if not files:
         what = "no saved trace (*.mpkit) is in it" if path.is_dir() else "there is no such folder"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,11 @@ class Schedule:
         p: int | None = None,
         m: int | None = None,
     ) -> None:
+        given: Any = stage_to_rank
+        if not isinstance(given, Iterable) or not all(isinstance(rank, Integral) for rank in given):
+            raise ValueError(
+                f"Schedule(stage_to_rank={stage_to_rank!r}): each stage's rank, such as (0, 1, 1, 0)"
+            )
         source, called_as = call_source(rows, p, m)
         if isinstance(source, Schedule):
             parsed = Read(

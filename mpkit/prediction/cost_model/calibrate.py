@@ -168,6 +168,8 @@ def calibrate(
     >>> guess.step_time < again.step_time < 1.25 * guess.step_time
     True
     """
+    if not isinstance(steps, Iterable):
+        raise ValueError(f"calibrate({steps!r}): pairs in a list, such as [(mk.estimate(...), 0.41)]")
     rows = []
     for step in steps:
         row = step if isinstance(step, Observation) else _observation_of(step)

@@ -112,7 +112,11 @@ def open(path: Paths) -> OpenedTrace:
     ...     mk.open(path)
     <OpenedTrace of 1 rank, 1 ops, spans.json>
     """
-    asked = [path] if isinstance(path, str | os.PathLike) else list(path)
+    given: Any = path
+    several = isinstance(given, Iterable) and not isinstance(given, str | os.PathLike)
+    asked: list[Any] = list(given) if several else [given]
+    if not all(isinstance(each, str | os.PathLike) for each in asked):
+        raise TraceError(f"mk.open({path!r}): a path, or several in a list. {TAKES}")
     if len(asked) == 1 and (own := _own(Path(asked[0]))) is not None:
         return OpenedTrace(own.ranks, own.meta)
     files = [file for each in asked for file in _files(Path(each))]

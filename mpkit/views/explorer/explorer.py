@@ -48,6 +48,11 @@ def explore(
     known = [f.name for f in fields(ExplorerSetting) if f.name != "schedule"]
     if unknown := [name for name in setting if name not in known]:
         raise ValueError(f"explore({unknown[0]}=...): what can be set is {', '.join(known)}")
+    given: tuple[Any, ...] = schedules
+    if odd := [each for each in given if not isinstance(each, str)]:
+        raise ValueError(
+            f"explore({odd[0]!r}): a schedule's name or its rows as text, such as explore('gpipe', 'zb_h1')"
+        )
     if len(schedules) > 2:
         raise ValueError(
             f"explore{schedules}: two at most are shown beside each other: explore{schedules[:2]}, and the dropdowns "
