@@ -8,8 +8,10 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.course.framework.exercise import Case
+from mpkit.course.framework.measures import calls
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks, call_with
+from mpkit.trace import Kind
 
 
 # %% answer
@@ -82,7 +84,7 @@ EXERCISE = OnRanks(
     after="07-three-dimensions",
     place=60,
     when={
-        "a-barrier": lambda seen: "barrier" in seen.hang,
+        "a-barrier": lambda seen: seen.hang and calls(Kind.BARRIER)(seen) > 0,
         "the-pipeline-for-a-group": lambda seen: waits_in_group(seen, "0,2", "1,3"),
         "the-whole-world-for-a-group": lambda seen: "of ranks 0,1,2,3" in seen.hang,
     },
