@@ -19,6 +19,7 @@ PROGRAM = 1000 * limits.PROGRAM
 WATCH = """() => {
   // What the first timeline of the page shows, whenever that changes: and how its run stands.
   window.seen = [];
+  let frames = 0;  // in which the picture of the latest change may still be drawn
   const look = () => {
     const root = document.querySelector('.mpkit-timeline');
     const output = root?.closest('.jp-OutputArea-output');
@@ -29,7 +30,8 @@ WATCH = """() => {
       if (last?.status !== status || last?.spans !== spans) {
         const words = root.querySelector('canvas').getAttribute('aria-label');
         window.seen.push({ status, spans, words, picture: root.querySelector('canvas').toDataURL() });
-      }
+        frames = 60;
+      } else if (frames-- > 0) last.picture = root.querySelector('canvas').toDataURL();
     }
     requestAnimationFrame(look);
   };
