@@ -27,7 +27,7 @@ MORE = [
     (mk.Plan.ddp(4), 0.02),
     (mk.Plan.zero(1, 4), 0.02),
     (mk.Plan.zero(2, 4), 0.02),
-    (mk.Plan(tp=4, sequence_parallel=True), 0.02),
+    (mk.Plan(tp=4, sequence_parallel=True), 0.03),
     (mk.Plan(cp=4), 0.02),
     (mk.Plan.gpipe(4, 8), 0.02),
     (mk.Plan(pp=4, schedule="1f1b", microbatches=8), 0.02),
