@@ -1,10 +1,10 @@
-"""Predictions beside published training steps: `python -m benchmarks.published FOLDER [--write] [--readme]`.
+"""Predictions beside published training steps: `python -m benchmarks.published FOLDER [--write] [--page]`.
 
 For each table and each preset: the error of the presets that ship, the error where each row is left out of the fit, the
 share of rows within 10 % and within the band, the order of efficiencies, and the peak memory where it was measured;
 then the error of the prior, by which a stack is priced that is not known, with each stack left out.
-`--write` fits the presets anew to the rows in FOLDER and writes `mpkit/prediction/cost_model/presets.csv`; `--readme`
-writes the table of README.md.
+`--write` fits the presets anew to the rows in FOLDER and writes `mpkit/prediction/cost_model/presets.csv`; `--page`
+writes the table of docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_f
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 
-__all__ = ["allocated", "fit_all", "key_of", "main", "memory_table", "readme_table", "stacks_left_out"]
+__all__ = ["allocated", "fit_all", "key_of", "main", "memory_table", "accuracy_table", "stacks_left_out"]
 
 PRESETS = Path(__file__).parents[1] / "mpkit" / "prediction" / "cost_model" / "presets.csv"
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --readme -->", "<!-- end -->"
+ACCURACY = Path(__file__).parents[1] / "docs" / "accuracy.md"
+BEGIN, END = "<!-- python -m benchmarks.published benchmarks/rows --page -->", "<!-- end -->"
 
 RESERVED = {"torchtitan": "reserved"}
 """Tables that publish what the allocator has reserved: more than is allocated at the peak."""
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if write:
         _write(fit_all(steps).values())
         preset_for.__globals__["presets"].cache_clear()
-    if "--readme" in asked:
-        _write_readme(steps)
+    if "--page" in asked:
+        _write_page(steps)
     _report(steps, left)
     return 0
 
@@ -100,8 +100,8 @@ def _grouped(steps: Iterable[Observation], by: Callable[[Observation], Key]) -> 
     return dict(groups)
 
 
-def readme_table(steps: Sequence[Observation]) -> str:
-    """Return the table of README.md: what is fitted, and how far off predictions are."""
+def accuracy_table(steps: Sequence[Observation]) -> str:
+    """Return the table of docs/accuracy.md: what is fitted, and how far off predictions are."""
     lines = [
         "| stack on device | steps | fitted constants | fit error | held-out error | band |",
         "|---|---|---|---|---|---|",
@@ -116,11 +116,11 @@ def readme_table(steps: Sequence[Observation]) -> str:
     return "\n".join(lines)
 
 
-def _write_readme(steps: Sequence[Observation]) -> None:
-    text = README.read_text(encoding="utf-8")
+def _write_page(steps: Sequence[Observation]) -> None:
+    text = ACCURACY.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    README.write_text(f"{before}{BEGIN}\n{readme_table(steps)}\n{END}{after}", encoding="utf-8")
+    ACCURACY.write_text(f"{before}{BEGIN}\n{accuracy_table(steps)}\n{END}{after}", encoding="utf-8")
 
 
 def _report(steps: list[Observation], left: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Run the notebooks and keep their outputs as pictures, for readers without a kernel, such as on GitHub.
 
-    make notebooks                                        all tutorials, and the README's picture
+    make notebooks                                        all tutorials
     make notebooks ARGS=notebooks/03-zero.ipynb           one of them
 
 Widgets and charts become PNGs, drawn by the Chromium of the browser tests; the state of widgets is dropped. Cells keep
@@ -141,17 +141,8 @@ PIXELS = """async (png) => {
 }"""
 
 
-def store_readme_picture() -> None:
-    """Run the README's program, and draw its last step as the README shows it."""
-    program = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    names: dict[str, Any] = {}
-    exec(program, names)
-    names["run"].timeline().step(3).to_svg(ROOT / "docs" / "pictures" / "gpipe.svg")
-    names["cluster"].close()
-
-
 def main() -> None:
-    """Store the outputs of the given notebooks, or of all and the README's picture."""
+    """Store the outputs of the given notebooks, or of all."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not chromium:
         sys.exit("no Chromium: set CHROMIUM to one; scripts/chromium.sh finds or installs it")
@@ -161,8 +152,6 @@ def main() -> None:
         for path in [Path(name) for name in sys.argv[1:]] or sorted(NOTEBOOKS.glob("*.ipynb")):
             store(path, page)
         browser.close()
-    if not sys.argv[1:]:
-        store_readme_picture()
 
 
 if __name__ == "__main__":

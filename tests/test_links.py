@@ -49,7 +49,11 @@ def broken(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [*TUTORIALS, *PAGES, ROOT / "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [*TUTORIALS, *PAGES, ROOT / "README.md", NOTEBOOKS / "README.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_links_lead_somewhere(path: Path) -> None:
     assert broken(path) == []
 

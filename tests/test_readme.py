@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there."""
+"""The code of the README, and of docs/strategies.md, runs as it stands there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import pytest
 from tests.limits import PROGRAM
 
 README = Path(__file__).parent.parent / "README.md"
+STRATEGIES, ACCURACY = (README.parent / "docs" / name for name in ("strategies.md", "accuracy.md"))
 
 
 @pytest.mark.soak
 def test_the_code_runs(tmp_path: Path) -> None:
-    first, *_, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (tmp_path / "readme.py").write_text(first + second)
+    program, calls = (
+        re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)[0] for path in (README, STRATEGIES)
+    )
+    (tmp_path / "readme.py").write_text(program + calls)
     done = subprocess.run(
         [sys.executable, "readme.py"], cwd=tmp_path, text=True, capture_output=True, timeout=PROGRAM
     )
@@ -36,9 +39,9 @@ def test_every_file_that_it_names_is_there() -> None:
             assert (README.parent / path).exists(), path
 
 
-def test_the_readme_names_every_constant_that_was_fitted() -> None:
-    """A constant whose docstring says so is in the README's table, by its name."""
-    text, named = README.read_text(encoding="utf-8"), set()
+def test_the_page_on_accuracy_names_every_constant_that_was_fitted() -> None:
+    """A constant whose docstring says so is in the page's table, by its name."""
+    text, named = ACCURACY.read_text(encoding="utf-8"), set()
     for folder in ("prediction/cost_model", "devices"):
         for path in (README.parent / "mpkit" / folder).rglob("*.py"):
             body = ast.parse(path.read_text(encoding="utf-8")).body

@@ -57,7 +57,7 @@ def touched(root: Path, changed: list[str]) -> Touched:
     tests |= {
         f"tests/test_tutorials.py::test_fast_cells_run[{m[1]}]" for m in map(exact.fullmatch, tests) if m
     }
-    if "README.md" in changed:
+    if {"README.md", "docs/strategies.md"} & set(changed):
         tests.add("tests/test_readme.py")
     if any(name.startswith(EXAM) for name in changed):
         tests.add("tests/classroom/test_exam.py")

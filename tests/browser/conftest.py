@@ -5,13 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests import limits
-from tests.browser.lab import ENDED, EXPLORE, PREDICT, RANKS, WATCHED
+from tests.browser.lab import ENDED, EXPLORE, PREDICT, RANKS, WATCHED, serve_lab
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SCREENSHOTS = Path(__file__).parent / "screenshots"
@@ -94,57 +89,8 @@ def jupyterlab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }.items():
         book = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)], metadata=kernel)
         nbformat.write(book, home / "notebooks" / f"{name}.ipynb")
-    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    news.parent.mkdir(parents=True)
-    quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
-    news.write_text(json.dumps(quiet), encoding="utf-8")
-    folders = {
-        "JUPYTER_CONFIG_DIR": "config",
-        "JUPYTER_DATA_DIR": "data",
-        "JUPYTER_RUNTIME_DIR": "runtime",
-        "JUPYTERLAB_SETTINGS_DIR": "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
-        "IPYTHONDIR": "ipython",
-    }
-    server = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
-            *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"),
-            *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
-            *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={home / 'notebooks'}"),
-        ],
-        env={**os.environ, **{name: str(home / folder) for name, folder in folders.items()}},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said: list[str] = []
-    address: list[str] = []
-    ready = threading.Event()
-
-    def listen() -> None:
-        assert server.stderr is not None
-        for line in server.stderr:
-            said.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+/lab", line):
-                address.append(found[0])
-                ready.set()
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    try:
-        assert ready.wait(limits.PROGRAM), "JupyterLab does not start:\n" + "".join(said)
-        yield address[0]
-    finally:
-        server.terminate()  # it ends its kernels first
-        try:
-            server.wait(limits.EVENT)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        listener.join()
-        assert server.stderr is not None
-        server.stderr.close()
+    with serve_lab(home) as address:
+        yield address
 
 
 @pytest.fixture

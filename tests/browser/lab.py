@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from playwright.sync_api import Locator, Page, expect
+
+from tests import limits
 
 EXPLORE = "import mpkit as mk\n\nmk.explore('1f1b', 'zbv', ranks=4, microbatches=8)"
 """The code of `explore.ipynb`, which is there besides the kit's notebooks."""
@@ -93,6 +105,65 @@ CELLS = """() => {
     error: cell.model.outputs.toJSON().filter((output) => output.output_type === 'error'),
   }));
 }"""
+
+
+@contextmanager
+def serve_lab(home: Path) -> Iterator[str]:
+    """Serve a JupyterLab that keeps everything in a folder, asks nothing and nobody; yield its address.
+
+    Its notebooks lie in the folder `notebooks`.
+    """
+    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+    news.parent.mkdir(parents=True)
+    quiet = {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True}
+    news.write_text(json.dumps(quiet), encoding="utf-8")
+    folders = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+        "IPYTHONDIR": "ipython",
+    }
+    server = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+            *("--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"),
+            *("--IdentityProvider.token=", "--ServerApp.password=", "--ServerApp.disable_check_xsrf=True"),
+            *("--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={home / 'notebooks'}"),
+        ],
+        env={**os.environ, **{name: str(home / folder) for name, folder in folders.items()}},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said: list[str] = []
+    address: list[str] = []
+    ready = threading.Event()
+
+    def listen() -> None:
+        assert server.stderr is not None
+        for line in server.stderr:
+            said.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+/lab", line):
+                address.append(found[0])
+                ready.set()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        assert ready.wait(limits.PROGRAM), "JupyterLab does not start:\n" + "".join(said)
+        yield address[0]
+    finally:
+        server.terminate()  # it ends its kernels first
+        try:
+            server.wait(limits.EVENT)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        listener.join()
+        assert server.stderr is not None
+        server.stderr.close()
 
 
 def open_notebook(page: Page, address: str) -> None:

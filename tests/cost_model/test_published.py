@@ -16,13 +16,13 @@ from rich.console import Console
 from benchmarks.bench_advise import published_beside_found
 from benchmarks.gpu.one_gpu import GPTS
 from benchmarks.published import (
-    README,
+    ACCURACY,
     allocated,
     fit_all,
     key_of,
     main,
     memory_table,
-    readme_table,
+    accuracy_table,
     stacks_left_out,
 )
 from benchmarks.published_rows import megatron_flops, read_folder
@@ -166,8 +166,8 @@ def test_memory_that_an_allocator_reserved_is_not_called_allocated(steps: list[O
     assert "memory, torchtitan-compile, reserved" in told
 
 
-def test_the_table_in_the_readme_is_what_the_rows_give(steps: list[Observation]) -> None:
-    assert readme_table(steps) in README.read_text(encoding="utf-8")
+def test_the_table_of_the_page_is_what_the_rows_give(steps: list[Observation]) -> None:
+    assert accuracy_table(steps) in ACCURACY.read_text(encoding="utf-8")
 
 
 def test_bridge_rows_say_which_switches_their_recipes_set(steps: list[Observation]) -> None:

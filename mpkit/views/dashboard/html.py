@@ -47,21 +47,23 @@ def head(title: str, status: str, proof: Proof | None = None, *, wraps: bool = F
         title: what the run is called.
         status: "running", "finished", "stopped", "failed", or how it starts.
         proof: what the run has proved so far.
-        wraps: whether it may take several lines; else it is one, so that nothing below moves while a run goes on.
+        wraps: whether it may take several lines; else it is one, so that nothing below moves while a run goes on, and
+            the title is cut if they do not all fit.
 
     >>> "&lt;b&gt;" in head("<b>", "running")
     True
     """
     chip = (
         f"background:{_CHIPS.get(status, _CHIPS['running'])};color:{WHITE};border-radius:9px;padding:1px 9px;"
-        "font-size:12px;margin-left:10px;vertical-align:1px"
+        "font-size:12px;line-height:1.5;margin-left:6px"
     )
     going = "" if status in ("finished", "stopped", "failed") else ' class="mpkit-chip-going"'
-    line = "font-size:15px;font-weight:600;line-height:1.7"
-    line += "" if wraps else ";white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+    line = "font-size:15px;font-weight:600;line-height:1.7;display:flex;align-items:center;gap:0 4px"
+    line += ";flex-wrap:wrap" if wraps else ";white-space:nowrap;overflow:hidden"
+    cut = "" if wraps else "overflow:hidden;text-overflow:ellipsis"
     words = f' title="{escape(proof.badge, quote=True)}"' if proof is not None and proof.badge else ""
     return (
-        f'<div{words} style="{line}">{escape(title)}'
+        f'<div{words} style="{line}"><span style="{cut}">{escape(title)}</span>'
         f'<span{going} style="{chip};font-weight:500">{escape(status)}</span> {badge(proof)}</div>'
     )
 
