@@ -27,7 +27,7 @@ from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_f
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 
-__all__ = ["allocated", "fit_all", "key_of", "main", "memory_table", "accuracy_table", "stacks_left_out"]
+__all__ = ["accuracy_table", "allocated", "fit_all", "key_of", "main", "memory_table", "stacks_left_out"]
 
 PRESETS = Path(__file__).parents[1] / "mpkit" / "prediction" / "cost_model" / "presets.csv"
 

@@ -51,7 +51,7 @@ def broken(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [*TUTORIALS, *PAGES, ROOT / "README.md", NOTEBOOKS / "README.md"],
+    [*TUTORIALS, *PAGES, ROOT / "README.md", ROOT / "notebooks" / "README.md"],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_links_lead_somewhere(path: Path) -> None:

@@ -17,12 +17,12 @@ from benchmarks.bench_advise import published_beside_found
 from benchmarks.gpu.one_gpu import GPTS
 from benchmarks.published import (
     ACCURACY,
+    accuracy_table,
     allocated,
     fit_all,
     key_of,
     main,
     memory_table,
-    accuracy_table,
     stacks_left_out,
 )
 from benchmarks.published_rows import megatron_flops, read_folder
