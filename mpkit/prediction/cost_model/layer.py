@@ -104,11 +104,14 @@ def layer_time(
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
-    sent = [times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout)]
+    sent = [
+        times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout, stack)
+    ]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
     sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
-    routed = stack.element * tokens * sends * h / spread
+    senders = t if layout.sequence_parallel and not stack.played else spread
+    routed = stack.element * tokens * sends * h / senders
     experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
@@ -173,17 +176,18 @@ def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
     return (model.expert_ffn or model.ffn) * visits / layout.expert_parts + model.shared_ffn / layout.tp
 
 
-def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -> list[int]:
+def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout, stack: Stack) -> list[int]:
     """Return what tensor parallelism sends in a layer's forward, in units of its tokens: for the attention and the MLP.
 
-    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group,
-    once per visit, or the sum of what the group made of each token (Liu et al. 2025, arXiv 2504.14960, section 3).
+    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group:
+    after the dispatch, once per visit (Liu et al. 2025, arXiv 2504.14960, section 3), or, as mpkit does, before it,
+    once. Without sequence parallelism the group sums what it made of each token.
     """
     sent = [1]
     if not visits or model.shared_ffn:
         sent.append(1)
     if visits and layout.expert_tp > 1:
-        sent.append(visits if layout.sequence_parallel else 1)
+        sent.append(visits if layout.sequence_parallel and not stack.played else 1)
     return sent
 
 

@@ -157,7 +157,8 @@ def _build_job(
     # ---- proof
     how = with_proof(how, asked.verify, what, task.batch, resolved, special, gpu)
     # ---- what the trace records
-    meta = describe_run(model, task.batch, resolved, by_owner=how.by_owner) | {
+    clips = how.max_grad_norm is not None
+    meta = describe_run(model, task.batch, resolved, by_owner=how.by_owner, clips=clips) | {
         "batch_size": batches.size(0),
         "steps": how.steps,
         "first_step": how.first_step,
