@@ -7,7 +7,7 @@
     activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
     logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
     gathered      under ZeRO-3: whole parameters of the layer at work and of those ahead, and a whole gradient; mpkit
-                  has one more, that is on its way, under ZeRO-2 too
+                  has two whole units of gradients, one of them on its way, under ZeRO-2 too
     buffers       what the framework and libraries keep: buckets, placeholders, workspaces
     context       outside torch's allocator: the CUDA context and NCCL's channels
 
@@ -237,8 +237,9 @@ def state_memory(
     if layout.zero == 3 and n > 1:
         whole_layers = 1 + min(layout.prefetch, layout.stage_layers(model.layers)[stage] - 1)
         gathered = (whole_layers * stack.element + stack.reduced) * shares.layer
-    if layout.zero >= 2 and n > 1 and stack.played:
-        gathered += stack.reduced * shares.layer
+    if layout.zero >= 2 and n > 1 and stack.played:  # units of gradients are layers, or buckets of these
+        unit = stack.reduced * shares.layer
+        gathered += unit if layout.zero == 3 else 2 * min(unit, stack.bucket)
     kept_by_libraries = workspaces(stack, device) if device else 0.0
     grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
     missing = shares.layer + (shares.edge if stage == 0 else 0.0)
