@@ -97,7 +97,7 @@ class FormulaInputs:
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
             counts=told.get("counts_bytes") or (), owned=told.get("owned") or (), own=told.get("own") or {},
             routing=(told.get("routing_reduced") or (), told.get("routing_gathered") or ()),
-            norm_axes=told.get("norm_axes") or (), blocks=tuple(meta.get("blocks") or (0, 0)),
+            norm_axes=meta.get("norm_axes") or (), blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 
     def replica_elements(self, rank: int, *, of_experts: bool) -> int:

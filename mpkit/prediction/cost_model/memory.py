@@ -15,7 +15,7 @@ The peak is at one of four moments, and what is there at another one does not co
 
     loss          all activations, and the logits
     backward      all activations, the working set of a layer, and what is gathered for it
-    end           of a backward whose gradients were made as it went, under ZeRO with one micro-batch: those of all
+    end           of a backward that makes gradients as it goes, mpkit's under ZeRO with one micro-batch: those of all
                   layers but the first, and the first layer's activations
     update        all gradients, converted
 
@@ -164,7 +164,10 @@ class SampleMemory(NamedTuple):
         late = stack.makes_gradients_late(layout)
         early = {} if not late else {"grads": 0.0}
         loss = {"activations": layers + head, "logits": logits, "gathered": 0.0 if stack.played else gathered}
-        backward = {"activations": layers + b * self.working}
+        beside = (
+            0.0 if stack.played else logits
+        )  # which others' working set is told beside, as far as it is larger
+        backward = {"activations": layers + b * self.working - beside, "logits": beside}
         update = {"grads": grads + states.converted}
         found = [loss | early, backward | early, update]
         if late:

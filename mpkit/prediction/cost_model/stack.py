@@ -151,10 +151,10 @@ class Stack:
     def makes_gradients_late(self, layout: Layout) -> bool:
         """Return whether a layout's gradients have no memory until its only backward makes them, layer by layer.
 
-        That is so where nothing accumulates and ZeRO takes each gradient away, unless it waits in a buffer that stays.
+        That is so where nothing accumulates and ZeRO takes each gradient away. Of other stacks than mpkit's it is not
+        known, and all gradients count beside all activations.
         """
-        stays = self.bucket_by_replicas or self.partition or self.copies
-        return layout.zero > 0 and layout.microbatches == 1 and not stays
+        return self.played and layout.zero > 0 and layout.microbatches == 1
 
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.

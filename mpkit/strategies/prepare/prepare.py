@@ -157,14 +157,14 @@ def _build_job(
     # ---- proof
     how = with_proof(how, asked.verify, what, task.batch, resolved, special, gpu)
     # ---- what the trace records
-    clips = how.max_grad_norm is not None
-    meta = describe_run(model, task.batch, resolved, by_owner=how.by_owner, clips=clips) | {
+    meta = describe_run(model, task.batch, resolved, by_owner=how.by_owner) | {
         "batch_size": batches.size(0),
         "steps": how.steps,
         "first_step": how.first_step,
         "seed": how.seed,
         "blocks": list(count_recomputed(model, resolved.plan.recompute)),
         "expert_order": placed_experts(model),
+        "norm_axes": [] if how.max_grad_norm is None else list(resolved.plan.update_axes),
     }
     if isinstance(batches, WholeBatches) and batches.read_in:
         meta["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}

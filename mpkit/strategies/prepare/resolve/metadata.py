@@ -22,12 +22,7 @@ __all__ = ["describe_run"]
 
 
 def describe_run(
-    model: nn.Module,
-    batch: tuple[Value, Value],
-    resolved: ResolvedPlan,
-    *,
-    by_owner: bool = False,
-    clips: bool = False,
+    model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPlan, *, by_owner: bool = False
 ) -> dict[str, Any]:
     """Return the metadata of a run, in JSON types.
 
@@ -36,7 +31,6 @@ def describe_run(
         batch: the first one.
         resolved: the plan, resolved for them.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
-        clips: whether gradients are clipped.
 
     Returns:
         plan: the plan as JSON; stages: names of layers by stage; parameters: the model's number of parameters; dtype:
@@ -81,7 +75,6 @@ def describe_run(
             "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
             "split": _split(resolved.schedule),
             "owned": _owned_elements(named, resolved) if by_owner else [],
-            "norm_axes": list(plan.update_axes) if clips else [],
             "own": _own_volumes(model, batch[0], resolved, average / batch_size(batch[0]) * dtype.itemsize),
             **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
             **routing_bytes(model, resolved, batch_size(batch[0])),
