@@ -109,10 +109,7 @@ def layer_time(
     ]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
-    senders = t if layout.sequence_parallel and not stack.played else spread
-    routed = stack.element * tokens * sends * h / senders
-    experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
+    experts = 2 * _dispatch_time(tokens * h * stack.element, visits, layout, network, stack)
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
     backward = (
@@ -138,6 +135,18 @@ def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tup
     """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
     forward, back = kernels.product(visits / local, k, n, can_narrow=True)
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
+
+
+def _dispatch_time(nbytes: float, visits: int, layout: Layout, network: Network, stack: Stack) -> float:
+    """Return the seconds in which tokens reach the ranks of their experts, from all that have a part of the sequence.
+
+    In mpkit ranks that share each expert gather their tokens before, and each of them sends all.
+    """
+    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
+    each_its_part = layout.sequence_parallel and not (stack.played and layout.expert_tp > 1)
+    senders = layout.tp if each_its_part else 1
+    inside = layout.per_node("ep", network.per_node)
+    return network.time(Kind.ALL_TO_ALL, nbytes * sends / senders, layout.ep, inside)
 
 
 def _ranks_visited(visits: int, ep: int) -> float:
