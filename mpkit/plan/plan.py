@@ -288,6 +288,16 @@ class Plan:
         return self.mesh.dp_shard * self.cp
 
     @property
+    def update_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks update different parameters, so that a norm of all gradients is summed over these.
+
+        >>> Plan(pp=2, dp=2).update_axes, Plan.zero(3, 8).update_axes
+        (('pp', 'tp'), ('pp', 'tp', 'dp_shard', 'cp'))
+        """
+        over = ("dp_shard", "cp") if self.zero or self.mesh.folds else ("ep",) if self.ep > 1 else ()
+        return "pp", *self.mesh.layer_axes, *over
+
+    @property
     def stages(self) -> int:
         """The number of stages that the model is cut into."""
         own = self.schedule

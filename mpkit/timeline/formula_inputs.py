@@ -45,6 +45,7 @@ class FormulaInputs:
             sends on the wire for a micro-batch.
         routing: by stage, bytes of all-reduces and of all-gathers (their results) per step, for routing that depends on
             the whole batch.
+        norm_axes: the axes along which the squares of gradients are summed once per step, to clip them; ().
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
 
@@ -71,6 +72,7 @@ class FormulaInputs:
     owned: Sequence[float] = ()
     own: Mapping[str, Mapping[str, tuple[str, Sequence[float]]]] = field(default_factory=dict)
     routing: tuple[Sequence[float], Sequence[float]] = ((), ())
+    norm_axes: Sequence[str] = ()
     blocks: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -95,7 +97,7 @@ class FormulaInputs:
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
             counts=told.get("counts_bytes") or (), owned=told.get("owned") or (), own=told.get("own") or {},
             routing=(told.get("routing_reduced") or (), told.get("routing_gathered") or ()),
-            blocks=tuple(meta.get("blocks") or (0, 0)),
+            norm_axes=meta.get("norm_axes") or (), blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 
     def replica_elements(self, rank: int, *, of_experts: bool) -> int:

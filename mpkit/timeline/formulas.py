@@ -333,7 +333,10 @@ def _experts(known: FormulaInputs) -> Formula | None:
         counts = known.total(known.counts, rank) * (1 + known.recomputations)
         return (times * known.total(known.rows, rank) / divided + counts) * known.microbatches * (n - 1) / n
 
-    words = "tokens to their experts and back: forward, and the gradients; as if experts were equally busy"
+    words = (
+        "tokens to their experts and back: forward, and the gradients, as if experts were equally busy; "
+        "a rank returns the rows that it received, so its ratio says how busy its experts are"
+    )
     return Formula(f"{times:g} T k h (ep-1)/ep a layer a micro-batch", words, volume)
 
 

@@ -6,17 +6,26 @@ Ranks also send something for routing that depends on the whole batch (`mpkit.st
     all-gathers   E numbers per layer and stretch of tokens for a capacity: E (n-1)/n per stretch of a micro-batch
 
 n ranks have different tokens of the batch: dp x cp, and tp where it divides the sequence.
+
+To clip gradients, the ranks that update different parameters sum the square of their norm: one number of 8 bytes.
+
+Rows of tokens that travel to experts (all-to-alls along ep) are counted as sent and returned. All ranks together send
+what the formula says, whatever the routing. A rank by itself returns what it received, so its ratio says how busy its
+experts are: 1.1 is 20 % more rows than the mean. Of either 1/ep is taken to stay on the rank, as under uniform routing;
+`mpkit.timeline.token_routes` has how many stayed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import data_frame, draw
+from mpkit.common.units import percent
 from mpkit.plan.axes import join_axes
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import long_axes
+from mpkit.plan.mesh_of_trace import axis_of, long_axes
 from mpkit.timeline.formulas import Formula, FormulaInputs, formula_of
 from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CommVolume", "VolumeRow", "add_routing", "comm_volume"]
+__all__ = ["CommVolume", "VolumeRow", "add_norm", "add_routing", "comm_volume"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,18 @@ class VolumeRow:
         """The bytes sent divided by those that the formula expects."""
         return self.wire / self.expected if self.expected else None
 
+    @property
+    def routed_more(self) -> float:
+        """How many more rows than the mean the experts of a rank received, as a share; 0 of another row.
+
+        Half of the rows that a rank sends are those that it returns.
+
+        >>> round(VolumeRow("ep", "all_to_all", 8, 220.0, 110.0, "4 T k h (ep-1)/ep", expected=100.0).routed_more, 9)
+        0.2
+        """
+        routed = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and "|Q" not in self.symbols
+        return 2 * (self.ratio - 1) if routed and self.ratio is not None else 0.0
+
 
 @dataclass(frozen=True, repr=False)
 class CommVolume:
@@ -68,12 +89,27 @@ class CommVolume:
         of: the rank and the step, in words.
         unknown: how many communications are left out, since the trace does not tell their bytes.
         mesh: the mesh of the ranks; None if it is not known.
+        rank: whose volume it is; None for the average of all.
     """
 
     rows: tuple[VolumeRow, ...]
     of: str
     unknown: int = 0
     mesh: Mesh | None = None
+    rank: int | None = None
+
+    @property
+    def note(self) -> str:
+        """Why rows that travel to experts are not as many as the formula says; "" if they are."""
+        more = next((row.routed_more for row in self.rows if abs(row.routed_more) > 1e-3), 0.0)
+        if not more:
+            return ""
+        if self.rank is None:
+            return "ep: choices that experts have no room for do not travel, and the formula counts them."
+        return (
+            f"ep: the formula has equally busy experts. A rank returns the rows that it received, and the experts of "
+            f"rank {self.rank} received {percent(abs(more))} {'more' if more > 0 else 'fewer'} than the mean."
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per axis and kind, with the columns of `VolumeRow` and the ratio.
@@ -108,7 +144,7 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
             groups.setdefault((flow.axis, flow.kind), []).append(flow)
     rows = []
     for (axis, kind), mine in groups.items():
-        formula = add_routing(formula_of(known, axis, kind), known, axis, kind)
+        formula = add_norm(add_routing(formula_of(known, axis, kind), known, axis, kind), known, axis, kind)
         amounts = (
             sum(flow.calls for flow in mine) / len(ranks),
             sum(flow.payload for flow in mine) / len(ranks),
@@ -125,7 +161,7 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
     where = (f", in step {steps[-1]}" if steps else "") + (
         f", without {unknown:,} communications of unknown bytes" if unknown else ""
     )
-    return CommVolume(tuple(rows), f"What {whose}{where}", unknown, timeline.mesh)
+    return CommVolume(tuple(rows), f"What {whose}{where}", unknown, timeline.mesh, rank)
 
 
 def add_routing(
@@ -145,10 +181,26 @@ def add_routing(
     if not any(sent):
         return formula
     symbols, words = f"{'2 ' * (times == 2)}E (n-1)/n a layer", "the rows of each expert in the whole batch"
+    return _add(formula, symbols, words, lambda rank: times * known.total(sent, rank) * (n - 1) / n)
+
+
+def add_norm(formula: Formula | None, known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | None:
+    """Return a formula with what clipping adds to it along this axis; the formula itself if it adds nothing."""
+    if known is None or kind != Kind.ALL_REDUCE or not known.norm_axes:
+        return formula
+    mesh = known.mesh
+    group = mesh.group(0, *(name for name in mesh.parts(*known.norm_axes) if mesh.degree(name) > 1))
+    if (n := len(group)) == 1 or axis != axis_of(mesh, group):
+        return formula
+    return _add(formula, "2 (n-1)/n", "the square of the gradients' norm", lambda _: 2 * 8 * (n - 1) / n)
+
+
+def _add(formula: Formula | None, symbols: str, words: str, of: Callable[[int], float]) -> Formula:
+    """Return a formula that counts more bytes, or these alone."""
     if formula is None:
-        return Formula(symbols, words, lambda rank: times * known.total(sent, rank) * (n - 1) / n)
+        return Formula(symbols, words, of)
     return Formula(
         f"{formula.symbols}; {symbols}",
         f"{formula.words}; {words}",
-        lambda rank: formula.of(rank) + times * known.total(sent, rank) * (n - 1) / n,
+        lambda rank: formula.of(rank) + of(rank),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.trace.files import RankTrace
-from mpkit.trace.records import Kind
+from mpkit.trace.records import LAYER, Kind
 
 __all__ = ["IssuedCall", "find_issued", "fits", "why_not"]
 
@@ -51,9 +51,10 @@ class IssuedCall:
     @classmethod
     def from_record(cls, rank: int, trace: RankTrace, op: Any) -> IssuedCall:
         """Make an `IssuedCall` from a record of a rank's trace."""
+        text = trace.name(int(op["name"]))
         return cls(
             rank, Kind(int(op["kind"])), trace.name(int(op["group"])), int(op["number"]), int(op["peer"]),
-            trace.name(int(op["name"])), int(op["bytes"]), trace.name(int(op["where"])),
+            "" if text.startswith(LAYER) else text, int(op["bytes"]), trace.name(int(op["where"])),
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -6,7 +6,19 @@ from enum import IntEnum
 
 import numpy as np
 
-__all__ = ["CATEGORIES", "HEADER", "MAGIC", "MEMORY", "OP", "SAMPLE", "VALUE", "Kind", "Lane", "lane_of"]
+__all__ = [
+    "CATEGORIES",
+    "HEADER",
+    "LAYER",
+    "MAGIC",
+    "MEMORY",
+    "OP",
+    "SAMPLE",
+    "VALUE",
+    "Kind",
+    "Lane",
+    "lane_of",
+]
 
 
 class Lane(IntEnum):
@@ -74,6 +86,9 @@ def lane_of(kind: int) -> Lane:
         return Lane.HOST
     return Lane.DATA if kind < 128 else Lane.NONE
 
+
+LAYER = "layer "
+"""How the name of a communication begins that sends parameters or gradients of one layer, in a training."""
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 """What memory holds. A MEMORY record's `category` is an index into these."""

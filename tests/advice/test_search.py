@@ -213,3 +213,26 @@ def test_large_mixtures_are_advised_in_seconds_of_cpu() -> None:
     columns = columns_of(asked, 64, offers_of("pytorch"))
     kinds = [columns.distinct(*PARTS, "cp_method", microbatch=True)[1], columns.distinct(*HELD)[1]]
     assert len(columns.base) > 80_000 and sum(map(len, kinds)) < 6_000
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_every_way_to_divide_experts_over_ranks_is_tried(name: str) -> None:
+    """ep, with whole experts along tp or a part of each: all that a Plan and the model allow."""
+    model, (batch, length) = MODELS[name], (8, 2048)
+    degrees = "dp", "cp", "tp", "ep", "etp"
+    tried = set()
+    for family in families(TrainingQuestion(model, batch, length), 8, 8):
+        if family.base.pp == 1:
+            plan = plan_of(family.base)
+            tried.add(tuple(getattr(plan, axis) for axis in degrees))
+    allowed = set()
+    for dp, cp, tp, ep in product((1, 2, 4, 8), repeat=4):
+        for etp in {1, tp} if dp * cp * tp == 8 else ():
+            try:
+                plan = mk.Plan(dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+                mk.estimate(model, plan, "8x-a100-nvlink", global_batch=batch, sequence=length)
+            except ValueError:
+                continue
+            allowed.add((dp, cp, tp, ep, plan.etp))
+    assert tried == allowed
+    assert {etp for *_, etp in allowed} == ({None, 1, 2, 4} if name == "experts" else {None})

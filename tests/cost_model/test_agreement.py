@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.prediction.cost_model.communication import Network
+from mpkit.prediction.dry_run.memory import held_at_peak
 from mpkit.trace import Kind
 from tests.recipes import adamw
 
@@ -117,7 +119,13 @@ def test_stages_beside_a_large_head_are_those_of_a_run(
         mk.Plan(cp=4, cp_order="zigzag"),
         *(
             pytest.param(plan, marks=pytest.mark.soak)
-            for plan in (mk.Plan.serial(), mk.Plan(cp=4), mk.Plan(cp=4, cp_method="ulysses"))
+            for plan in (
+                mk.Plan.serial(),
+                mk.Plan(cp=4),
+                mk.Plan(cp=4, cp_method="ulysses"),
+                mk.Plan(cp=4, cp_order="balanced"),
+                mk.Plan(cp=4, cp_order="documents"),
+            )
         ),
     ],
     ids=repr,
@@ -137,3 +145,30 @@ def test_attention_to_long_sequences_takes_what_the_estimate_says(
     )  # fmt: skip
     said = mk.estimate(model(), plan, "8x-a100-nvlink", global_batch=4, sequence=4096, stack="mpkit")
     assert said.step_time == pytest.approx(mk.Timeline.of(trace).step_time, rel=0.04)
+    of_one = "attention is that of one document per sequence" in str(said)
+    assert of_one == (plan.cp_order in ("documents", "balanced"))
+
+
+GRID = [
+    mk.Plan(dp=4, tp=tp, zero=zero, microbatches=m, recompute=recompute)
+    for tp, recompute, m, zero in product((1, 2), ("none", "full"), (1, 4), (0, 1, 2, 3))
+]
+QUICK = [GRID[1], GRID[3], GRID[9], GRID[14], GRID[16]]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [*QUICK, *(pytest.param(each, marks=pytest.mark.soak) for each in GRID if each not in QUICK)],
+    ids=repr,
+)
+def test_the_peak_of_memory_is_that_of_a_run(clusters: Callable[[int], mk.Cluster], plan: mk.Plan) -> None:
+    """Under ZeRO with one micro-batch, gradients are made as activations go: no moment has all of both."""
+    tokens = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+    trace = mk.trace_fake(
+        gpt, plan, batch=(tokens, tokens), loss=next_token_loss, optimizer=adamw, hardware="8x-a100-nvlink",
+        cluster=clusters(1), steps=2,
+    )  # fmt: skip
+    said = mk.estimate(gpt(), plan, "8x-a100-nvlink", global_batch=BATCH, sequence=LENGTH, stack="mpkit")
+    predicted = said.stage_memory[0]
+    peak = sum(held_at_peak(trace.ranks[0]).values())
+    assert sum(predicted.values()) - predicted["context"] == pytest.approx(peak, rel=0.05)

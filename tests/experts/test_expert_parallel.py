@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.common.units import percent
 from mpkit.models import GPT, MLP, MixtureOfExperts, next_token_loss
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.prepare.prepare import prepare
@@ -337,3 +338,22 @@ def test_tokens_travel_to_the_ranks_of_their_experts(train: Train) -> None:
         run.token_routes("experts")
     with pytest.raises(ValueError, match=r"step=9\): the trace has 3 steps, 0 to 2"):
         run.token_routes(step=9)
+
+
+def test_the_ratio_of_a_rank_says_how_busy_its_experts_are(train: Train) -> None:
+    """A rank returns the rows that it received. All together send what the formula says, to clip gradients too."""
+    plan, how = mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=2), {**HOW, "steps": 2}
+    run = train(gpt(heads=2, vocab=32), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
+    whole = run.timeline().comm_volume()
+    assert not whole.note and all(row.ratio == pytest.approx(1.0, rel=2e-3) for row in whole.rows), whole
+    assert next(row.words for row in whole.rows if row.axis == "dp x tp").startswith("the square of the grad")
+    computed = [run.trace.expert_load.sent[layer][-1] for layer in run.trace.expert_load.sent]
+    first = sum(float(rows[:, : rows.shape[1] // 2].sum()) for rows in computed)
+    more = first / (sum(float(rows.sum()) for rows in computed) / 2) - 1
+    volume = run.timeline().comm_volume(rank=0)  # which has the first half of the experts
+    row = next(row for row in volume.rows if row.axis == "ep")
+    assert abs(more) > 0.01 and row.routed_more == pytest.approx(more, rel=0.01)
+    assert f"of rank 0 received {percent(abs(more))} {'more' if more > 0 else 'fewer'} than the mean" in str(
+        volume
+    )
+    assert "rank 0 received" in volume._repr_html_()

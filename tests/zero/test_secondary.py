@@ -146,3 +146,17 @@ def test_it_trains_a_gpt_in_16_bits(train: Train) -> None:
         for secondary in (None, 2)
     ]  # fmt: skip
     assert runs[0].losses == runs[1].losses
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_collectives_are_named_by_their_layer(train: Train, zero: int) -> None:
+    """So a search for "layer 1" finds them; what is sent for several layers together has no name."""
+    plan = mk.Plan(dp=2, zero=zero, bucket_mb=0.001)
+    run = train(gpt(experts=0), texts(2, 2), plan, **{**HOW, "steps": 1})
+    timeline = run.timeline()
+    named: dict[Kind, set[str]] = {Kind.ALL_GATHER: set(), Kind.REDUCE_SCATTER: set()}
+    for span in timeline.spans[timeline.spans["rank"] == 0]:
+        if span["kind"] in named:
+            named[Kind(span["kind"])].add(timeline.names[span["name"]])
+    for kind, names in named.items():
+        assert {name.split(".")[0] for name in names} >= {"layer block0", "layer block1"}, (kind, names)

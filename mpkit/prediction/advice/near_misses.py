@@ -3,8 +3,9 @@
     faster    it would be faster and does not fit: by how many bytes
     slower    it fits, and takes longer: because of what
 
-One change is another stage of ZeRO, less or more recomputation or offload, the other cp_method, twice or half of ep, or
-twice or half of a degree in exchange for replicas or stages. Micro-batches are then divided anew, as the search would.
+One change is another stage of ZeRO, less or more recomputation or offload, the other cp_method, twice or half of ep,
+the other etp, or twice or half of a degree in exchange for replicas or stages. Micro-batches are then divided anew, as
+the search would.
 """
 
 from __future__ import annotations
@@ -113,8 +114,11 @@ def _changes(priced: LayoutPrices, best: Layout, offers: Offers) -> Iterator[tup
         if method != best.cp_method:
             yield f"cp_method={method!r}", replace(best, cp_method=method)
     for change in expert_changes(priced.asked.model, offers, best):
-        if change["ep"] in (2 * best.ep, best.ep / 2):
-            yield f"ep={change['ep']}", replace(best, **{"alike": False} | change)
+        layout = replace(best, **{"alike": False} | change)
+        moved = layout.ep == best.ep > 1 and layout.expert_tp != best.expert_tp
+        if layout.ep in (2 * best.ep, best.ep / 2) or moved:
+            etp = f", etp={layout.expert_tp}" if layout.ep > 1 and layout.tp > 1 else ""
+            yield f"ep={layout.ep}{etp}", layout
     if best.secondary:
         yield "without secondary shards", replace(best, secondary=0)
     if best.sharded:

@@ -37,6 +37,8 @@ PARTS = "cp", "tp", "ep", "etp", "alike", "sequence_parallel"
 """Those that decide which part of a layer a rank computes."""
 HELD = *STAGES, "tp", "zero", "replicas", "sharded", "secondary", "ep", "etp", "alike", "sequence_parallel"
 """Those that decide which weights and states a rank holds."""
+AT_TIMES = "grads", "gathered"
+"""What is not always there."""
 DROPPED = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
 """What is on the host with an offload."""
 
@@ -113,24 +115,25 @@ class Screening:
         return np.array(self._pad(rows), float)[kind]
 
     @cached_property
-    def _states(self) -> tuple[dict[str, Floats], Floats]:
-        """Of each kind of holder and class: bytes that do not grow, by offload, and what the update takes more."""
+    def _states(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Of each kind of holder and class: bytes that are always there, by offload, and those that are at times."""
         stays: dict[str, list[list[float]]] = {offload: [] for offload in DROPPED}
-        converts = []
+        at_times: dict[str, list[list[float]]] = {name: [] for name in (*AT_TIMES, "converted", "last_grads")}
         for layout, shares in zip(self._holders, self._shares, strict=True):
             found = [
                 state_memory(self.model, layout, self.stack, shares, stages[0], self.priced.hardware.device)
                 for stages in self._classes(layout).members
             ]
-            converts.append([converted for _, converted in found])
+            for name in AT_TIMES:
+                at_times[name].append([each.held[name] for each in found])
+            at_times["converted"].append([each.converted for each in found])
+            at_times["last_grads"].append([each.last_grads for each in found])
             for offload, dropped in DROPPED.items():
-                stays[offload].append(
-                    [sum(0.0 if name in dropped else n for name, n in held.items()) for held, _ in found]
-                )
-        return (
-            {offload: np.array(self._pad(rows), float) for offload, rows in stays.items()},
-            np.array(self._pad(converts), float),
-        )
+                stays[offload].append([
+                    sum(n for name, n in each.held.items() if name not in (*dropped, *AT_TIMES)) for each in found
+                ])  # fmt: skip
+        both = stays, at_times
+        return tuple({name: np.array(self._pad(rows), float) for name, rows in each.items()} for each in both)  # type: ignore[return-value]
 
     @cached_property
     def _part_kind(self) -> tuple[Indices, list[Layout]]:
@@ -154,15 +157,30 @@ class Screening:
         logits, deferred = np.array([each.logits for each in samples])[part].T
         logits = logits + np.minimum(self.stack.deferred, self.columns.microbatches[rows]) * deferred
         composition, is_last = self._composition
-        stays, converts = self._states[0][offload], self._states[1]
         b, most = self.columns.microbatch[rows], np.zeros(len(rows))
+        late = self._late[rows]
         for c in range(self._most):
-            layers = (composition[stages, c] * of_kinds).sum(axis=1)
-            here = np.where(is_last[stages, c], logits, 0.0)
-            head = np.where(is_last[stages, c], 2 * border, 0.0)
-            grows = b * (layers * self._live[rows, c] + np.maximum(head, working - here)) + b * here
-            most = np.maximum(most, stays[held, c] + np.maximum(converts[held, c], grows))
+            stays = self._states[0][offload][held, c]
+            at_times = {name: values[held, c] for name, values in self._states[1].items()}
+            grads, gathered = at_times["grads"], at_times["gathered"]
+            layers = b * self._live[rows, c] * (composition[stages, c] * of_kinds).sum(axis=1)
+            first = ((composition[stages, c] > 0) * of_kinds).max(axis=1)
+            head = b * np.where(is_last[stages, c], 2 * border + logits, 0.0)
+            early = np.where(late, 0.0, grads)
+            moments = (
+                early + layers + head + (0.0 if self.stack.played else gathered),
+                early + layers + b * working + gathered,
+                grads + at_times["converted"] + gathered,
+                np.where(late, at_times["last_grads"] + b * (first + working) + gathered, 0.0),
+            )
+            most = np.maximum(most, stays + np.max(moments, axis=0))
         return most * (1 + FRAGMENTATION)
+
+    @cached_property
+    def _late(self) -> Indices:
+        """By row, whether gradients have no memory until the backward makes them."""
+        kind, layouts = self.columns.distinct("zero", microbatches=True)
+        return np.array([self.stack.makes_gradients_late(layout) for layout in layouts])[kind]
 
     # ---- time
 

@@ -3,6 +3,7 @@
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
     cp_method    a ring; Ulysses if the heads can be divided; and a ring of nodes with Ulysses inside
     ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
+    etp          1, or tp where tensor parallelism divides experts
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
@@ -24,7 +25,7 @@ from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.plan.tensor_checks import METHODS
 from mpkit.prediction.advice.offers import EVERYTHING, Offers
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.check import can_divide_heads
+from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = [
@@ -204,9 +205,23 @@ def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[
 
 
 def expert_changes(model: Architecture, offers: Offers, layout: Layout) -> list[dict[str, Any]]:
-    """Return the ways to divide a layer's experts, as fields of a layout."""
+    """Return the ways to divide a layer's experts, as fields of a layout.
+
+    Ranks along tp have whole experts (etp = 1), or, where tensor parallelism divides experts, a part of each (etp = tp,
+    which is 0 in a layout). Ranks that hold the same experts without need are left out: folded they hold fewer.
+
+    >>> mixtral = Architecture(32, 4096, 32, ffn=14336, experts=8, top_k=2)
+    >>> expert_changes(mixtral, EVERYTHING, Layout(dp=2, tp=2, sequence_parallel=True))
+    [{'ep': 1, 'etp': 0}, {'ep': 2, 'etp': 1}, {'ep': 2, 'etp': 0}, {'ep': 4, 'etp': 1}]
+    """
     beside = {"etp": 1, "alike": True} if model.whole_experts else {"etp": 0}
-    return [{"ep": ep, **({"etp": 1} if ep > 1 else beside)} for ep in expert_degrees(model, offers, layout)]
+    parts = layout.tp > 1 and not offers.inner_experts and can_divide_experts(model, layout.tp)
+    found: list[dict[str, Any]] = []
+    for ep in expert_degrees(model, offers, layout):
+        found.append({"ep": ep, **({"etp": 1} if ep > 1 else beside)})
+        if ep > 1 and parts and layout.shards % ep == 0:
+            found.append({"ep": ep, "etp": 0})
+    return found
 
 
 def divisors(n: int) -> list[int]:

@@ -13,7 +13,14 @@ from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
 
-__all__ = ["can_divide_heads", "check_length", "check_plan", "check_products", "checked_layout"]
+__all__ = [
+    "can_divide_experts",
+    "can_divide_heads",
+    "check_length",
+    "check_plan",
+    "check_products",
+    "checked_layout",
+]
 
 UNPRICED = {
     "data_parallel": "nn.DataParallel gathers all outputs on one rank and sends it the weights of each step",
@@ -187,6 +194,16 @@ def can_divide_heads(model: Architecture, tp: int, cp: int) -> bool:
     """
     heads, of_keys = model.heads // tp, max(1, model.kv_heads // tp)
     return heads % cp == 0 and (of_keys % cp == 0 or cp % of_keys == 0)
+
+
+def can_divide_experts(model: Architecture, tp: int) -> bool:
+    """Return whether each of tp ranks can have a part of every expert, as tensor parallelism divides an MLP.
+
+    >>> qwen3 = Architecture(94, 4096, 64, experts=128, top_k=8, expert_ffn=1536)
+    >>> [tp for tp in range(2, 65) if can_divide_experts(qwen3, tp) and 64 % tp == 0]
+    [2, 4, 8, 16, 32, 64]
+    """
+    return not model.whole_experts and (model.expert_ffn or model.ffn) % tp == 0
 
 
 def _short(hardware: Hardware) -> str:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["Estimate", "estimate", "estimate_checked"]
 
 GIB = 2**30
+BY_DOCUMENT = "documents", "balanced"
+"""The orders of chunks that are made for packed documents."""
 
 
 @dataclass(frozen=True)
@@ -162,19 +164,25 @@ class Estimate(DrawnResult, Answer):
         held = ", ".join(f"{name} {memory_text(most[name])}" for name in CATEGORIES if most[name] >= 1 << 20)
         name = self.model.name or "the model"
         origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
-        return "\n".join(
-            [
-                f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",
-                f"on {self.hardware.name} in {8 * self.stack.element} bits, {self.layout.global_batch} samples of "
-                f"{self.sequence} tokens per step",
-                f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({origin})",
-                f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
-                f"MFU {percent(self.mfu)}",
-                f"because     {shares}",
-                f"memory      {self.peak_memory / GIB:.1f} GiB of {self.hardware.device.memory / GIB:.1f}: {held}",
-                f"preset      {self.preset}",
-            ]
-        )
+        lines = [
+            f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",
+            f"on {self.hardware.name} in {8 * self.stack.element} bits, {self.layout.global_batch} samples of "
+            f"{self.sequence} tokens per step",
+            f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({origin})",
+            f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
+            f"MFU {percent(self.mfu)}",
+            f"because     {shares}",
+            f"memory      {self.peak_memory / GIB:.1f} GiB of {self.hardware.device.memory / GIB:.1f}: {held}",
+            f"preset      {self.preset}",
+        ]
+        if self.plan.cp > 1 and self.plan.cp_order in BY_DOCUMENT:
+            order = f"{self.plan.mesh.cp_ring}, {self.plan.cp_order!r}"
+            lines.append(
+                "documents   attention is that of one document per sequence. Packed ones attend to less, and the rank "
+                f"with most work sets the pace: mk.attention_work([{self.sequence // 4}, "
+                f"{self.sequence - self.sequence // 4}], {order})"
+            )
+        return "\n".join(lines)
 
     def _first(self, n: int) -> list[tuple[str, float]]:
         return list(self.because.items())[:n]
@@ -190,6 +198,9 @@ def estimate(
 
     The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
     bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
+
+    Routing to experts is taken to be uniform, and attention that of one document per sequence, whose work all orders
+    but "contiguous" divide equally. Packed documents attend to less; `mk.attention_work` counts each rank's.
 
     Stages have equal numbers of layers, as frameworks cut them; of stack="mpkit" they are balanced by FLOPs, the head
     included, as those of `Cluster.train` are.

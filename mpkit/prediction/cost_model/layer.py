@@ -104,12 +104,12 @@ def layer_time(
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
-    sent = [times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout)]
+    sent = [
+        times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout, stack)
+    ]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
-    routed = stack.element * tokens * sends * h / spread
-    experts = 2 * network.time(Kind.ALL_TO_ALL, routed, layout.ep, layout.per_node("ep", network.per_node))
+    experts = 2 * _dispatch_time(tokens * h * stack.element, visits, layout, network, stack)
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
     backward = (
@@ -135,6 +135,18 @@ def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tup
     """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
     forward, back = kernels.product(visits / local, k, n, can_narrow=True)
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
+
+
+def _dispatch_time(nbytes: float, visits: int, layout: Layout, network: Network, stack: Stack) -> float:
+    """Return the seconds in which tokens reach the ranks of their experts, from all that have a part of the sequence.
+
+    In mpkit ranks that share each expert gather their tokens before, and each of them sends all.
+    """
+    sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
+    each_its_part = layout.sequence_parallel and not (stack.played and layout.expert_tp > 1)
+    senders = layout.tp if each_its_part else 1
+    inside = layout.per_node("ep", network.per_node)
+    return network.time(Kind.ALL_TO_ALL, nbytes * sends / senders, layout.ep, inside)
 
 
 def _ranks_visited(visits: int, ep: int) -> float:
@@ -173,17 +185,18 @@ def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
     return (model.expert_ffn or model.ffn) * visits / layout.expert_parts + model.shared_ffn / layout.tp
 
 
-def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -> list[int]:
+def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout, stack: Stack) -> list[int]:
     """Return what tensor parallelism sends in a layer's forward, in units of its tokens: for the attention and the MLP.
 
-    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group,
-    once per visit, or the sum of what the group made of each token (Liu et al. 2025, arXiv 2504.14960, section 3).
+    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group:
+    after the dispatch, once per visit (Liu et al. 2025, arXiv 2504.14960, section 3), or, as mpkit does, before it,
+    once. Without sequence parallelism the group sums what it made of each token.
     """
     sent = [1]
     if not visits or model.shared_ffn:
         sent.append(1)
     if visits and layout.expert_tp > 1:
-        sent.append(visits if layout.sequence_parallel else 1)
+        sent.append(visits if layout.sequence_parallel and not stack.played else 1)
     return sent
 
 

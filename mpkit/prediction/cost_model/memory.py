@@ -6,9 +6,18 @@
     optimizer     states and master weights; under ZeRO its part
     activations   what the backward needs of each micro-batch in flight, and the largest layer's working set
     logits        of the last stage: logits, their copy in 32 bits and its gradient, whose peak is before the backward
-    gathered      under ZeRO-3: whole parameters of the layer at work and of those ahead, and a whole gradient
+    gathered      under ZeRO-3: whole parameters of the layer at work and of those ahead, and a whole gradient; mpkit
+                  has two whole units of gradients, one of them on its way, under ZeRO-2 too
     buffers       what the framework and libraries keep: buckets, placeholders, workspaces
     context       outside torch's allocator: the CUDA context and NCCL's channels
+
+The peak is at one of four moments, and what is there at another one does not count:
+
+    loss          all activations, and the logits
+    backward      all activations, the working set of a layer, and what is gathered for it
+    end           of a backward that makes gradients as it goes, mpkit's under ZeRO with one micro-batch: those of all
+                  layers but the first, and the first layer's activations
+    update        all gradients, converted
 
 Sources: Rajbhandari et al., "ZeRO", SC 2020 (states); Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", 2022, section 4 (activations); both extended to gated MLPs, grouped queries and fused attention.
@@ -30,6 +39,7 @@ from mpkit.prediction.cost_model.stack import Stack, workspaces
 __all__ = [
     "CATEGORIES",
     "SampleMemory",
+    "StateMemory",
     "activations",
     "kinds_of_stages",
     "sample_memory",
@@ -133,23 +143,37 @@ class SampleMemory(NamedTuple):
     working: float
     logits: tuple[float, float]
 
-    def stage_bytes(
-        self, stage: int, held: Sequence[int], layout: Layout, live: float, stack: Stack
-    ) -> tuple[float, float]:
-        """Return the bytes of activations and of logits on a stage.
+    def moments(
+        self, stage: int, held: Sequence[int], layout: Layout, live: float, stack: Stack, states: StateMemory
+    ) -> list[dict[str, float]]:
+        """Return the bytes of a stage that differ between the moments at which the peak can be.
 
         Args:
             stage, held: the stage, and how many layers of each kind it has.
             layout, stack: as for `sample_memory`.
             live: micro-batches in flight.
+            states: what the stage holds besides.
         """
+        b, of_layers = layout.microbatch, list(zip(held, self.kinds, strict=True))
+        layers = b * live * sum(count * each for count, each in of_layers)
         head = logits = 0.0
         if stage == layout.last:
-            head = 2 * self.border  # what the last norm reads, and the head
-            logits = self.logits[0] + min(stack.deferred, layout.microbatches) * self.logits[1]
-        samples = layout.microbatch
-        layers = sum(count * each for count, each in zip(held, self.kinds, strict=True))
-        return samples * (layers * live + max(head, self.working - logits)), samples * logits
+            head = b * 2 * self.border  # what the last norm reads, and the head
+            logits = b * (self.logits[0] + min(stack.deferred, layout.microbatches) * self.logits[1])
+        grads, gathered = states.held["grads"], states.held["gathered"]
+        late = stack.makes_gradients_late(layout)
+        early = {} if not late else {"grads": 0.0}
+        loss = {"activations": layers + head, "logits": logits, "gathered": 0.0 if stack.played else gathered}
+        beside = (
+            0.0 if stack.played else logits
+        )  # which others' working set is told beside, as far as it is larger
+        backward = {"activations": layers + b * self.working - beside, "logits": beside}
+        update = {"grads": grads + states.converted}
+        found = [loss | early, backward | early, update]
+        if late:
+            first = b * (max((each for count, each in of_layers if count), default=0.0) + self.working)
+            found.append({"activations": first, "grads": states.last_grads})
+        return found
 
 
 def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Stack) -> SampleMemory:
@@ -160,15 +184,17 @@ def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Sta
     """
     one, tokens = replace(layout, microbatch=1), sequence / layout.cp
     kinds = tuple(kept_bytes(model, first, one, sequence, stack) for first, _ in model.kinds())
-    working = (
-        max(activations(model, first, one, sequence, stack) for first, _ in model.kinds())
-        if layout.recompute != "none"
-        else _gradients_within(model, tokens, layout, stack)
-    )
+    if layout.recompute == "none":
+        working = _gradients_within(model, tokens, layout, stack)
+    else:
+        working = max(activations(model, first, one, sequence, stack) for first, _ in model.kinds())
+        if stack.played:  # and the gradients of what an MLP has inside and returns
+            working += stack.element * tokens * (model.ffn / layout.tp + model.hidden)
     border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
     deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
-    return SampleMemory(kinds, border, working, (stack.logits * of_vocabulary, deferred))
+    copies = stack.logits - stack.element * (stack.played and layout.tp > 1)  # a divided loss makes one fewer
+    return SampleMemory(kinds, border, working, (copies * of_vocabulary, deferred))
 
 
 def kinds_of_stages(model: Architecture, layout: Layout) -> list[tuple[int, ...]]:
@@ -185,10 +211,24 @@ def kinds_of_stages(model: Architecture, layout: Layout) -> list[tuple[int, ...]
     return found
 
 
+class StateMemory(NamedTuple):
+    """The bytes of a stage that do not grow with the micro-batch.
+
+    Attributes:
+        held: by category.
+        converted: what gradients take more for the update.
+        last_grads: gradients in the backward of the first layer, if they are made as the backward goes.
+    """
+
+    held: dict[str, float]
+    converted: float
+    last_grads: float
+
+
 def state_memory(
     model: Architecture, layout: Layout, stack: Stack, shares: ParameterShares, stage: int, device: Device | None
-) -> tuple[dict[str, float], float]:  # fmt: skip
-    """Return the bytes on a stage that do not grow with the micro-batch, and what gradients take for the update.
+) -> StateMemory:  # fmt: skip
+    """Return the bytes on a stage that do not grow with the micro-batch.
 
     Args:
         model, layout, stack, shares, device: as in `stage_memory`.
@@ -200,8 +240,13 @@ def state_memory(
     if layout.zero == 3 and n > 1:
         whole_layers = 1 + min(layout.prefetch, layout.stage_layers(model.layers)[stage] - 1)
         gathered = (whole_layers * stack.element + stack.reduced) * shares.layer
+    if layout.zero >= 2 and n > 1 and stack.played:  # units of gradients are layers, or buckets of these
+        unit = stack.reduced * shares.layer
+        gathered += unit if layout.zero == 3 else 2 * min(unit, stack.bucket)
     kept_by_libraries = workspaces(stack, device) if device else 0.0
-    return {
+    grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
+    missing = shares.layer + (shares.edge if stage == 0 else 0.0)
+    held = {
         "params": 0.0
         if layout.offload == "params"
         else stack.element
@@ -209,12 +254,15 @@ def state_memory(
             (shares.sharded_on(stage, layout) if layout.zero == 3 else whole)
             + (shares.secondary_on(stage, layout) / layout.secondary if layout.secondary else 0)
         ),
-        "grads": stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable),
+        "grads": grads,
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
         "gathered": gathered,
         "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,
         "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
-    }, stack.converted * updated
+    }
+    return StateMemory(
+        held, stack.converted * updated, grads * (1 - min(1.0, missing / whole) if whole else 0.0)
+    )
 
 
 def stage_memory(
@@ -232,12 +280,10 @@ def stage_memory(
     in_flight = peak_live(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
     kinds = kinds_of_stages(model, layout)
     for stage, live in enumerate(in_flight):
-        states, converted = state_memory(model, layout, stack, shares, stage, device)
-        held, logits = sample.stage_bytes(stage, kinds[stage], layout, live, stack)
-        if converted > held + logits:  # the update is the peak
-            states, held, logits = states | {"grads": states["grads"] + converted}, 0.0, 0.0
-        memory = states | {"activations": held, "logits": logits}
-        out.append({category: memory[category] for category in CATEGORIES})
+        states = state_memory(model, layout, stack, shares, stage, device)
+        moments = sample.moments(stage, kinds[stage], layout, live, stack, states)
+        peak = max((states.held | moment for moment in moments), key=lambda held: sum(held.values()))
+        out.append({category: peak.get(category, 0.0) for category in CATEGORIES})
     return out
 
 

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 
 from mpkit.devices.device import Device
+from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_of", "workspaces"]
 
@@ -146,6 +147,14 @@ class Stack:
     by_weight: bool = False
     by_flops: bool = False
     played: bool = False
+
+    def makes_gradients_late(self, layout: Layout) -> bool:
+        """Return whether a layout's gradients have no memory until its only backward makes them, layer by layer.
+
+        That is so where nothing accumulates and ZeRO takes each gradient away. Of other stacks than mpkit's it is not
+        known, and all gradients count beside all activations.
+        """
+        return self.played and layout.zero > 0 and layout.microbatches == 1
 
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.

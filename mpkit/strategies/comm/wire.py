@@ -12,8 +12,8 @@ Where ranks share a GPU, their backend (gloo) takes host memory only: `prepare_s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.records import LAYER
 
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
@@ -74,6 +75,7 @@ class Wire:
         by_name: whether messages are matched by tag; otherwise they are matched by order, which both ends must keep.
         staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
         before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
+        layer: the layer whose parameters or gradients are sent; "" where that is not known.
     """
 
     def __init__(
@@ -92,7 +94,17 @@ class Wire:
         self.gloo, self.by_name = backend == "gloo", backend != "nccl"
         self.staged = device.type != "cpu" and self.gloo
         self.before: Callable[[], None] | None = None
+        self.layer = ""
         self._places: dict[tuple[CodeType, int], str] = {}
+
+    @contextmanager
+    def sending_for(self, layer: str) -> Iterator[None]:
+        """Within the block, communication is recorded as that of a layer."""
+        self.layer = layer
+        try:
+            yield
+        finally:
+            self.layer = ""
 
     def issue(
         self,
@@ -121,7 +133,7 @@ class Wire:
         # ---- record
         kind, group, number, peer, call = numbered
         record, where = self.record, self.find_source_line()
-        text = "" if call is None else call.text
+        text = ("" if call is None else call.text) or (self.layer and f"{LAYER}{self.layer}")
         op = record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
         # ---- publish
         if call is not None:

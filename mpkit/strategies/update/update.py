@@ -69,10 +69,7 @@ class Update:
         self._comm, self._device = context.comm, context.device
         self._sync, self._tied = sync, tied
         # The ranks that together update the model: those of one model, and those that share its shards or experts.
-        over = (
-            ("dp_shard", "cp") if sync.divided or job.plan.mesh.folds else ("ep",) if job.plan.ep > 1 else ()
-        )
-        self._together = axes.communicator_of("pp", *axes.mesh.layer_axes, *over)
+        self._together = axes.communicator_of(*job.plan.update_axes)
         self._tp, self._leads = axes.communicator_of("tp"), axes.leads
         # Of these, the first ones that hold the experts, and all else.
         alike = (("edp",), ("dp_shard", "cp")) if job.plan.mesh.folds else ((), ("ep",))

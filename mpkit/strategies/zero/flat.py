@@ -124,6 +124,7 @@ class Flat:
         views: the parameters' parts of the whole tensor, in their shapes.
         shard: (k,).
         parts: the parameters' parts of the shard, in one dimension.
+        layer: the name of the layer whose parameters these are; "" if they are those of several.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Flat:
         first = layout.parameters[0]
         self.layout, self.shard_group = layout, shard_group
         self._record = record
-        self.there = True
+        self.there, self.layer = True, ""
         self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
         self.views = layout.views(self.whole)
         self._nbytes = self.whole.nbytes

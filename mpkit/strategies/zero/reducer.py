@@ -126,7 +126,9 @@ class Reducer:
 
     def _reduce(self) -> None:
         """Start the next unit's reduction, and complete the one before."""
-        self._queue[self._next].start_reduce()
+        unit = self._queue[self._next]
+        with self._replicas.wire.sending_for(unit.flat.layer):
+            unit.start_reduce()
         self._next += 1
         if self._next > 1:
             self._complete(self._queue[self._next - 2])
@@ -134,7 +136,8 @@ class Reducer:
     def _complete(self, unit: Gradients) -> None:
         unit.complete()
         if self._last:
-            unit.start_replicate()
+            with self._replicas.wire.sending_for(unit.flat.layer):
+                unit.start_replicate()
 
     # ---- rest
 

@@ -108,7 +108,8 @@ class WholeParameters:
     def _start(self, flat: Flat) -> None:
         if flat not in self._whole:
             flat.allocate()
-            self._whole[flat] = flat.start_all_gather()
+            with flat.shard_group.wire.sending_for(flat.layer):
+                self._whole[flat] = flat.start_all_gather()
 
     def _wait(self, flat: Flat) -> None:
         work = self._whole[flat]

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -83,6 +84,8 @@ class Zero(GradientSync):
         ]
         # ---- divide
         self.pieces_of = self._divide()
+        for each in (*self._params, *(grads.flat for grads in self._grads)):
+            each.layer = _layer_of([piece.name for piece in self.pieces_of[each.layout]])
         self._gradient_of = self._pair([grads.flat.parts for grads in self._grads])
         names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
         self._reducer = Reducer(
@@ -171,7 +174,10 @@ class Zero(GradientSync):
 
     def _all_gather(self) -> None:
         """Gather the updated shards into every rank's parameters."""
-        works = [flat.start_all_gather() for flat in self._params]
+        works = []
+        for flat in self._params:
+            with flat.shard_group.wire.sending_for(flat.layer):
+                works.append(flat.start_all_gather())
         for work in works:
             work.wait()
 
@@ -184,3 +190,14 @@ class Zero(GradientSync):
             # Copies, since gathered parameters are freed at the end of this block.
             state = self._first_of_replicas(super().state_dict())
             return {name: value.clone() for name, value in state.items()}
+
+
+def _layer_of(names: list[str]) -> str:
+    """Return the module that holds all of these parameters; "" if they are those of several.
+
+    >>> _layer_of(["h.3.attn.weight", "h.3.attn.bias", "h.3.mlp.weight"]), _layer_of(["embed.weight", "norm.weight"])
+    ('h.3', '')
+    """
+    paths = [name.split(".")[:-1] for name in names]
+    common = zip(*paths, strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, common))

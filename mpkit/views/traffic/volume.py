@@ -53,7 +53,7 @@ def volume_text(volume: CommVolume) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([volume.of, "", *lines])
+    return "\n".join([volume.of, "", *lines, *(["", volume.note] if volume.note else [])])
 
 
 def _align(column: int) -> str:
@@ -87,10 +87,11 @@ def volume_html(volume: CommVolume) -> str:
             shown[6] += f'<br><span style="{FAINT}">{escape(row.words)}</span>'
         shown[7] = f"<b>{shown[7]}</b>"
         body.append(line("td", shown))
-    empty = "" if rows else f'<p style="{FAINT}">Nothing is sent.</p>'
+    said = volume.note if rows else "Nothing is sent."
+    below = f'<p style="{FAINT}">{escape(said)}</p>' if said else ""
     return (
         f'<div style="font-variant-numeric:tabular-nums"><b>{escape(volume.of)}</b>'
         f'<table style="border-collapse:collapse;margin:6px 0 2px">'
         f"<thead>{line('th', HEAD, FAINT) if rows else ''}</thead>"
-        f"<tbody>{''.join(body)}</tbody></table>{empty}</div>"
+        f"<tbody>{''.join(body)}</tbody></table>{below}</div>"
     )
