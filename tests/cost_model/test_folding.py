@@ -93,15 +93,18 @@ mixtral_a2a_tp1ep8_bf16,4096,4096,14336,8,2,0,4.3269,7.6843,2890180198
 def test_all_methods_of_two_models_are_in_the_published_order(tmp_path: Path) -> None:
     """ZeRO-3 gathers all experts, and replicas of an expert are on other nodes: slow rows wait for both.
 
-    Two rows are published within 4 % of each other: 9.0 and 8.7. Where tp divides experts too, a rank dispatches the
-    tokens of its part of the sequence, and the group gathers what arrives.
+    One pair of 20 is not: FSDP+EP with fine-grained experts, published at 9.0 %, and TP+EP+DP, at 8.7 %. Where tp
+    divides experts too, a rank dispatches the tokens of its part of the sequence, and the group gathers what arrives.
     """
     (tmp_path / "rows.csv").write_text(FOLDING)
     rows = read_rows(tmp_path / "rows.csv")
     pairs = [pair for pair in combinations(rows, 2) if pair[0].model == pair[1].model]
-    apart = [(a, b) for a, b in pairs if abs(a.utilization / b.utilization - 1) > 0.04]
-    right = [(a.predicted > b.predicted) == (a.utilization > b.utilization) for a, b in apart]
-    assert len(apart) == 19 and all(right)
+    wrong = [
+        (a.utilization, b.utilization)
+        for a, b in pairs
+        if (a.predicted > b.predicted) != (a.utilization > b.utilization)
+    ]
+    assert len(pairs) == 20 and wrong == [(9.0, 8.7)]
     divided = [row for row in rows if row.method in ("TP+EP+DP", "MCore")]
     assert [row.predicted for row in divided] == pytest.approx([row.utilization for row in divided], rel=0.16)
 
