@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from jupyter_client.blocking import BlockingKernelClient
+from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 from mpkit.course.catalogue import find
@@ -137,16 +137,7 @@ def held_by_kind() -> Counter[str]:
     held: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         try:
-            command = " ".join(process.cmdline())
-            parent = process.parent()
-            helper = "fork_server:main"
-            if helper in command:
-                kind = "ranks" if parent and helper in " ".join(parent.cmdline()) else "helpers"
-            else:
-                kind = (
-                    "kernels" if "ipykernel" in command else "servers" if "jupyterlab" in command else "other"
-                )
-            held[kind] += process.memory_full_info().pss
+            held[kind_of(process)] += process.memory_full_info().pss
         except psutil.Error:
             continue
     return held

@@ -47,6 +47,19 @@ IMPORTED = (
 )  # fmt: skip
 """What kernels import, where it is installed; `warm_up` imports what ranks do."""
 
+LIMITS = {
+    "Max cpu time": resource.RLIMIT_CPU,
+    "Max file size": resource.RLIMIT_FSIZE,
+    "Max data size": resource.RLIMIT_DATA,
+    "Max stack size": resource.RLIMIT_STACK,
+    "Max core file size": resource.RLIMIT_CORE,
+    "Max processes": resource.RLIMIT_NPROC,
+    "Max open files": resource.RLIMIT_NOFILE,
+    "Max locked memory": resource.RLIMIT_MEMLOCK,
+    "Max address space": resource.RLIMIT_AS,
+}
+"""Limits by their names in /proc/PID/limits."""
+
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 PR_SET_NO_NEW_PRIVS = 38
 
@@ -141,9 +154,7 @@ def _confine(caller: socket.socket) -> None:
             if uid != os.geteuid():
                 raise Rejected(f"it serves {_whom()} only; started by root, it serves every user")
         else:
-            for name in (each for each in dir(resource) if each.startswith("RLIMIT_")):
-                limit = getattr(resource, name)
-                resource.setrlimit(limit, resource.prlimit(pid, limit))
+            _take_limits(pid)
             _join_control_group(pid)
             user = _user_name(uid)
             os.setgroups(os.getgrouplist(user, gid) if user else [gid])
@@ -166,14 +177,25 @@ def _user_name(uid: int) -> str | None:
         return None
 
 
+def _take_limits(pid: int) -> None:
+    """Take the caller's limits (`ulimit`); one that this process cannot raise to the caller's stays lower."""
+    for line in Path(f"/proc/{pid}/limits").read_text().splitlines()[1:]:
+        words, soft, hard = line[:26].strip(), *line[26:].split()[:2]
+        if words in LIMITS:
+            low, high = (
+                resource.RLIM_INFINITY if each == "unlimited" else int(each) for each in (soft, hard)
+            )
+            with contextlib.suppress(ValueError):
+                resource.setrlimit(LIMITS[words], (low, high))
+
+
 def _join_control_group(pid: int) -> None:
     """Join the caller's control group, so that this process counts against its limits of memory and time."""
-    groups = Path(f"/proc/{pid}/cgroup").read_text()
-    if groups != Path("/proc/self/cgroup").read_text():
-        unified = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), None)
-        if unified is None:
-            raise Rejected("the caller's limits are in control groups of version 1, which it cannot join")
-        Path(f"/sys/fs/cgroup{unified}/cgroup.procs").write_text(str(os.getpid()))
+    mine, theirs = (set(Path(f"/proc/{each}/cgroup").read_text().splitlines()) for each in ("self", pid))
+    for line in theirs - mine:
+        if not line.startswith("0::"):
+            raise Rejected(f"it cannot join the caller's control group, which is of version 1: {line}")
+        Path(f"/sys/fs/cgroup{line[3:]}/cgroup.procs").write_text(str(os.getpid()))
 
 
 def _receive(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -1,4 +1,4 @@
-"""`mpkit warm SOCKET`: one process per machine that has imported torch, for the helpers and kernels of all its users."""
+"""`mpkit warm SOCKET`: one process per machine that has imported torch, for the helpers and kernels of all users."""
 
 from __future__ import annotations
 
