@@ -64,7 +64,7 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 PR_SET_NO_NEW_PRIVS = 38
 
 
-class Rejected(Exception):
+class CallerRejection(Exception):
     """Why a caller gets no process; it reads this."""
 
 
@@ -126,7 +126,7 @@ def _serve(caller: socket.socket) -> NoReturn:
         module, function = asked["entry"].split(":")
         getattr(importlib.import_module(module), function)(*asked["arguments"])
         status = 0
-    except Rejected as reason:
+    except CallerRejection as reason:
         with contextlib.suppress(OSError):
             caller.sendall(json.dumps({"rejected": str(reason)}).encode())
     except BaseException:
@@ -139,20 +139,20 @@ def _confine(caller: socket.socket) -> None:
     """Give this process the limits, the control group, the groups and the user of its caller.
 
     Raises:
-        Rejected: this process may not become that user, or the caller is in namespaces of its own.
+        CallerRejection: this process may not become that user, or the caller is in namespaces of its own.
     """
     pid, uid, gid = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
         if os.stat(f"/proc/{pid}").st_uid != uid and os.geteuid() == 0:
-            raise Rejected("the process that asks has ended, or hides itself from /proc")
+            raise CallerRejection("the process that asks has ended, or hides itself from /proc")
         others = [name for name in NAMESPACES if _namespace(pid, name) != _namespace("self", name)]
         if others:
-            raise Rejected(
+            raise CallerRejection(
                 f"its caller is in a container, or sees other folders (namespaces: {', '.join(others)})"
             )
         if os.geteuid() != 0:
             if uid != os.geteuid():
-                raise Rejected(f"it serves {_whom()} only; started by root, it serves every user")
+                raise CallerRejection(f"it serves {_whom()} only; started by root, it serves every user")
         else:
             _take_limits(pid)
             _join_control_group(pid)
@@ -161,7 +161,7 @@ def _confine(caller: socket.socket) -> None:
             os.setgid(gid)
             os.setuid(uid)
     except OSError as error:
-        raise Rejected(f"it cannot take the caller's place: {error}") from None
+        raise CallerRejection(f"it cannot take the caller's place: {error}") from None
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
@@ -194,7 +194,7 @@ def _join_control_group(pid: int) -> None:
     mine, theirs = (set(Path(f"/proc/{each}/cgroup").read_text().splitlines()) for each in ("self", pid))
     for line in theirs - mine:
         if not line.startswith("0::"):
-            raise Rejected(f"it cannot join the caller's control group, which is of version 1: {line}")
+            raise CallerRejection(f"it cannot join the caller's control group, which is of version 1: {line}")
         Path(f"/sys/fs/cgroup{line[3:]}/cgroup.procs").write_text(str(os.getpid()))
 
 
@@ -207,9 +207,9 @@ def _receive(caller: socket.socket) -> tuple[dict[str, Any], list[int]]:
             content += more
         asked = json.loads(content)
     except (OSError, ValueError) as error:
-        raise Rejected(f"it cannot read what is asked: {error}") from None
+        raise CallerRejection(f"it cannot read what is asked: {error}") from None
     if len(streams) != 3:
-        raise Rejected(f"{len(streams)} streams came, and 3 are needed: input, output, errors")
+        raise CallerRejection(f"{len(streams)} streams came, and 3 are needed: input, output, errors")
     return asked, streams
 
 
@@ -218,7 +218,7 @@ def _check(asked: dict[str, Any]) -> None:
     mine = identity()
     for name, value in mine.items():
         if asked["identity"].get(name) != value:
-            raise Rejected(
+            raise CallerRejection(
                 f"it has another {name}: {value!r}, and the caller {asked['identity'].get(name)!r}"
             )
 
