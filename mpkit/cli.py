@@ -1,4 +1,4 @@
-"""The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands."""
+"""The command line: `mpkit demo`, or `python -m mpkit demo`, and eleven more commands."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mpkit.views.commands.diagnose import add_diagnose
 from mpkit.views.commands.doctor import add_doctor
 from mpkit.views.commands.open import add_open
 from mpkit.views.commands.predict import add_advise, add_predict
+from mpkit.views.commands.warm import add_warm
 
 __all__ = ["main"]
 
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add_advise(commands)
     # ---- teach
     add_classroom(commands)
+    add_warm(commands)
     return parser
 
 

@@ -189,3 +189,28 @@ def test_mistakes_in_running(cluster: mk.Cluster) -> None:
         cluster.run(lambda ctx: lock)
     with pytest.raises(ValueError, match=r"timeout=-1: a number of seconds above 0"):
         cluster.run(doubled, 1, timeout=-1)
+
+
+def test_a_helper_process_that_nobody_uses_ends_and_the_next_run_starts_another() -> None:
+    """A look ends it if no run has started since the look before, and none goes on."""
+    with mk.Cluster(ranks=2, device="cpu") as cluster:
+        helper = cluster._helper
+        assert helper is not None
+        helper.end_if_idle()  # it was started since the look before
+        first = cluster.fork_server_pid
+        assert first is not None
+        waits = cluster.launch(
+            lambda ctx: ctx.comm.recv(torch.zeros(1), 1 - ctx.rank), (), sink=print, timeout=60
+        )
+        helper.end_if_idle()
+        helper.end_if_idle()
+        assert cluster.fork_server_pid == first, "a launch that has not begun keeps it"
+        waits.kill()
+        waits.work()
+        assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
+        helper.end_if_idle()
+        assert cluster.fork_server_pid == first
+        helper.end_if_idle()
+        assert cluster.fork_server_pid is None
+        assert cluster.resized(3).run(lambda ctx: ctx.rank) == [0, 1, 2]
+        assert cluster.fork_server_pid not in (None, first)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,12 @@ class RanksApart(Cluster):
         self._folder, self._within = folder, enclose_command([], folder, hidden, way)
         super().__init__(1, "cpu")
 
-    def _new_fork_server(self) -> ForkServerClient:
-        return _EnclosedForkServer(True, self._within)
+    def _fork_server_maker(self) -> Callable[[], ForkServerClient]:
+        return partial(_EnclosedForkServer, True, self._within)
 
     def clear(self) -> None:
         """End what ranks have left behind, and remove their files."""
-        fork_server = self._shared.fork_server
+        fork_server = None if self._helper is None else self._helper.fork_server
         if isinstance(fork_server, _EnclosedForkServer):
             fork_server.end_strays()
         for path in self._folder.iterdir():

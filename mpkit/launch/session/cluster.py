@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from mpkit.launch.launch import Launch
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import pack, settings_here
 from mpkit.launch.session.cluster_checks import EXAMPLE, MEANT, check_ranks, check_timeout, place_ranks
+from mpkit.launch.session.cluster_helper import ClusterHelper
 from mpkit.launch.session.import_ahead import import_ahead
 from mpkit.launch.session.turns import Turns
 
@@ -38,15 +39,6 @@ if TYPE_CHECKING:
     from mpkit.trace import Trace
 
 __all__ = ["Cluster"]
-
-
-@dataclass
-class _ClusterHelper:
-    """What a cluster shares with those that `resized` makes of it: the helper process, also if a new one is started."""
-
-    fork_server: ForkServerClient | None = None
-    launching: threading.Lock = field(default_factory=threading.Lock)
-    """One thread at a time checks whether its cluster is busy, and launches."""
 
 
 @public
@@ -105,9 +97,9 @@ class Cluster:
         import sys
 
         self._fork = start == "fork" if start else sys.platform == "linux"
-        self._shared = _ClusterHelper()
+        self._helper: ClusterHelper | None = None
         if self._session is None:
-            self._shared.fork_server = self._new_fork_server()
+            self._helper = ClusterHelper(self._fork_server_maker())
         else:
             self.ranks, self.backend = self._session.ranks, self._session.backend
         self._imports = import_ahead()
@@ -135,8 +127,8 @@ class Cluster:
         """This process's rank under a launcher; 0 where this process starts the ranks itself."""
         return 0 if self._session is None else self._session.rank
 
-    def _new_fork_server(self) -> ForkServerClient:
-        return ForkServerClient(self._fork)
+    def _fork_server_maker(self) -> Callable[[], ForkServerClient]:
+        return partial(ForkServerClient, self._fork)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.backend
@@ -171,7 +163,7 @@ class Cluster:
     @property
     def fork_server_pid(self) -> int | None:
         """Process id of the helper process, the parent of all ranks; None if there is none now."""
-        fork_server = self._shared.fork_server
+        fork_server = None if self._helper is None else self._helper.fork_server
         return fork_server.pid if fork_server is not None and fork_server.alive else None
 
     def resized(self, ranks: int) -> Cluster:
@@ -197,9 +189,9 @@ class Cluster:
     def close(self) -> None:
         """Stop whatever runs, and the helper process. A closed cluster cannot be used again."""
         self._closed = True
-        if self._shared.fork_server is not None:
-            self._shared.fork_server.close()
-            self._shared.fork_server = None
+        if self._helper is not None:
+            self._helper.close()
+            self._helper.end()
 
     @answers("cluster.run(lambda ctx: ctx.rank)")
     def run(
@@ -391,13 +383,10 @@ class Cluster:
             )
             return self._turns.latest
         refuse_second_launcher()
-        with self._shared.launching:
+        assert self._helper is not None  # there is one unless a launcher started this process
+        with self._helper.launching:
             self._turns.make_free("raise")  # another thread may have launched first
-            fork_server = self._shared.fork_server
-            if fork_server is None or not fork_server.alive:
-                if fork_server is not None:
-                    fork_server.close()
-                self._shared.fork_server = fork_server = self._new_fork_server()
+            fork_server = self._helper.provide()
             self._turns.latest = Launch(
                 fork_server,
                 replace(settings, environment=fork_server.environment_since()),
@@ -409,4 +398,5 @@ class Cluster:
                 modules=modules,
                 grace=grace,
             )
+            self._helper.note(self._turns.latest)
             return self._turns.latest
