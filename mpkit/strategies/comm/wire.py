@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mpkit.common.torch_private import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
+from mpkit.strategies.comm.overlapped_pair import OverlappedPair
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
@@ -74,6 +75,7 @@ class Wire:
         by_name: whether messages are matched by tag; otherwise they are matched by order, which both ends must keep.
         staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
         before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
+        pair: the forward and the backward that run as one at the moment, or None.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Wire:
         self.gloo, self.by_name = backend == "gloo", backend != "nccl"
         self.staged = device.type != "cpu" and self.gloo
         self.before: Callable[[], None] | None = None
+        self.pair: OverlappedPair | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     def issue(
