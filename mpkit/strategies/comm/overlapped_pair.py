@@ -40,7 +40,7 @@ THREAD = "mpkit-backward"
 """The name of the thread in which the backward of a pair runs."""
 
 GRACE = 5.0
-"""Seconds in which the backward of a pair that failed is to end; one that waits for other ranks ends with the process."""
+"""Seconds in which the backward of a failed pair is to end; one that waits for other ranks ends with the process."""
 
 
 class PairEnded(BaseException):
