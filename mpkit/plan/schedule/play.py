@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule
 
 __all__ = [
-    "BESIDE", "SLOTS", "Order", "PlacedAction", "PlayResult", "TimedAction", "end_times", "input_grad", "lengths_of", "needs_of",
-    "order_of", "play", "time_actions",
+    "BESIDE", "SLOTS", "Order", "PlacedAction", "PlayResult", "TimedAction", "end_times", "input_grad", "lengths_of",
+    "needs_of", "order_of", "play", "time_actions",
 ]  # fmt: skip
 
 SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
