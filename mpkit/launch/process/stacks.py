@@ -2,8 +2,8 @@
 
 A signal would interrupt what the rank is blocked in (a system call of C code returns early), and so change what is
 observed. So a thread of the rank waits for a request and writes the main thread's stack, or that of a backward for
-which the main thread has made way. While C code holds Python's lock, that thread cannot run; it is then sent SIGUSR1, which
-the other threads block, and the handler (faulthandler's) writes all stacks without the lock: no Python code runs
+which the main thread has made way. While C code holds Python's lock, that thread cannot run; it is then sent SIGUSR1,
+which the other threads block, and the handler (faulthandler's) writes all stacks without the lock: no Python code runs
 meanwhile.
 """
 
