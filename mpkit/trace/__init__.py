@@ -36,7 +36,7 @@ from mpkit.trace.records import (
     VALUE,
     Kind,
     Lane,
-    Part,
+    PartFlag,
     lane_of,
 )
 from mpkit.trace.trace import Trace
@@ -52,7 +52,7 @@ __all__ = [
     "VALUE",
     "Kind",
     "Lane",
-    "Part",
+    "PartFlag",
     "RankTrace",
     "Trace",
     "lane_of",

@@ -16,7 +16,7 @@ __all__ = [
     "VALUE",
     "Kind",
     "Lane",
-    "Part",
+    "PartFlag",
     "lane_of",
 ]
 
@@ -87,7 +87,7 @@ def lane_of(kind: int) -> Lane:
     return Lane.DATA if kind < 128 else Lane.NONE
 
 
-class Part(IntFlag):
+class PartFlag(IntFlag):
     """What an op's flags say, if it was recorded in several parts: it made way for another op, and went on later."""
 
     GOES_ON = 1
@@ -115,7 +115,7 @@ OP = np.dtype(
         ("kind", "u1"),
         ("lane", "u1"),
         ("depth", "u1"),  # 0: an action; 1 and more: a layer inside it, not counted again
-        ("flags", "u1"),  # of `Part`: an op that was recorded in several parts
+        ("flags", "u1"),  # of `PartFlag`: an op that was recorded in several parts
         ("stage", "<i2"),  # -1: none
         ("pad", "<i2"),
         ("microbatch", "<i4"),  # -1: none

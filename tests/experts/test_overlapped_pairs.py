@@ -19,7 +19,7 @@ from mpkit.models import next_token_loss
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.overlapped_pair import THREAD, OverlappedPair
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import Kind, Lane, Part
+from mpkit.trace import Kind, Lane, PartFlag
 from mpkit.trace.record.silent_recorder import SilentRecorder
 from tests.experts.test_expert_parallel import HOW, gpt, texts
 from tests.serial import Train, check_equal
@@ -43,7 +43,7 @@ def apart(plan: mk.Plan) -> mk.Plan:
 
 
 def parts_of(timeline: Timeline) -> int:
-    return int((timeline.spans["flags"] & Part.CONTINUES != 0).sum())
+    return int((timeline.spans["flags"] & PartFlag.CONTINUES != 0).sum())
 
 
 def check_alike(joint: Run, other: Run) -> None:
@@ -103,7 +103,7 @@ def test_tokens_travel_while_the_other_action_computes() -> None:
         )  # fmt: skip
         played.append(Timeline.of(trace, machine))
     joint, other = played
-    assert waits_for_tokens(joint) < 0.6 * waits_for_tokens(other)
+    assert waits_for_tokens(joint) < 0.8 * waits_for_tokens(other)  # also of actions that are in no pair
     assert joint.comm_bytes == other.comm_bytes
     spans = joint.spans
     for rank in range(4):
@@ -112,7 +112,7 @@ def test_tokens_travel_while_the_other_action_computes() -> None:
         sent = mine[is_of_rows(mine)]
         # While the tokens of a part that makes way are under way, the next part is one of the other action.
         for part, following in pairwise(parts):
-            if part["flags"] & Part.GOES_ON:
+            if part["flags"] & PartFlag.GOES_ON:
                 last = sent[(sent["issued"] >= part["start"]) & (sent["issued"] <= part["end"])][-1]
                 assert following["kind"] != part["kind"] and last["end"] > part["end"]
                 assert following["start"] == pytest.approx(part["end"], abs=1e-8)
@@ -128,7 +128,7 @@ def test_an_estimate_prices_pairs_as_they_run() -> None:
     for guess in (joint, other):
         assert sum(guess.because.values()) == pytest.approx(guess.step_time, rel=1e-9)
         assert guess.timeline().step_time == pytest.approx(guess.step_time, rel=1e-9)
-    assert joint.because["experts"] < other.because["experts"] / 2
+    assert joint.because["experts"] < 0.6 * other.because["experts"]  # with what is in no pair
 
 
 # ---- failures ---------------------------------------------------------------------------------------------------

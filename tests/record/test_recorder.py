@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit.timeline.replay import Replay
-from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, Part, Trace, read_rank
+from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, PartFlag, Trace, read_rank
 from mpkit.trace.record.clock import clock_for
 from mpkit.trace.record.recorder import Recorder
 
@@ -345,7 +345,7 @@ def test_an_op_that_makes_way_is_recorded_in_parts(tmp_path: Path) -> None:
     record.end(record.begin(Kind.BACKWARD, "0B2", stage=0, microbatch=2))
     rank = read_rank(tmp_path, 0)
     assert [rank.name(name) for name in rank.ops["name"]] == ["1F2", "mlp", "0B1", "1F2", "mlp", "0B2"]
-    first, later = Part.GOES_ON, Part.CONTINUES
+    first, later = PartFlag.GOES_ON, PartFlag.CONTINUES
     assert rank.ops["flags"].tolist() == [first, first, 0, later, later, 0]
     assert rank.ops["depth"].tolist() == [0, 1, 0, 0, 1, 0]
     one, two = rank.ops[[0, 3]]

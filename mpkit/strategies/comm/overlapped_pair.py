@@ -11,8 +11,9 @@
 
 Exactly one of them runs at any time, and which one follows from the program alone. So ranks that share experts start
 their collectives in one order, and every number is that of one action after the other. What is recorded of each is
-several parts (`mpkit.trace.Part`). A forward makes way in its dispatch and return, and a backward in their gradients: a
-forward that is repeated for its backward does not, since it works on random states that it puts back at its end.
+several parts (`mpkit.trace.PartFlag`). A forward makes way in its dispatch and return, and a backward in their
+gradients. A forward that is repeated for its backward does not, since it works on random states that it puts back at
+its end.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.2.1 and figure 4.
 """
@@ -84,13 +85,14 @@ class OverlappedPair:
         try:
             forward()
             self._hand_over("F", over=True)
+            thread.join()
         except PairEnded:
             pass  # the backward's error is raised below
         except BaseException as error:
             self._fail(error)
         # ---- end
-        thread.join(None if self._error is None else GRACE)
         if self._error is not None:
+            thread.join(GRACE)
             raise self._error
 
     def _run_backward(self, backward: Callable[[], None], modes: list[Any]) -> None:

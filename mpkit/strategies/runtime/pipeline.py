@@ -30,10 +30,10 @@ are added up as in `mpkit.strategies.loss.quotient`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.partition.boundary import Route
 from mpkit.strategies.runtime.local_model import attention_over
 from mpkit.strategies.runtime.stage_messages import StageMessages
+from mpkit.strategies.runtime.stage_routes import StageRoutes
 from mpkit.strategies.stage.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
@@ -61,13 +62,6 @@ PassOn = Callable[[], None]
 
 LAST_HALF = ("B", "W")
 """The actions that add to the weights' gradients."""
-
-
-class Routes(NamedTuple):
-    """The routes that end at a stage, and those that begin there."""
-
-    arriving: list[Route]
-    leaving: list[Route]
 
 
 class Pipeline:
@@ -112,7 +106,7 @@ class Pipeline:
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
         self._broadcasts_early = context.comm.wire.by_name
-        self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
+        self._routes = StageRoutes(job)
 
     def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
@@ -176,7 +170,7 @@ class Pipeline:
 
     def _communicate(self, action: Action) -> None:
         """Send what a stage made, or post the receive of what it needs."""
-        m, routes = action.microbatch, self._routes(action)
+        m, routes = action.microbatch, self._routes.of(action, self._microbatches)
         match action.kind:
             case "SEND_F":
                 self._messages.send_outputs("F", routes.leaving, m)
@@ -186,16 +180,6 @@ class Pipeline:
                 self._messages.post_receives("F", routes.arriving, m)
             case _:  # RECV_B: the gradients of the stage's outputs, where they have one
                 self._messages.post_receives("B", routes.leaving, m)
-
-    def _routes(self, action: Action) -> Routes:
-        """Return the routes to and from the action's stage, for micro-batches of this one's shapes."""
-        place = self._microbatches[action.microbatch].key, action.stage
-        routes = self._known_routes.get(place)
-        if routes is None:
-            routes = self._known_routes[place] = Routes(
-                self._job.where.incoming_routes(*place), self._job.where.outgoing_routes(*place)
-            )
-        return routes
 
     def _run_as_one(self, forward: Action, backward: Action, last: bool) -> None:
         """Run F & B, each while the other's tokens travel; then pass on what they made."""
@@ -214,12 +198,8 @@ class Pipeline:
         made["B"]()
 
     def _forward(self, action: Action) -> PassOn:
-        """Run F: compute the stage's output from its input; at the last stage, the loss.
-
-        Returns:
-            What passes the output on.
-        """
-        s, m, routes = action.stage, action.microbatch, self._routes(action)
+        """Run F: compute the stage's output, at the last stage the loss; return what passes the output on."""
+        s, m, routes = action.stage, action.microbatch, self._routes.of(action, self._microbatches)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
             wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
@@ -228,14 +208,8 @@ class Pipeline:
             )
             if self._broadcasts_early and len(self._loss) == len(self._microbatches):
                 self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
-        return partial(
-            self._pass_on, "F", [(r, tuple(outputs[i] for i in r.which)) for r in routes.leaving], m
-        )
-
-    def _pass_on(self, way: str, made: list[tuple[Route, tuple[Tensor, ...]]], m: int) -> None:
-        """Let what an action made be sent, or taken by another stage on this rank."""
-        for route, tensors in made:
-            self._messages.set_output(way, route, m, tensors)
+        each = [(r, tuple(outputs[i] for i in r.which)) for r in routes.leaving]
+        return partial(self._messages.set_outputs, "F", m, each)
 
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
         """Return the stage's input on the device: the data, or the output of the stage before, detached."""
@@ -260,27 +234,13 @@ class Pipeline:
         Returns:
             What passes these on.
         """
-        m, work, routes = action.microbatch, self._work[action.stage], self._routes(action)
-        gradients = self._gradients(routes.leaving, m)
+        m, routes = action.microbatch, self._routes.of(action, self._microbatches)
+        work = self._work[action.stage]
+        gradients = self._messages.wait_gradients(routes.leaving, m)
         made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)
         left, wanting = iter(made), [sum(spec.requires_grad for spec in r.specs) for r in routes.arriving]
         each = [(r, tuple(islice(left, n))) for r, n in zip(routes.arriving, wanting, strict=True)]
-        return partial(self._pass_on, "B", each, m)
-
-    def _gradients(self, routes: list[Route], m: int) -> dict[int, Tensor] | None:
-        """Return the gradients of a stage's outputs that have one, by the output's number; None at the last stage.
-
-        The gradients of an output that several stages used are summed. Which outputs have one is known from the dry
-        run: the outputs of a recomputed block do not say.
-        """
-        if not routes:
-            return None
-        sums: dict[int, Tensor] = {}
-        for route in routes:
-            wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
-            for i, gradient in zip(wanting, self._messages.wait_input("B", route, m), strict=True):
-                sums[i] = sums[i] + gradient if i in sums else gradient
-        return {i: sums[i] for i in sorted(sums)}
+        return partial(self._messages.set_outputs, "B", m, each)
 
 
 def sum_of(losses: list[Tensor]) -> Tensor:

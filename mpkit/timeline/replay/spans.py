@@ -23,7 +23,7 @@ SPAN = np.dtype(
         ("lane", "u1"),  # trace.Lane
         ("kind", "u1"),  # trace.Kind
         ("depth", "u1"),  # 0: an action; 1 and more: a layer inside it
-        ("flags", "u1"),  # of trace.Part: an action in several parts
+        ("flags", "u1"),  # of trace.PartFlag: an action in several parts
         ("stage", "<i4"),
         ("microbatch", "<i4"),
         ("step", "<i4"),

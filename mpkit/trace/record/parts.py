@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mpkit.trace import HEADER, OP, Part
+from mpkit.trace import HEADER, OP, PartFlag
 from mpkit.trace.record.files import RecordFile
 
 __all__ = ["OpParts"]
@@ -46,14 +46,14 @@ class OpParts:
         """Mark these parts as ones that others follow, and return their firsts."""
         firsts = [self._first.get(index, index) for index in latest]
         for first in firsts:
-            self._mark(self._parts.setdefault(first, [first])[-1], Part.GOES_ON | Part.UNSETTLED)
+            self._mark(self._parts.setdefault(first, [first])[-1], PartFlag.GOES_ON | PartFlag.UNSETTLED)
         return firsts
 
     def resume(self, first: int, part: int) -> None:
         """Add a part that has begun."""
         self._parts[first].append(part)
         self._first[part] = first
-        self._mark(part, Part.CONTINUES | Part.UNSETTLED)
+        self._mark(part, PartFlag.CONTINUES | PartFlag.UNSETTLED)
 
     def settle(self, first: int) -> None:
         """Divide what is known of the whole op among its parts; do nothing if it has one only."""
@@ -73,7 +73,7 @@ class OpParts:
             if self._divides:
                 struct.pack_into("<d", self._file.map, at + _AT_FLOPS, flops[i])
                 struct.pack_into("<q", self._file.map, at + _AT_BYTES, int(nbytes[i]))
-            self._file.map[at + _AT_FLAGS] &= ~Part.UNSETTLED
+            self._file.map[at + _AT_FLAGS] &= ~PartFlag.UNSETTLED
 
     def _mark(self, index: int, flags: int) -> None:
         if index >= 0:
