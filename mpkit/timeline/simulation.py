@@ -49,8 +49,7 @@ def simulate(
         weight_grad: seconds for the gradients of the weights, likewise.
         hop: seconds per message from stage to stage; only its receiver waits for it.
         backward: seconds per backward that is not split, likewise, if that is not the sum of its halves.
-        beside: seconds that a forward adds to a backward with which it runs as one (DualPipe's F & B), likewise, if
-            that is less than `forward`: where tokens travel to experts while the other one computes.
+        beside: seconds that a forward adds to a backward with which it runs as one (F & B), if less than `forward`.
         steps: the number of consecutive steps; a rank begins a step when it is done with its part of the previous one.
 
     Returns:
