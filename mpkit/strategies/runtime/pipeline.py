@@ -170,7 +170,7 @@ class Pipeline:
 
     def _communicate(self, action: Action) -> None:
         """Send what a stage made, or post the receive of what it needs."""
-        m, routes = action.microbatch, self._routes.of(action, self._microbatches)
+        m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
         match action.kind:
             case "SEND_F":
                 self._messages.send_outputs("F", routes.leaving, m)
@@ -199,7 +199,7 @@ class Pipeline:
 
     def _forward(self, action: Action) -> PassOn:
         """Run F: compute the stage's output, at the last stage the loss; return what passes the output on."""
-        s, m, routes = action.stage, action.microbatch, self._routes.of(action, self._microbatches)
+        s, m, routes = action.stage, action.microbatch, self._routes.routes_of(action, self._microbatches)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
             wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
@@ -234,7 +234,7 @@ class Pipeline:
         Returns:
             What passes these on.
         """
-        m, routes = action.microbatch, self._routes.of(action, self._microbatches)
+        m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
         work = self._work[action.stage]
         gradients = self._messages.wait_gradients(routes.leaving, m)
         made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)

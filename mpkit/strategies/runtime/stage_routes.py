@@ -31,7 +31,7 @@ class StageRoutes:
         self._job = job
         self._known: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
 
-    def of(self, action: Action, microbatches: Sequence[MicroBatch]) -> Routes:
+    def routes_of(self, action: Action, microbatches: Sequence[MicroBatch]) -> Routes:
         """Return the routes to and from an action's stage, for micro-batches of its one's shapes."""
         place = microbatches[action.microbatch].key, action.stage
         routes = self._known.get(place)
