@@ -74,9 +74,9 @@ def of_an_estimate(guess: Estimate) -> None:
     assert timeline.step_time == pytest.approx(guess.step_time, rel=1e-9)
     assert sum(guess.because.values()) == pytest.approx(guess.step_time, rel=1e-9)
     shape = replace(guess.plan, tp=1, dp=1, zero=0, recompute="none")
-    forward, backward, hop = step.played_times
+    forward, backward, beside, hop = step.played_times
     halves = [time / 2 for time in backward]
-    simulated = mk.simulate(shape, forward, halves, halves, hop)
+    simulated = mk.simulate(shape, forward, halves, halves, hop, beside=beside)
     assert simulated.step_time == pytest.approx(step.pipeline, rel=1e-9)
     live = [peak["activations"] for peak in simulated.peak_memory]
     on = shape.build().stage_to_rank
@@ -85,7 +85,7 @@ def of_an_estimate(guess: Estimate) -> None:
     agrees(simulated)
     agrees(timeline)
     # What communication costs is the same, whoever is asked.
-    free = mk.simulate(shape, forward, halves, halves)
+    free = mk.simulate(shape, forward, halves, halves, beside=beside)
     causes = idle_by_cause(simulated)
     alike = causes[:, CAUSES.index("imbalance")] == 0
     saved = causes[alike, CAUSES.index("communication")]

@@ -18,7 +18,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.checks import every, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action, Schedule
-from mpkit.plan.schedule.play import time_actions
+from mpkit.plan.schedule.play import BESIDE, time_actions
 from mpkit.timeline.played_schedule import PlayedActions, held_changes, spans
 from mpkit.timeline.timeline import Timeline
 
@@ -36,6 +36,7 @@ def simulate(
     hop: float = 0.0,
     *,
     backward: Times | None = None,
+    beside: Times | None = None,
     steps: int = 1,
 ) -> Timeline:
     """Simulate when each action of a plan's schedule would happen.
@@ -48,6 +49,7 @@ def simulate(
         weight_grad: seconds for the gradients of the weights, likewise.
         hop: seconds per message from stage to stage; only its receiver waits for it.
         backward: seconds per backward that is not split, likewise, if that is not the sum of its halves.
+        beside: seconds that a forward adds to a backward with which it runs as one (F & B), if less than `forward`.
         steps: the number of consecutive steps; a rank begins a step when it is done with its part of the previous one.
 
     Returns:
@@ -78,6 +80,8 @@ def simulate(
     k = every(plan.recompute)
     again = [time / k if k else 0.0 for time in f]
     slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
+    if beside is not None:
+        slots[BESIDE] = by_stage("beside", beside, schedule.stages)
     rows, stuck = time_actions(schedule, slots, time_of("hop", hop), again)
     assert not stuck, "a plan's schedule is valid"
     done = PlayedActions.from_rows(rows)

@@ -36,6 +36,7 @@ from mpkit.trace.records import (
     VALUE,
     Kind,
     Lane,
+    PartFlag,
     lane_of,
 )
 from mpkit.trace.trace import Trace
@@ -51,6 +52,7 @@ __all__ = [
     "VALUE",
     "Kind",
     "Lane",
+    "PartFlag",
     "RankTrace",
     "Trace",
     "lane_of",

@@ -1,9 +1,10 @@
 """Python stacks on request, which show where a rank is without disturbing it.
 
 A signal would interrupt what the rank is blocked in (a system call of C code returns early), and so change what is
-observed. So a thread of the rank waits for a request and writes the main thread's stack. While C code holds Python's
-lock, that thread cannot run; it is then sent SIGUSR1, which the other threads block, and the handler (faulthandler's)
-writes all stacks without the lock: no Python code runs meanwhile.
+observed. So a thread of the rank waits for a request and writes the main thread's stack, or that of a backward for
+which the main thread has made way. While C code holds Python's lock, that thread cannot run; it is then sent SIGUSR1,
+which the other threads block, and the handler (faulthandler's) writes all stacks without the lock: no Python code runs
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from pathlib import Path
 from mpkit.common.launch_folder import part
 from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_stack
+from mpkit.strategies.comm.overlapped_pair import THREAD, OverlappedPair
 
-__all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of"]
+__all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of", "working_thread"]
+
+
+BEGINNINGS = [(threading.__file__, name) for name in ("run", "_bootstrap_inner", "_bootstrap")]
+"""Where a thread begins."""
 
 
 # ---- on the rank ----------------------------------------------------------------------------------------------
@@ -46,14 +52,24 @@ def _answer(asked: int, stack: int, main: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     while os.read(asked, 1):
         with contextlib.suppress(OSError):  # the disk may be full
-            os.write(stack, f"{stack_of(main)}\n\n".encode("utf-8", "replace"))
+            os.write(stack, f"{stack_of(working_thread(main))}\n\n".encode("utf-8", "replace"))
+
+
+def working_thread(main: int) -> int:
+    """Return the thread that computes: the main thread, or that of a backward for which it has made way."""
+    frame = sys._current_frames().get(main)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    waits = frame is not None and frame.f_globals.get("__name__") == OverlappedPair.__module__
+    beside = (thread.ident for thread in threading.enumerate() if thread.name == THREAD)
+    return next((ident for ident in beside if waits and ident is not None), main)
 
 
 def stack_of(thread: int) -> str:
     """Return the stack of one of this process's threads, most recent call first, as faulthandler writes it."""
     frame = sys._current_frames().get(thread)
     lines = ["Thread (most recent call first):"]
-    while frame is not None:
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) not in BEGINNINGS:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back

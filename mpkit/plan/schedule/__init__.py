@@ -13,7 +13,7 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
     catalogue    the schedules by name
     summary      bubble, also according to the papers, what is held at most, and where the loss is, for a cost model
     validate     whether a schedule finishes, is complete and fits into memory
-    lower        adds sends and receives
+    lower        adds sends and receives; joins forwards and backwards that run as one
     grid         draws a schedule in text
     greedy, improve
                  orders found by a search (`mpkit.prediction.schedule_search`)
@@ -24,7 +24,7 @@ from mpkit.plan.schedule.all_forward import gpipe, looped_bfs, naive
 from mpkit.plan.schedule.catalogue import NAMES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.grid import draw
-from mpkit.plan.schedule.lowering import lower
+from mpkit.plan.schedule.lowering import join_pairs, lower
 from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
 from mpkit.plan.schedule.play import play
 from mpkit.plan.schedule.v_shaped import dualpipev, zbv
@@ -41,6 +41,7 @@ __all__ = [
     "gpipe",
     "interleaved_1f1b",
     "interleaved_zb",
+    "join_pairs",
     "looped_bfs",
     "lower",
     "naive",

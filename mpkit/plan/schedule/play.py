@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule
 
 __all__ = [
-    "SLOTS", "Order", "PlacedAction", "PlayResult", "TimedAction", "end_times", "input_grad", "lengths_of", "needs_of",
-    "order_of", "play", "time_actions",
+    "BESIDE", "SLOTS", "Order", "PlacedAction", "PlayResult", "TimedAction", "end_times", "input_grad", "lengths_of",
+    "needs_of", "order_of", "play", "time_actions",
 ]  # fmt: skip
 
 SLOTS: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """How long an action takes by default: a backward takes twice as long as a forward."""
+BESIDE = "F&"
+"""The kind under which `lengths_of` has a forward that runs as one with a backward: how much it adds to that."""
 
 
 class PlacedAction(NamedTuple):
@@ -171,7 +173,7 @@ def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
     """
     rank_of, together, stages = schedule.stage_to_rank, schedule.together, schedule.stages
     rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.rows]
-    slots = {kind: number * stages for number, kind in enumerate(COMPUTE)}
+    slots = {kind: number * stages for number, kind in enumerate((*COMPUTE, BESIDE))}
     order = Order([], [], [], [], [], {}, {})
     left: dict[Action, int] = {}  # by action whose result has left its rank, the number at whose end it did
     last, done = [START] * len(rows), [0] * len(rows)
@@ -193,7 +195,8 @@ def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
             number = len(order.rank) + FIRST
             order.rank.append(rank)
             order.action.append(action)
-            order.slot.append(slots[action.kind] + action.stage)
+            runs_beside = action in together and at + 1 < len(row) and row[at + 1][1:] != action[1:]
+            order.slot.append(slots[BESIDE if runs_beside else action.kind] + action.stage)
             order.before.append(last[rank])
             order.need.append(need)
             if held is not None:
@@ -215,13 +218,13 @@ def order_of(schedule: Schedule, actions: Container[Action]) -> Order:
 
 
 def lengths_of(slots: Mapping[str, float | Sequence[float]], stages: int) -> list[float]:
-    """Return the length of an action, by kind (F, B, I, W) and then by stage.
+    """Return the length of an action, by kind (F, B, I, W, F&) and then by stage.
 
     Args:
-        slots: by kind, a number, or one per stage; 0 where it is left out.
+        slots: by kind, a number, or one per stage; 0 where it is left out. F& is F where it is left out.
         stages: the number of stages.
     """
-    each = (slots.get(kind, 0) for kind in COMPUTE)
+    each = (*(slots.get(kind, 0) for kind in COMPUTE), slots.get(BESIDE, slots.get("F", 0)))
     return [time for slot in each for time in ([slot] * stages if isinstance(slot, int | float) else slot)]
 
 

@@ -6,6 +6,7 @@ much as one of few, and need not be built.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -14,7 +15,7 @@ from mpkit.plan.schedule.catalogue import ANY, SCHEDULES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
 
-__all__ = ["bubble", "bubble_in_theory", "makespan", "peak_live", "stage_ranks"]
+__all__ = ["bubble", "bubble_in_theory", "makespan", "pairs_by_stage", "peak_live", "stage_ranks"]
 
 
 FULL = 4
@@ -50,7 +51,7 @@ def makespan(
     Args:
         schedule: a name in the catalogue, or a schedule, which has p and m of its own.
         p, m, v: ranks, micro-batches, stages per rank.
-        slots: seconds of an action, by kind (F, B, I, W) and stage.
+        slots: seconds of an action, by kind (F, B, I, W, F&) and stage, as for `lengths_of`.
         hop: seconds until a result has got to another rank.
         longest: the actions that are played; a schedule with more goes on at the pace that it has by then. Where one
             rank is but little slower than another, that may be 1 % too fast.
@@ -74,6 +75,32 @@ def makespan(
 @lru_cache(64)
 def _order(name: str, p: int, m: int, v: int) -> Order:
     return build_schedule(name, p, m, v).order
+
+
+def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[int, ...]:
+    """Return, by stage, how many of its forwards run as one with a backward.
+
+    >>> pairs_by_stage("dualpipev", 2, 4, 2), pairs_by_stage("dualpipev", 2, 64, 2), pairs_by_stage("1f1b", 2, 4)
+    ((1, 1, 2, 2), (61, 61, 62, 62), (0, 0))
+    """
+    if isinstance(schedule, Schedule):
+        return _count_pairs(schedule)
+    stages_per_rank = SCHEDULES[schedule].stages_per_rank
+    if not any(_named_pairs(schedule, 2, 4, stages_per_rank(2))):
+        return (0,) * (p * stages_per_rank(v))
+    full = 3 * p
+    later = max(0, m - full)  # each has a pair on each stage
+    return tuple(count + later for count in _named_pairs(schedule, p, m - later, stages_per_rank(v)))
+
+
+def _count_pairs(schedule: Schedule) -> tuple[int, ...]:
+    counts = Counter(action.stage for action in schedule.together)
+    return tuple(counts[stage] for stage in range(schedule.stages))
+
+
+@lru_cache(4096)
+def _named_pairs(name: str, p: int, m: int, v: int) -> tuple[int, ...]:
+    return _count_pairs(build_schedule(name, p, m, v))
 
 
 def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[float, ...]:

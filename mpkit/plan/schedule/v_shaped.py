@@ -58,7 +58,7 @@ def zbv(p: int, m: int) -> Schedule:
 
 
 def dualpipev(p: int, m: int) -> Schedule:
-    """Build DualPipeV: one micro-batch's forward runs with another's backward (F & B) and hides its messages.
+    """Build DualPipeV: one micro-batch's forward runs with another's backward (F & B); each hides the other's messages.
 
     >>> print(dualpipev(2, 4))
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 ---   . 3F2 0B0 --- 3B2 ---   . 3F3 0B1 --- 3B3 --- 0I2 0W2 0I3 0W3
@@ -78,7 +78,8 @@ def dualpipev(p: int, m: int) -> Schedule:
     Each W belongs to the oldest I without one. With more than 2p micro-batches phase 4 lasts longer; with fewer, the
     order is that of 2p micro-batches without those that do not exist. A rank is idle for (p-1)(F&B + B - 3W), where
     F&B = F + B unless a device runs both at the same time, and holds the activations of 2p+1 micro-batches. The results
-    of F and B are sent when both are done, which costs nothing: their messages are hidden behind the next F & B.
+    of F and B are sent when both are done, which costs nothing: their messages are hidden behind the next F & B. The
+    all-to-alls of divided experts are hidden within it (`mpkit.strategies.comm.overlapped_pair`).
 
     Source: DeepSeek-AI, "DualPipe" (github.com/deepseek-ai/DualPipe, DualPipeV, after Sea AI Lab's "cut in half");
     "DeepSeek-V3 Technical Report", 2024, section 3.2.1.

@@ -145,12 +145,14 @@ class Estimate(DrawnResult, Answer):
             pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,
             virtual_stages=self.plan.virtual_stages,
         )  # fmt: skip
-        forward, backward, hop = self.step.played_times
+        forward, backward, beside, hop = self.step.played_times
         halves = [time / 2 for time in backward]
         reduces = Kind.REDUCE_SCATTER if self.plan.zero else Kind.ALL_REDUCE
         kinds = {"replicas": reduces, "optimizer": Kind.OPTIMIZER, "stragglers": Kind.BARRIER}
         after = [(phase, kinds[phase], time) for phase, time in self.step.after.items() if time]
-        return replace(followed_by(simulate(plan, forward, halves, halves, hop), after), basis=self.basis)
+        return replace(
+            followed_by(simulate(plan, forward, halves, halves, hop, beside=beside), after), basis=self.basis
+        )
 
     def measured(self, seconds: float, memory: float = 0.0) -> Observation:
         """Return this step with its measured time, for `mk.calibrate`."""

@@ -62,14 +62,17 @@ class StageTimes:
         Args:
             rank: of each stage.
         """
-        stages_of = Counter(rank)
-        even = [self.layers[each] / stages_of[each] for each in rank]
-        layers: Sequence[float] = self.balanced or even
+        layers = self.layers_by_stage(rank)
         f, b = ([n * each for n in layers] for each in self.layer)
         for times, first, last in zip((f, b), self.first, self.last, strict=True):
             times[0] += first
             times[-1] += last
         return tuple(f), tuple(b)
+
+    def layers_by_stage(self, rank: Sequence[int]) -> Sequence[float]:
+        """Return the layers of each stage, of which a rank may have several."""
+        stages_of = Counter(rank)
+        return self.balanced or [self.layers[each] / stages_of[each] for each in rank]
 
     @cached_property
     def times(self) -> list[float]:

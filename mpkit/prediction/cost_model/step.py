@@ -1,6 +1,7 @@
 """Step: the times of layers composed to the time of a step.
 
     stages       what their layers take, forward, recomputation and backward (`mpkit.prediction.cost_model.stages`)
+    pairs        of a forward and a backward that run as one each computes while the other's tokens travel to experts
     pipeline     the schedule played with these times, message by message
     replicas     gradients reduced beside the last backward, or after it; under ZeRO-1 and -2 new weights
                  gathered, beside the next forward or before it
@@ -20,7 +21,8 @@ from math import log2
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.summary import LONG, makespan, stage_ranks
+from mpkit.plan.schedule.play import BESIDE
+from mpkit.plan.schedule.summary import LONG, makespan, pairs_by_stage, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import Network, network_of, overlapped_time
 from mpkit.prediction.cost_model.kernels import Kernels, kernels_of
@@ -53,6 +55,7 @@ class StepTime:
         pipeline: seconds of all micro-batches.
         after: seconds of what follows these, in order: "replicas", "optimizer" and "stragglers".
         steady: seconds by cause of the work of the rank with most.
+        beside: seconds per micro-batch that a forward of each stage adds to a backward with which it runs as one.
         longest: the most actions of a schedule that are played.
     """
 
@@ -64,6 +67,7 @@ class StepTime:
     pipeline: float
     after: dict[str, float]
     steady: dict[str, float]
+    beside: tuple[float, ...]
     longest: int = LONG
 
     @property
@@ -77,7 +81,8 @@ class StepTime:
         work = sum(self.steady.values())
         free = self.pipeline
         if self.hop:
-            free = _play_pipeline(*_shape(self.layout), self.forward, self.backward, 0.0, self.longest)
+            times = self.forward, self.backward, self.beside
+            free = _play_pipeline(*_shape(self.layout), *times, 0.0, self.longest)
         bubble = {"pipeline bubble": free - work, "messages between stages": self.pipeline - free}
         causes = self.steady | bubble | self.after
         # What rounding leaves of 0 is no cause.
@@ -85,9 +90,9 @@ class StepTime:
         return dict(sorted(there, key=lambda each: -each[1]))
 
     @property
-    def played_times(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-        """Seconds of each stage's forward and backward and of a message, as they are played."""
-        return _with_sends(self.forward, self.backward, self.hop, self.blocking)
+    def played_times(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:
+        """Seconds of each stage's forward, backward and forward beside one, and of a message, as they are played."""
+        return _with_sends(self.forward, self.backward, self.beside, self.hop, self.blocking)
 
 
 def step_time(
@@ -114,14 +119,44 @@ def step_time(
     hop = hop_time(model, layout, sequence, hardware, network, stack)
 
     # ---- pipeline
-    forward, backward = stages.of_stages(stage_ranks(layout.schedule, layout.pp, layout.virtual_stages))
+    ranks = stage_ranks(layout.schedule, layout.pp, layout.virtual_stages)
+    forward, backward = stages.of_stages(ranks)
+    beside = _times_beside(stages, ranks, layout, stack)
     blocking = stack.blocks(layout.virtual_stages)
-    pipeline = _play_pipeline(*_shape(layout), *_with_sends(forward, backward, hop, blocking), longest)
+    pipeline = _play_pipeline(
+        *_shape(layout), *_with_sends(forward, backward, beside, hop, blocking), longest
+    )
 
     # ---- replicas, optimizer, stragglers
     after = _times_after(pipeline, stages, layout, hardware, kernels, network, shares)
     steady = stages.causes(layout.microbatches)
-    return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, longest)
+    if beside != forward:
+        pairs = pairs_by_stage(*_shape(layout))
+        hidden = zip(ranks, pairs, forward, beside, strict=True)
+        steady["experts"] -= sum(n * (f - less) for rank, n, f, less in hidden if rank == stages.slowest)
+    return StepTime(layout, forward, backward, hop, blocking, pipeline, after, steady, beside, longest)
+
+
+def _times_beside(
+    stages: StageTimes, ranks: tuple[int, ...], layout: Layout, stack: Stack
+) -> tuple[float, ...]:
+    """Return the seconds that a forward of each stage adds to a backward with which it runs as one.
+
+    The forward's all-to-alls travel while the backward computes, and the backward's while the forward computes. Under
+    ZeRO-3 they run one after the other (`mpkit.strategies.runtime.pipeline`).
+    """
+    forward, backward = stages.of_stages(ranks)
+    exchanged = stages.causes_of[0]["experts"] / 2  # of a layer, either way
+    if not exchanged or layout.zero == 3:
+        return forward
+
+    def both(computed: float, sent: float) -> float:
+        return max(computed, sent) if stack.played else overlapped_time(computed, sent)
+
+    return tuple(
+        both(b - n * exchanged, n * exchanged) + both(f - n * exchanged, n * exchanged) - b
+        for f, b, n in zip(forward, backward, stages.layers_by_stage(ranks), strict=True)
+    )
 
 
 def _times_after(
@@ -138,14 +173,20 @@ def _times_after(
 
 
 def _with_sends(
-    forward: tuple[float, ...], backward: tuple[float, ...], hop: float, blocking: bool
-) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """Return the seconds of each stage's forward and backward and of a message; a stage waits for sends that block."""
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    beside: tuple[float, ...],
+    hop: float,
+    blocking: bool,
+) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:
+    """Return the seconds of each stage's forward, backward and forward beside one, and of a message; a stage waits for
+    sends that block.
+    """
     if not blocking:
-        return forward, backward, hop
+        return forward, backward, beside, hop
     # The last stage sends no output, and the first no gradient.
-    sent = (*(time + hop for time in forward[:-1]), forward[-1])
-    return sent, (backward[0], *(time + hop for time in backward[1:])), 0.0
+    sent, less = ((*(time + hop for time in each[:-1]), each[-1]) for each in (forward, beside))
+    return sent, (backward[0], *(time + hop for time in backward[1:])), less, 0.0
 
 
 def _shape(layout: Layout) -> tuple[str | Schedule, int, int, int]:
@@ -155,13 +196,14 @@ def _shape(layout: Layout) -> tuple[str | Schedule, int, int, int]:
 @lru_cache(4096)  # plans that differ in what follows the pipeline share it
 def _play_pipeline(
     schedule: str | Schedule, p: int, m: int, v: int, forward: tuple[float, ...], backward: tuple[float, ...],
-    hop: float, longest: int,
+    beside: tuple[float, ...], hop: float, longest: int,
 ) -> float:  # fmt: skip
     """Return the seconds of a schedule in which the two halves of a backward take equally long."""
     if p == 1:
         return m * (sum(forward) + sum(backward))
     halves = [time / 2 for time in backward]
-    return makespan(schedule, p, m, v, {"F": forward, "B": backward, "I": halves, "W": halves}, hop, longest)
+    slots = {"F": forward, "B": backward, "I": halves, "W": halves, BESIDE: beside}
+    return makespan(schedule, p, m, v, slots, hop, longest)
 
 
 def optimizer_time(layout: Layout, shares: ParameterShares, hardware: Hardware, kernels: Kernels) -> float:

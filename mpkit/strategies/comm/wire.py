@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mpkit.common.torch_private import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
+from mpkit.strategies.comm.overlapped_pair import OverlappedPair
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
@@ -76,6 +77,7 @@ class Wire:
         staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
         before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
         layer: the layer whose parameters or gradients are sent; "" where that is not known.
+        pair: the forward and the backward that run as one at the moment, or None.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Wire:
         self.staged = device.type != "cpu" and self.gloo
         self.before: Callable[[], None] | None = None
         self.layer = ""
+        self.pair: OverlappedPair | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     @contextmanager

@@ -7,11 +7,13 @@ A step goes through these phases, on micro-batches from `mpkit.strategies.job.fe
                     B        backward, or its two halves: I, gradients of the inputs, and W, of the weights
                     RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
                     SEND_F, SEND_B   send a stage's output on, or its input's gradient back
+                    F & B    both at once where experts are divided: each computes while the other's tokens travel
     broadcast   the rank with the last stage sends the loss to the others
     drain       wait until all sends are complete
 
 What a stage computes is in `mpkit.strategies.compute.stage_work`, and what is sent between stages in
-`mpkit.strategies.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or
+`mpkit.strategies.runtime.stage_messages`, and how two actions run as one in
+`mpkit.strategies.comm.overlapped_pair`. Recomputed activations need no gradient, so they are computed before a B or
 an I waits for its gradient.
 
 `mpkit.strategies.reference.naive_model_parallelism`, `gpipe` and `one_f_one_b` are schedules in 15 lines each. This
@@ -28,16 +30,17 @@ are added up as in `mpkit.strategies.loss.quotient`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpkit.plan.schedule import Action, lower
+from mpkit.plan.schedule import Action, join_pairs, lower
 from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.comm.overlapped_pair import OverlappedPair
 from mpkit.strategies.compute.stage_forward import PartForward, StageForward
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value
@@ -47,6 +50,7 @@ from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.partition.boundary import Route
 from mpkit.strategies.runtime.local_model import attention_over
 from mpkit.strategies.runtime.stage_messages import StageMessages
+from mpkit.strategies.runtime.stage_routes import StageRoutes
 from mpkit.strategies.stage.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
@@ -54,15 +58,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
+PassOn = Callable[[], None]
+
 LAST_HALF = ("B", "W")
 """The actions that add to the weights' gradients."""
-
-
-class Routes(NamedTuple):
-    """The routes that end at a stage, and those that begin there."""
-
-    arriving: list[Route]
-    leaving: list[Route]
 
 
 class Pipeline:
@@ -80,10 +79,15 @@ class Pipeline:
     """
 
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
-        self._job = job
+        self._context, self._job = context, job
         schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
-        self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
+        # ZeRO-3 gathers what comes next, and of two actions in turns it would know neither.
+        overlaps = job.plan.ep > 1 and job.plan.zero < 3
+        self._entries = join_pairs(self._row, schedule.together if overlaps else ())
+        self._last_backwards = {
+            a.stage: i for i, entry in enumerate(self._entries) for a in entry if a.kind in LAST_HALF
+        }
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
         over = partial(attention_over, job.plan, axes.communicator_of)
@@ -102,7 +106,7 @@ class Pipeline:
         self._microbatches: list[MicroBatch] = []
         self._loss: list[Tensor] = []  # the micro-batches' shares: [1], or [2] with the count
         self._broadcasts_early = context.comm.wire.by_name
-        self._known_routes: dict[tuple[Hashable, int], Routes] = {}  # by signature and stage
+        self._routes = StageRoutes(job)
 
     def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
@@ -136,13 +140,16 @@ class Pipeline:
         for work in self._work.values():
             work.begin_step(number, microbatches, self.loss_scale)
         # ---- execute
-        for i, action in enumerate(self._row):
+        for i, (*forward, action) in enumerate(self._entries):
             last = self._last_backwards.get(action.stage) == i
             match action.kind:
                 case "F":
-                    self._forward(action)
+                    self._forward(action)()
+                case "B" | "I" if forward:
+                    self._run_as_one(forward[0], action, last)
                 case "B" | "I":
-                    self._backward(action, last)
+                    self._work[action.stage].recompute(action.microbatch)
+                    self._backward(action, last)()
                 case "W":
                     self._work[action.stage].weight_grads(action.microbatch, last)
                 case _:
@@ -163,7 +170,7 @@ class Pipeline:
 
     def _communicate(self, action: Action) -> None:
         """Send what a stage made, or post the receive of what it needs."""
-        m, routes = action.microbatch, self._routes(action)
+        m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
         match action.kind:
             case "SEND_F":
                 self._messages.send_outputs("F", routes.leaving, m)
@@ -174,19 +181,25 @@ class Pipeline:
             case _:  # RECV_B: the gradients of the stage's outputs, where they have one
                 self._messages.post_receives("B", routes.leaving, m)
 
-    def _routes(self, action: Action) -> Routes:
-        """Return the routes to and from the action's stage, for micro-batches of this one's shapes."""
-        place = self._microbatches[action.microbatch].key, action.stage
-        routes = self._known_routes.get(place)
-        if routes is None:
-            routes = self._known_routes[place] = Routes(
-                self._job.where.incoming_routes(*place), self._job.where.outgoing_routes(*place)
+    def _run_as_one(self, forward: Action, backward: Action, last: bool) -> None:
+        """Run F & B, each while the other's tokens travel; then pass on what they made."""
+        self._work[backward.stage].recompute(backward.microbatch)
+        made: dict[str, PassOn] = {}
+        wire = self._context.comm.wire
+        wire.pair = OverlappedPair(self._context.record, self._context.device)
+        try:
+            wire.pair.run(
+                lambda: made.update(F=self._forward(forward)),
+                lambda: made.update(B=self._backward(backward, last)),
             )
-        return routes
+        finally:
+            wire.pair = None
+        made["F"]()
+        made["B"]()
 
-    def _forward(self, action: Action) -> None:
-        """Run F: compute the stage's output from its input; at the last stage, the loss."""
-        s, m, routes = action.stage, action.microbatch, self._routes(action)
+    def _forward(self, action: Action) -> PassOn:
+        """Run F: compute the stage's output, at the last stage the loss; return what passes the output on."""
+        s, m, routes = action.stage, action.microbatch, self._routes.routes_of(action, self._microbatches)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
             wide = self._job.what.nominal is not None  # a sum over many samples, with a count in float64
@@ -195,8 +208,8 @@ class Pipeline:
             )
             if self._broadcasts_early and len(self._loss) == len(self._microbatches):
                 self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
-        for route in routes.leaving:
-            self._messages.set_output("F", route, m, tuple(outputs[i] for i in route.which))
+        each = [(r, tuple(outputs[i] for i in r.which)) for r in routes.leaving]
+        return partial(self._messages.set_outputs, "F", m, each)
 
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
         """Return the stage's input on the device: the data, or the output of the stage before, detached."""
@@ -212,35 +225,22 @@ class Pipeline:
         (route,) = routes
         return self._job.where.boundary(self._microbatches[m].key, route.source).pack(tensors)
 
-    def _backward(self, action: Action, last: bool) -> None:
+    def _backward(self, action: Action, last: bool) -> PassOn:
         """Run B or I: compute the gradients of the stage's input, for the stage before.
 
         Args:
             last: whether it is the stage's last backward of the step.
+
+        Returns:
+            What passes these on.
         """
-        m, work, routes = action.microbatch, self._work[action.stage], self._routes(action)
-        work.recompute(m)
-        gradients = self._gradients(routes.leaving, m)
+        m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
+        work = self._work[action.stage]
+        gradients = self._messages.wait_gradients(routes.leaving, m)
         made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)
-        left = iter(made)
-        for route in routes.arriving:
-            wanting = sum(spec.requires_grad for spec in route.specs)
-            self._messages.set_output("B", route, m, tuple(islice(left, wanting)))
-
-    def _gradients(self, routes: list[Route], m: int) -> dict[int, Tensor] | None:
-        """Return the gradients of a stage's outputs that have one, by the output's number; None at the last stage.
-
-        The gradients of an output that several stages used are summed. Which outputs have one is known from the dry
-        run: the outputs of a recomputed block do not say.
-        """
-        if not routes:
-            return None
-        sums: dict[int, Tensor] = {}
-        for route in routes:
-            wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
-            for i, gradient in zip(wanting, self._messages.wait_input("B", route, m), strict=True):
-                sums[i] = sums[i] + gradient if i in sums else gradient
-        return {i: sums[i] for i in sorted(sums)}
+        left, wanting = iter(made), [sum(spec.requires_grad for spec in r.specs) for r in routes.arriving]
+        each = [(r, tuple(islice(left, n))) for r, n in zip(routes.arriving, wanting, strict=True)]
+        return partial(self._messages.set_outputs, "B", m, each)
 
 
 def sum_of(losses: list[Tensor]) -> Tensor:

@@ -68,6 +68,11 @@ class StageMessages:
         else:
             self._outgoing[way, *place, m] = tensors
 
+    def set_outputs(self, way: str, m: int, made: Iterable[tuple[Route, tuple[Tensor, ...]]]) -> None:
+        """Pass on all that an action made, each along its route."""
+        for route, tensors in made:
+            self.set_output(way, route, m, tensors)
+
     def send_outputs(self, way: str, routes: Iterable[Route], m: int) -> None:
         """Start sending what was set for these routes (SEND_F, SEND_B)."""
         for route in routes:
@@ -109,6 +114,21 @@ class StageMessages:
             # The outputs whose gradients these are have arrived too, then, and need not be held any more.
             _wait(self._skips.pop(("F", *_ends("F", route), m), ()))
         return arrived
+
+    def wait_gradients(self, routes: list[Route], m: int) -> dict[int, Tensor] | None:
+        """Return the gradients of a stage's outputs that have one, by the output's number; None at the last stage.
+
+        The gradients of an output that several stages used are summed. Which outputs have one is known from the dry
+        run: the outputs of a recomputed block do not say.
+        """
+        if not routes:
+            return None
+        sums: dict[int, Tensor] = {}
+        for route in routes:
+            wanting = [i for i, spec in zip(route.which, route.specs, strict=True) if spec.requires_grad]
+            for i, gradient in zip(wanting, self.wait_input("B", route, m), strict=True):
+                sums[i] = sums[i] + gradient if i in sums else gradient
+        return {i: sums[i] for i in sorted(sums)}
 
     # ---- the loss -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.findings import Finding
-from mpkit.trace import CATEGORIES, Kind, Lane
+from mpkit.trace import CATEGORIES, Kind, Lane, PartFlag
 
 __all__ = ["FULL", "GROWS", "memory_near_limit", "useless_recomputation"]
 
@@ -141,6 +141,8 @@ def _kept_bytes(evidence: Evidence, rank: int) -> float:
     makes = float(np.maximum(total_at(again["end"]).astype(float) - total_at(again["start"]), 0.0).sum())
     forwards = own[(own["kind"] == Kind.FORWARD) & (own["depth"] == 0)]
     backs = own[np.isin(own["kind"], (Kind.BACKWARD, Kind.INPUT_GRAD)) & (own["depth"] == 0)]
+    # Of an action in several parts the last one counts.
+    forwards, backs = (own[own["flags"] & PartFlag.GOES_ON == 0] for own in (forwards, backs))
     times = np.concatenate([forwards["end"], backs["end"]])
     change = np.concatenate([np.ones(len(forwards)), -np.ones(len(backs))])
     most = float(np.cumsum(change[np.argsort(times, kind="stable")]).max(initial=1.0))

@@ -146,12 +146,16 @@ class NameFile(dict[str, int]):
     Args:
         path: the path of the file.
         on_full: called with the reason when a string could not be written; no more strings are written from then on.
+
+    Attributes:
+        lines: the strings.
     """
 
     def __init__(self, path: Path, on_full: Callable[[OSError], None]) -> None:
         super().__init__()
         self._on_full = on_full
         self._length = self._crc = 0  # of what is written
+        self.lines: list[str] = []
         self._fd = create(path, os.O_WRONLY | os.O_APPEND)
         self[""]
         os.register_at_fork(after_in_child=_Forget(self))
@@ -159,6 +163,7 @@ class NameFile(dict[str, int]):
     def __missing__(self, name: str) -> int:
         line = len(self)
         self[name] = line
+        self.lines.append(name)
         data = json.dumps(name).encode() + b"\n" if self._fd >= 0 else b""
         try:
             self._length, self._crc = self._length + len(data), zlib.crc32(data, self._crc)

@@ -103,7 +103,7 @@ def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
 def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
     spans, names, layers = timeline.spans, timeline.names, layer_words(timeline)
     words = {int(kind): kind.word.replace("_", " ") for kind in Kind}
-    columns = [name for name in SPAN.names or () if name != "pad"]
+    columns = [name for name in SPAN.names or () if name != "flags"]
     lists = [spans[name].tolist() for name in columns]
     for *values, thread in zip(*lists, threads.tolist(), strict=True):
         span = dict(zip(columns, values, strict=True))
