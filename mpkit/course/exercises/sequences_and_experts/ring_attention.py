@@ -117,5 +117,6 @@ EXERCISE = OnRanks(
         "all-send-first": lambda seen: seen.hang,
         "gathers-the-sequence": lambda seen: seen.budget == CALLS,
         "collects-all-blocks": lambda seen: seen.budget == HELD,
+        "straight-to-everybody": lambda seen: seen.budget == ELSEWHERE,
     },
 )

@@ -45,8 +45,8 @@ SENT = "bytes of collectives"
 
 
 def parts(case: Case) -> list[int]:
-    """Return how many words of the vocabulary each rank has."""
-    return [4 + case.ranks + 2 * rank for rank in range(case.ranks)]
+    """Return how many words of the vocabulary each rank has: equally many in the first case only."""
+    return [4 + case.ranks + 2 * rank * (case.ranks > 2) for rank in range(case.ranks)]
 
 
 def whole(case: Case) -> tuple[Tensor, Tensor]:
