@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,8 @@ def check_arguments(entry: ExerciseEntry, answer: object) -> None:
     >>> check_arguments(find("pass-the-token"), "pass_the_token")
     Traceback (most recent call last):
         ...
-    ValueError: mk.check('pass-the-token', 'pass_the_token'): the answer is the function pass_the_token itself, not a \
-str; write mk.check('pass-the-token', pass_the_token), without quotes and parentheses
+    ValueError: mk.check('pass-the-token', 'pass_the_token'): the answer is the function pass_the_token itself, not of \
+the type str; write mk.check('pass-the-token', pass_the_token), without quotes and parentheses
 
     Raises:
         ValueError: The answer cannot be called.
@@ -36,10 +37,10 @@ str; write mk.check('pass-the-token', pass_the_token), without quotes and parent
     kind = "class" if wanted[0].isupper() else "function"
     got = f"{answer!r}"
     short = got if len(got) <= 30 else f"{got[:27]}..."
+    what = "None" if answer is None else f"of the type {type(answer).__name__}"
     raise ValueError(
-        f"mk.check({entry.name!r}, {short}): the answer is the {kind} {wanted} itself, not "
-        f"{'None' if answer is None else f'a {type(answer).__name__}'}; write mk.check({entry.name!r}, {wanted}), "
-        "without quotes and parentheses"
+        f"mk.check({entry.name!r}, {short}): the answer is the {kind} {wanted} itself, not {what}; write "
+        f"mk.check({entry.name!r}, {wanted}), without quotes and parentheses"
     )
 
 
@@ -104,6 +105,6 @@ def listen_to_cells() -> None:
         if isinstance(error, NameError) and (
             said := explain_undefined(result.info.raw_cell, str(error.name), shell.user_ns)
         ):
-            print(said)
+            print(textwrap.fill(said, 100))
 
     shell.events.register("post_run_cell", explain_error)

@@ -90,7 +90,7 @@ def training(case: Case, scaler: Any, step: Any, scale: Any) -> dict[str, Any]:
             bad = model.weight if number % 2 else model.bias  # one entry, or the last parameter
             bad.grad.view(-1)[-1] = math.nan if number % 3 == 1 else math.copysign(math.inf, number % 4 - 1)
         elif number == LARGE:
-            model.weight.grad[0] = 1e21
+            model.weight.grad.view(-1)[0] = 1e21
         made["stepped"].append(step(optimizer))
         made["scale"].append(scale())
         made["weights"].append(torch.cat([model.weight.detach(), model.bias.detach().view(1)]))
