@@ -135,6 +135,10 @@ def find(name: str, variant: str = "") -> ExerciseEntry:
     Raises:
         ValueError: There is no exercise of that name, or nobody was handed out that variant.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"the exercise's name comes first, in quotes, and not {name!r}; mk.progress() lists them all"
+        )
     if variant:
         Variant.read(variant)
     entries = {entry.name: entry for entry in _entries()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.disk import check_folder
 from mpkit.common.tracebacks import public
 from mpkit.course.catalogue import families, find, of_family
+from mpkit.course.check_call import check_arguments, listen_to_cells
 from mpkit.course.framework.local_trial import shared_room
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.judge import UNCOUNTED, Checked, is_stub, judge, look
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "progress"]
 
+listen_to_cells()  # here: Python evaluates the arguments of `mk.check`, and fails, before it calls it
+
 
 @public
 def check(
-    name: str, answer: Any, *, variant: str = "", exam: bool = False, cluster: Cluster | None = None
+    name: str, answer: Any = None, *, variant: str = "", exam: bool = False, cluster: Cluster | None = None
 ) -> Checked:
     """Check an answer to an exercise, on real ranks, with inputs that you have not seen.
 
@@ -46,7 +49,8 @@ def check(
         machine that is too busy to run the ranks gives "not judged: busy", which is no try.
 
     Raises:
-        ValueError: There is no such exercise, the variant is not yours, or the answer cannot be sent to ranks.
+        ValueError: There is no such exercise, the variant is not yours, or the answer is not a function or class where
+            one is asked for, or cannot be sent to ranks.
         NeedsTorch: The exercise needs PyTorch, and this Python has none, such as in a browser.
     """
     entry = find(name, variant)
@@ -56,6 +60,7 @@ def check(
             "PyTorch (in a browser there is none to install). mk.progress() lists the exercises that work here. On a "
             "computer of your own, pip install mpkit brings PyTorch."
         )
+    check_arguments(entry, answer)
     packed = PackedAnswer.pack(answer)
     done = Progress.read()
     if entry.varies:

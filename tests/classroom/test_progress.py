@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 import mpkit as mk
+from mpkit.course.check_call import listen_to_cells
 from mpkit.course.framework.fingerprint import fingerprint
 from mpkit.course.progress import FILE, ExerciseProgress, Progress
 
@@ -112,3 +116,51 @@ def test_two_programs_differ_by_what_they_do() -> None:
     for space in spaces:
         exec("def gpipe(p, m):\n    return rows", space)
     assert fingerprint(spaces[0]["gpipe"]) != fingerprint(spaces[1]["gpipe"])
+
+
+MISTYPED = {
+    "a name in quotes": (
+        ("pass-the-token", "pass_the_token"),
+        "not of the type str; write mk.check('pass-the-token', pass",
+    ),
+    "no answer": (("pass-the-token",), "the answer is the function pass_the_token itself, not None"),
+    "an instance": (("which-rank-am-i", 3), "the answer is the class Mesh itself, not of the type int"),
+    "the answer first": ((print, "pass-the-token"), "the exercise's name comes first, in quotes"),
+    "an underscore": (("pass_the_token", print), "did you mean 'pass-the-token'"),
+}
+
+
+@pytest.mark.parametrize("case", MISTYPED)
+def test_a_mistyped_check_says_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, said = MISTYPED[case]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        mk.check(*arguments)
+    assert not (tmp_path / FILE).exists(), "it is no try"
+
+
+def test_a_cell_with_a_syntax_error_defines_no_answer() -> None:
+    """Python evaluates the arguments of `mk.check` first; the notebook says what that NameError means."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VIRTUAL_ENV", raising=False)  # another one, of which IPython would warn
+        shell = InteractiveShell.instance()
+    shell.run_line_magic("colors", "nocolor")
+    try:
+        listen_to_cells()
+        check = 'mk.check("pass-the-token", pass_the_token)'
+        for cell, said in (
+            ("def pass_the_token(ctx, token)\n    return token", "SyntaxError"),
+            (check, "No cell has defined pass_the_token yet"),
+            ("def pass_the_tokn(ctx, token): ...", ""),
+            (check, "A cell defines pass_the_tokn: name it pass_the_token there"),
+            (check.replace("pass_the_token)", "token)"), "No cell has defined pass_the_token yet"),
+            ("token", "NameError"),
+        ):
+            with capture_output() as shown:
+                shell.run_cell(f"import mpkit as mk\n{cell}")
+            assert said in " ".join(shown.stdout.split())
+            assert ("No cell" in shown.stdout) == (cell.startswith("mk.check")), shown.stdout
+    finally:
+        InteractiveShell.clear_instance()

@@ -16,7 +16,14 @@ WHOLE = 100
 """So many items of a list are shown where a result is shown whole."""
 
 RTOL, ATOL = 1e-4, 1e-6
-"""The kit's tolerances for fp32. Results in float64 are far closer, but need not be."""
+"""The kit's tolerances for fp32, and for plain numbers."""
+
+RTOL_64, ATOL_64 = 1e-10, 1e-12
+"""The tolerances of a float64 tensor where one is expected: what went through fp32 on its way is off by more. An
+exercise that leaves a choice within fp32's digits, such as clipping's 1e-6 in the divisor, expects fp32."""
+
+FP32 = "torch.zeros(k) is fp32, which a dtype=x.dtype changes"
+"""Where digits go that nobody wanted to lose."""
 
 
 def difference(expected: Any, got: Any, at: str = "") -> str | None:
@@ -38,6 +45,12 @@ def difference(expected: Any, got: Any, at: str = "") -> str | None:
 
     >>> difference({"group(0)": [0, 2]}, {"group(0)": [0, 1]})
     'group(0) gave [0, 1], should be [0, 2]'
+
+    A float64 tensor has to be as exact as float64 is:
+
+    >>> difference(torch.tensor([0.1, 0.5], dtype=torch.float64), torch.tensor([0.1, 0.5]).double())
+    "[0] is right to fp32's digits only, not to float64's (1 of 2 are wrong): torch.zeros(k) is fp32, which a \
+dtype=x.dtype changes"
     """
     it = at or "it"
     if is_tensor(expected):
@@ -111,12 +124,17 @@ def _tensors(expected: Tensor, got: Any, it: str) -> str | None:
         return f"{it} has shape {list(got.shape)}, not {list(expected.shape)}"
     a, b = expected.detach().to(torch.float64), got.detach().to(torch.float64)
     wrong = ~torch.isclose(b, a, RTOL, ATOL, equal_nan=True)
+    rounded = False
+    if expected.dtype == got.dtype == torch.float64 and not bool(wrong.any()):
+        wrong, rounded = ~torch.isclose(b, a, RTOL_64, ATOL_64, equal_nan=True), True
     if not bool(wrong.any()):
         return None
     place = wrong.nonzero()[0].tolist()
     index = f"[{', '.join(map(str, place))}]" if place else ""
     which = f"{'' if it == 'it' else it}{index}" or it
     many = f" ({int(wrong.sum())} of {a.numel()} are wrong)" if a.numel() > 1 else ""
+    if rounded:
+        return f"{which} is right to fp32's digits only, not to float64's{many}: {FP32}"
     return f"{which} is {b[tuple(place)].item():.5g}, not {a[tuple(place)].item():.5g}{many}"
 
 

@@ -31,7 +31,8 @@ def accumulate(
 ) -> None:
     """Train `model` by the mean squared error.
 
-    steps: for each optimizer step the micro-batches of this rank, (inputs, targets) each, all of one size.
+    steps: for each optimizer step the micro-batches of this rank, (inputs, targets) each, all of one size; some steps
+    may have fewer of them.
     """
     ### BEGIN SOLUTION
     for microbatches in steps:
@@ -51,18 +52,20 @@ STEPS = 3
 SAMPLES = 32
 
 
-def samples(case: Case) -> int:
-    """Return the size of a batch that has 32 samples in each micro-batch of each rank."""
-    return SAMPLES * int(case["microbatches"]) * case.ranks
+def batches(case: Case) -> list[serial.Batch]:
+    """Return whole batches with 32 samples in each micro-batch of each rank; the last has a micro-batch fewer."""
+    a_micro_batch = SAMPLES * case.ranks
+    *others, (x, y) = serial.batches(case, a_micro_batch * case["microbatches"], STEPS)
+    fewer = a_micro_batch * max(1, case["microbatches"] - 1)
+    return [*others, (x[:fewer], y[:fewer])]
 
 
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the weights after some steps."""
-    model, m = serial.model(case.seed), case["microbatches"]
-    steps = []
-    for batch in serial.batches(case, samples(case), STEPS):
+    model, steps = serial.model(case.seed), []
+    for batch in batches(case):
         x, y = serial.share(batch, ctx.rank, ctx.world_size)
-        steps.append(list(zip(x.chunk(m), y.chunk(m), strict=True)))
+        steps.append(list(zip(x.split(SAMPLES), y.split(SAMPLES), strict=True)))
     with Memory(ctx, model.parameters()):
         answer(ctx, model, serial.sgd(model), steps)
     return serial.weights(model)
@@ -70,7 +73,7 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
 
 def expected(case: Case) -> list[object]:
     """Return the weights of serial training, with one step per whole batch."""
-    trained = serial.train(serial.model(case.seed), serial.batches(case, samples(case), STEPS))
+    trained = serial.train(serial.model(case.seed), batches(case))
     return [trained["weights"]] * case.ranks
 
 

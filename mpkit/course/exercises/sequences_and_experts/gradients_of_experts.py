@@ -54,7 +54,7 @@ def given(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return this rank's gradients after the answer."""
     shared, experts = given(case, ctx.rank)
-    answer(ctx, shared, experts, case["ep"])
+    answer(ctx, list(shared), list(experts), case["ep"])  # in place: into the tensors, not into the lists
     return {"shared": shared, "experts": experts}
 
 

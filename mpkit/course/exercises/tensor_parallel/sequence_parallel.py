@@ -139,7 +139,7 @@ EXERCISE = OnRanks(
     budgets=(
         Budget(CALLS, collectives, 6),
         Budget(SENT, ring, sent, "bytes"),
-        Budget(HELD, kept, lambda case: (1.3 + 2 / case.ranks) * WHOLE, "bytes"),
+        Budget(HELD, kept, lambda case: (1.35 + 3 / case.ranks) * WHOLE, "bytes"),
     ),
     after="06-tensor-parallel",
     place=60,

@@ -23,7 +23,8 @@ def g(ctx: mk.Context, y: Tensor) -> Tensor:
 def cross_entropy(ctx: mk.Context, logits: Tensor, targets: Tensor, start: int) -> Tensor:
     """Return the mean cross-entropy over the tokens: one number, the same on every rank.
 
-    logits: [tokens, V_i], of this rank's part of the vocabulary, which begins with number `start`.
+    logits: [tokens, V_i], of this rank's part of the vocabulary, which begins with number `start`; ranks may have
+    more or fewer.
     targets: [tokens], numbers in the whole vocabulary, the same on every rank.
     """
     ### BEGIN SOLUTION
@@ -43,25 +44,25 @@ TOKENS = 6
 SENT = "bytes of collectives"
 
 
-def part(case: Case) -> int:
-    """Return how many words of the vocabulary a rank has."""
-    return 4 + 2 * case.ranks
+def parts(case: Case) -> list[int]:
+    """Return how many words of the vocabulary each rank has: equally many in the first case only."""
+    return [4 + case.ranks + 2 * rank * (case.ranks > 2) for rank in range(case.ranks)]
 
 
 def whole(case: Case) -> tuple[Tensor, Tensor]:
     """Return all logits, and the targets."""
     generator = case.generator(5)
-    logits = torch.randn(TOKENS, part(case) * case.ranks, generator=generator, dtype=torch.float64)
-    targets = torch.randint(part(case) * case.ranks, (TOKENS,), generator=generator)
-    targets[0], targets[1] = 0, part(case) * case.ranks - 1  # on the first rank, and on the last
+    logits = torch.randn(TOKENS, sum(parts(case)), generator=generator, dtype=torch.float64)
+    targets = torch.randint(sum(parts(case)), (TOKENS,), generator=generator)
+    targets[0], targets[1] = 0, sum(parts(case)) - 1  # on the first rank, and on the last
     return logits * case["scale"], targets
 
 
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the loss, and the gradient of this rank's logits."""
     logits, targets = whole(case)
-    mine = logits.chunk(case.ranks, 1)[ctx.rank].clone().requires_grad_()
-    loss = answer(ctx, mine, targets, ctx.rank * part(case))
+    mine = logits.split(parts(case), 1)[ctx.rank].clone().requires_grad_()
+    loss = answer(ctx, mine, targets, sum(parts(case)[: ctx.rank]))
     (3 * loss).backward()
     return {"loss": loss.detach(), "gradient of the logits": mine.grad}
 
@@ -72,7 +73,7 @@ def expected(case: Case) -> list[dict[str, Tensor]]:
     logits.requires_grad_()
     loss = F.cross_entropy(logits, targets)
     (grad,) = torch.autograd.grad(3 * loss, logits)
-    return [{"loss": loss.detach(), "gradient of the logits": mine} for mine in grad.chunk(case.ranks, 1)]
+    return [{"loss": loss.detach(), "gradient of the logits": mine} for mine in grad.split(parts(case), 1)]
 
 
 EXERCISE = OnRanks(

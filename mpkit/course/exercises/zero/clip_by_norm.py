@@ -61,7 +61,11 @@ def expected(case: Case) -> list[dict[str, object]]:
         parameter.grad = grad
     norm = torch.nn.utils.clip_grad_norm_(held, case["max_norm"])
     return [
-        {"norm": norm, "shards": [grad.chunk(case.ranks)[rank] for grad in large], "copies": small}
+        {
+            "norm": norm.float(),
+            "shards": [g.chunk(case.ranks)[rank].float() for g in large],
+            "copies": [g.float() for g in small],
+        }
         for rank in range(case.ranks)
     ]
 

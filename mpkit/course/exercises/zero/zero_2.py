@@ -14,7 +14,9 @@ from mpkit.course.framework import serial
 from mpkit.course.framework.exercise import Answer, Budget, Case
 from mpkit.course.framework.measures import collectives, peak, ring
 from mpkit.course.framework.memory import Memory
+from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.trace import Kind
 
 
 # %% answer
@@ -59,14 +61,23 @@ def zero_2(
 WIDTHS = (6, *[8] * 7, 3)
 SAMPLES, STEPS = 12, 2
 GRADS = "bytes of gradients"
+WAITING = "bytes of gradients that are not sent yet"
 OPTIMIZER = "bytes of optimizer states"
 SENT = "bytes that a rank sends, on a ring"
+REDUCE = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.REDUCE)
 
 
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
     """Return the model's weights after the answer has trained it."""
     model = serial.model(case.seed, WIDTHS)
     mine = [serial.share(batch, ctx.rank, ctx.world_size) for batch in serial.batches(case, SAMPLES, STEPS)]
+
+    def mark_gradient(weight: Tensor) -> None:
+        with ctx.record.span("gradient", nbytes=weight.nbytes):
+            pass
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(mark_gradient)
     with Memory(ctx, model.parameters()):
         answer(ctx, model, mine, serial.adam)
     return serial.weights(model)
@@ -83,6 +94,21 @@ def shard_bytes(case: Case) -> int:
     return sum(-(-weight.numel() // case.ranks) * 8 for weight in serial.model(0, WIDTHS).parameters())
 
 
+def waiting(seen: Seen) -> float:
+    """Return the most bytes of gradients that a rank has made and not begun to send."""
+    assert seen.trace is not None
+    most = 0.0
+    for rank in seen.trace.ranks:
+        held = 0.0
+        for op in rank.ops:
+            if op["kind"] == Kind.COMPUTE:
+                held += float(op["bytes"])
+                most = max(most, held)
+            elif op["kind"] in REDUCE:
+                held = max(0.0, held - float(op["bytes"]))
+    return most
+
+
 EXERCISE = OnRanks(
     solution=zero_2,
     cases=(Case(2, seed=21), Case(3, seed=22), Case(4, seed=23)),
@@ -92,6 +118,7 @@ EXERCISE = OnRanks(
     budgets=(
         Budget(OPTIMIZER, peak("optimizer"), lambda case: 2 * shard_bytes(case), "bytes"),
         Budget(GRADS, peak("grads"), lambda case: shard_bytes(case) + 3 * max(WIDTHS) ** 2 * 8, "bytes"),
+        Budget(WAITING, waiting, 3 * max(WIDTHS) * (max(WIDTHS) + 1) * 8, "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
         Budget("collectives", collectives, STEPS * 2 * 2 * (len(WIDTHS) - 1)),
     ),
@@ -99,7 +126,7 @@ EXERCISE = OnRanks(
     place=30,
     when={
         "hooks-in-the-loop": lambda seen: "AssertionError" in seen.error or "NoneType" in seen.error,
-        "reduces-after-the-backward": lambda seen: seen.budget == GRADS,
+        "reduces-after-the-backward": lambda seen: seen.budget in (GRADS, WAITING),
         "all-reduces-the-gradients": lambda seen: seen.budget == SENT,
         "whole-optimizer": lambda seen: seen.budget == OPTIMIZER,
     },
