@@ -164,7 +164,7 @@ class TiedHead(nn.Module):
         mk.Plan.dp(2, precision="bf16"),
         mk.Plan.zero(1, 2, precision="fp16"),
         mk.Plan.zero(3, 2, precision="bf16", offload="optimizer"),
-        mk.Plan(pp=2, dp=2, microbatches=2, zero=2, precision="bf16"),
+        mk.Plan(pp=2, dp=2, microbatches=2, zero=1, precision="bf16"),
     ],
     ids=repr,
 )
@@ -192,8 +192,8 @@ def test_trained_weights_have_32_bits(clusters: Clusters, plan: mk.Plan) -> None
             continue
         assert trained[name].dtype == averaged[name].dtype == torch.float32
         assert trained[name].shape == parameter.shape
-        step = (trained[name] - parameter).abs()
+        step = (trained[name] - parameter).detach().abs()
         assert 1e-5 < float(step.mean()) < 2.2e-4, name  # Adam's first steps are lr each
-        assert float((averaged[name] - parameter).abs().mean()) < float(step.mean())
+        assert float((averaged[name] - parameter).detach().abs().mean()) < float(step.mean())
     assert torch.equal(trained["layers.0.weight"], trained["layers.4.weight"])
     assert set(trained) == set(net.state_dict())
