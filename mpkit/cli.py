@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpkit.common.command_line import Commands, add_command
+from mpkit.common.command_line import CommandParser, Commands, add_command
 from mpkit.course.grading.commands import add_classroom
 from mpkit.errors import MpkitError
 from mpkit.views.commands.diagnose import add_diagnose
@@ -55,7 +55,7 @@ def _leave(message: str, code: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mpkit", description="Learn, try out and plan parallel training in PyTorch.",
         epilog="`mpkit COMMAND --help` describes a command's options.",
     )  # fmt: skip

@@ -57,6 +57,11 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., 
     serial, naive, gpipe, ddp, zero = made.run()
     text = printed(made)
     assert text.count("3 of 3 steps") == 5
+    # What is drawn of each run is the step of the table.
+    for outcome in (naive, gpipe, ddp, zero):
+        figures = f"bubble {percent(outcome.typical.bubble)} · step time {seconds(outcome.typical.step_time)}"
+        assert text.count(figures) == 1
+    assert "Equal to serial training in" not in text  # the table says it, by strategy
     for outcome in (naive, gpipe, ddp, zero):
         assert outcome.losses == pytest.approx(serial.losses, rel=1e-4)
     assert (naive.theory, gpipe.theory) == (3 / 4, 3 / 11)

@@ -347,3 +347,25 @@ def test_a_terminal_asks_for_no_more_tokens_than_a_model_has_positions(
 ) -> None:
     main(["estimate", "--model", "gpt2", "--plan", "ddp", "--hardware", "8x-a100-nvlink"])
     assert "8 samples of 1024 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("demmo", "mpkit: There is no demmo: did you mean demo?"),
+        ("quux", "mpkit: There is no quux: there are demo, watch, launch, open,"),
+        ("fits --modle gpt2", "mpkit fits: There is no --modle: did you mean --model?\nSuch as:\n  mpkit fits --model"),
+        ("watch --rnks 2 train.py", "There is no --rnks: did you mean --ranks?"),
+        ("estimate --model gpt2 --plan ddp --hardware 4x-a10g --json", "There is no --json: there are -h, --help, --"),
+        ("advise --model gpt2 --hardware 4x-a10g", "required: --global-batch\nSuch as:\n  mpkit advise --model"),
+        ("watch --ranks two train.py --lr 0.1", "mpkit watch: argument --ranks: invalid int value: 'two'"),
+        ("launch --gpus", "argument --gpus: expected one argument\nSuch as:\n  mpkit launch --nodes 2"),
+    ],
+)  # fmt: skip
+def test_a_command_line_with_a_mistake_is_answered_with_one_that_works(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments.split())
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.common.units import memory_share
 from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.models import GPT, next_token_loss
 from mpkit.prediction.advice.rules import rules_of
@@ -42,6 +43,6 @@ def test_a_device_that_is_too_small_is_told_of(trace: mk.Trace) -> None:
         replace(machine, device=replace(machine.device, memory=int(peak * share))) for share in (0.99, 1.01)
     )
     (note,) = [note for note in mk.Timeline.of(trace, tight).notes if "does not fit" in note]
-    assert f"it needs {peak / 2**30:.1f} GiB" in note
+    assert f"it needs {memory_share(peak, int(peak * 0.99))}, out by" in note
     assert f"the largest part is {max(held, key=held.__getitem__)}" in note
     assert not [note for note in mk.Timeline.of(trace, enough).notes if "does not fit" in note]

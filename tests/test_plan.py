@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
@@ -245,3 +247,26 @@ def test_every_plan_that_a_rejection_suggests_works(values: dict[str, Any]) -> N
     suggested = [found for found in re.finditer(rf"Plan\({nested}\)", message) if found.start()]
     for found in suggested:
         assert eval(found[0], {"Plan": mk.Plan}), message
+
+
+def test_every_constructor_takes_every_other_field() -> None:
+    """What a Plan can say, each constructor can: its own fields are those that its arguments set."""
+    calls: dict[str, tuple[Callable[..., mk.Plan], tuple[Any, ...]]] = {
+        "serial": (mk.Plan.serial, ()), "naive_mp": (mk.Plan.naive_mp, (2,)), "gpipe": (mk.Plan.gpipe, (2, 4)),
+        "pipeline": (mk.Plan.pipeline, ("1f1b", 2, 4)), "ddp": (mk.Plan.ddp, (2,)), "dp": (mk.Plan.dp, (2,)),
+        "zero": (mk.Plan.zero, (2, 2)), "tp": (mk.Plan.tp, (2,)), "cp": (mk.Plan.cp, (2,)),
+        "from_schedule": (mk.Plan.from_schedule, (["F0 F1 B0 B1", "F0 B0 F1 B1"],)),
+    }  # fmt: skip
+    for name, (make, arguments) in calls.items():
+        plain = make(*arguments)
+        for field in fields(mk.Plan):
+            value = getattr(plain, field.name)
+            try:
+                assert make(*arguments, **{field.name: value}) == plain, (name, field.name)
+            except (TypeError, ValueError) as error:
+                set_here = {"schedule", "pp", "dp", "microbatches", "zero", "tp", "cp", "data_parallel"}
+                assert field.name in set_here, (name, field.name, str(error))
+    assert mk.Plan.gpipe(4, 8, precision="bf16").precision == "bf16"
+    assert mk.Plan.naive_mp(2, recompute="full").recompute == "full"
+    with pytest.raises(ValueError, match=r"precison=.*Did you mean precision="):
+        mk.Plan.gpipe(4, 8, precison="bf16")

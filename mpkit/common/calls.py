@@ -64,10 +64,18 @@ def _what_is_wrong(
     ]
     given = set(by_position[: len(args) - bound]) | set(kwargs)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for unknown in [each for each in kwargs if each not in parameters and not takes_any]:
+    missing = [
+        each
+        for each, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and each not in given
+    ]
+    for unknown in [each for each in kwargs if each not in parameters]:
         if unknown in meant:
             return f"{name}() has no argument {unknown}. {meant[unknown]}"
-        near = get_close_matches(unknown, [each for each in parameters if each not in given], 1, 0.5)
+        others = missing if takes_any else [each for each in parameters if each not in given]
+        near = get_close_matches(unknown, others, 1, 0.5)
+        if takes_any and not near:
+            continue
         value = kwargs[unknown]
         shown = repr(value) if isinstance(value, (bool, int, float, str)) else "..."
         hint = (
@@ -77,11 +85,6 @@ def _what_is_wrong(
             + (", ".join(each for each, p in parameters.items() if p.kind is not p.VAR_KEYWORD) + ".")
         )
         return f"{name}() has no argument {unknown}{hint}"
-    missing = [
-        each
-        for each, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and each not in given
-    ]
     if len(args) - bound > len(by_position):
         rest = [each for each, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
         named = f"; those after that are given by name: {', '.join(rest)}" if rest else ""

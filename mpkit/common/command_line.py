@@ -1,13 +1,15 @@
-"""The command line's pages of help: one form for all commands."""
+"""The command line's pages of help and its errors: one form for all commands."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["Commands", "add_command"]
+__all__ = ["CommandParser", "Commands", "add_command"]
 
 Commands = Any
 """The parser's commands, to which each is added (an `argparse._SubParsersAction`)."""
@@ -30,6 +32,51 @@ class PageOfHelp(argparse.RawDescriptionHelpFormatter):
         )
         stated = not told or isinstance(action.default, bool) or "(default" in str(action.help)
         return action.help if stated or not action.option_strings else f"{action.help} (default: %(default)s)"
+
+
+class CommandParser(argparse.ArgumentParser):
+    r"""A parser whose errors name what was meant, and show a command line that works.
+
+    >>> parser = CommandParser(prog="mpkit fits", epilog="example:\n  mpkit fits --model gpt2")
+    >>> _ = parser.add_argument("--model", required=True)
+    >>> parser.what_was_meant(["--modle", "gpt2"])
+    'There is no --modle: did you mean --model?'
+    """
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and reject what a command does not know itself, so that the error is the command's."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        options, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"it does not take {' '.join(rest)}")
+        return options, rest
+
+    def what_was_meant(self, given: Sequence[str]) -> str:
+        """Return what to say of the first option or command that is unknown; "" if all are known."""
+        options = [name for action in self._actions for name in action.option_strings]
+        names = [
+            name for action in self._actions if isinstance(action.choices, dict) for name in action.choices
+        ]
+        for word in given:
+            said = word.partition("=")[0]
+            known = (
+                names if names and not said.startswith("-") else options if said.startswith("--") else None
+            )
+            if known is None or any(each.startswith(said) for each in known):
+                continue
+            near = get_close_matches(said, known, 1, 0.7)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            return f"There is no {said}: {hint}"
+        return ""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, what was meant and what works, and leave with exit code 2."""
+        about_names = message.startswith(("it does not take", "the following", "argument COMMAND"))
+        meant = self.what_was_meant(self._given) if about_names else ""
+        works = (self.epilog or "").replace("example:", "Such as:", 1)
+        self.exit(2, f"{self.prog}: {meant or message}\n{works}\n")
 
 
 def add_command(

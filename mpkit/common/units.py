@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "flops_text", "memory_text", "memory_unit", "percent", "seconds", "trim_zeros"]
+__all__ = [
+    "bytes_text", "flops_text", "memory_share", "memory_text", "memory_unit", "percent", "seconds", "trim_zeros",
+]  # fmt: skip
 
 
 def seconds(value: float) -> str:
@@ -42,6 +44,17 @@ def memory_text(value: float) -> str:
     if unit == "B":
         return f"{value:.0f} B"
     return f"{number:.1f} {unit}" if unit == "GiB" and number >= 0.995 else f"{_digits(number)} {unit}"
+
+
+def memory_share(part: float, whole: float) -> str:
+    """Format bytes of memory out of those that are there, with the unit once where it is the same.
+
+    >>> memory_share(45.31 * 2**30, 79.1 * 2**30), memory_share(5 * 2**20, 2**30)
+    ('45.3 of 79.1 GiB', '5.00 MiB of 1.0 GiB')
+    """
+    held, room = memory_text(part), memory_text(whole)
+    unit = " " + room.split(" ")[1]
+    return f"{held.removesuffix(unit)} of {room}"
 
 
 def memory_unit(value: float) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.course.checked_text import MOST_LINES, score_words, verdict
 from mpkit.views.theme import MONO as MONOSPACE
-from mpkit.views.theme import STATUS, THEMES
+from mpkit.views.theme import STATUS, THEMES, WHOLE_WORDS
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import gutter_of, svg
 
@@ -25,7 +25,7 @@ FAINT = f"color:var(--jp-ui-font-color2,{THEMES['light'].faint})"
 TITLES = {"yours": "Yours", "target": "The solution's"}
 LINE = f"1px solid var(--jp-border-color2,{THEMES['light'].line})"
 CELL = "padding:3px 14px 3px 0;text-align:left;vertical-align:top;border-bottom:" + LINE
-MONO = f"font:12px/1.5 {MONOSPACE};white-space:pre-wrap;margin:6px 0;overflow-wrap:anywhere"
+MONO = f"font:12px/1.5 {MONOSPACE};{WHOLE_WORDS};margin:6px 0"
 
 
 def checked_html(checked: Checked) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+from mpkit.common.units import memory_share, memory_text
 from mpkit.devices.hardware import Hardware
 
 __all__ = ["TP_INSIDE", "across_nodes", "out_of_memory", "spans_nodes"]
@@ -46,7 +47,7 @@ def out_of_memory(needed: float, room: float, largest: str) -> str:
     """Return what to say of a rank whose device has too little memory.
 
     >>> out_of_memory(30 * GIB, 22.5 * GIB, "activations")
-    'it needs 30.0 GiB of 22.5, out by 7.5 GiB; the largest part is activations'
+    'it needs 30.0 of 22.5 GiB, out by 7.5 GiB; the largest part is activations'
 
     Args:
         needed: bytes at the rank's peak.
@@ -54,6 +55,6 @@ def out_of_memory(needed: float, room: float, largest: str) -> str:
         largest: the category with most.
     """
     return (
-        f"it needs {needed / GIB:.1f} GiB of {room / GIB:.1f}, out by {(needed - room) / GIB:.1f} GiB; "
+        f"it needs {memory_share(needed, room)}, out by {memory_text(needed - room)}; "
         f"the largest part is {largest}"
     )

@@ -161,25 +161,33 @@ class Plan:
 
     @classmethod
     @answers("Plan.serial(microbatches=4)", MEANT)
-    def serial(cls, microbatches: int = 1, *, precision: str = "full", batchnorm: str = "sync") -> Plan:
+    def serial(cls, microbatches: int = 1, **options: Any) -> Plan:
         """Plan a run of the whole model on one rank; gradients accumulate over the micro-batches.
+
+        Args:
+            microbatches: m.
+            options: other fields of a Plan, such as precision.
 
         >>> Plan.serial().ranks
         1
         """
         check_synonyms("Plan.serial(microbatches=4)", microbatches=microbatches)
-        return cls(schedule=NAIVE, microbatches=microbatches, precision=precision, batchnorm=batchnorm)
+        return with_options(cls, {"schedule": NAIVE, "microbatches": microbatches}, options)
 
     @classmethod
     @answers("Plan.naive_mp(stages=4)", MEANT)
-    def naive_mp(cls, stages: int, *, cut: Sequence[int | str] | None = None) -> Plan:
+    def naive_mp(cls, stages: int, **options: Any) -> Plan:
         """Plan naive model parallelism: the model is cut over ranks, of which one works at a time.
+
+        Args:
+            stages: p.
+            options: other fields of a Plan, such as cut or precision.
 
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
         """
         check_synonyms("Plan.naive_mp(stages=4)", stages=stages)
-        return cls(pp=stages, schedule=NAIVE, cut=cut)
+        return with_options(cls, {"pp": stages, "schedule": NAIVE}, options)
 
     @classmethod
     @answers("Plan.gpipe(stages=4, microbatches=8)", MEANT)
@@ -187,18 +195,19 @@ class Plan:
         cls,
         stages: int,
         microbatches: int,
-        *,
-        recompute: str = "none",
-        cut: Sequence[int | str] | None = None,
-        batchnorm: str = "sync",
+        **options: Any,
     ) -> Plan:
         """Plan GPipe (Huang et al. 2019): a pipeline over micro-batches.
+
+        Args:
+            stages, microbatches: p and m.
+            options: other fields of a Plan, such as recompute, cut or precision.
 
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
         check_synonyms("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
-        return cls(pp=stages, microbatches=microbatches, recompute=recompute, cut=cut, batchnorm=batchnorm)
+        return with_options(cls, {"pp": stages, "schedule": GPIPE, "microbatches": microbatches}, options)
 
     @classmethod
     @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', MEANT)

@@ -28,6 +28,7 @@ __all__ = [
     "STATUS",
     "TEXT",
     "THEMES",
+    "WHOLE_WORDS",
     "Theme",
     "dress_chart",
     "page_style",
@@ -38,6 +39,9 @@ __all__ = [
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', monospace"
+WHOLE_WORDS = "white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+"""The style of preformatted text: lines break between words, where JupyterLab's own break within them."""
+
 TEXT, HEADING = 12, 15
 """Font sizes in pixels."""
 

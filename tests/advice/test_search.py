@@ -20,9 +20,9 @@ from mpkit.prediction.advice.search import FoundLayout, columns_of, search
 from mpkit.prediction.advice.space import TrainingQuestion, families
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.estimate import estimate_checked
-from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import plan_of
+from mpkit.prediction.cost_model.memory import FRAGMENTATION
 from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.stack import STACKS, stack_of
 

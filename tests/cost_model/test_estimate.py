@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from examples.own_axis import CLASSES
+from mpkit.common.display import draw
+from mpkit.common.units import memory_share
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.checks import call_of
@@ -509,3 +511,17 @@ def test_advice_rejects_sequences_that_the_model_has_no_positions_for() -> None:
 def test_sizes_of_experts_are_complete(sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Architecture(4, 512, 8, **sizes)  # type: ignore[arg-type]
+
+
+def test_an_estimate_its_picture_advice_and_fits_say_one_memory() -> None:
+    """With what fragmentation takes, to the digit, and with the unit that it is told in."""
+    asked = {"global_batch": 64, "sequence": 4096}
+    plan = mk.Plan(pp=2, dp=4, schedule="1f1b", microbatches=8, zero=1, precision="bf16")
+    for each in (plan, mk.advise("llama3-8b", "8x-a100-nvlink", **asked).best):
+        assert each is not None
+        guess = mk.estimate("llama3-8b", each, "8x-a100-nvlink", **asked)
+        room = mk.fits("llama3-8b", each, "8x-a100-nvlink", **asked)
+        words = memory_share(room.needed, room.available)
+        for shown in (str(guess), draw(guess, "svg"), str(room), draw(room, "svg")):
+            assert words in shown
+    assert f", {words};" in str(mk.advise("llama3-8b", "8x-a100-nvlink", **asked))

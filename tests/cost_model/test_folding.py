@@ -13,9 +13,8 @@ import mpkit as mk
 from benchmarks.experts import read_rows, seconds_of_layer
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import network_of
-from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import stage_memory
+from mpkit.prediction.cost_model.memory import FRAGMENTATION, stage_memory
 from mpkit.prediction.cost_model.preset import preset_for
 from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import stack_of

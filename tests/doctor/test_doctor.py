@@ -15,6 +15,7 @@ import torch
 import mpkit as mk
 from mpkit.common.evidence import ask, read
 from mpkit.launch.doctor.probes.measure import measure
+from mpkit.launch.doctor.report import CheckupReport
 from tests.limits import PROGRAM, wait_until_gone
 
 
@@ -119,3 +120,14 @@ def test_commands_are_asked_with_a_limit(tmp_path: Path) -> None:
     wait_until_gone([int(ask(["sh", "-c", stays], limit=PROGRAM).text)])
     assert len(read("/dev/zero").text) == 1_000_000
     assert "cannot be read: No such file" in read(str(tmp_path / "nothing")).missing
+
+
+def test_a_notebook_shows_the_report_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich's consoles show what they print in the notebook, whatever file they were given."""
+    plain = str(CheckupReport(()))
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *parts: shown.append(parts))
+    bundle = CheckupReport(())._repr_mimebundle_()
+    assert bundle["text/plain"] == plain != ""
+    assert shown == []

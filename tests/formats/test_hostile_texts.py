@@ -28,7 +28,7 @@ READ_AS_WRITTEN: dict[str, bytes] = {
 def test_json_as_people_write_it(tmp_path: Path, what: str) -> None:
     path = tmp_path / "ds_config.json"
     path.write_bytes(READ_AS_WRITTEN[what])
-    assert Plan.read(path) == Plan.read(path.read_text("utf-8")) == Plan.zero(2, 2)
+    assert Plan.read(path) == Plan.read(path.read_text("utf-8")) == Plan.zero(2, 2, bucket_mb=5e8 * 4 / 2**20)
 
 
 NO_JSON: dict[str, str] = {
@@ -128,7 +128,7 @@ def test_what_is_no_configuration_at_all(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- values that a program would compute
 
 MEGATRON = "torchrun --nproc-per-node 8 \\\n pretrain_gpt.py --tensor-model-parallel-size "
-TWO = Plan(dp=4, tp=2, schedule="1f1b")
+TWO = Plan(dp=4, tp=2, schedule="1f1b", bucket_mb=2**20)  # no overlap: all gradients at once
 
 SCRIPTS: dict[str, str] = {
     "assigned": f"TP=2\n{MEGATRON}$TP",

@@ -107,18 +107,21 @@ def test_what_is_refused_says_why_and_what_works(plan: Plan, name: str, context:
         plan.to(name, **context)
 
 
+SPEED, AT_ONCE = 5e8 * 4 / 2**20, 2**20
+"""MiB of a bucket where the file is silent: DeepSpeed's in 32 bits; Megatron's without overlap, for all gradients."""
+
 FILES: list[tuple[str, Plan]] = [
     ("torchrun --nnodes 2 --nproc_per_node=8 \\\n  train.py", Plan.ddp(16)),
     ("#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\nsrun torchrun train.py", Plan.ddp(32)),
     ('{"zero_optimization": {"stage": 3}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,\n'
      '"gradient_accumulation_steps": 2, "fp16": {"enabled": true}, "bf16": {"enabled": false}}',
-     Plan.zero(3, 8, microbatches=2, precision="fp16")),
+     Plan.zero(3, 8, microbatches=2, precision="fp16", bucket_mb=SPEED / 2)),
     ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n",
      Plan.zero(2, 8)),
     ("per_device_train_batch_size: 4\nfsdp: full_shard auto_wrap\nbf16: true\n", Plan(zero=3, precision="bf16")),
     ("torchrun --nproc-per-node=8 \\\n pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel "
      "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 32",
-     Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=8, sequence_parallel=True)),
+     Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=8, sequence_parallel=True, bucket_mb=AT_ONCE)),
     ('{"cluster": {"worker": ["a:1", "b:1"], "chief": ["c:1"]},\n "task": {"type": "chief", "index": 0}}', Plan.ddp(3)),
 ]  # fmt: skip
 
@@ -133,7 +136,7 @@ def test_another_kind_of_context_parallelism_is_read_as_a_ring(kind: str) -> Non
     text = f"torchrun --nproc-per-node=4 \\\n pretrain_gpt.py --context-parallel-size 4 --cp-comm-type {kind}"
     with pytest.warns(UserWarning, match=r"is read as p2p, a ring: a Plan has that, or a2a \(Ulysses\)"):
         plan = mk.Plan.read(text)
-    assert plan == Plan(cp=4, cp_order="zigzag", schedule="1f1b")
+    assert plan == Plan(cp=4, cp_order="zigzag", schedule="1f1b", bucket_mb=AT_ONCE)
 
 
 def test_a_range_of_machines_is_read_as_the_most() -> None:
@@ -183,14 +186,15 @@ TITAN = "[training]\nlocal_batch_size = 2\n[parallelism]  # as before 0.3\ndata_
 @pytest.mark.parametrize(
     ("text", "format", "plan"),
     [
-        (f'{{{DS}, "zero_optimization": true}}', "deepspeed", Plan(dp=4, microbatches=2, zero=1)),
+        (f'{{{DS}, "zero_optimization": true}}', "deepspeed", Plan(dp=4, microbatches=2, zero=1, bucket_mb=SPEED)),
         (f'{{{DS}, "zero_optimization": {{"stage": 2, "cpu_offload": true}}}}', "deepspeed",
-         Plan(dp=4, microbatches=2, zero=2, offload="optimizer")),
+         Plan(dp=4, microbatches=2, zero=2, offload="optimizer", bucket_mb=SPEED)),
         (f'{{{DS}, "zero_optimization": {{"stage": 3, "cpu_offload_params": true, "mics_shard_size": -1}}}}',
-         "deepspeed", Plan(dp=4, microbatches=2, zero=3, offload="params")),
+         "deepspeed", Plan(dp=4, microbatches=2, zero=3, offload="params", bucket_mb=SPEED)),
         (f'{{{DS}, "bfloat16": {{"enabled": true}}, "fp16": {{}}, "sequence_parallel_size": 1}}', "deepspeed",
-         Plan(dp=4, microbatches=2, precision="bf16")),
-        (f'{{{DS}, "tensor_parallel": {{"autotp_size": 0}}}}', "deepspeed", Plan(dp=4, microbatches=2)),
+         Plan(dp=4, microbatches=2, precision="bf16", bucket_mb=SPEED / 2)),
+        (f'{{{DS}, "tensor_parallel": {{"autotp_size": 0}}}}', "deepspeed",
+         Plan(dp=4, microbatches=2, bucket_mb=SPEED)),
         (f"{FSDP}fsdp_config:\n  sharding_strategy: 2\nfp16: true\n", "accelerate",
          Plan(dp=8, zero=2, precision="fp16")),
         (f"{FSDP}fsdp_config:\n  fsdp_offload_params: 'yes'\n", "accelerate", Plan(dp=8, zero=3, offload="params")),
@@ -199,8 +203,9 @@ TITAN = "[training]\nlocal_batch_size = 2\n[parallelism]  # as before 0.3\ndata_
         ("distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {}\n", "accelerate", Plan(dp=4, zero=2)),
         (f"{RUN}--pipeline-model-parallel-size 4 --num-layers 32 --num-layers-per-virtual-pipeline-stage 2 "
          "--micro-batch-size 1 --global-batch-size 16\n", "megatron",
-         Plan(pp=4, dp=2, schedule="interleaved_1f1b", microbatches=8, virtual_stages=4)),
-        (f"{RUN}--recompute-activations\n", "megatron", Plan(dp=8, schedule="1f1b", recompute="selective")),
+         Plan(pp=4, dp=2, schedule="interleaved_1f1b", microbatches=8, virtual_stages=4, bucket_mb=AT_ONCE)),
+        (f"{RUN}--recompute-activations\n", "megatron",
+         Plan(dp=8, schedule="1f1b", recompute="selective", bucket_mb=AT_ONCE)),
         (f"{RUN}--use-torch-fsdp2\n", "megatron", Plan(dp=8, schedule="1f1b", zero=3)),
         (TITAN, "torchtitan", Plan(dp=8, zero=3, precision="bf16")),
         (f"{TITAN}pipeline_parallel_degree = 2\n[activation_checkpoint]\nmode = 'full'\n", "torchtitan",
@@ -233,3 +238,23 @@ def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
 def test_what_would_be_another_plan_is_rejected_by_its_key(text: str, format: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Plan.read(text, format)
+
+
+def test_buckets_that_a_file_leaves_out_are_the_frameworks() -> None:
+    """DeepSpeed's reduce_bucket_size is 5e8 elements; Megatron's max(40M, 1M x replicas), or all without overlap."""
+    run = "torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --tensor-model-parallel-size "
+    for tp, more, elements in (
+        (8, "--overlap-grad-reduce", 40e6),
+        (1, "--overlap-grad-reduce", 64e6),
+        (1, "--overlap-grad-reduce --ddp-bucket-size 1000000", 1e6),
+        (1, "--ddp-bucket-size 1000000", 1e6),
+        (1, "", AT_ONCE * 2**20 / 4),
+    ):
+        assert Plan.read(f"{run}{tp} {more}\n").bucket_mb == elements * 4 / 2**20
+    assert Plan.read(f"{run}64\n").bucket_mb == Plan.read(f"{run}1 --use-torch-fsdp2\n").bucket_mb == 25
+    at_once = Plan.ddp(8, bucket_mb=AT_ONCE, precision="bf16", schedule="1f1b")
+    assert not {"--ddp-bucket-size", "--overlap-grad-reduce"} & set(at_once.to("megatron").split())
+    assert Plan.read(at_once.to("megatron")) == at_once
+    assert "--overlap-grad-reduce" in Plan.ddp(8).to(
+        "megatron"
+    )  # without it Megatron has one bucket of any size

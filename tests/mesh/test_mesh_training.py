@@ -208,9 +208,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(train: Train) -> None:
     plan = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2, zero=1, precision="fp16")
     how = {**HOW, "loss": huge_loss, "steps": 1}
     after = train(model, data, plan, **how).state_dict()
-    assert all(torch.equal(after[name], value.half()) for name, value in model.state_dict().items())
+    assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
     other = train(model, data, plan, **{**how, "loss": next_token_loss}).state_dict()
-    assert any(not torch.equal(other[name], value.half()) for name, value in model.state_dict().items())
+    assert any(not torch.equal(other[name], value) for name, value in model.state_dict().items())
 
 
 def test_micro_batches_add_up_to_the_global_batch(train: Train) -> None:

@@ -383,7 +383,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
     how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": adam}
     nothing = train(model, [bad], plan, steps=1, **how)
     for name, value in nothing.state_dict().items():
-        assert torch.equal(value.float(), model.state_dict()[name].half().float())
+        assert torch.equal(value, model.state_dict()[name])
     assert nothing.proof.why_not.startswith("step 1 left its update out")
     assert capfd.readouterr().out.count("gradients overflowed under the loss scale 65536") == 1
     skipped = train(model, [bad, good, good], plan, steps=3, **how)

@@ -14,8 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-import numpy as np
-
 from mpkit.common.disk import check_folder
 from mpkit.common.display import data_frame, draw
 from mpkit.errors import MpkitError
@@ -44,8 +42,8 @@ class KeptRun:
         plan: its plan.
         status: "finished", "stopped" or "failed"; of a file "finished" or "unfinished".
         steps: the steps that it did.
-        step_time: seconds of a step, the median on the virtual clock without the first; None if it did none.
-        bubble: the idle share of its last step; None if it did none.
+        step_time: seconds of its step of median length on the virtual clock, without the first; None if it did none.
+        bubble: the idle share of that step; None if it did none.
         memory: bytes that the fullest rank held at its peak.
         loss: of its last step; None if it did none.
         timeline: of its last step; None if it did none.
@@ -148,20 +146,20 @@ def _row_of(
 ) -> KeptRun:
     """Return the row of a run whose timeline is this."""
     steps = timeline.steps if timeline is not None else []
-    last = timeline.step(steps[-1]) if timeline is not None and steps else None
-    times = [timeline.step(step).step_time for step in steps[1:] or steps] if timeline is not None else []
+    each = [timeline.step(step) for step in steps[1:] or steps] if timeline is not None else []
+    typical = sorted(each, key=lambda step: step.step_time)[len(each) // 2] if each else None
     return KeptRun(
         number=number,
         plan=plan,
         status=status,
         steps=len(losses),
-        step_time=float(np.median(times)) if times else None,
-        bubble=last.bubble if last is not None else None,
+        step_time=typical.step_time if typical is not None else None,
+        bubble=typical.bubble if typical is not None else None,
         memory=max((held["total"] for held in timeline.peak_memory_of_run), default=0)
         if timeline is not None
         else 0,
         loss=losses[-1] if losses else None,
-        timeline=last,
+        timeline=typical,
         name=name,
     )
 

@@ -280,6 +280,9 @@ class RunResults:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.
 
+        In 16 bits, they are the fp32 weights that the optimizer updated. Frozen weights and buffers are in 16 bits, as
+        the ranks computed with them.
+
         Raises:
             RankFailed: the run failed.
             MpkitError: the run was stopped before its end, or is still running.

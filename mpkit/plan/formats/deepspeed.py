@@ -28,6 +28,8 @@ from mpkit.plan.formats.syntax import JSON
 __all__ = ["DEEPSPEED"]
 
 MIB = 2**20
+ZERO = "zero_optimization"
+BUCKET = 500_000_000  # elements, where reduce_bucket_size is left out, and without ZeRO
 
 
 def _offload(name: str, part: str, values: tuple[str, ...]) -> FormatKey:
@@ -89,7 +91,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         )
     if str(values.get("zero_optimization.offload_optimizer.device")) == "nvme":
         notes.append("offload to nvme is read as offload to the host")
-    if elements := values.get("zero_optimization.reduce_bucket_size"):
+    elements = values.get(f"{ZERO}.reduce_bucket_size", BUCKET if fields.get("dp", 1) > 1 else None)
+    if elements:
         size = float(elements) * _gradient_bytes(fields.get("precision", "full")) / MIB
         fields["bucket_mb"] = int(size) if size == int(size) else size
     return fields
@@ -110,7 +113,6 @@ def _elements(value: Any) -> dict[str, Any]:
     return {}
 
 
-ZERO = "zero_optimization"
 DEEPSPEED = Format(
     "deepspeed",
     "DeepSpeed's configuration",

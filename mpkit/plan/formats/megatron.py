@@ -29,6 +29,9 @@ from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
 __all__ = ["MEGATRON"]
 
 GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
+OVERLAP, BUCKET = "--overlap-grad-reduce", "--ddp-bucket-size"
+ALL_AT_ONCE = 2**20
+"""MiB of a bucket for all gradients: Megatron's without `--overlap-grad-reduce`, whatever size it is given."""
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
 COMM_TYPES = {"ring": "p2p", "ulysses": "a2a"}
@@ -64,8 +67,16 @@ def _granularity(value: Any) -> dict[str, Any]:
     return {"recompute": value}
 
 
-def _bucket(value: Any) -> dict[str, Any]:
-    return {"bucket_mb": number_of(value) * GRADIENT_BYTES / 2**20}
+def _bucket(elements: Any) -> dict[str, Any]:
+    size = number_of(elements) * GRADIENT_BYTES / 2**20
+    return {"bucket_mb": int(size) if size == int(size) else size}
+
+
+def _bucket_left_out(values: Values, replicas: int) -> dict[str, Any]:
+    """Return the buckets of Megatron's DistributedDataParallel where their size is left out."""
+    if BUCKET in values or replicas == 1:
+        return {}
+    return _bucket(max(40_000_000, 1_000_000 * replicas)) if OVERLAP in values else {"bucket_mb": ALL_AT_ONCE}
 
 
 def _count_stages(values: Values, each: int) -> int:
@@ -112,6 +123,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     elif "--data-parallel-sharding-strategy" in values and not sharded:
         notes.append("--data-parallel-sharding-strategy goes with --use-megatron-fsdp: left out")
         fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
+    if not sharded and "--use-torch-fsdp2" not in values:
+        fields |= _bucket_left_out(values, dp * fields.get("cp", 1))
     fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
     if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses":
         fields["cp_order"] = "zigzag"
@@ -200,8 +213,11 @@ KEYS: tuple[FormatKey, ...] = (
     context("--use-megatron-fsdp", "shards gradients and parameters too", lambda asked: True if _fsdp(asked) else None),
     FormatKey("--data-parallel-sharding-strategy", "2: gradients too; 3: parameters too",
         lambda asked: STRATEGIES[asked.plan.zero] if _fsdp(asked) else None, _read_sharding, ("zero",)),
-    FormatKey("--ddp-bucket-size", "elements of a bucket of gradients",
-        lambda asked: max(1, round(asked.plan.bucket_mb * 2**20 / GRADIENT_BYTES)), _bucket, ("bucket_mb",)),
+    context(OVERLAP, "reduces a bucket as soon as it is full",
+            lambda asked: None if asked.plan.bucket_mb == ALL_AT_ONCE else True),
+    FormatKey(BUCKET, "elements of a bucket of gradients",
+        lambda asked: None if asked.plan.bucket_mb == ALL_AT_ONCE else
+        max(1, round(asked.plan.bucket_mb * 2**20 / GRADIENT_BYTES)), _bucket, ("bucket_mb",)),
     FormatKey("--recompute-granularity", "what is computed again in the backward: full, or attentions (selective)",
         lambda asked: asked.plan.recompute if asked.plan.recompute in ("full", "selective") else None,
         _granularity, ("recompute",)),
@@ -231,7 +247,8 @@ MEGATRON = Format(
         _script,
         (
             *FLAGS, "--sequence-parallel", "--use-distributed-optimizer", "--use-megatron-fsdp", "--bf16", "--fp16",
-            "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--checkpoint-activations", *OTHER_FLAGS,
+            "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--checkpoint-activations", OVERLAP,
+            *OTHER_FLAGS,
         ),
         (SIZES,),
     ),

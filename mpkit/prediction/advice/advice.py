@@ -32,8 +32,8 @@ from mpkit.prediction.advice.summary import change_since, summary_of
 from mpkit.prediction.advice.why_not import why_not
 from mpkit.prediction.cost_model.check import check_length
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked, stack_for
-from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.known_models import architecture_of
+from mpkit.prediction.cost_model.memory import FRAGMENTATION
 from mpkit.prediction.cost_model.preset import Preset, preset_of
 from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
@@ -177,7 +177,7 @@ class Advice(HasChart, DelegatedAnswer):
 
         >>> advice = advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096)
         >>> print(advice.why_not(Plan.ddp(8)))
-        Plan(dp=8) does not fit: it needs 341.2 GiB of 79.1, out by 262.1 GiB; the largest part is activations.
+        Plan(dp=8) does not fit: it needs 341.2 of 79.1 GiB, out by 262.1 GiB; the largest part is activations.
         """
         return why_not(self, plan)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.screening import screen_layouts
@@ -26,7 +26,6 @@ from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["Rule", "rules_of"]
 
-GIB = 2**30
 FAST, FAST_BETWEEN = 50e9, 20e9
 """Bytes per second of a device's link from which on it is called fast: NVLink inside a node, 200 Gb/s between nodes."""
 ALIKE = 1.25
@@ -73,30 +72,32 @@ def _states(priced: LayoutPrices) -> Rule:
     model, device = priced.asked.model, priced.hardware.device
     states = (priced.stack.element + priced.stack.gradient + priced.stack.states) * model.parameters
     needed = -(-states // device.memory)
-    have = priced.hardware.devices * device.memory / GIB
+    have = memory_text(priced.hardware.devices * device.memory)
     return Rule(
-        f"The states of {model.parameters / 1e9:.3g} B parameters take {states / GIB:,.0f} GiB over all ranks.",
+        f"The states of {model.parameters / 1e9:.3g} B parameters take {memory_text(states)} over all ranks.",
         True,
-        f"{priced.hardware.devices} devices have {have:,.0f} GiB; the states need {needed:.0f} or more.",
+        f"{priced.hardware.devices} devices have {have}; the states need {needed:.0f} or more.",
     )
 
 
 def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     """Return whether a replica fits one device, so that data parallelism is enough."""
     n, batch = priced.hardware.devices, priced.asked.global_batch
-    best, room = found[0], priced.hardware.device.memory / GIB
+    best, room = found[0], priced.hardware.device.memory
     plain = Layout(dp=n, microbatches=max(1, batch // n))
-    held = screen_layouts(priced, [plain])[0][1] / GIB
+    held = screen_layouts(priced, [plain])[0][1]
     if held > room:
         return Rule(
-            f"A replica with its states needs {held:.0f} GiB and a device has {room:.0f}: divide states or model.",
+            f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: divide states "
+            "or model.",
             best.layout.zero > 0 or best.layout.pp > 1 or best.layout.tp > 1 or best.layout.offload != "none",
-            f"the best plan holds {best.memory / GIB:.0f} GiB.",
+            f"the best plan holds {memory_text(best.memory)}.",
         )
     only = best.layout.pp == best.layout.tp == best.layout.cp == 1
     took = min((each.seconds for each in found if _is_plain(each.layout)), default=best.seconds)
     return Rule(
-        f"A replica with its states needs {held:.0f} GiB and a device has {room:.0f}: data parallelism is enough.",
+        f"A replica with its states needs {memory_text(held)} and a device has {memory_text(room)}: data parallelism "
+        "is enough.",
         only,
         f"DDP takes {seconds(took)} per step, the best plan {seconds(best.seconds)}.",
     )
@@ -104,22 +105,22 @@ def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
 
 def _layer(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether one layer with its states fits a device; None where a whole replica does."""
-    model, room, stack = priced.asked.model, priced.hardware.device.memory / GIB, priced.stack
+    model, room, stack = priced.asked.model, priced.hardware.device.memory, priced.stack
     states = stack.element + stack.gradient + stack.states
-    if states * model.parameters / GIB <= room:
+    if states * model.parameters <= room:
         return None
-    held = states * max(model.layer_parameters(first) for first, _ in model.kinds()) / GIB
+    held = states * max(model.layer_parameters(first) for first, _ in model.kinds())
     best = found[0].layout
     if held <= room:
         return Rule(
-            f"The largest layer with its states takes {held:.1f} GiB of a device's {room:.0f}, so that a pipeline or "
+            f"The largest layer with its states takes {memory_share(held, room)} of a device, so that a pipeline or "
             "ZeRO is enough, without tensor parallelism.",
             best.tp == 1,
             f"the best plan has tp={best.tp}, pp={best.pp}, ZeRO-{best.zero}.",
         )
     return Rule(
-        f"The largest layer with its states takes {held:.1f} GiB and a device has {room:.0f}: divide the layer itself, "
-        "by tensor parallelism or ZeRO.",
+        f"The largest layer with its states takes {memory_text(held)} and a device has {memory_text(room)}: divide the "
+        "layer itself, by tensor parallelism or ZeRO.",
         best.tp > 1 or best.zero > 0,
         f"the best plan has tp={best.tp}, ZeRO-{best.zero}.",
     )
@@ -173,7 +174,7 @@ def _one_node(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None
     if machine.nodes == 1 or states > room or inside is None or across is None:
         return None
     return Rule(
-        f"The states take {states / GIB:,.0f} GiB and a node has {room / GIB:,.0f}: shard them inside the node.",
+        f"The states take {memory_text(states)} and a node has {memory_text(room)}: shard them inside the node.",
         inside.seconds <= across.seconds,
         f"at best {seconds(inside.seconds)} per step inside, {seconds(across.seconds)} among all nodes.",
     )

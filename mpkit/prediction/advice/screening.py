@@ -22,10 +22,15 @@ from mpkit.plan.schedule.summary import bubble, peak_live
 from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.cost_model.communication import network_of, overlapped_time
-from mpkit.prediction.cost_model.fits import FRAGMENTATION
 from mpkit.prediction.cost_model.kernels import kernels_of
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import SampleMemory, kinds_of_stages, sample_memory, state_memory
+from mpkit.prediction.cost_model.memory import (
+    FRAGMENTATION,
+    SampleMemory,
+    kinds_of_stages,
+    sample_memory,
+    state_memory,
+)
 from mpkit.prediction.cost_model.stages import MeanLayer, ShardGathers, gathers_of, layer_of
 from mpkit.prediction.cost_model.step import hop_time, micro_batches_beside, optimizer_time, reductions_of
 

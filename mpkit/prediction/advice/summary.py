@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.common.units import memory_text, percent, seconds
+from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.prediction.advice.search import figures_of
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
 
 __all__ = ["change_since", "summary_of"]
-
-GIB = 2**30
 
 
 def summary_of(advice: Advice) -> str:
@@ -30,7 +28,7 @@ def summary_of(advice: Advice) -> str:
             f"{what}: {advice.best!r}",
             f"  {seconds(best.step_time)} per step ({seconds(low)} to {seconds(high)}), "
             f"{best.tokens_per_second:,.0f} tokens/s, MFU {percent(best.mfu)}, "
-            f"{advice.found[0].memory / GIB:.1f} of {hardware.device.memory / GIB:.1f} GiB; {counted}",
+            f"{memory_share(advice.found[0].memory, hardware.device.memory)}; {counted}",
         ]
         if advice.objective.by != "time":
             lines.append(f"  {advice.objective.words(advice.found[0], hardware.devices)}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mpkit.common.calls import answers
 from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
-from mpkit.common.units import memory_text, percent, seconds
+from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.checks import call_of
@@ -27,7 +27,7 @@ from mpkit.prediction.cost_model.check import check_plan, check_products, checke
 from mpkit.prediction.cost_model.kernels import peak_of
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import CATEGORIES, stage_memory
+from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, stage_memory
 from mpkit.prediction.cost_model.preset import Preset, preset_of
 from mpkit.prediction.cost_model.shares import ParameterShares, model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "estimate", "estimate_checked"]
 
-GIB = 2**30
 BY_DOCUMENT = "documents", "balanced"
 """The orders of chunks that are made for packed documents."""
 
@@ -164,6 +163,8 @@ class Estimate(DrawnResult, Answer):
         shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
         most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
         held = ", ".join(f"{name} {memory_text(most[name])}" for name in CATEGORIES if most[name] >= 1 << 20)
+        margin = FRAGMENTATION * self.peak_memory
+        needed = memory_share(self.peak_memory + margin, self.hardware.device.memory)
         name = self.model.name or "the model"
         origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
         lines = [
@@ -174,7 +175,7 @@ class Estimate(DrawnResult, Answer):
             f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
             f"MFU {percent(self.mfu)}",
             f"because     {shares}",
-            f"memory      {self.peak_memory / GIB:.1f} GiB of {self.hardware.device.memory / GIB:.1f}: {held}",
+            f"memory      {needed}: {held}, {MARGIN_WORD} {memory_text(margin)}",
             f"preset      {self.preset}",
         ]
         if self.plan.cp > 1 and self.plan.cp_order in BY_DOCUMENT:

@@ -18,23 +18,20 @@ from typing import Any
 from mpkit.common.calls import answers
 from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
-from mpkit.common.units import memory_text, seconds
+from mpkit.common.units import memory_share, memory_text, seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
 from mpkit.prediction.cost_model.estimate import Estimate, estimate, estimate_checked, stack_for
-from mpkit.prediction.cost_model.memory import CATEGORIES
+from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD
 from mpkit.prediction.cost_model.preset import Preset
 from mpkit.prediction.cost_model.stack import Stack
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
-__all__ = ["MARGIN_WORD", "MEANING", "Fits", "Remedy", "fits"]
+__all__ = ["MEANING", "Fits", "Remedy", "fits"]
 
-FRAGMENTATION = 0.05
-"""The share of the peak that an allocator reserves beside it."""
 GIB = 2**30
-MARGIN_WORD = "fragmentation"
 
 MEANING = {
     "params": "the weights that a rank computes with",
@@ -155,13 +152,13 @@ class Fits(DrawnResult, DelegatedAnswer):
         >>> gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257}
         >>> mine = fits(gpt2, Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=8, sequence=1024, stack="deepspeed")
         >>> print(mine.against(Plan(dp=8, zero=2)).splitlines()[0])
-        Plan(dp=8, zero=3, precision='bf16') needs 0.1 GiB more than Plan(dp=8, zero=2, precision='bf16')
+        Plan(dp=8, zero=3, precision='bf16') needs 79.2 MiB more than Plan(dp=8, zero=2, precision='bf16')
         """
         theirs = Fits(self._estimate(other, self.estimate.layout.global_batch))
         mine, their = self.memory[self.fullest], theirs.memory[theirs.fullest]
-        more = (sum(mine.values()) - sum(their.values())) / GIB
+        more = sum(mine.values()) - sum(their.values())
         lines = [
-            f"{self.estimate.plan!r} needs {abs(more):.1f} GiB {'more' if more > 0 else 'less'} than "
+            f"{self.estimate.plan!r} needs {memory_text(abs(more))} {'more' if more > 0 else 'less'} than "
             f"{theirs.estimate.plan!r}"
         ]
         changes = sorted(CATEGORIES, key=lambda name: -abs(mine[name] - their[name]))
@@ -207,8 +204,8 @@ class Fits(DrawnResult, DelegatedAnswer):
         verdict = "fits" if self else "does not fit"
         samples = f"{e.layout.global_batch} samples of {e.sequence} tokens"
         lines = [
-            f"{name} with {e.plan!r} {verdict} {e.hardware.name}: {self.needed / GIB:.1f} of "
-            f"{self.available / GIB:.1f} GiB on rank {self.fullest}, {samples}"
+            f"{name} with {e.plan!r} {verdict} {e.hardware.name}: "
+            f"{memory_share(self.needed, self.available)} on rank {self.fullest}, {samples}"
         ]
         for category in sorted(CATEGORIES, key=lambda each: -memory[each]):
             if memory[category] >= 1 << 20:
@@ -226,7 +223,7 @@ class Fits(DrawnResult, DelegatedAnswer):
             )
         else:
             lines.append(
-                f"Neither one change nor two make it fit. The states alone are {self._states() / GIB:.0f} GiB over all "
+                f"Neither one change nor two make it fit. The states alone are {memory_text(self._states())} over all "
                 f"ranks, which need {-(-self._states() // self.available):.0f} such devices or more."
             )
         return "\n".join(lines)

@@ -38,6 +38,8 @@ from mpkit.prediction.cost_model.stack import Stack, workspaces
 
 __all__ = [
     "CATEGORIES",
+    "FRAGMENTATION",
+    "MARGIN_WORD",
     "SampleMemory",
     "StateMemory",
     "activations",
@@ -48,6 +50,9 @@ __all__ = [
 ]
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "context")
+
+FRAGMENTATION, MARGIN_WORD = 0.05, "fragmentation"
+"""The share of the peak that an allocator reserves beside it, and what it is called."""
 
 GIB = 2**30
 CONTEXT = 1.0 * GIB

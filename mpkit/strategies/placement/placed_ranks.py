@@ -174,15 +174,16 @@ def place(
 
 
 def brief(names: Sequence[str]) -> str:
-    """Join names into one text, with names that differ only in a number put together.
+    """Join names into one text, with names that have consecutive numbers put together.
 
-    >>> brief(["embed", "layers.0", "layers.1", "layers.2", "norm"])
-    'embed, layers.0 to 2, norm'
+    >>> brief(["embed", "layers.0", "layers.1", "layers.2", "layers.5", "norm"])
+    'embed, layers.0 to 2, layers.5, norm'
     """
     runs: list[list[str]] = []
     for name in names:
         stem = name.rstrip("0123456789")
-        if runs and stem != name and stem == runs[-1][-1].rstrip("0123456789"):
+        number = name.removeprefix(stem)
+        if number and runs and runs[-1][-1] == f"{stem}{int(number) - 1}":
             runs[-1].append(name)
         else:
             runs.append([name])

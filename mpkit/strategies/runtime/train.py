@@ -10,7 +10,7 @@ gather    return the rank's weights on the CPU
 from __future__ import annotations
 
 from math import isfinite, isnan
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,10 @@ from mpkit.strategies.runtime.evidence import RankEvidence
 from mpkit.strategies.runtime.expert_rows import ExpertRows
 from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.runtime.pipeline import Pipeline
+from mpkit.strategies.runtime.trained_state import TrainedState, trained_state
 from mpkit.strategies.stage.block_recompute import RecomputedBlock, recompute_blocks
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.stage.partitioned_stage import place_parts
-from mpkit.strategies.stage.shard import PartOfWhole
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import narrow
 from mpkit.strategies.update.update import Update
@@ -61,14 +61,7 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
 
-__all__ = ["TrainedState", "Training", "place_stages", "train", "watch_stages"]
-
-
-class TrainedState(NamedTuple):
-    """A rank's part of the trained model's state dict, on the CPU; and of the same with averaged weights, if asked."""
-
-    state: dict[str, Tensor | PartOfWhole]
-    averaged: dict[str, Tensor | PartOfWhole] | None
+__all__ = ["Training", "place_stages", "train", "watch_stages"]
 
 
 def train(context: Context, job: TrainJob) -> TrainedState:
@@ -97,18 +90,7 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
     if training.sync_cost is not None:
         training.sync_cost.end()
     training.feed.close()
-    state = training.state_dict()
-    if job.how.ema is None:
-        return TrainedState(state, None)
-    state = {name: _copy_state(value) for name, value in state.items()}  # they may be the model's own memory
-    training.update.take_average()
-    return TrainedState(state, training.state_dict())
-
-
-def _copy_state(value: Any) -> Any:
-    if isinstance(value, PartOfWhole):
-        return value._replace(tensor=value.tensor.clone())
-    return value.clone() if isinstance(value, Tensor) else value  # a state of a module's own
+    return trained_state(training, averaged=job.how.ema is not None)
 
 
 class Training:
@@ -124,7 +106,7 @@ class Training:
         seed_all(job.how.seed + context.rank)
         self._record, self._device, self._rank = context.record, context.device, context.rank
         # ---- place
-        axes = self._axes = MeshAxes(context.comm, context.device, job.where.mesh)
+        axes = self.axes = MeshAxes(context.comm, context.device, job.where.mesh)
         job = self._job = _as_seen_here(job, axes)
         trained = trained_parameters(job.what.model, here=True)
         self.first_names = trained[1]
@@ -201,20 +183,6 @@ class Training:
         # The mean of nothing is NaN, and torch's losses then have gradients of 0.
         empty = isinstance(self._job.what.loss, MeanLoss) and count.item() == 0
         return loss, 1.0 if empty else factor.item()
-
-    def state_dict(self) -> dict[str, Tensor | PartOfWhole]:
-        """Return this rank's part of the model's state, on the CPU; every rank calls it.
-
-        What several ranks hold alike is returned from the first of them only.
-        """
-        state: dict[str, Tensor | PartOfWhole] = {}
-        sharded = next(iter(self.sync.stages.values())).sharded
-        for name, value in (self.rest | self.sync.state_dict()).items():
-            shard = sharded.shards.get(name)
-            if not self._axes.leads(but=sharded.axis_of(name)):
-                continue
-            state[name] = value if shard is None else PartOfWhole(shard, value)
-        return state
 
 
 def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:

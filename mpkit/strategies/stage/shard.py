@@ -22,7 +22,9 @@ from torch import Tensor
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.models.own_draws import OwnDraws
 
-__all__ = ["PartOfWhole", "Shard", "ShardedModel", "evenly", "put_together", "put_together_by_name"]
+__all__ = [
+    "MasterPart", "PartOfWhole", "Shard", "ShardedModel", "evenly", "put_together", "put_together_by_name",
+]  # fmt: skip
 
 
 def evenly(count: int, t: int) -> list[range]:
@@ -135,6 +137,22 @@ class PartOfWhole(NamedTuple):
     tensor: Tensor
 
 
+class MasterPart(NamedTuple):
+    """The part of a trained weight that a rank updates, in 32 bits: its elements from `start` on, flattened.
+
+    Attributes:
+        shape: of the local parameter.
+        shard: the part of the whole parameter that is local; None if all of it is.
+        start: the first element, counted within the local parameter.
+        tensor: the elements, in one dimension.
+    """
+
+    shape: tuple[int, ...]
+    shard: Shard | None
+    start: int
+    tensor: Tensor
+
+
 def put_together(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
     """Assemble the whole tensor from the parts of all ranks."""
     whole = parts[0].new_empty(shards[0].whole)
@@ -144,21 +162,39 @@ def put_together(shards: Sequence[Shard], parts: Sequence[Tensor]) -> Tensor:
 
 
 def put_together_by_name(
-    names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | PartOfWhole]]
+    names: Iterable[str], ranks: Iterable[Mapping[str, Tensor | PartOfWhole | MasterPart]]
 ) -> dict[str, Tensor]:
     """Assemble a state dict from what each rank has of it.
 
     Args:
         names: the names of its entries, in order.
         ranks: each rank's whole tensors, every one of which some rank has, and parts that together cover a tensor.
+
+    >>> halves = [{"w": MasterPart((2, 2), None, 2 * i, torch.full((2,), float(i)))} for i in range(2)]
+    >>> put_together_by_name(["w"], halves)
+    {'w': tensor([[0., 0.],
+            [1., 1.]])}
     """
     state: dict[str, Tensor] = {}
+    local: dict[tuple[str, Shard | None], Tensor] = {}
     for mine in ranks:
         for name, value in mine.items():
-            if not isinstance(value, PartOfWhole):
+            if isinstance(value, PartOfWhole):
+                if name not in state:
+                    state[name] = value.tensor.new_empty(value.shard.whole)
+                value.shard.put(value.tensor, state[name])
+            elif isinstance(value, MasterPart):
+                if (name, value.shard) not in local:
+                    local[name, value.shard] = value.tensor.new_empty(value.shape)
+                flat = local[name, value.shard].view(-1)
+                flat[value.start : value.start + len(value.tensor)] = value.tensor
+            else:
                 state[name] = value
-                continue
-            if name not in state:
-                state[name] = value.tensor.new_empty(value.shard.whole)
-            value.shard.put(value.tensor, state[name])
+    for (name, shard), part in local.items():
+        if shard is None:
+            state[name] = part
+            continue
+        if name not in state:
+            state[name] = part.new_empty(shard.whole)
+        shard.put(part, state[name])
     return {name: state[name] for name in names}

@@ -36,6 +36,10 @@ class Masters:
         plan: read for precision and offload.
         pieces: the pieces that this rank updates.
         fp32_params: whole parameters before they were cast to 16 bits.
+
+    Attributes:
+        narrow: whether the model computes in 16 bits.
+        copies: whether the masters are copies, rather than the pieces themselves.
     """
 
     def __init__(
@@ -43,10 +47,10 @@ class Masters:
     ) -> None:
         self._record, self._device = context.record, context.device
         self._pieces = pieces
-        self._narrow = plan.precision != "full"
+        self.narrow = plan.precision != "full"
         self._on_host = plan.offload != "none"
         self._offload = plan.offload == "optimizer"  # otherwise the pieces are on the host already
-        self.copies = self._narrow or self._offload
+        self.copies = self.narrow or self._offload
         self._of = {piece: self._make(piece, fp32_params) for piece in pieces} if self.copies else {}
 
     def _make(self, piece: Piece, fp32_params: Mapping[nn.Parameter, Tensor]) -> nn.Parameter:

@@ -22,6 +22,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
 from mpkit.strategies.data.datasets import text_batches
 from mpkit.strategies.models import GPT, next_token_loss
+from mpkit.timeline.notes import proof_notes
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.trace.proof import Proof
@@ -63,14 +64,18 @@ class Outcome:
     @property
     def typical_step(self) -> int:
         """The step with the median bubble; the first is left out, since it allocates memory and loads code."""
-        steps = self.timeline.steps[1:] or self.timeline.steps
-        by_bubble = sorted(steps, key=self.timeline.bubble_of)
-        return by_bubble[len(by_bubble) // 2]
+        return find_typical_step(self.timeline)
 
     @property
     def typical(self) -> Timeline:
         """That step, which the table and the page show."""
         return self.timeline.step(self.typical_step)
+
+
+def find_typical_step(timeline: Timeline) -> int:
+    """Return the step with the median bubble, of all but the first."""
+    by_bubble = sorted(timeline.steps[1:] or timeline.steps, key=timeline.bubble_of)
+    return by_bubble[len(by_bubble) // 2]
 
 
 @dataclass
@@ -126,7 +131,10 @@ class Demo:
                 outcomes.append(self._train(name, plan, SEEN[option], all_ranks, model, data))
         self.console.print()
         self.console.print(self.table(outcomes))
-        notes = dict.fromkeys(note for outcome in outcomes for note in outcome.timeline.notes)
+        proofs = {
+            note for outcome in outcomes for note in proof_notes(outcome.timeline.meta)
+        }  # the table has them
+        notes = dict.fromkeys(note for each in outcomes for note in each.timeline.notes if note not in proofs)
         for sentence in [*self._explain(outcomes), *notes]:
             self.console.print(f"[dim]{sentence}[/dim]", highlight=False)
         if self.html:
@@ -153,7 +161,7 @@ class Demo:
             seed=self.seed,
             show=False,
         )
-        watch(run, title=name, console=self.console, live=not self.plain)
+        watch(run, title=name, console=self.console, live=not self.plain, typical=find_typical_step)
         exact = plan.bubble_in_theory
         theory = None if exact is None else float(exact)
         return Outcome(name, run.timeline(), run.losses, run.proof, theory, f"{plan.describe()} {seen}")
@@ -201,7 +209,6 @@ class Demo:
     def _keep(self, outcomes: list[Outcome], what: str) -> None:
         from mpkit.views.page.html import html
 
-        serial = outcomes[0]
         facts = {
             o.name: {
                 "bubble in theory": "-" if not o.theory else percent(o.theory),
@@ -218,7 +225,7 @@ class Demo:
             intro="\n\n".join([what, LOOK_FOR, " ".join(self._explain(outcomes))]),
             captions={o.name: o.caption for o in outcomes},
             steps={o.name: o.typical_step for o in outcomes},
-            base=serial.name,
+            base=outcomes[0].name,
             try_it=(self.ranks, self.microbatches),
         )
         write_whole(path, page.encode())

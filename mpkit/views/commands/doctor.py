@@ -37,7 +37,9 @@ MARKS = {
 def report_text(report: CheckupReport, width: int = 110) -> str:
     """Return the report as plain text."""
     page = StringIO()
-    print_report(report, Console(file=page, width=width, color_system=None, highlight=False))
+    # In a notebook a Console shows what it prints there, whatever its file is.
+    console = Console(file=page, width=width, color_system=None, highlight=False, force_jupyter=False)
+    print_report(report, console)
     return "\n".join(line.rstrip() for line in page.getvalue().rstrip().splitlines())
 
 

@@ -16,7 +16,7 @@ from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.sortable import Cell, Column, SortableTable
-from mpkit.views.theme import ACCENT, ALARM, GREY, dress_chart
+from mpkit.views.theme import ACCENT, ALARM, GREY, WHOLE_WORDS, dress_chart
 
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
@@ -69,7 +69,13 @@ def advice_figure(advice: Advice) -> Any:
         )
     )
     room = advice.priced.hardware.device.memory / GIB
-    figure.add_vline(x=room, line_dash="dash", line_color=ALARM, annotation_text=f"{room:.0f} GiB")
+    figure.add_vline(
+        x=room,
+        line_dash="dash",
+        line_color=ALARM,
+        annotation_text=f"{room:.1f} GiB",
+        annotation_position="top left",
+    )
     dress_chart(figure, str(advice).split(":")[0], 420)
     figure.update_xaxes(title="GiB on the fullest rank")
     return figure.update_yaxes(title="seconds per step", type="log")
@@ -110,7 +116,7 @@ def advice_parts(advice: Advice) -> list[Any]:
 
     from mpkit.timeline.comparison import compare_timelines
 
-    words = HTML(f'<pre style="white-space:pre-wrap">{escape(str(advice))}</pre>')
+    words = HTML(f'<pre style="{WHOLE_WORDS}">{escape(str(advice))}</pre>')
     if advice.best is None:
         return [words]
     parts = [words, advice_table(advice), advice_figure(advice)]

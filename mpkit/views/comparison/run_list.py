@@ -19,7 +19,7 @@ TITLES = (
     "how it ended",
     "the steps that it did",
     "the median step, on the virtual clock",
-    "the idle share of its last step",
+    "the idle share of that step",
     "what the fullest rank held at its peak",
     "the loss of its last step",
 )

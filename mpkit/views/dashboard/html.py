@@ -17,7 +17,7 @@ from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.colours import WHITE
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.memory.svg import memory_svg
-from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES
+from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES, WHOLE_WORDS
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
 
@@ -122,7 +122,7 @@ def output(lines: Sequence[str]) -> str:
     return (
         '<div style="max-height:220px;overflow:auto;display:flex;flex-direction:column-reverse;'
         f'border-top:1px solid var(--jp-border-color2,{THEMES["light"].line})">'
-        f'<pre style="{_MONO};margin:6px 0;white-space:pre-wrap">{escape(chr(10).join(lines))}</pre></div>'
+        f'<pre style="{_MONO};margin:6px 0;{WHOLE_WORDS}">{escape(chr(10).join(lines))}</pre></div>'
     )
 
 
@@ -131,7 +131,7 @@ def trouble(message: str) -> str:
     if not message:
         return ""
     return (
-        f'<pre style="{_MONO};white-space:pre-wrap;margin:6px 0;padding:8px 12px;border-left:4px solid {ALARM};'
+        f'<pre style="{_MONO};{WHOLE_WORDS};margin:6px 0;padding:8px 12px;border-left:4px solid {ALARM};'
         f'background:{ALARM}14">{escape(message)}</pre>'
     )
 

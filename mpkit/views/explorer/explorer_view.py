@@ -23,7 +23,7 @@ from mpkit.timeline.comparison import compare_timelines
 from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.slider_names import SliderNames
 from mpkit.views.explorer.exploration import Exploration, ExplorerSetting
-from mpkit.views.theme import STATUS
+from mpkit.views.theme import STATUS, WHOLE_WORDS
 from mpkit.views.timeline.widget import TimelineView
 
 try:
@@ -246,5 +246,5 @@ def _slider(name: str, value: float) -> Any:
 
 
 def _problem(words: str) -> str:
-    look = f"color:{STATUS['bad']};white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+    look = f"color:{STATUS['bad']};{WHOLE_WORDS}"
     return f'<pre style="{look}">{escape(words)}</pre>'

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
-from mpkit.common.units import memory_text, percent
-from mpkit.prediction.cost_model.fits import MARGIN_WORD, MEANING
-from mpkit.prediction.cost_model.memory import CATEGORIES
+from mpkit.common.units import memory_share, memory_text, percent
+from mpkit.prediction.cost_model.fits import MEANING
+from mpkit.prediction.cost_model.memory import CATEGORIES, MARGIN_WORD
 from mpkit.views.drawing.axes import legible_on
 from mpkit.views.drawing.colours import CATEGORY_INKS
 from mpkit.views.drawing.sheet import faint_lines, keys, sheet
@@ -73,7 +73,7 @@ def _title(fits: Fits) -> str:
 
 def _share(fits: Fits, nbytes: float) -> str:
     """Return bytes as GiB of the device's, and the percentage."""
-    return f"{nbytes / GIB:.1f} of {memory_text(fits.available)}, {percent(nbytes / fits.available)}"
+    return f"{memory_share(nbytes, fits.available)}, {percent(nbytes / fits.available)}"
 
 
 def memory_bars(fits: Fits, top: float, width: float) -> tuple[list[str], float]:

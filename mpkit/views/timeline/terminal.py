@@ -4,11 +4,13 @@
     rank 0 (CPU) 0 1 2 3 4 5 6 7 ·············· 7   6   5   4
     rank 1 (CPU)
 
-The rows are those of `text.py`; the picture shows the newest step, as far as it has come on the virtual clock.
+The rows are those of `text.py`; the picture shows the newest step, as far as it has come on the virtual clock, and at
+the end the step that is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,10 +43,13 @@ class TerminalView:
     Args:
         title: what the run is called.
         console: where to draw; None: standard output.
+        typical: the step that is drawn once the run is over; None: its last one.
     """
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
-        self.title = title
+    def __init__(
+        self, title: str, console: Console | None = None, typical: Callable[[Timeline], int] | None = None
+    ) -> None:
+        self.title, self._typical = title, typical
         self.console = console or Console()
         self._live = Live(console=self.console, auto_refresh=False, transient=False)
         self._feed = None
@@ -76,8 +81,12 @@ class TerminalView:
         """Return the progress line and the newest step of the timeline."""
         width = min(self.console.width, WIDEST)
         done = run.losses
-        rows: list[RenderableType] = [_progress(self.title, run, done, timeline)]
-        step = _newest(timeline)
+        ended = self._typical(timeline) if run.done and self._typical is not None else None
+        bubble = (
+            timeline.bubble_of(ended) if ended is not None else timeline.bubble if timeline.steps else None
+        )
+        rows: list[RenderableType] = [_progress(self.title, run, done, bubble)]
+        step = _newest(timeline) if ended is None else ended
         if step is not None and width >= 40:
             pic = picture(timeline, step, fold=timeline.world_size > FOLDED)
             rows += [_colour_row(row) for row in cells(pic, width)]
@@ -86,23 +95,32 @@ class TerminalView:
         return Group(*rows)
 
 
-def watch(run: Run, title: str, console: Console | None = None, *, live: bool = True) -> Run:
+def watch(
+    run: Run,
+    title: str,
+    console: Console | None = None,
+    *,
+    live: bool = True,
+    typical: Callable[[Timeline], int] | None = None,
+) -> Run:
     """Draw a run until it is over, without the timeline's notes; returns it.
 
-    Without a terminal, or with `live` off, only its end is drawn.
+    Without a terminal, or with `live` off, only its end is drawn: the step that `typical` returns, or the last one.
 
     Raises:
         RankFailed: as `Run.wait`.
     """
-    view = TerminalView(title, console)
+    view = TerminalView(title, console, typical)
     if live and view.console.is_terminal:
         with view:
             run.look(view)
             return run.wait()
     run.wait()
     view.console.print(f"{title}: loss {run.losses[-1]:.4f} after {run.steps} steps")
+    timeline, width = run.timeline(), min(view.console.width, WIDEST)
+    step = typical(timeline) if typical is not None else None
     view.console.print(
-        plain(run.timeline(), min(view.console.width, WIDEST), fold=run.plan.ranks > FOLDED, notes=False),
+        plain(timeline, width, step=step, fold=run.plan.ranks > FOLDED, notes=False),
         highlight=False,
         soft_wrap=True,
     )
@@ -115,13 +133,13 @@ def _newest(timeline: Timeline) -> int | None:
     return int(begun.max()) if len(begun) else None
 
 
-def _progress(title: str, run: Run, losses: list[float], timeline: Timeline) -> RenderableType:
+def _progress(title: str, run: Run, losses: list[float], bubble: float | None) -> RenderableType:
     line = Table.grid(padding=(0, 2))
     done = run.first_step + len(losses)
     bar = ProgressBar(total=run.steps, completed=done, width=24)
     figures = [f"loss {losses[-1]:.4f}" if losses else ""]
-    if timeline.world_size > 1 and timeline.steps:
-        figures.append(f"bubble {percent(timeline.bubble)}")
+    if run.plan.ranks > 1 and bubble is not None:
+        figures.append(f"bubble {percent(bubble)}")
     line.add_row(Text(title, style="bold", no_wrap=True), f"step {done} of {run.steps}", bar, *figures)
     return line
 
