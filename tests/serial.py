@@ -100,7 +100,9 @@ def trained(
                     float(sum(total(*each) for each in held_out) / sum(count(y) for _, y in held_out))
                 )
                 model.train()
-    return Trained(losses, model.state_dict(), average, evaluated)
+    master_of = {p: master.detach() for (_, p), (_, master) in zip(named, masters, strict=True)}
+    weights = {name: master_of.get(p, p.detach()) for name, p in model.state_dict(keep_vars=True).items()}
+    return Trained(losses, weights, average, evaluated)
 
 
 def same(run: Run, losses: list[float], weights: dict[str, Tensor], *, rtol: float, atol: float) -> None:

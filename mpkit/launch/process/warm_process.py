@@ -27,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -129,8 +130,8 @@ def _serve(caller: socket.socket) -> NoReturn:
     except CallerRejection as reason:
         with contextlib.suppress(OSError):
             caller.sendall(json.dumps({"rejected": str(reason)}).encode())
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:
+        traceback.print_exception(error)  # on the caller's stream for errors, once it has been taken
     finally:
         os._exit(status)
 
