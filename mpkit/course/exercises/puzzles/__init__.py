@@ -2,8 +2,8 @@
 
 You train one network for one step in eight ways: the whole batch on one device, one micro-batch after the other, three
 ways to divide the batch over ranks, two pipelines, and all of it together. Each puzzle has a time target and a memory
-target, and both are measured. Your function gets `layers`, and computes with its operations only (that no forward and no
-backward is left out is checked as well):
+target, and both are measured. Your function gets `layers`, and computes with its operations only (that no forward and
+no backward is left out is checked as well):
 
     layers.count, layers.microbatches                    how many layers, and how many micro-batches in the whole batch
 
