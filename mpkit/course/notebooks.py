@@ -36,17 +36,17 @@ __all__ = [
 Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
 WORDS = {
-    "student": "Run the first cell. Then write your answer into the cells that say so, and run the check below each: a "
-    "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks count what each "
-    "rank does, beside what a right answer needs: at most 1.75 times as much to compute, 3 times as much memory for "
-    "its own tensors, 2.5 times as many bytes and 6 times as many messages and collectives. Serial training on every "
-    "rank is right, and not parallel. A box that asks for a prediction keeps your first number, for the grade.",
-    "solved": "The solutions. Look at them once yours passes, or does not for too long.",
-    "nbgrader": "Write your answer into the cells that say so, and run the check below each.",
+    "student": "Run the first cell. Then write your answer in the cells that say so, and run the check below each: a "
+    "wrong answer gets a hint, and a better one each time. Besides results and budgets, the checks measure what each "
+    "rank does against what a right answer needs: it may compute at most 1.75 times as much, use 3 times the memory "
+    "for its own tensors, and send 2.5 times the bytes and 6 times as many messages and collectives. Serial training "
+    "on every rank is right, but not parallel. A box that asks for a prediction keeps your first number for the grade.",
+    "solved": "These are the solutions. Look at them once your answer passes, or if it has failed for too long.",
+    "nbgrader": "Write your answer in the cells that say so, and run the check below each.",
 }
 IN_AN_EXAM = (
-    "Run the first cell. Then write your answers into the cells that say so. The check below each says whether there "
-    "is an answer that runs, and not whether it is right."
+    "Run the first cell. Then write your answers in the cells that say so. The check below each says whether there "
+    "is an answer that runs, but not whether it is right."
 )
 NBGRADER = '''\
 """nbgrader's configuration for the notebooks in source/, written by `mpkit exercises`."""
@@ -207,7 +207,7 @@ def your_turn(tutorial: str) -> str:
             lines.append(f"- [{package.TITLE}](exercises/{_name(package)}.ipynb): {'; '.join(titles)}")
     if not lines:
         return ""
-    words = "Exercises that check themselves, on real processes, and say what is wrong:"
+    words = "These exercises check themselves on real processes and say what is wrong:"
     return "\n".join(["## Your turn", "", words, "", *lines])
 
 

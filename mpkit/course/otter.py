@@ -31,7 +31,7 @@ generate: true
 export_cell: false
 check_all_cell: false"""
 WORDS = (
-    "Write your answer into the cells that say so, and run the check below each: a wrong answer gets a hint, and a "
+    "Write your answer in the cells that say so, and run the check below each: a wrong answer gets a hint, and a "
     "better one each time."
 )
 

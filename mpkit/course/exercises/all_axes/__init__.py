@@ -1,7 +1,8 @@
 """All axes.
 
-Pipeline stages, replicas and shards of a layer at once: the ranks are a box, and each communicates along its axes. Here
-you make the groups, deal out the batch, shard the optimizer within a stage, and choose the degrees.
+Here a model has pipeline stages, replicas and shards of a layer at once: the ranks form a box, and each communicates
+along its axes. Here you make the groups, deal out the batch, shard the optimizer within a stage, and choose the
+degrees.
 """
 
 TITLE = "All axes"

@@ -1,7 +1,7 @@
 """Pipelines.
 
-A pipeline is a schedule, and stages that send activations one way and gradients the other. First you write schedules
-and watch their bubbles, then the parts that run them.
+A pipeline consists of a schedule and of stages that send activations one way and gradients the other. First you write
+schedules and watch their bubbles, then the parts that run them.
 """
 
 TITLE = "Pipelines"

@@ -1,9 +1,9 @@
 """Puzzles of time and memory.
 
-One step of one network, in eight ways: the whole batch on one device, one micro-batch after the other, three ways to
-divide the batch over ranks, two pipelines, and all of it together. Each puzzle has a target of time and one of memory,
-and both are measured. Your function gets `layers`, and computes with its operations only (that no forward and no
-backward is left out is checked as well):
+You train one network for one step in eight ways: the whole batch on one device, one micro-batch after the other, three
+ways to divide the batch over ranks, two pipelines, and all of it together. Each puzzle has a time target and a memory
+target, and both are measured. Your function gets `layers`, and computes with its operations only (that no forward and
+no backward is left out is checked as well):
 
     layers.count, layers.microbatches                    how many layers, and how many micro-batches in the whole batch
 
@@ -16,7 +16,7 @@ backward is left out is checked as well):
     layers.update(i, weight, momentum, dweight)          in place; time 1/2 for a whole weight, less for a part
 
 Ranks send with `ctx.comm`: a message takes 0.1; on n ranks an all-gather or a reduce-scatter 0.1 (n-1), an all-reduce
-0.2 (n-1), as many hops as a ring has. All else takes no time.
+0.2 (n-1), as many hops as a ring has. Everything else takes no time.
 
 Memory is the peak of the fullest rank, in activations of one micro-batch through one layer. A weight is 2, as are its
 momentum and its gradient; activations and their gradients are 1 per micro-batch. Every tensor counts for as long as

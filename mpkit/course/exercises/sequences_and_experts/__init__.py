@@ -1,8 +1,8 @@
 """Sequences and experts.
 
-Two more ways to divide a model. A long sequence does not fit on a device: each rank has a part of the tokens, and only
-attention looks across; which tokens a rank has decides how much it computes. And a layer with many experts is too
-large: each rank has some of the experts, and tokens travel to the one that they are for.
+There are two more ways to divide a model. A long sequence does not fit on one device: each rank has a part of the
+tokens, and only attention looks across parts; the choice of tokens decides how much a rank computes. And a layer with
+many experts is too large: each rank has some of the experts, and tokens travel to the expert that they are for.
 
 Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023; Jacobs et al.,
 "DeepSpeed Ulysses", 2023; Lepikhin et al., "GShard", ICLR 2021; Fedus et al., "Switch Transformers", JMLR 2022.

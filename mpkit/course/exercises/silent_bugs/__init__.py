@@ -1,9 +1,9 @@
 """Silent-bug lab.
 
-Eight programs. Each runs, its loss falls, and nobody complains; and each trains something else than it should. The
-only way to know is to train the same model serially, on one device with the whole batch, and to compare. That is what
-`mk.compare` does here: losses and weights, step by step. At which step do they part, and which weights part first?
-That tells where to look.
+Here are eight programs. Each runs, its loss falls, and nobody complains; but each trains something other than it
+should. The only way to know is to train the same model serially, on one device with the whole batch, and to compare.
+That is what `mk.compare` does here: losses and weights, step by step. At which step do they part, and which weights
+part first? That tells where to look.
 """
 
 from __future__ import annotations
