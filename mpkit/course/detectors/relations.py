@@ -90,7 +90,9 @@ def _find_factor(seen: Seen, parts: Sequence[Part], wrong: Sequence[Part]) -> Re
     pairs = [numbers_of(part) for part in wrong]
     factors, numbers = set(), set()
     for pair in pairs:
-        if pair is None or pair[0].shape != pair[1].shape or not bool(pair[0].isfinite().all()):
+        if pair is None or pair[0].shape != pair[1].shape:
+            return None
+        if not all(bool(side.isfinite().all()) for side in pair):
             return None
         expected, got = pair
         if not bool(expected.any()):

@@ -55,6 +55,9 @@ def whole(case: Case) -> tuple[Tensor, Tensor]:
     logits = torch.randn(TOKENS, sum(parts(case)), generator=generator, dtype=torch.float64)
     targets = torch.randint(sum(parts(case)), (TOKENS,), generator=generator)
     targets[0], targets[1] = 0, sum(parts(case)) - 1  # on the first rank, and on the last
+    targets[2] = sum(
+        parts(case)[:-1]
+    )  # the last rank's first word, just beyond the words of the rank before it
     return logits * case["scale"], targets
 
 
