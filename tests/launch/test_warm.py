@@ -34,7 +34,7 @@ IDENTITY = "mpkit.launch.process.warm_fork.identity"
 @pytest.fixture(scope="module")
 def warm() -> Iterator[psutil.Popen]:
     """A warm process, with a variable in its environment that nobody may see; its socket is `socket`."""
-    folder = tempfile.mkdtemp()  # pytest's folders are closed to other users
+    folder = tempfile.mkdtemp(dir="/tmp")  # pytest's folders are closed to other users
     os.chmod(folder, 0o755)
     socket = os.path.join(folder, "sock")
     process = psutil.Popen(
