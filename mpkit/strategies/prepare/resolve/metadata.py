@@ -13,7 +13,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.prepare.resolve.routed_rows import routed_rows, routing_bytes
+from mpkit.strategies.prepare.resolve.routed_rows import copied_numbers, routed_rows, routing_bytes
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.zero.flat import assign_owners
@@ -78,6 +78,7 @@ def describe_run(
             "own": _own_volumes(model, batch[0], resolved, average / batch_size(batch[0]) * dtype.itemsize),
             **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
             **routing_bytes(model, resolved, batch_size(batch[0])),
+            **copied_numbers(model, resolved, dtype.itemsize),
         },
         "shards": _describe_shards(resolved.sharded),
     }
@@ -172,8 +173,7 @@ def _expert_numbers(
     """Return what experts add to the formulas: nothing without ep, and without experts that tp divides.
 
     Along tp, by stage, the layers with such experts, and the choices of a micro-batch's tokens. Along ep, by rank the
-    elements of its experts, and by stage the bytes of a micro-batch's all-to-alls, of whole sequences: once for rows,
-    and once for their counts.
+    elements of its experts, and by stage the bytes of a micro-batch's all-to-alls, of whole sequences: rows, counts.
     """
     plan, held, names = resolved.plan, resolved.held, resolved.sharded[0].experts
     shards, regions = resolved.sharded[0].shards, resolved.sharded[0].plan.regions
