@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.common.torch_private import _disable_current_modes
+from mpkit.devices.hardware import Device
 from mpkit.models import MixtureOfExperts, place_experts
+from mpkit.prediction.dry_run.memory import played_memory
 from mpkit.prediction.memory_ahead import memory_warning
-from mpkit.strategies.experts.copies import ExpertCopies, borrowed_bytes, choose_slots
+from mpkit.strategies.experts.copies import borrowed_bytes, choose_slots
 from mpkit.strategies.models.experts import owned_experts
 from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.runtime.train import Training
+from mpkit.trace.record.counted_clock import CountingMode
+from tests.experts.planted import COPY_FAULTS, PlantedInExperts
 from tests.experts.test_expert_parallel import HOW, gpt, texts
-from tests.experts.test_expert_parallel_models import Plain, sgd
+from tests.experts.test_expert_parallel_models import ZOO, Plain, sgd
+from tests.proof.planted import Planted
 from tests.serial import EXACT, Train, check_equal, same, serial
 from tests.zoo.architectures import batch_of, build, loss_of
 
@@ -46,9 +55,7 @@ soak = pytest.mark.soak
         pytest.param(mk.Plan(dp=2, cp=2, zero=1, ep=2), marks=soak),
         pytest.param(mk.Plan(dp=2, tp=2, sequence_parallel=True, zero=1, ep=2), marks=soak),
         pytest.param(mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, etp=1, zero=1), marks=soak),
-        pytest.param(
-            mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=2, recompute="full"), marks=soak
-        ),
+        pytest.param(mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=2, recompute="full"), marks=soak),
         pytest.param(mk.Plan(pp=2, dp=2, schedule="dualpipev", microbatches=4, ep=2), marks=soak),
     ],
     ids=repr,
@@ -70,8 +77,6 @@ def test_other_peoples_experts(train: Train) -> None:
     place_experts(model, {"1.experts": [2, 2, 0, 1, 2, 3], "2.experts": [3, 1, 0, 2]})
     data = [(torch.randn(5, 6).double(), torch.randint(3, (5,))) for _ in range(2)]
     check_equal(train, model, data, mk.Plan(dp=2, zero=2, ep=2), loss=F.cross_entropy, optimizer=sgd, steps=3)
-    from tests.experts.test_expert_parallel_models import ZOO
-
     mixtral = build(ZOO["mixtral"])
     name, experts = next((n, m) for n, m in mixtral.named_modules() if n.endswith("experts"))
     count = len(next(experts.parameters()))
@@ -97,7 +102,10 @@ def test_a_checkpoint_is_taken_up_with_another_placement(train: Train, tmp_path:
     model, data = gpt(), texts(6, 6)
     stages: list[tuple[mk.Plan, dict[str, list[int]]]] = [
         (mk.Plan(dp=2, zero=1, ep=2), ORDERS),
-        (mk.Plan(dp=4, ep=4), {"block0.mlp.experts": [0, 2, 1, 2, 2, 3, 2, 1], "block1.mlp.experts": [3, 2, 1, 0]}),
+        (
+            mk.Plan(dp=4, ep=4),
+            {"block0.mlp.experts": [0, 2, 1, 2, 2, 3, 2, 1], "block1.mlp.experts": [3, 2, 1, 0]},
+        ),
         (mk.Plan.serial(), ORDERS),
     ]
     losses: list[float] = []
@@ -145,46 +153,82 @@ def test_ranks_own_equally_many(seed: int) -> None:
     order = [*range(8), *draw.integers(0, 8, 8).tolist()]
     draw.shuffle(order)
     owned = owned_experts(order, 8, 4)
-    assert sorted(e for each in owned for e in each) == list(range(8)) and {len(each) for each in owned} == {2}
-    assert owned_experts([0] * 5 + [1, 2, 3], 4, 2) == [(0, 1), (2, 3)]  # a rank with slots for one expert alone
+    assert sorted(e for each in owned for e in each) == list(range(8)) and {len(each) for each in owned} == {
+        2
+    }
+    assert owned_experts([0] * 5 + [1, 2, 3], 4, 2) == [
+        (0, 3),
+        (1, 2),
+    ]  # a rank with slots for one expert alone
 
 
 class Hot(nn.Sequential):
-    """Half of all rows go to expert 0, and the others to the others: features of ones, and one for the expert."""
+    """A token's expert is that of its first four features that is 1."""
 
     def __init__(self, width: int = 8) -> None:
         torch.manual_seed(2)
-        layer = MixtureOfExperts(width, experts=4, top_k=1, hidden=16)
+        layer = MixtureOfExperts(width, experts=4, top_k=1, hidden=64)
         with torch.no_grad():
             layer.router.weight.zero_()
             layer.router.weight[:, :4] = 50 * torch.eye(4)
         super().__init__(layer, nn.Linear(width, 3))
 
 
-def hot_batch(samples: int, width: int = 8) -> tuple[Tensor, Tensor]:
+def hot_batch() -> tuple[Tensor, Tensor]:
+    """96 tokens, of which half go to expert 0."""
     torch.manual_seed(3)
-    x = torch.randn(samples, width)
-    x[:, :4] = F.one_hot(torch.tensor([0, 0, 0, 0, 0, 1, 2, 3]).repeat(samples // 8), 4)
-    return x.double(), torch.randint(3, (samples,))
+    x = torch.randn(96, 8)
+    x[:, :4] = F.one_hot(torch.tensor([0] * 6 + [1, 1, 2, 2, 3, 3]).repeat(8), 4)
+    return x.double(), torch.randint(3, (96,))
+
+
+class Counted(CountingMode):
+    """Counts what operators compute, with real tensors, which answer when they are read."""
+
+    def _answer(self, tensor: Tensor) -> bool | int | float:
+        with _disable_current_modes():
+            return tensor.item()
+
+
+class OnCountedTime(Planted):
+    """A loss; where it arrives on a rank, ops take the time of their FLOPs on a device, whatever the machine is."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not dist.is_initialized():
+            return
+        original = Training.step
+
+        def step(training: Training, number: int) -> None:
+            counting = Counted(Device("slow", {"float32": 1e3}, 1e15))
+            training._record._thread_time = counting.now
+            with counting:  # type: ignore[no-untyped-call]
+                original(training, number)
+
+        Training.step = step  # type: ignore[method-assign]
 
 
 def test_the_rows_of_the_busiest_rank_are_those_predicted(train: Train) -> None:
-    """The same routing: predicted from a run without copies, then counted in one with copies."""
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": sgd, "steps": 1}
-    data, plan = [hot_batch(96)], mk.Plan(dp=2, ep=2)
+    """The same routing: predicted from a run without copies, then counted in one with copies; and so is the time."""
+    how: dict[str, Any] = {"loss": OnCountedTime(F.cross_entropy, ""), "optimizer": sgd, "steps": 2}
+    data, plan = [hot_batch()], mk.Plan(dp=2, ep=2)
     before = train(Hot().double(), data, plan, **how)
     balance = before.expert_load.balance(6, gpus=2)
     (layer,) = balance.layers
-    assert layer.load_before.tolist() == [72, 24] and layer.load_after.tolist() == [48, 48]
-    after = check_equal(train, place_experts(Hot().double(), balance.orders), data, plan, **how)
+    assert layer.load_before.tolist() == [64, 32] and layer.load_after.tolist() == [48, 48]
+    after = train(place_experts(Hot().double(), balance.orders), data, plan, **how)
+    same(after, *serial(Hot().double(), data, **{**how, "loss": F.cross_entropy}), **EXACT)
     for run, load in ((before, layer.load_before), (after, layer.load_after)):
         routes = run.token_routes()
         assert routes.matrix.sum(axis=0).tolist() == load.tolist()
     assert after.expert_load.rows["0.experts"].tolist() == before.expert_load.rows["0.experts"].tolist()
+    # ---- the step is faster, but for the router, the head and what copies send
+    assert balance.time_ratio == 0.75
+    assert after.timeline().step_time / before.timeline().step_time == pytest.approx(0.75, abs=0.04)
     # ---- how the rows of copies are shown
     routes, order = after.token_routes(), balance.orders["0.experts"]
     assert routes.experts == tuple(order) and "expert 0 on rank 1" in routes.to_svg()
-    assert routes.to_dataframe().groupby("expert")["rows"].sum().tolist() == [60, 12, 12, 12]
+    assert routes.to_dataframe().groupby("expert")["rows"].sum().tolist() == [48, 16, 16, 16]
     # ---- the next balance begins here, and has nothing to gain
     again = after.expert_load.balance(6, gpus=2)
     assert again.layers[0].load_before.tolist() == [48, 48] and (again.time_ratio, again.moves) == (1, 0)
@@ -209,19 +253,20 @@ def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
 
 
 def test_a_played_training_holds_copies() -> None:
-    """On fake tensors: beside its own experts, weights and gradients of those that a rank borrows."""
+    """On fake tensors: beside its half of the experts, and all else, the weights of those that a rank borrows."""
     batch = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.long)
-    held = []
-    for orders in ({}, ORDERS):
-        trace = mk.trace_fake(
-            lambda orders=orders: place_experts(gpt(heads=2), orders), mk.Plan(dp=2, ep=2), batch=batch,
-            loss=mk.models.next_token_loss, optimizer=torch.optim.SGD,
-        )  # fmt: skip
-        held.append(trace.timeline().peak_memory)
+    held = played_memory(
+        lambda: copied(heads=2),
+        mk.Plan(dp=2, ep=2),
+        batch,
+        mk.models.next_token_loss,
+        torch.optim.SGD,
+        steps=1,
+    )
+    own = sum(p.nbytes // (2 if ".experts." in name else 1) for name, p in copied(heads=2).named_parameters())
     each = 2 * 12 * 48 * 8  # bytes of an expert
-    borrowed = [1, 2]  # block 1: rank 0 has 3 0 1 3, rank 1 has 2 0 3 3; block 0: rank 1 has 0
-    for rank, count in enumerate(borrowed):
-        assert held[1][rank]["params"] - held[0][rank]["params"] == count * each
+    # In block 0 the second rank borrows expert 0; in block 1 the slots are 3 0 1 3 and 2 0 3 3.
+    assert [held[rank]["params"] - own for rank in range(2)] == [each, 2 * each]
 
 
 def test_memory_for_copies_is_counted_ahead() -> None:
@@ -229,9 +274,9 @@ def test_memory_for_copies_is_counted_ahead() -> None:
     borrowed = borrowed_bytes(model, plan)
     assert borrowed == 2 * 2 * (2 * 12 * 48 * 8) and borrowed_bytes(model, mk.Plan.ddp(2)) == 0
     assert "for copies of experts" in memory_warning(model, plan, (4, 8), borrowed)
-    enough = next(n for n in range(10**6, 10**8, 10**6) if not memory_warning(gpt(), plan, (4, 8), n))
-    assert not memory_warning(model, plan, (4, 8), enough + borrowed)
-    assert "beside 74 kB of copies" in memory_warning(model, plan, (4, 8), 10**5 + borrowed)
+    enough = next(n for n in range(10**5, 10**7, 10**4) if not memory_warning(gpt(), plan, (), n))
+    assert not memory_warning(model, plan, (), enough + borrowed)
+    assert "of copies of experts" in memory_warning(model, plan, (), enough + borrowed - 10**4)
 
 
 # ---- what is rejected --------------------------------------------------------------------------------------------
@@ -240,7 +285,9 @@ def test_memory_for_copies_is_counted_ahead() -> None:
 def test_what_cannot_be() -> None:
     how = {**HOW, "ranks": 4}
     model = place_experts(gpt(), {"block0.mlp.experts": [0, 0, 1, 0, 2, 3]})
-    with pytest.raises(ValueError, match=r"4 ranks cannot have .* 6 slots .*balance\(8, gpus=4\)\.orders has 8"):
+    with pytest.raises(
+        ValueError, match=r"4 ranks cannot have .* 6 slots .*balance\(8, gpus=4\)\.orders has 8"
+    ):
         prepare(model, texts(4), mk.Plan(dp=4, ep=4), **how)
     model = copied()
     first, second = (model.get_submodule(f"block{i}.mlp") for i in range(2))
@@ -256,9 +303,9 @@ def test_what_cannot_be() -> None:
 # ---- faults ------------------------------------------------------------------------------------------------------
 
 
-def forget_to_give_back(rank: int) -> None:
-    ExpertCopies.give_back = lambda self: None  # type: ignore[method-assign]
-
-
-def keep_old_copies(rank: int) -> None:
-    ExpertCopies.expire = lambda self: None  # type: ignore[method-assign]
+@pytest.mark.parametrize("fault", COPY_FAULTS)
+def test_the_proof_finds_what_is_wrong_with_copies(clusters: Callable[[int], mk.Cluster], fault: str) -> None:
+    how = {**HOW, "loss": PlantedInExperts(mk.models.next_token_loss, fault), "verify": "all"}
+    run = clusters(2).train(copied(), texts(8, 8), mk.Plan(dp=2, ep=2), **how)
+    with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
+        run.wait()

@@ -203,7 +203,7 @@ def find_copies(model: nn.Module) -> list[ExpertCopies]:
 
 
 def borrowed_bytes(model: nn.Module, plan: Plan) -> int:
-    """Return the bytes of the copies of the rank that borrows most, with their gradients; each stage has as many layers.
+    """Return the bytes of copies, with their gradients, of the rank that borrows most; stages have as many layers.
 
     >>> from mpkit.models import GPT, place_experts
     >>> model = GPT(layers=1, width=8, heads=2, experts=4)  # 2 x 8 x 32 weights per expert
