@@ -91,7 +91,7 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
         remedy = f"What would fit: {found.remedy.plan!r} ({found.remedy.change})."
     return (
         f"{plan!r} is estimated to need {memory_text(found.needed)} on rank {found.fullest}, which has "
-        f"{memory_text(available)}{_beside(borrowed)}; the largest part is {found.largest}. {remedy} "
+        f"{memory_text(available)}{_describe_copies(borrowed)}; the largest part is {found.largest}. {remedy} "
         f"print(mk.fits(model, plan, hardware, global_batch={shape[0]}, sequence={shape[1]})) says more"
     )
 
@@ -112,7 +112,8 @@ def _estimate_memory(model: nn.Module, plan: Plan, shape: Sequence[int], availab
         return None  # the training can do what an estimate cannot, such as micro-batches of unequal size
 
 
-def _beside(borrowed: int) -> str:
+def _describe_copies(borrowed: int) -> str:
+    """Return the words for memory that copies take; "" if there are none."""
     return f" beside {memory_text(borrowed)} of copies of experts" if borrowed else ""
 
 
@@ -125,7 +126,7 @@ def _states_alone(model: nn.Module, plan: Plan, available: int, borrowed: int) -
     largest = max(held, key=held.__getitem__)
     return (
         f"{plan!r} needs at least {memory_text(needed)} per rank for parameters, gradients and Adam's states, and "
-        f"a rank has {memory_text(available)}{_beside(borrowed)}; the largest part is {largest}. "
+        f"a rank has {memory_text(available)}{_describe_copies(borrowed)}; the largest part is {largest}. "
         f"ZeRO divides them among replicas: mk.Plan.zero(3, {max(2, plan.ranks)})"
     )
 

@@ -78,7 +78,6 @@ def describe_run(
             "own": _own_volumes(model, batch[0], resolved, average / batch_size(batch[0]) * dtype.itemsize),
             **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
             **routing_bytes(model, resolved, batch_size(batch[0])),
-            **copied_numbers(model, resolved, dtype.itemsize),
         },
         "shards": _describe_shards(resolved.sharded),
     }
@@ -195,6 +194,7 @@ def _expert_numbers(
         "expert_params": list(map(elements_of, range(plan.ranks))),
         "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in experts],
+        **copied_numbers(model, resolved, size),
     }
 
 
