@@ -20,13 +20,18 @@ def ticks(duration: float, most: int) -> list[tuple[float, str]]:
     return [(time, trim_zeros(seconds(time))) for time in levels(duration, most)]
 
 
-def memory_levels(highest: float, most: int) -> list[tuple[float, str]]:
-    """Return at most `most` + 1 amounts of memory from 0 to `highest`, round in the unit that it is told in.
+def memory_levels(highest: float, most: int, like: float = 0) -> list[tuple[float, str]]:
+    """Return at most `most` + 1 amounts of memory from 0 to `highest`, round in its unit.
+
+    Args:
+        highest: bytes.
+        most: how many amounts above 0.
+        like: the largest amount beside the axis, whose unit is taken if it is more than `highest`.
 
     >>> [words for _, words in memory_levels(45 * 2**30, 3)]
     ['0', '20 GiB', '40 GiB']
     """
-    factor, unit = memory_unit(highest)
+    factor, unit = memory_unit(max(highest, like))
     return [
         (level * factor, f"{level:g} {unit}" if level else "0") for level in levels(highest / factor, most)
     ]

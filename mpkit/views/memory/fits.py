@@ -150,11 +150,11 @@ def _legend(fits: Fits, y: float, width: float) -> tuple[list[str], float]:
     """Draw a square for each category that is there, with its GiB on the fullest rank; return the y below."""
     memory = fits.memory[fits.fullest]
     listed = [
-        (f"f{i}", f"{name} {memory_text(memory[name])}")
+        (f"f{i}", f"{name} {memory_text(memory[name], fits.needed)}")
         for i, name in enumerate(CATEGORIES)
         if memory[name] >= LEAST
     ]
-    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory))}"))
+    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory), fits.needed)}"))
     parts, _, y, _ = keys(((f'class="{look}"', words) for look, words in listed), y, width)
     device = fits.estimate.hardware.device.name
     told = f"on rank {fits.fullest}; red line: one {device} has {memory_text(fits.available)}"

@@ -31,7 +31,8 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
     """
     rows, left_out = shown_of(memory)
     x = [[row.strategy for row in rows], [f"rank {row.rank}" for row in rows]]
-    factor, unit = memory_unit(max(sum(row.held.values()) for row in rows) if rows else 0)
+    most = max((sum(row.held.values()) for row in rows), default=0)
+    factor, unit = memory_unit(most)
     figure = go.Figure()
     for category in CATEGORIES:
         figure.add_trace(
@@ -40,7 +41,7 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
                 y=[row.held[category] / factor for row in rows],
                 name=category,
                 marker_color=CATEGORY_INKS[category][0],
-                customdata=[memory_text(row.held[category]) for row in rows],
+                customdata=[memory_text(row.held[category], most) for row in rows],
                 hovertemplate="%{x}: %{customdata}<extra>" + category + "</extra>",
             )
         )
@@ -51,7 +52,7 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
             mode="markers",
             name="params + grads + optimizer by the formula",
             marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": ALARM}},
-            customdata=[" + ".join(memory_text(part) for part in row.formula.values()) for row in rows],
+            customdata=[" + ".join(memory_text(part, most) for part in row.formula.values()) for row in rows],
             hovertemplate=f"formula: %{{y:.4g}} {unit} = %{{customdata}}<extra></extra>",
         )
     )

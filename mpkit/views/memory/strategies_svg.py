@@ -68,18 +68,18 @@ def _bar(row: MemoryRow, x: float, width: float, base: float, highest: float) ->
             y -= tall
             parts.append(
                 f'<rect class="m{i}" x="{x + 3:.1f}" y="{y:.1f}" width="{width - 6:.1f}" height="{tall:.1f}">'
-                f"<title>{category}: {memory_text(row.held[category])}</title></rect>"
+                f"<title>{category}: {memory_text(row.held[category], highest)}</title></rect>"
             )
     line = base - sum(row.formula.values()) / highest * HEIGHT
     parts.append(
         f'<line stroke="{ALARM}" stroke-width="2.5" x1="{x:.1f}" x2="{x + width:.1f}" y1="{line:.1f}" '
         f'y2="{line:.1f}">'
-        f"<title>formula: {memory_text(sum(row.formula.values()))}</title></line>"
+        f"<title>formula: {memory_text(sum(row.formula.values()), highest)}</title></line>"
     )
     parts.append(
         f'<text class="faint" x="{x + width / 2:.1f}" y="{base + 15:g}" text-anchor="middle">{row.rank}</text>'
     )
-    label = f"{row.strategy}, rank {row.rank}: {memory_text(sum(row.held.values()))}"
+    label = f"{row.strategy}, rank {row.rank}: {memory_text(sum(row.held.values()), highest)}"
     return f'<g aria-label="{escape(label)}">{"".join(parts)}</g>'
 
 
