@@ -169,7 +169,7 @@ class Demo:
         """Return a table of what each strategy cost, with a column per strategy."""
         serial = outcomes[0]
         table = Table(title="What it cost (a typical step)", title_justify="left", title_style="bold")
-        table.add_column("", style="dim")
+        table.add_column("", style="dim", min_width=max(len(each) for each in CATEGORIES) + 2)
         for outcome in outcomes:
             table.add_column(outcome.name, justify="right")
 

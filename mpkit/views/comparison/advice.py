@@ -73,7 +73,7 @@ def advice_figure(advice: Advice) -> Any:
         x=room,
         line_dash="dash",
         line_color=ALARM,
-        annotation_text=memory_text(room * GIB),
+        annotation_text=f"a device has {memory_text(room * GIB)} ",
         annotation_position="top left",
     )
     dress_chart(figure, str(advice).split(":")[0], 420)

@@ -71,7 +71,7 @@ def run_list_view(found: RunList) -> Any:
     rows = [_cells(row, _most_memory(found)) for row in found]
     if not any(row.name for row in found):
         columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
-        caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two beside each other"
+        caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two side by side"
     else:
-        caption = "Runs of a folder; mk.runs(folder).compare(1, 2) draws two beside each other"
+        caption = "Runs of a folder; mk.runs(folder).compare(1, 2) draws two side by side"
     return SortableTable(caption, columns, rows)

@@ -110,7 +110,9 @@ def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: floa
                 f'<rect class="f{i}" x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR:g}">'
                 f"<title>{name}, {meaning}: {memory_text(nbytes)}</title></rect>"
             )
-            if wide > 7 * len(number) + 6 and i < len(CATEGORIES):
+            room = 7 * len(number) + 6
+            crossed = abs(x + wide / 2 - LEFT - fits.available * scale) < room / 2
+            if wide > room and not crossed and i < len(CATEGORIES):
                 parts.append(
                     f'<text class="n{i}" x="{x + wide / 2:.1f}" y="{middle:g}" text-anchor="middle" '
                     f'pointer-events="none">{number}</text>'
