@@ -206,7 +206,7 @@ ACCELERATE = Format(
         "zero": "of DDP with tensor or context parallelism it shards parameters (ZeRO-3 or -2), of a pipeline "
         "optimizer states only",
         "recompute": "all blocks or none, and with FSDP only",
-        "offload": "with a pipeline or shared layers it stays on the GPU; FSDP offloads everything or nothing",
+        "offload": "with a pipeline everything stays on the GPU; FSDP offloads everything or nothing",
         "bucket_mb": "in code: DistributedDataParallelKwargs(bucket_cap_mb=...)",
         "unused": "in code: DistributedDataParallelKwargs(find_unused_parameters=True)",
         "sequence_parallel": "with Megatron-LM only",
