@@ -25,7 +25,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import JSON
 
-__all__ = ["DEEPSPEED"]
+__all__ = ["BUCKET", "DEEPSPEED"]
 
 MIB = 2**20
 ZERO = "zero_optimization"

@@ -56,6 +56,7 @@ class Format:
         finish: completes the fields that keys said alone by what several keys say together; it may add notes.
         reasons: why a field cannot be said, where that is more than that there is no key.
         check: raises ValueError if the framework would refuse the plan.
+        common: keys that other programs have too: by them alone no file is recognized.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Format:
     finish: Callable[[Values, Fields, list[str]], Fields] = lambda values, fields, notes: fields
     reasons: Mapping[str, str] | None = None
     check: Callable[[ExportRequest], None] = lambda asked: None
+    common: frozenset[str] = frozenset()
 
     def values_of(self, asked: ExportRequest) -> Values:
         """Return what is written, by key."""
@@ -101,8 +103,9 @@ class Format:
                 "bf16",
                 "fp16",
             ):
+                within = f" ({value.note})" if isinstance(value, Word) and value.note else ""
                 raise ValueError(
-                    f"{self.name}: bf16 and fp16 are both enabled; the framework takes one of them"
+                    f"{self.name}: bf16 and fp16 are both enabled{within}; the framework takes one of them"
                 )
             fields |= said
             if isinstance(value, Word) and value.note:

@@ -20,12 +20,17 @@ _SECTION = re.compile(r"^[ \t]*\[[a-z_.]+\][ \t]*(?:#.*)?$", re.MULTILINE)
 """The line with which a section of TOML begins."""
 
 
-def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syntax:
+def python_code(
+    body: Callable[[Page], str],
+    sections: Mapping[str, str],
+    older: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
+) -> Syntax:
     """Return the syntax of Python code that this function makes.
 
     Args:
         body: makes the lines after the docstring.
         sections: by the name of a class, what keys of it begin with, as in {"TrainingConfig": "training"}.
+        older: returns the values of older versions, which were written in TOML, by the keys of today.
     """
 
     def dump(page: Page) -> str:
@@ -37,7 +42,7 @@ def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syn
         try:
             found: dict[str, Any] = {}
             if sections and _SECTION.search(text):  # as torchtitan was configured before 0.3
-                return flat(tomllib.loads(text))
+                return older(flat(tomllib.loads(text)))
             for name, value in constants(ast.parse(text), sections):
                 agree(found, name, value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
