@@ -28,7 +28,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.megatron import ALL_AT_ONCE
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
-from mpkit.plan.formats.trainer import STRATEGIES, legacy_fsdp
+from mpkit.plan.formats.trainer import OFFLOADED_WITH_3, STRATEGIES, legacy_fsdp
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 
@@ -121,9 +121,20 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         halved = 1 if fields.get("precision", "full") == "full" else 2
         buckets = {"DEEPSPEED": DEEPSPEED_BUCKET / halved, "MEGATRON_LM": ALL_AT_ONCE}
         fields |= {"bucket_mb": buckets[kind]} if (kind := values.get("distributed_type")) in buckets else {}
-    if fields.get("offload") == "params":
-        fields["zero"] = 3
+    if fields.get("offload") == "params" and fields.get("zero") != 3:
+        _drop_offload(values, fields, notes)
     return fields
+
+
+def _drop_offload(values: Values, fields: Fields, notes: list[str]) -> None:
+    """Read an offload of parameters without ZeRO-3 as the framework does, or as the nearest plan."""
+    if values.get("distributed_type") == "DEEPSPEED":
+        is_offloaded = values.get(f"{SPEED}.offload_optimizer_device", "none") != "none"
+        fields["offload"] = "optimizer" if is_offloaded and fields["zero"] else "none"
+        notes.append("offload of parameters goes with ZeRO-3: left out")
+    else:
+        notes.append(OFFLOADED_WITH_3)
+        fields["zero"] = 3
 
 
 FSDP, PARALLEL = "fsdp_config.fsdp", "parallelism_config.parallelism_config"

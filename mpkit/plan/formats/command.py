@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from mpkit.plan.formats.shell import Shell
@@ -100,10 +100,7 @@ def _options(
         return  # its --num-gpus are a machine's
     if words and _SLURM.fullmatch(words[0]):
         words = [*_expand_short(words)]
-    if any(
-        word.endswith("accelerate") and after == "launch"
-        for word, after in zip(words, words[1:], strict=False)
-    ):
+    if any(word.endswith("accelerate") and after == "launch" for word, after in pairwise(words)):
         yield "accelerate launch", Word("true")
     starts, is_value = any(map(_STARTS.fullmatch, words)), False
     for number, (word, after) in enumerate(zip(words, [*words[1:], Word("--")], strict=False)):

@@ -80,10 +80,11 @@ class Format:
             ValueError: a value is none that the key can have.
         """
         known = {key.name: key for key in self.keys}
+        order = {name: at for at, name in enumerate(known)}  # of two keys of a field the later one counts
         sections = {name[:at]: name for name in known for at, letter in enumerate(name) if letter == "."}
         fields: Fields = {}
         kept: Values = {}
-        for name, value in values.items():
+        for name, value in sorted(values.items(), key=lambda item: order.get(item[0], -1)):
             if name not in known and name in sections and value is not None and value != {}:
                 raise ValueError(
                     f"{self.name}: {name} = {shorten(value)}: it holds settings, such as {sections[name]}"

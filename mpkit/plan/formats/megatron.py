@@ -28,12 +28,12 @@ from mpkit.plan.formats.torchrun import (
     FLAGS,
     LAUNCH,
     MACHINES,
-    ZERO_STAGE,
     is_launched,
     ranks_of,
     refuse_files,
     slurm_ranks_of,
 )
+from mpkit.plan.formats.trainer import ZERO_STAGE
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
 
 __all__ = ["ALL_AT_ONCE", "MEGATRON"]
@@ -113,14 +113,14 @@ def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -
     return ranks
 
 
-def _finish_deepspeed(values: Values) -> Fields:
+def _finish_deepspeed(values: Values, notes: list[str]) -> Fields:
     """Return what Megatron-DeepSpeed's options say, whose other settings are in a file.
 
     Raises:
         ValueError: the stage of ZeRO is in that file only.
     """
     if "--zero-stage" not in values:
-        refuse_files(values)
+        refuse_files(values, notes)
     bits = 2 if {"--bf16", "--fp16"} & values.keys() else GRADIENT_BYTES
     return {"bucket_mb": DEEPSPEED_BUCKET * bits / 2**20}
 
@@ -166,7 +166,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             )
         fields["microbatches"] = total // (micro * dp)
     if "--deepspeed" in values:
-        fields |= _finish_deepspeed(values)
+        fields |= _finish_deepspeed(values, notes)
     if "block" in (values.get(name) for name in METHODS) or any(
         str(values.get(name, 1)) != "1" for name in LAYERS
     ):

@@ -101,15 +101,23 @@ def constants(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[s
     for name, value in known.items():
         if not (isinstance(value, str) and value.rpartition(".")[2] in sections):
             yield name, value
+    calls: dict[str, list[ast.Call]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := _name(node.func).rpartition(".")[2]) in sections:
+            calls.setdefault(name, []).append(node)
+    for name, those in calls.items():
+        for node in those:
             for argument in node.args:
                 yield f"{name}({_shorten(argument)})", None  # which argument that is, only the class knows
+            left_out = {keyword.arg for other in those for keyword in other.keywords if keyword.arg}
             for keyword in node.keywords:
                 if keyword.arg is None:
                     yield f"{name}(**{_shorten(keyword.value)})", None
                 else:
                     yield f"{sections[name]}.{keyword.arg}", _value(keyword.value, known)
+                    left_out.discard(keyword.arg)
+            for argument in sorted(left_out):  # one of several recipes has it
+                yield f"{sections[name]}.{argument}", f"nothing, in another {name}"
 
 
 def _assign(statement: ast.stmt, known: dict[str, Any]) -> None:

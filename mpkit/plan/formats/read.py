@@ -179,9 +179,9 @@ def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[st
     best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
     if not most:
         why = "If it is one of them, say which: Plan.read(path, format='deepspeed')"
-        if near := {key: name for name, keys in known.items() for key in keys}:
-            why = f"Other programs have {', '.join(near)} too. " + why.replace(
-                "deepspeed", next(iter(near.values()))
+        if near := next((name for name, keys in known.items() if keys), ""):
+            why = (
+                f"Other programs have {', '.join(sorted(known[near]))} too. {why.replace('deepspeed', near)}"
             )
         if not found:
             why = "It cannot be read: " + "; ".join(

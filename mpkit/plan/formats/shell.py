@@ -53,9 +53,8 @@ class Shell:
 
     def __init__(self, values: Mapping[str, str] | None = None) -> None:
         """Begin with variables that are set outside of the script."""
-        self._values: dict[str, list[Pieces]] = {
-            name: [[Word(value)]] for name, value in (values or {}).items()
-        }
+        given = (values or {}).items()
+        self._values: dict[str, list[Pieces]] = {name: [[Word(value)]] for name, value in given}
         self._size = 0
 
     def read(self, text: str) -> Iterator[tuple[list[Word], bool]]:
@@ -173,16 +172,16 @@ class Shell:
         if braced is None:
             return [[_open(text, "what a program prints, or a text that is changed, is not known")]], False
         name, array, sign, default = braced.groups()
-        if name in self._values:
+        if name in self._values and not (
+            (sign or "").startswith(":") and not any(map(any, self._values[name]))
+        ):
             return self._values[name], array is not None
         if sign is None:
             return [[_open(name, "the script does not assign it")]], False
         value = [Word(default)]
         if set(default) & set("$`\"'"):
             inner = next(commands(default if set(default) & set("\"'") else f'"{default}"')).words
-            value = [
-                piece for word in inner for pieces in self._expand(word, split=False) for piece in pieces
-            ]
+            value = [piece for each in inner for found in self._expand(each, split=False) for piece in found]
         if "=" in sign:
             self._values[name] = [value]
         return [value], False

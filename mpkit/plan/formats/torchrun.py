@@ -5,25 +5,19 @@ Neither says what the ranks do: read back, it is a plan of as many replicas.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpkit.plan.formats.command import command, options
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
     FormatKey,
     Values,
-    bool_of,
-    choice,
     context,
-    flag,
-    number,
     number_of,
     refuse_file,
 )
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.trainer import legacy_fsdp
+from mpkit.plan.formats.trainer import ARGUMENTS, fsdp_words, legacy_fsdp
 
 __all__ = [
     "FLAGS",
@@ -31,7 +25,6 @@ __all__ = [
     "MACHINES",
     "SLURM",
     "TORCHRUN",
-    "ZERO_STAGE",
     "is_launched",
     "ranks_of",
     "refuse_files",
@@ -71,8 +64,8 @@ def is_launched(values: Values) -> bool:
     return any(name in values for name in ("--nproc-per-node", "--num-processes", "--num-gpus"))
 
 
-def refuse_files(values: Values) -> None:
-    """Check that no option names another file with the plan.
+def refuse_files(values: Values, notes: list[str]) -> None:
+    """Check that no option names another file with the plan; note what FSDP's older words leave open.
 
     Raises:
         ValueError: one does.
@@ -86,6 +79,7 @@ def refuse_files(values: Values) -> None:
                 refuse_file(value)
             except ValueError as error:
                 raise ValueError(f"torchrun: {name} = {value!r:.80}: {error}") from None
+    legacy_fsdp(fsdp_words(values.get("--fsdp")), notes)
     for name in ("--use-fsdp", "--use-megatron-lm"):
         if str(values.get(name, "false")).lower() != "false":
             raise ValueError(
@@ -131,34 +125,12 @@ def _torchrun(page: Page) -> str:
 
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    refuse_files(values)
+    refuse_files(values, notes)
     return fields | {"dp": ranks_of(values, notes)}
 
 
-def _fsdp(value: Any) -> dict[str, Any]:
-    return legacy_fsdp(value.strip("\"'"), []) if value.lower() not in ("true", "false", "") else {}
-
-
-ZERO_STAGE = choice("--zero-stage", "zero", {stage: stage for stage in range(4)}, "of DeepSpeed's examples",
-                    when=lambda asked: False)  # fmt: skip
-
-SCRIPT: tuple[FormatKey, ...] = (
-    number("--gradient-accumulation-steps", "microbatches", "TrainingArguments of the script", lambda asked: False),
-    context("--per-device-train-batch-size", "the same", lambda asked: None),
-    choice("--mixed-precision", "precision", {"full": "no", "bf16": "bf16", "fp16": "fp16"}, "the same",
-           when=lambda asked: False),
-    *(FormatKey(f"--{name}", "the same", lambda asked: None, flag(name, "precision", name, "").read) for name in (
-        "bf16", "fp16",
-    )),
-    FormatKey("--gradient-checkpointing", "the same", lambda asked: None,
-              lambda value: {"recompute": "full"} if bool_of(value) else {}),
-    FormatKey("--fsdp", "the same", lambda asked: None, _fsdp),
-    ZERO_STAGE,
-)  # fmt: skip
-"""Options of scripts with a Trainer of transformers, and of others that have the same names."""
-
 COMMON = frozenset(
-    {key.name for key in SCRIPT} | {"--config-file", "--deepspeed", "--num-gpus", "--num-nodes"}
+    {key.name for key in ARGUMENTS} | {"--config-file", "--deepspeed", "--num-gpus", "--num-nodes"}
 )
 
 
@@ -175,7 +147,7 @@ TORCHRUN = Format(
     "torchrun",
     "torchrun's command line",
     command(_torchrun, FLAGS),
-    (*LAUNCH, *SCRIPT),
+    (*LAUNCH, *ARGUMENTS),
     _finish,
     RANKS_ONLY,
     common=COMMON - {"--num-gpus"},
@@ -234,7 +206,7 @@ def slurm_ranks_of(values: Values, notes: list[str]) -> int:
 
 
 def _slurm_finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    refuse_files(values)
+    refuse_files(values, notes)
     return fields | {"dp": slurm_ranks_of(values, notes)}
 
 
@@ -263,7 +235,7 @@ SLURM = Format(
         context("--gpus-per-node", "ranks per machine, one per GPU", lambda asked: asked.gpus_per_node),
         *(key for key in MACHINES if key.name in ("--gres", "--gpus", "--gpus-per-task", "--ntasks")),
         *(context(key.name, key.comment, lambda asked: None) for key in LAUNCH),
-        *SCRIPT,
+        *ARGUMENTS,
     ),
     _slurm_finish,
     RANKS_ONLY,

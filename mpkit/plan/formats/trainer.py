@@ -13,6 +13,7 @@ from mpkit.plan.formats.keys import (
     FormatKey,
     Values,
     bool_of,
+    choice,
     context,
     flag,
     number,
@@ -23,9 +24,20 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
 
-__all__ = ["STRATEGIES", "TRAINER", "legacy_fsdp"]
+__all__ = [
+    "ARGUMENTS",
+    "OFFLOADED_WITH_3",
+    "STRATEGIES",
+    "TRAINER",
+    "ZERO_STAGE",
+    "fsdp_words",
+    "legacy_fsdp",
+]
 
 STRATEGIES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
+
+
+OFFLOADED_WITH_3 = "a Plan offloads parameters with ZeRO-3 only: read as zero=3"
 
 
 def legacy_fsdp(words: str, notes: list[str]) -> dict[str, Any]:
@@ -57,30 +69,29 @@ def _shards(asked: ExportRequest) -> bool:
     return asked.plan.zero > 1
 
 
-def _words(value: Any) -> Any:
-    """Return FSDP's words, which older files have as a list, as one text."""
-    return " ".join(map(str, value)) if isinstance(value, list) else value
+def fsdp_words(value: Any) -> str:
+    """Return FSDP's older words, which may be a list, as one text; "" if the value is true, false or nothing."""
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value or "").strip("\"'")
+    return "" if text.lower() in ("true", "false") else text
 
 
 def _fsdp(value: Any) -> dict[str, Any]:
-    value = _words(value)
-    if isinstance(value, str) and value.lower() not in ("true", "false", ""):
-        return legacy_fsdp(value, [])
+    if words := fsdp_words(value):
+        return legacy_fsdp(words, [])
     return {"zero": 3} if value and bool_of(value) else {}
 
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    fsdp = _words(values.get("fsdp"))
-    if not fsdp and any(name.startswith("fsdp_config.") for name in values):
+    if not values.get("fsdp") and any(name.startswith("fsdp_config.") for name in values):
         if "fsdp_version" in values:  # Axolotl's FSDP2
             fields["zero"] = 3
         else:
             notes.append("fsdp_config goes with fsdp: left out")
-    if isinstance(fsdp, str) and fsdp.lower() not in ("true", "false", ""):
-        legacy_fsdp(fsdp, notes)
+    legacy_fsdp(fsdp_words(values.get("fsdp")), notes)
     if fields.get("zero"):
         fields |= _settings(values, notes)
-    if fields.get("offload") == "params":
+    if fields.get("offload") == "params" and fields.get("zero") != 3:
+        notes.append(OFFLOADED_WITH_3)
         fields["zero"] = 3
     return fields
 
@@ -155,3 +166,24 @@ TRAINER = Format(
     },
     common=frozenset({"bf16", "fp16", "gradient_accumulation_steps"}),
 )  # fmt: skip
+
+
+# ---- as options of a script
+
+ZERO_STAGE = choice("--zero-stage", "zero", {stage: stage for stage in range(4)}, "of DeepSpeed's examples",
+                    when=lambda asked: False)  # fmt: skip
+
+ARGUMENTS: tuple[FormatKey, ...] = (
+    number("--gradient-accumulation-steps", "microbatches", "TrainingArguments of the script", lambda asked: False),
+    context("--per-device-train-batch-size", "the same", lambda asked: None),
+    choice("--mixed-precision", "precision", {"full": "no", "bf16": "bf16", "fp16": "fp16"}, "the same",
+           when=lambda asked: False),
+    *(FormatKey(f"--{name}", "the same", lambda asked: None, flag(name, "precision", name, "").read) for name in (
+        "bf16", "fp16",
+    )),
+    FormatKey("--gradient-checkpointing", "the same", lambda asked: None,
+              lambda value: {"recompute": "full"} if bool_of(value) else {}),
+    FormatKey("--fsdp", "the same", lambda asked: None, _fsdp),
+    ZERO_STAGE,
+)  # fmt: skip
+"""Options of scripts with a Trainer of transformers, and of others that have the same names."""
