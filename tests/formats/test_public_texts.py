@@ -59,6 +59,7 @@ SCRIPTS = {
                     megatron(recompute="full", bucket_mb=25)),
     "sharding in any order": (f"{RUN} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
                               "--use-distributed-optimizer", Plan(dp=8, schedule="1f1b", zero=3)),
+    "a flag that is false": (f"{RUN} --sequence-parallel false --bf16=false --fp16 true", megatron(precision="fp16")),
     "Megatron-DeepSpeed": (f"{RUN} --zero-stage 1 --deepspeed --deepspeed_config ds.json --fp16",
                            Plan(dp=8, schedule="1f1b", zero=1, precision="fp16", bucket_mb=SPEED / 2)),
 }  # fmt: skip
@@ -176,6 +177,11 @@ NOTED = {
         "--moe-p and 1 more",
     ),
     "Ray's GPUs": (f"ray start --head --num-gpus 8\npython {RUN[28:]}", "the fewest, 1"),
+    "ms-swift": (f"NPROC_PER_NODE=4 megatron sft {RUN[46:]}", "ms-swift has defaults of its own"),
+    "slime": (
+        f"python train.py {RUN[46:]} --actor-num-nodes 2 --actor-num-gpus-per-node 4",
+        "slime has defaults",
+    ),
     "no GPUs": (f"{JOB}#SBATCH --ntasks=4\nsrun prepare.sh", "how many GPUs: read as one per task"),
 }
 

@@ -102,6 +102,13 @@ def _options(
         words = [*_expand_short(words)]
     if any(word.endswith("accelerate") and after == "launch" for word, after in pairwise(words)):
         yield "accelerate launch", Word("true")
+    if any(
+        word == "megatron" and after in ("sft", "pt", "rlhf", "export") for word, after in pairwise(words)
+    ):
+        yield "megatron sft", Word("true")
+        for name in ("NPROC_PER_NODE", "NNODES"):
+            yield from ((f"--{name.lower().replace('_', '-')}", Word(word.partition("=")[2], reason=word.reason))
+                        for word in words if word.startswith(f"{name}="))  # fmt: skip
     starts, is_value = any(map(_STARTS.fullmatch, words)), False
     for number, (word, after) in enumerate(zip(words, [*words[1:], Word("--")], strict=False)):
         if is_value or not re.match(r"--[a-zA-Z]", word):
@@ -111,6 +118,8 @@ def _options(
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
+        if name in flags and (value if equals else after).lower() == "false":
+            continue  # as programs say it that take Megatron's arguments in their own way
         is_value = not equals and name not in flags and not after.startswith("--")
         text = after if is_value else value if equals else "true"
         if is_value and name in several:

@@ -109,8 +109,20 @@ def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -
         return slurm_ranks_of(values, notes)
     apart = fields.get("cp", 1) * (fields.get("tp", 1) if fields.get("etp") == 1 else 1)
     ranks: int = inner * (fields.get("ep", 1) // gcd(fields.get("ep", 1), apart))
+    if "--actor-num-gpus-per-node" in values:
+        return number_of(values["--actor-num-gpus-per-node"]) * number_of(values.get("--actor-num-nodes", 1))
     notes.append(f"it does not say how many ranks there are: read as the fewest, {ranks}")
     return ranks
+
+
+def _note_defaults(values: Values, notes: list[str]) -> None:
+    """Note that the text is of a program with Megatron's arguments and defaults of its own."""
+    for name, program in {"megatron sft": "ms-swift", "--actor-num-gpus-per-node": "slime"}.items():
+        if name in values:
+            notes.append(
+                f"{program} has defaults of its own, such as the distributed optimizer and 16 bits: what the text "
+                "leaves out is read as Megatron's"
+            )
 
 
 def _finish_deepspeed(values: Values, notes: list[str]) -> Fields:
@@ -135,6 +147,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
     if fields.get("ep", 1) > 1:
         fields.setdefault("etp", fields.get("tp", 1))
+    _note_defaults(values, notes)
     ranks = _count_ranks(values, fields, inner, notes)
     if ranks % inner:
         raise ValueError(
@@ -261,7 +274,9 @@ KEYS: tuple[FormatKey, ...] = (
     context("--num-layers", "layers of the model", lambda asked: None),
     context("--num-layers-per-virtual-pipeline-stage", "interleaved 1F1B, by its layers", lambda asked: None, (int,)),
     *(context(name, "as older versions say it", lambda asked: None) for name in OTHER_FLAGS),
-    *(context(name, "as older versions say it", lambda asked: None) for name in (*LAYERS[1:], "--DDP-impl")),
+    *(context(name, "as older versions say it", lambda asked: None) for name in (
+        *LAYERS[1:], "--DDP-impl", "megatron sft", "--actor-num-gpus-per-node", "--actor-num-nodes",
+    )),
     older_key("--model-parallel-size", ("tp",), lambda value: {"tp": number_of(value)}),
     older_key("--checkpoint-activations", ("recompute",), lambda value: {"recompute": "full"}),
     older_key("--activations-checkpoint-method", ("recompute",), lambda value: {"recompute": "full"}),

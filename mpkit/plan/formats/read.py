@@ -30,7 +30,7 @@ ANOTHER_ENGINE = re.compile(r"rollout|vllm|sglang|inference|generat|eval|infer")
 """What the names of degrees begin with that are of an engine beside training."""
 DIVIDES = re.compile(
     r"parallel|shard|zero|offload|recompute|checkpoint|fp[48]|[bf][pf]?16|precision|batch|accum|overlap|bucket|expert"
-    r"|moe|fsdp|ddp|deepspeed|gpus|nodes|processes|machines|world|pipeline|stage|device"
+    r"|moe|fsdp|ddp|deepspeed|ds.config|gpus|nodes|processes|machines|world|pipeline|stage|device"
 )
 """Keys that a warning names first, and all of them, since they may say how work is divided."""
 LONGEST = 2**20  # bytes of a file
@@ -171,12 +171,18 @@ def _join_names(names: Sequence[str]) -> str:
 def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:
     """Return the format that knows the most keys, of those with a key that is not in other programs' files too."""
     known = {name: values.keys() - {*_unknown(FORMATS[name], values)} for name, values in found.items()}
-    counts = {name: len(names) for name, names in known.items() if names - FORMATS[name].common}
+    own = {name: names - FORMATS[name].common for name, names in known.items()}
+    counts = {name: len(known[name]) for name, names in own.items() if names}
     most = max(counts.values(), default=0)
     best = [name for name, count in counts.items() if count == most]
     keys = {name: {key.name for key in FORMATS[name].keys} for name in best}
     # Megatron's arguments come after torchrun's: those of torchrun alone are torchrun's.
     best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
+    best = [
+        name
+        for name in best
+        if not any(own[name] <= known[other] and own[other] - known[name] for other in best)
+    ]
     if not most:
         why = "If it is one of them, say which: Plan.read(path, format='deepspeed')"
         if near := next((name for name, keys in known.items() if keys), ""):
