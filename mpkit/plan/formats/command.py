@@ -38,7 +38,7 @@ def command(
 
     def load(text: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for words, is_within in Shell(_allocated(text)).read(_DIRECTIVE.sub("srun ", text)):
+        for words, is_within in Shell(_read_allocation(text)).read(_DIRECTIVE.sub("srun ", text)):
             for name, value in _options(words, flags, several):
                 note = f"{name} is within an `if` or a loop: read as if it came to that" if is_within else ""
                 agree(found, name, Word(value, reason=value.reason, note=note))
@@ -49,7 +49,7 @@ def command(
     return Syntax("a command line", dump, load, dump)
 
 
-def _allocated(text: str) -> dict[str, str]:
+def _read_allocation(text: str) -> dict[str, str]:
     """Return the variables that SLURM sets by what a batch script asks for at its head."""
     said: dict[str, str] = {}
     for short, name, value in re.findall(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mpkit.plan.formats.shell_text import (
     ASSIGNS,
-    Block,
+    ShellBlock,
     Command,
     WordPart,
     commands,
@@ -63,7 +63,7 @@ class Shell:
         Raises:
             ValueError: a quote or a bracket is open at the end, or variables come to too much.
         """
-        blocks: list[Block] = []
+        blocks: list[ShellBlock] = []
         runs: bool | None = True  # as far as the command before it decides
         for command in commands(text):
             words = command.words
@@ -82,7 +82,7 @@ class Shell:
             runs = self._follow(command, words, blocks, runs)
 
     def _follow(
-        self, command: Command, words: Sequence[list[WordPart]], blocks: list[Block], runs: bool | None
+        self, command: Command, words: Sequence[list[WordPart]], blocks: list[ShellBlock], runs: bool | None
     ) -> bool | None:
         """Return whether the next command runs, and note what comes out of this one, if an `if` tests it."""
         if not words:

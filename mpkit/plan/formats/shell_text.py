@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpkit.plan.formats.word import Word
 
-__all__ = ["ASSIGNS", "Block", "Command", "WordPart", "commands", "follow_blocks", "holds"]
+__all__ = ["ASSIGNS", "ShellBlock", "Command", "WordPart", "commands", "follow_blocks", "holds"]
 
 ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?=)")
 
@@ -50,7 +50,7 @@ class Command:
 
 
 @dataclass
-class Block:
+class ShellBlock:
     """An `if`, a loop or a `case` around commands.
 
     Attributes:
@@ -64,12 +64,12 @@ class Block:
     tests: list[bool | None] | None = None
 
 
-def follow_blocks(word: str, blocks: list[Block]) -> None:
+def follow_blocks(word: str, blocks: list[ShellBlock]) -> None:
     """Note a word that opens, divides or closes a block."""
     if word == "if":
-        blocks.append(Block(tests=[]))
+        blocks.append(ShellBlock(tests=[]))
     elif word in ("case", "for", "while", "until", "select"):
-        blocks.append(Block())
+        blocks.append(ShellBlock())
     elif word in ("fi", "esac", "done"):
         del blocks[-1:]
     elif blocks and word in ("elif", "else"):

@@ -24,18 +24,10 @@ PRECISIONS: dict[Any, str] = {
 
 
 def fully_shard(
-    module: nn.Module,
-    stage: int = 3,
-    *,
-    dp_shard: int | None = None,
-    reshard_after_forward: bool | int = True,
-    precision: str | torch.dtype | None = "fp32",
-    bucket_mb: float = 25.0,
-    prefetch: int = 1,
-    find_unused_parameters: bool = False,
-    group: Group = None,
-    prove: int = 0,
-) -> FullySharded:
+    module: nn.Module, stage: int = 3, *, dp_shard: int | None = None, reshard_after_forward: bool | int = True,
+    precision: str | torch.dtype | None = "fp32", bucket_mb: float = 25.0, prefetch: int = 1,
+    find_unused_parameters: bool = False, group: Group = None, prove: int = 0,
+) -> FullySharded:  # fmt: skip
     """Wrap a module of which each rank keeps a part: ZeRO's stages 1 to 3, of which FSDP is the third.
 
     Every rank calls this at the same time, in `Cluster.run` or under torchrun after `init_process_group`. Parameters
