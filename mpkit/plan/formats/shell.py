@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mpkit.plan.formats.shell_text import (
     ASSIGNS,
-    ShellBlock,
     Command,
+    ShellBlock,
     WordPart,
     commands,
     follow_blocks,

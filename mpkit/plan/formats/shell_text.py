@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpkit.plan.formats.word import Word
 
-__all__ = ["ASSIGNS", "ShellBlock", "Command", "WordPart", "commands", "follow_blocks", "holds"]
+__all__ = ["ASSIGNS", "Command", "ShellBlock", "WordPart", "commands", "follow_blocks", "holds"]
 
 ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?=)")
 
