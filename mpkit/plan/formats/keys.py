@@ -56,6 +56,7 @@ class Format:
         finish: completes the fields that keys said alone by what several keys say together; it may add notes.
         reasons: why a field cannot be said, where that is more than that there is no key.
         check: raises ValueError if the framework would refuse the plan.
+        common: keys that other programs have too: by them alone no file is recognized.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Format:
     finish: Callable[[Values, Fields, list[str]], Fields] = lambda values, fields, notes: fields
     reasons: Mapping[str, str] | None = None
     check: Callable[[ExportRequest], None] = lambda asked: None
+    common: frozenset[str] = frozenset()
 
     def values_of(self, asked: ExportRequest) -> Values:
         """Return what is written, by key."""
@@ -78,10 +80,11 @@ class Format:
             ValueError: a value is none that the key can have.
         """
         known = {key.name: key for key in self.keys}
+        order = {name: at for at, name in enumerate(known)}  # of two keys of a field the later one counts
         sections = {name[:at]: name for name in known for at, letter in enumerate(name) if letter == "."}
         fields: Fields = {}
         kept: Values = {}
-        for name, value in values.items():
+        for name, value in sorted(values.items(), key=lambda item: order.get(item[0], -1)):
             if name not in known and name in sections and value is not None and value != {}:
                 raise ValueError(
                     f"{self.name}: {name} = {shorten(value)}: it holds settings, such as {sections[name]}"
@@ -101,8 +104,9 @@ class Format:
                 "bf16",
                 "fp16",
             ):
+                within = f" ({value.note})" if isinstance(value, Word) and value.note else ""
                 raise ValueError(
-                    f"{self.name}: bf16 and fp16 are both enabled; the framework takes one of them"
+                    f"{self.name}: bf16 and fp16 are both enabled{within}; the framework takes one of them"
                 )
             fields |= said
             if isinstance(value, Word) and value.note:
