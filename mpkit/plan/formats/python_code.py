@@ -116,8 +116,8 @@ def constants(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[s
                 else:
                     yield f"{sections[name]}.{keyword.arg}", _value(keyword.value, known)
                     left_out.discard(keyword.arg)
-            for argument in sorted(left_out):  # one of several recipes has it
-                yield f"{sections[name]}.{argument}", f"nothing, in another {name}"
+            for missing in sorted(left_out):  # one of several recipes has it
+                yield f"{sections[name]}.{missing}", f"nothing, in another {name}"
 
 
 def _assign(statement: ast.stmt, known: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.trainer import ARGUMENTS, fsdp_words, legacy_fsdp
+from mpkit.plan.formats.word import Word
 
 __all__ = [
     "FLAGS",
@@ -201,7 +202,7 @@ def slurm_ranks_of(values: Values, notes: list[str]) -> int:
             nodes = -(-number_of(values["--ntasks"]) // number_of(tasks))
         return number_of(str(nodes).rpartition("-")[2]) * number_of("1" if count == "gpu" else count)
     except ValueError as error:
-        open_word = next((word.reason for word in (nodes, each, total) if getattr(word, "reason", "")), error)
+        open_word = next((w.reason for w in (nodes, each, total) if isinstance(w, Word) and w.reason), error)
         raise ValueError(f"slurm: --nodes={nodes!s:.60}, {each or total!s:.60} GPUs: {open_word}") from None
 
 
