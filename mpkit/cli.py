@@ -174,6 +174,10 @@ def _demo(options: argparse.Namespace) -> None:
 def _watch(options: argparse.Namespace) -> None:
     from mpkit.views.commands.watch import CommandProgram, watch
 
+    for option in ("--ranks", "--html", "--trace"):
+        if option in options.arguments and getattr(options, option[2:]) is None:
+            said = f"{option} comes after {options.program}, so it is the script's own; mpkit's options come before it"
+            print(f"mpkit: {said}: mpkit watch {option} ... {options.program}", file=sys.stderr)
     program = CommandProgram(options.program, tuple(options.arguments), options.module)
     watch(
         program, ranks=options.ranks, device=options.device, depth=options.depth, timeout=options.timeout,

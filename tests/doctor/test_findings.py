@@ -80,7 +80,8 @@ def test_unlike_gpus() -> None:
         "mk.Cluster(devices=[0, 1])" in unlike.fix
     )  # CUDA counts the A100s first, though nvidia-smi's 0 is the T4
     assert "50.0 GiB stay unused" in unlike.costs
-    assert any("CUDA_DEVICE_ORDER is not set" in finding.evidence for finding in found.of("note"))
+    note = next(each for each in found.of("note") if "CUDA_DEVICE_ORDER is not set" in each.evidence)
+    assert note.fix == "CUDA_DEVICE_ORDER=PCI_BUS_ID python train.py"
     ordered = report("mixed-a100-t4", environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert not any("CUDA_DEVICE_ORDER" in finding.evidence for finding in ordered.findings)
     assert any("mk.Cluster(devices=[1, 2])" in finding.fix for finding in ordered.findings)

@@ -334,6 +334,8 @@ def test_tokens_travel_to_the_ranks_of_their_experts(train: Train) -> None:
         ValueError, match=r"token_routes\('head'\): no layer is called so; .*block0.mlp.experts"
     ):
         run.token_routes("head")
+    with pytest.raises(ValueError, match=r"token_routes\(0\): a layer is a name"):
+        run.token_routes(0, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="several layers are called so"):
         run.token_routes("experts")
     with pytest.raises(ValueError, match=r"step=9\): the trace has 3 steps, 0 to 2"):

@@ -206,6 +206,14 @@ def test_no_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "ranks=0" in capsys.readouterr().err
 
 
+def test_an_option_after_the_script_is_told_to_be_the_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(tmp_path / "none.py"), "--ranks", "2"])
+    assert "--ranks comes after" in (said := capsys.readouterr().err) and "mpkit watch --ranks ..." in said
+
+
 def test_memory_that_repeats_a_measured_step_is_marked(clusters: Clusters) -> None:
     clusters(2).run(accumulating, watch=True)
     watched = mk.Timeline.of(clusters(2).trace)

@@ -73,7 +73,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> VisibleGpus:
         seen = []
     if wrong:
         valid = list(dict.fromkeys(entry for entry in entries if _gpu(ordered, entry) is not None))
-        fix = f"export CUDA_VISIBLE_DEVICES={','.join(valid) or '0'}"
+        fix = f"CUDA_VISIBLE_DEVICES={','.join(valid) or '0'} python train.py"
     return VisibleGpus(tuple(seen), decided, wrong, notes, fix)
 
 
@@ -102,7 +102,7 @@ def _order_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Ordered:
     return guess, (
         f"CUDA_DEVICE_ORDER {said} and the GPUs are unlike, so CUDA counts from the one that it takes for the fastest; "
         "the order shown is a guess by compute capability and memory. nvidia-smi's order: "
-        "export CUDA_DEVICE_ORDER=PCI_BUS_ID before Python starts",
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID python train.py",
     ), wrong  # fmt: skip
 
 

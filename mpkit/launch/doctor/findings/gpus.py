@@ -145,7 +145,7 @@ def _check_alike(facts: Facts) -> Iterator[CheckupFinding]:
                 "CUDA counts unlike GPUs from the fastest on, nvidia-smi by their place on the PCI bus.",
                 "CUDA_DEVICE_ORDER is not set",
                 "cuda:0 may be another GPU than nvidia-smi's GPU 0",
-                "export CUDA_DEVICE_ORDER=PCI_BUS_ID  # before Python starts",
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID python train.py",
             )
     elif len(gpus) > 1:
         yield CheckupFinding("GPUs", Level.FINE, "The GPUs are alike.", f"{len(gpus)} x {gpus[0].name}")
