@@ -257,8 +257,8 @@ def test_models_that_cannot_be() -> None:
         mk.Plan(dp=2, ep=2, microbatches=2, recompute="full"),  # of 7 samples
         mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2),
         mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
-        mk.Plan(tp=2, sequence_parallel=True, ep=2, etp=1),
-        mk.Plan(tp=2, sequence_parallel=True),
+        pytest.param(mk.Plan(tp=2, sequence_parallel=True, ep=2, etp=1), marks=pytest.mark.soak),
+        pytest.param(mk.Plan(tp=2, sequence_parallel=True), marks=pytest.mark.soak),
     ],
     ids=repr,
 )
