@@ -56,6 +56,7 @@ class Format:
         finish: completes the fields that keys said alone by what several keys say together; it may add notes.
         reasons: why a field cannot be said, where that is more than that there is no key.
         check: raises ValueError if the framework would refuse the plan.
+        differ: what the framework does differently with what it is told of the plan, in words; "" if nothing is known.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Format:
     finish: Callable[[Values, Fields, list[str]], Fields] = lambda values, fields, notes: fields
     reasons: Mapping[str, str] | None = None
     check: Callable[[ExportRequest], None] = lambda asked: None
+    differ: Callable[[ExportRequest], str] = lambda asked: ""
 
     def values_of(self, asked: ExportRequest) -> Values:
         """Return what is written, by key."""
