@@ -18,16 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = [
-    "bytes_of_parts",
-    "member",
-    "output_tensor",
-    "part_shape",
-    "peer",
-    "reducible",
-    "root",
-    "uneven_parts",
-]
+__all__ = ["member", "output_tensor", "part_shape", "peer", "reducible", "root", "uneven_parts"]
 
 
 def member(group: Communicator, what: str) -> Communicator:
@@ -116,23 +107,6 @@ def uneven_parts(
             f"each. Ranks know the latter from ctx.comm.all_to_all(torch.tensor(sends)).tolist()"
         )
     return list(sends), list(receives)
-
-
-def bytes_of_parts(tensor: Tensor, parts: tuple[list[int], list[int]] | None) -> list[int]:
-    """Return the bytes of a tensor for each member; [] if all get as many, or nothing.
-
-    >>> import torch
-    >>> bytes_of_parts(torch.zeros(5, 2), ([4, 1], [2, 2])), bytes_of_parts(torch.zeros(4), None)
-    ([32, 8], [])
-
-    Args:
-        tensor: the payload.
-        parts: the rows for each member and from each, as `uneven_parts` returns them.
-    """
-    if parts is None or not tensor.nbytes:
-        return []
-    row = tensor.nbytes // tensor.shape[0]
-    return [row * rows for rows in parts[0]]
 
 
 def output_tensor(

@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.comm.arguments import (
-    bytes_of_parts, member, output_tensor, part_shape, reducible, uneven_parts,
-)  # fmt: skip
+from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible, uneven_parts
 from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduce_scatter
 from mpkit.strategies.comm.overlapped_pair import Turn
 from mpkit.strategies.comm.work import Work
@@ -204,7 +202,7 @@ def all_to_all(
         partial(_start_all_to_all, group, swapped, sent, parts),
         partial(wire.finish_receive, swapped),
         waits=not async_op,
-        parts=bytes_of_parts(tensor, parts),
+        rows=() if parts is None else parts[0],
     )
     return work if async_op else work.wait()
 
