@@ -1,7 +1,10 @@
 """Run every benchmark, print a table, write benchmarks/results.json.
 
-python -m benchmarks            all benchmarks
-python -m benchmarks replay     those with this word in their module's name
+python -m benchmarks                        all benchmarks
+python -m benchmarks replay                 those with this word in their module's name
+python -m benchmarks data_parallel hybrid   one pair of a benchmark, by its name in the module
+
+Each row is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
+FILE = HERE / "results.json"
 
 
 def machine() -> dict[str, Any]:
@@ -51,8 +55,9 @@ def main(words: list[str]) -> None:
     results: list[dict[str, Any]] = []
     for name in chosen:
         console.print(f"[dim]{name} ...[/dim]")
-        rows = import_module(f"benchmarks.{name}").measure()
-        results += [{**row, "machine": where} for row in rows]
+        for row in import_module(f"benchmarks.{name}").measure():
+            results.append({**row, "machine": where})
+            write(results)
     table = Table(title=f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}")
     for column in ("name", "value", "unit", "ratio", "against"):
         table.add_column(column, justify="right" if column in ("value", "ratio") else "left")
@@ -60,13 +65,16 @@ def main(words: list[str]) -> None:
         ratio = "" if row.get("ratio") is None else f"{row['ratio']:.3g}"
         table.add_row(row["name"], f"{row['value']:.4g}", row["unit"], ratio, row.get("against") or "")
     console.print(table)
-    file = HERE / "results.json"
-    kept = []
-    if words and file.exists():  # a partial run replaces its own rows only
-        fresh = {row["name"] for row in results}
-        kept = [row for row in json.loads(file.read_text()) if row["name"] not in fresh]
-    file.write_text(json.dumps(kept + results, indent=1) + "\n")
-    console.print(f"written to {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+    if not words:
+        FILE.write_text(json.dumps(results, indent=1) + "\n")  # rows of benchmarks that are no more go
+    console.print(f"written to {FILE.relative_to(Path.cwd()) if FILE.is_relative_to(Path.cwd()) else FILE}")
+
+
+def write(results: list[dict[str, Any]]) -> None:
+    """Replace rows of the file by those of the same name that have been measured now; the others stay."""
+    fresh = {row["name"] for row in results}
+    kept = [row for row in json.loads(FILE.read_text()) if row["name"] not in fresh] if FILE.exists() else []
+    FILE.write_text(json.dumps(kept + results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

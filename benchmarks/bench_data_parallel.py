@@ -14,6 +14,7 @@ not. Each side's peak memory is measured as `benchmarks.pairing` says.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -142,9 +143,8 @@ def peak(ctx: Any, name: str, side: str) -> int:
     return peak_memory(lambda: trained(ctx, job))
 
 
-def measure() -> list[dict[str, Any]]:
-    """Return the rows of the table."""
-    rows = []
+def measure() -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table; those of the pairs that are named on the command line, if any is."""
     chosen = [name for name in PLANS if name in sys.argv] or list(PLANS)
     for ranks in (2, 4):
         with mk.Cluster(ranks, device="cpu") as cluster:
@@ -152,7 +152,6 @@ def measure() -> list[dict[str, Any]]:
                 if name == "hybrid" and ranks == 2:
                     continue  # two ranks are one group
                 title = f"data parallel: a step of {name} on {ranks} ranks"
-                rows.append(compared(title, THEIRS[name], cluster.run(both, name)))
+                yield compared(title, THEIRS[name], cluster.run(both, name))
                 title = f"data parallel: peak memory of {name} on {ranks} ranks"
-                rows.append(compared_peaks(title, THEIRS[name], cluster, peak, name))
-    return rows
+                yield compared_peaks(title, THEIRS[name], cluster, peak, name)

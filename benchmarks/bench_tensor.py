@@ -19,6 +19,7 @@ prepared, including the whole model; a rank of PyTorch begins by making the mode
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -206,15 +207,13 @@ def peak(ctx: Any, name: str, side: str) -> int:
     return peak_memory(lambda: Training(ctx, cloudpickle.loads(job)).step)
 
 
-def measure() -> list[dict[str, Any]]:
-    """Return the rows of the table."""
-    rows = []
+def measure() -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table; those of the pairs that are named on the command line, if any is."""
     chosen = [name for name in PLANS if name in sys.argv] or list(PLANS)
     with mk.Cluster(RANKS, device="cpu") as cluster:
         for name in chosen:
             check_same(cluster, name)
             title = f"tensor parallel: a step of {name} on {RANKS} ranks"
-            rows.append(compared(title, THEIRS[name], cluster.run(both, name)))
+            yield compared(title, THEIRS[name], cluster.run(both, name))
             title = f"tensor parallel: peak memory of {name} on {RANKS} ranks"
-            rows.append(compared_peaks(title, THEIRS[name], cluster, peak, name))
-    return rows
+            yield compared_peaks(title, THEIRS[name], cluster, peak, name)

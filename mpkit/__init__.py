@@ -78,8 +78,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(homes())
     if name.startswith("__") or name not in homes():
-        now = f"; it is {NOW[name]} now" if name in NOW else ""
-        raise AttributeError(f"module 'mpkit' has no attribute {name!r}{now}")
+        raise _unknown_name(name)
     home = homes()[name]
     try:
         value = vars(import_module(home)).get(name) or import_module(f"{home}.{name}")
@@ -89,6 +88,19 @@ def __getattr__(name: str) -> Any:
         raise needs_torch(f"mk.{name}") from None
     globals()[name] = value
     return value
+
+
+def _unknown_name(name: str) -> Exception:
+    """Return the error for a name that is not at the top: where it is now, or what is near."""
+    from difflib import get_close_matches
+
+    from mpkit.errors import UnknownName
+
+    near = [f"mk.{each}" for each in get_close_matches(name, homes(), 2, 0.7)]
+    hint = (
+        f"; it is {NOW[name]} now" if name in NOW else f". Did you mean {' or '.join(near)}?" if near else ""
+    )
+    return UnknownName(f"module 'mpkit' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,7 @@ __all__ = [
     "NotSerial",
     "RankFailed",
     "TraceError",
+    "UnknownName",
     "UnwisePlan",
 ]
 
@@ -28,6 +29,10 @@ class MpkitError(Exception):
 
 class ArgumentError(TypeError, ValueError):
     """A call lacks a required argument or has an unknown one; the message shows a call to paste."""
+
+
+class UnknownName(MpkitError, AttributeError):
+    """mpkit has no such name at its top; the message names the nearest."""
 
 
 class NeedsTorch(MpkitError, ImportError):

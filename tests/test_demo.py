@@ -200,3 +200,18 @@ def test_no_figure_of_a_run_stands_on_the_page_or_in_the_terminal_with_two_value
         said["peak memory"] = {most, f"{drawn} micro-batch", cells["peak memory per GPU"].removesuffix("es")}
         assert {what: len(values) for what, values in said.items()} == dict.fromkeys(said, 1), said
         assert state["of"] == f"step {outcome.typical_step}" and outcome.typical_step != 2
+
+
+def test_all_memory_of_the_demo_has_one_unit(tmp_path: Path) -> None:
+    """In the terminal's table, the page's, each picture's words and each table of ranks."""
+    demo = Demo(html=str(tmp_path / "demo.html"), console=Console(file=io.StringIO(), width=200))
+    outcomes = simulated_outcomes()
+    for outcome, size in zip(outcomes, (3000, 20, 10), strict=True):
+        outcome.timeline.clock = "virtual"
+        outcome.timeline.held["total"] *= size << 20
+    demo.console.print(demo.table(outcomes))
+    demo._keep(outcomes, "trains nothing")
+    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
+    terminal = demo.console.file.getvalue()  # type: ignore[attr-defined]
+    for words in (terminal, re.sub(r'<script type="text/plain".*?</script>', "", page)):
+        assert {*re.findall(r"\d (GiB|MiB|KiB)\b", words)} == {"GiB"}

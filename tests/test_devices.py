@@ -155,8 +155,8 @@ def test_a_cluster_on_gpus_prints_who_is_where_and_which_variable_decided(
         assert head.split() == ["rank", "device", "name", "UUID", "or", "bus", "id", "memory"]
         # CUDA counts A100, A100, T4; of these the second and the first are visible.
         assert [row.split() for row in rows[:2]] == [
-            ["0", "cuda:1", "A100", "GPU-1a5f", "80", "GiB"],
-            ["1", "cuda:0", "A100", "GPU-2a5f", "80", "GiB"],
+            ["0", "cuda:1", "A100", "GPU-1a5f", "80.0", "GiB"],
+            ["1", "cuda:0", "A100", "GPU-2a5f", "80.0", "GiB"],
         ]
         assert rows[2:4] == ["no real machine: 3 GPUs of a test", "decided by: CUDA_VISIBLE_DEVICES=1,0"]
         assert "CUDA_DEVICE_ORDER is not set" in capsys.readouterr().out
@@ -241,7 +241,7 @@ def test_a_launched_cluster_on_gpus_prints_what_each_rank_says(
         monkeypatch.setenv(name, value)
     with mk.Cluster(devices=[2]) as cluster:
         assert (cluster.ranks, cluster.backend) == (1, "nccl")
-        assert str(cluster).splitlines()[2].split() == ["0", "cuda:2", "A100", "GPU-2a5f", "80", "GiB"]
+        assert str(cluster).splitlines()[2].split() == ["0", "cuda:2", "A100", "GPU-2a5f", "80.0", "GiB"]
         assert cluster.resized(1).backend == "nccl"
     with pytest.raises(
         ValueError, match="devices= names 2 devices, and the launcher has started 1 rank on the node"

@@ -28,10 +28,13 @@ def without_code(text: str) -> str:
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
 
 
+def headings(text: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings as GitHub makes them: lower case, hyphens for spaces, no punctuation."""
-    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings(text)}
 
 
 def broken(path: Path) -> list[str]:
@@ -67,6 +70,12 @@ def test_each_word_is_explained_once() -> None:
     heads = re.findall(r"^### (.+)$", prose(ROOT / "docs/glossary.md"), flags=re.MULTILINE)
     assert len(heads) >= 40
     assert len({head.lower() for head in heads}) == len(heads)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_no_page_has_a_section_twice(path: Path) -> None:
+    heads = headings(prose(path))
+    assert sorted(heads) == sorted({*heads})
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

@@ -184,6 +184,14 @@ def test_a_traceback_ends_at_the_users_line(clusters: Callable[[int], mk.Cluster
 
 
 @pytest.mark.usefixtures("folded")
+def test_a_mistyped_name_is_answered_at_the_users_line() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'chek'\. Did you mean mk\.check\?") as caught:
+        _ = (lambda: mk.chek)()
+    assert places(caught.value)[-1] == "<lambda>" and "__getattr__" not in places(caught.value)
+    assert not hasattr(mk, "zzz")
+
+
+@pytest.mark.usefixtures("folded")
 def test_what_the_users_functions_do_stays_visible(clusters: Callable[[int], mk.Cluster]) -> None:
     with pytest.raises(KeyError) as caught:
         clusters(2).train(layers(), own_data(), mk.Plan.ddp(2), **HOW)

@@ -110,7 +110,7 @@ def test_on_a_gpu_the_allocator_is_part_of_the_picture() -> None:
         "device": {"allocated": 14 * 10**9, "reserved": 20 * 10**9, "free": 10**9, "total": 24 * 10**9},
     }
     said = out_of_memory_text(0, picture, Trace([]))
-    assert "torch allocated 13.0 GiB (0.93 GiB of it in no category" in said
+    assert "torch allocated 13.0 GiB (954 MiB of it in no category" in said
     assert "keeps 5.6 GiB unused, and 2.8 GiB are CUDA's own and other programs'" in said
     assert "expandable_segments:True" in said
 

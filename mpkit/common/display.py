@@ -123,11 +123,11 @@ class ChartedResult(HasChart, DrawnResult):
         return picture | HasChart._repr_mimebundle_(self, include, exclude)
 
 
-WIDE, NARROW = 960, 420
+NARROW, WIDE, WIDER = 420, 960, 1400
 """Pixels: the widths of pictures in notebooks."""
 
 
-def image(drawn: str | Callable[[int], str], words: str) -> str:
+def image(drawn: str | Callable[[int], str], words: str, *, fill: bool = False) -> str:
     """Return an `<img>` that holds its SVG, with words for readers who cannot see it.
 
     This is the only kind of SVG that JupyterLab shows for an output whose widget is gone, and an image runs no script.
@@ -136,16 +136,25 @@ def image(drawn: str | Callable[[int], str], words: str) -> str:
         drawn: the picture, or what draws it in a width: then columns of less than 620 pixels, such as half of a window
             or a phone, show it as drawn for them.
         words: the picture in words.
+        fill: whether it is as wide as its column, beside a widget that is, instead of 960 pixels at most.
     """
     if isinstance(drawn, str):
         return f'<img alt="{escape(words, quote=True)}" style="max-width:100%" src="{_address(drawn)}">'
     # Each picture's width is far below 0 or far above its most, by the width of what surrounds it: one of them shows.
-    looks = [
-        f"width:calc({what}*999);max-width:min(100%,{most}px);height:auto"
-        for what, most in (("(100% - 619px)", WIDE), ("(620px - 100%)", NARROW))
-    ]
-    wide = f'<img alt="{escape(words, quote=True)}" style="{looks[0]}" src="{_address(drawn(WIDE))}">'
-    return wide + f'<img width="0" height="0" alt="" style="{looks[1]}" src="{_address(drawn(NARROW))}">'
+    above, below = "(100% - 619px)*999", "(620px - 100%)*999"
+    shown = {
+        WIDE: (f"calc({above})", f"min(100%,{WIDE}px)"),
+        NARROW: (f"calc({below})", f"min(100%,{NARROW}px)"),
+    }
+    if fill:
+        shown[WIDE] = f"calc(min({above},(1100px - 100%)*999))", "100%"
+        shown[WIDER] = "calc((100% - 1099px)*999)", "100%"
+    pictures = []
+    for each, (width, most) in shown.items():
+        told = f'alt="{escape(words, quote=True)}"' if each == WIDE else 'width="0" height="0" alt=""'
+        style = f"width:{width};max-width:{most};height:auto"
+        pictures.append(f'<img {told} style="{style}" src="{_address(drawn(each))}">')
+    return "".join(pictures)
 
 
 def _address(svg_text: str) -> str:

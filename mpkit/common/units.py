@@ -33,28 +33,35 @@ def bytes_text(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def memory_text(value: float) -> str:
-    """Format bytes of memory: in GiB, as drivers and frameworks report it; under a tenth of one in MiB, and so on.
+def memory_text(value: float, like: float = 0) -> str:
+    """Format bytes of memory in GiB, MiB or KiB, as drivers and frameworks report it.
 
-    >>> memory_text(45.31 * 2**30), memory_text(0.25 * 2**30), memory_text(0.05 * 2**30), memory_text(0)
-    ('45.3 GiB', '0.25 GiB', '51.2 MiB', '0 B')
+    Args:
+        value: bytes.
+        like: the largest amount of a table or a list, whose unit all its amounts have; 0: the value's own.
+
+    >>> memory_text(45.31 * 2**30), memory_text(0.25 * 2**30), memory_text(0)
+    ('45.3 GiB', '256 MiB', '0 B')
+    >>> [memory_text(size * 2**30, like=45 * 2**30) for size in (45.3, 0.25, 0.001, 0)]
+    ['45.3 GiB', '0.25 GiB', '<0.01 GiB', '0 GiB']
     """
-    factor, unit = memory_unit(value)
+    factor, unit = memory_unit(max(abs(value), like))
     number = value / factor
-    if unit == "B":
-        return f"{value:.0f} B"
-    return f"{number:.1f} {unit}" if unit == "GiB" and number >= 0.995 else f"{_digits(number)} {unit}"
+    if unit == "B" or not value:
+        return f"{value:.0f} {unit}"
+    if abs(number) < 0.005:
+        return f"<0.01 {unit}"
+    return f"{number:.1f} {unit}" if unit == "GiB" and abs(number) >= 0.995 else f"{_digits(number)} {unit}"
 
 
 def memory_share(part: float, whole: float) -> str:
-    """Format bytes of memory out of those that are there, with the unit once where it is the same.
+    """Format bytes of memory out of those that are there, with one unit.
 
-    >>> memory_share(45.31 * 2**30, 79.1 * 2**30), memory_share(5 * 2**20, 2**30)
-    ('45.3 of 79.1 GiB', '5.00 MiB of 1.0 GiB')
+    >>> memory_share(45.31 * 2**30, 79.1 * 2**30), memory_share(0.5 * 2**30, 79.1 * 2**30)
+    ('45.3 of 79.1 GiB', '0.50 of 79.1 GiB')
     """
-    held, room = memory_text(part), memory_text(whole)
-    unit = " " + room.split(" ")[1]
-    return f"{held.removesuffix(unit)} of {room}"
+    held, unit = memory_text(part, max(part, whole)).split(" ")
+    return f"{held} of {memory_text(whole, max(part, whole)).removesuffix(f' {unit}')} {unit}"
 
 
 def memory_unit(value: float) -> tuple[int, str]:
@@ -64,7 +71,7 @@ def memory_unit(value: float) -> tuple[int, str]:
     ((1073741824, 'GiB'), (1048576, 'MiB'))
     """
     for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if abs(value) >= 0.1 * factor:
+        if abs(value) >= 0.9995 * factor:
             return factor, unit
     return 1, "B"
 

@@ -42,7 +42,7 @@ def _bars(held: Mapping[str, int]) -> list[str]:
     total = sum(held.values())
     rows = [*((category, held.get(category, 0)) for category in CATEGORIES), ("in all", total)]
     return [
-        f"  {name:<12}{memory_text(nbytes):>9}  {'█' * round(BAR * nbytes / total) if total else ''}".rstrip()
+        f"  {name:<12}{memory_text(nbytes, total):>9}  {'█' * round(BAR * nbytes / total) if total else ''}".rstrip()
         for name, nbytes in rows
     ]
 

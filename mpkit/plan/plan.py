@@ -75,7 +75,7 @@ class Plan:
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
             experts and back by all-to-alls. In a schedule with pairs ("overlapped_1f1b", "dualpipev" or one's own,
-            `F2&B0`) they travel while the pair's other action computes; under ZeRO-3 pairs run one after the other.
+            `F2&B0`) they travel while the pair's other action computes.
         etp: the ranks along tp that share each expert: tp, of which each has a part; 1: ep counts the ranks along tp
             too, each of which has tokens of its own (`sequence_parallel`), and the mesh of the experts is folded over
             that of the attention. None: the ranks along tp hold the same experts.

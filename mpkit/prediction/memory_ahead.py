@@ -3,6 +3,7 @@
     at hand     the memory of the smallest device, divided among the ranks that share it
     needed      what `mk.fits` estimates where the model's sizes can be read; of any other model the parameters,
                 gradients and optimizer's states alone, which is less than it will need
+    copies      of experts (`mk.models.place_experts`), with their gradients, of which neither of these knows
 
 It is a warning and no refusal: an estimate of memory has a band, and a run that is out of memory says so itself.
 """
@@ -71,9 +72,18 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
     """
     if not available:
         return ""
+    from mpkit.strategies.experts.copies import borrowed_bytes
+
+    borrowed = borrowed_bytes(model, plan)
+    if borrowed >= available:
+        return (
+            f"{plan!r} needs {memory_text(borrowed)} per rank for copies of experts, and a rank has "
+            f"{memory_text(available)}: mk.models.place_experts(model, orders) with fewer slots needs less"
+        )
+    available -= borrowed
     found = _estimate_memory(model, plan, shape, available)
     if found is None:
-        return _states_alone(model, plan, available)
+        return _states_alone(model, plan, available, borrowed)
     if found:
         return ""
     remedy = "No change of one or two things makes it fit."
@@ -81,7 +91,7 @@ def memory_warning(model: nn.Module, plan: Plan, shape: Sequence[int], available
         remedy = f"What would fit: {found.remedy.plan!r} ({found.remedy.change})."
     return (
         f"{plan!r} is estimated to need {memory_text(found.needed)} on rank {found.fullest}, which has "
-        f"{memory_text(available)}; the largest part is {found.largest}. {remedy} "
+        f"{memory_text(available)}{_describe_copies(borrowed)}; the largest part is {found.largest}. {remedy} "
         f"print(mk.fits(model, plan, hardware, global_batch={shape[0]}, sequence={shape[1]})) says more"
     )
 
@@ -102,7 +112,12 @@ def _estimate_memory(model: nn.Module, plan: Plan, shape: Sequence[int], availab
         return None  # the training can do what an estimate cannot, such as micro-batches of unequal size
 
 
-def _states_alone(model: nn.Module, plan: Plan, available: int) -> str:
+def _describe_copies(borrowed: int) -> str:
+    """Return the words for memory that copies take; "" if there are none."""
+    return f" beside {memory_text(borrowed)} of copies of experts" if borrowed else ""
+
+
+def _states_alone(model: nn.Module, plan: Plan, available: int, borrowed: int) -> str:
     psi = sum(parameter.numel() for parameter in model.parameters()) // (plan.pp * plan.tp)
     held = formula(plan, psi, itemsize=4 if plan.precision == "full" else 2)
     needed = sum(held.values())
@@ -111,8 +126,8 @@ def _states_alone(model: nn.Module, plan: Plan, available: int) -> str:
     largest = max(held, key=held.__getitem__)
     return (
         f"{plan!r} needs at least {memory_text(needed)} per rank for parameters, gradients and Adam's states, and "
-        f"a rank has {memory_text(available)}; the largest part is {largest}. ZeRO divides them among replicas: "
-        f"mk.Plan.zero(3, {max(2, plan.ranks)})"
+        f"a rank has {memory_text(available)}{_describe_copies(borrowed)}; the largest part is {largest}. "
+        f"ZeRO divides them among replicas: mk.Plan.zero(3, {max(2, plan.ranks)})"
     )
 
 

@@ -40,6 +40,8 @@ class FormulaInputs:
         experts: by rank, the number of elements in the experts that it holds, under expert parallelism.
         rows: by stage, bytes of the rows of one micro-batch that go to experts, whole sequences.
         counts: by stage, bytes of the numbers of rows by expert.
+        copies: by rank, bytes of copies of experts that it sends per step: weights that it owns, gradients of others'.
+        copied: by rank, the elements of its experts in layers that have copies, whose gradients are complete late.
         owned: by stage, n k: of n ranks and of the k elements of the one that owns most, where ZeRO-1 divides by owner.
         own: by axis of one's own, by kind of communication: its formula in symbols, and by stage the bytes that a rank
             sends on the wire for a micro-batch.
@@ -69,6 +71,8 @@ class FormulaInputs:
     experts: Sequence[int] = ()
     rows: Sequence[float] = ()
     counts: Sequence[float] = ()
+    copies: Sequence[float] = ()
+    copied: Sequence[float] = ()
     owned: Sequence[float] = ()
     own: Mapping[str, Mapping[str, tuple[str, Sequence[float]]]] = field(default_factory=dict)
     routing: tuple[Sequence[float], Sequence[float]] = ((), ())
@@ -95,7 +99,8 @@ class FormulaInputs:
             queries_outputs=told.get("qo_bytes") or (), loss=told.get("loss_bytes") or (0.0, 0.0),
             partial=told.get("partial_bytes") or (), tied=told.get("tied_bytes") or (), split=told.get("split") or (),
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
-            counts=told.get("counts_bytes") or (), owned=told.get("owned") or (), own=told.get("own") or {},
+            counts=told.get("counts_bytes") or (), copies=told.get("copies_bytes") or (),
+            copied=told.get("copied_params") or (), owned=told.get("owned") or (), own=told.get("own") or {},
             routing=(told.get("routing_reduced") or (), told.get("routing_gathered") or ()),
             norm_axes=meta.get("norm_axes") or (), blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip

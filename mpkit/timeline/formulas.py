@@ -12,7 +12,8 @@
           of a step is among all, and the others within groups of s: (2 m - 1) psi (s-1)/s
     pp    b s h elements per boundary and micro-batch, forward and backward
     ep    two all-to-alls of T k h elements per layer with experts, forward and backward: 4 T k h (ep-1)/ep, and one of
-          the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones
+          the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones.
+          Where experts have copies, their weights travel once per step, and their gradients back
     own   what an axis of one's own says (`mpkit.plan.axes.Axis.volume`)
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
           4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c. Ulysses times a
@@ -255,7 +256,9 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
             return known.total(known.owned, rank) * known.element * (n - 1) / n
         count = _gathers_of_step(known, rank) if (zero, kind) == (3, Kind.ALL_GATHER) else times
         psi = known.params[rank] if both else known.replica_elements(rank, of_experts=of_experts)
-        return (1 if once else count) * psi * known.element * (n - 1) / n
+        # Gradients of experts with copies are whole until the end of the step, and are reduced once.
+        late = known.copied[rank] if of_experts and known.copied and kind == Kind.REDUCE_SCATTER else 0.0
+        return ((1 if once else count) * (psi - late) + late) * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
 
@@ -328,16 +331,21 @@ def _experts(known: FormulaInputs) -> Formula | None:
         return None
     own_tokens = known.plan.get("sequence_parallel") and not any(known.expert_regions)
     divided = known.mesh.cp * (known.mesh.tp if own_tokens else 1)
+    copied = any(known.copies)
 
     def volume(rank: int) -> float:
         counts = known.total(known.counts, rank) * (1 + known.recomputations)
-        return (times * known.total(known.rows, rank) / divided + counts) * known.microbatches * (n - 1) / n
+        rows = (times * known.total(known.rows, rank) / divided + counts) * known.microbatches
+        return (rows + (known.copies[rank] if copied else 0.0)) * (n - 1) / n
 
     words = (
         "tokens to their experts and back: forward, and the gradients, as if experts were equally busy; "
         "a rank returns the rows that it received, so its ratio says how busy its experts are"
     )
-    return Formula(f"{times:g} T k h (ep-1)/ep a layer a micro-batch", words, volume)
+    symbols = f"{times:g} T k h (ep-1)/ep a layer a micro-batch"
+    if copied:
+        symbols, words = f"{symbols}; 2 w a copy", f"{words}; weights of copies, and their gradients, w each"
+    return Formula(symbols, words, volume)
 
 
 def _context(known: FormulaInputs, kind: Kind) -> Formula | None:

@@ -72,13 +72,14 @@ class VolumeRow:
     def routed_more(self) -> float:
         """How many more rows than the mean the experts of a rank received, as a share; 0 of another row.
 
-        Half of the rows that a rank handles are those that it returns.
+        Half of the rows that a rank handles are those that it returns. Where it sends anything else, it is not known.
 
         >>> row = VolumeRow("ep", "all_to_all", 8, 220.0, 121.0, "4 T k h (ep-1)/ep", expected=100.0, even=110.0)
         >>> round(row.routed_more, 9), round(row.moved_more, 9)
         (0.2, 0.1)
         """
-        routed = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and "|Q" not in self.symbols
+        alone = "|Q" not in self.symbols and "a copy" not in self.symbols
+        routed = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and alone
         return 2 * (self.even / self.expected - 1) if routed and self.expected else 0.0
 
     @property

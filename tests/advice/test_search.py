@@ -248,7 +248,7 @@ def test_pairs_are_advised_where_they_hide_much(stack: str) -> None:
     joint = [each for each in found if has_pairs(each.layout.schedule)]
     assert (found[0] in joint) == (stack != "torchtitan")
     assert bool(joint) == (stack != "torchtitan")
-    assert all(each.layout.ep > 1 and each.layout.zero < 3 for each in joint)
+    assert all(each.layout.ep > 1 for each in joint)
     recomputed = {each.layout.recompute for each in joint}
     assert ("full" in recomputed) == (stack == "pytorch")
     for each in joint[:5]:

@@ -44,7 +44,7 @@ def test_nothing_costs_on_a_machine_with_nvswitch(case: str) -> None:
 def test_four_4090_talk_through_the_cpu_without_p2p_and_one_is_in_use() -> None:
     said = costs(report("4x-rtx-4090"))
     assert [each.partition(":")[0] for each in said] == ["GPUs", "links", "links"]
-    assert "GPU 0 is in use: 15 GiB of its 24 GiB" in said[0]
+    assert "GPU 0 is in use: of its memory 15.0 of 24.0 GiB" in said[0]
     assert "No NVLink: the GPUs talk over PCI Express, through the CPU (SYS at worst)" in said[1]
     assert "6 pairs of GPUs cannot read each other's memory (P2P): the GPU does not support it" in said[2]
 
@@ -79,7 +79,7 @@ def test_unlike_gpus() -> None:
     assert (
         "mk.Cluster(devices=[0, 1])" in unlike.fix
     )  # CUDA counts the A100s first, though nvidia-smi's 0 is the T4
-    assert "50 GiB stay unused" in unlike.costs
+    assert "50.0 GiB stay unused" in unlike.costs
     assert any("CUDA_DEVICE_ORDER is not set" in finding.evidence for finding in found.of("note"))
     ordered = report("mixed-a100-t4", environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert not any("CUDA_DEVICE_ORDER" in finding.evidence for finding in ordered.findings)

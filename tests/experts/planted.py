@@ -10,13 +10,14 @@ from torch import Tensor
 
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.experts import divided_experts
+from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.models.experts.routing import number_rows
 from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.update.update import Update
 from mpkit.strategies.zero.secondary import SecondaryFlat
 from tests.proof.planted import Planted
 
-__all__ = ["BALANCE_FAULTS", "EXPERT_FAULTS", "PlantedInExperts"]
+__all__ = ["BALANCE_FAULTS", "COPY_FAULTS", "EXPERT_FAULTS", "PlantedInExperts"]
 
 
 def of_all_replicas(rank: int) -> None:
@@ -93,6 +94,31 @@ BALANCE_FAULTS: dict[str, Callable[[int], None]] = {
     "stale secondary shards": stale_secondary_shards,
 }
 
+
+def copies_without_gradient(rank: int) -> None:
+    """What copies compute brings the expert no gradient."""
+    ExpertCopies.give_back = lambda self: None  # type: ignore[method-assign]
+
+
+def old_copies(rank: int) -> None:
+    """Copies are those of the first step for ever."""
+    ExpertCopies.expire = lambda self: None  # type: ignore[method-assign]
+
+
+def copies_of_others(rank: int) -> None:
+    """Rows of a borrowed expert are computed with the owned ones."""
+    original = ExpertCopies.compute
+    ExpertCopies.compute = lambda self, rows, places, compute: original(  # type: ignore[method-assign]
+        self, rows, [place % self._owned for place in places], compute
+    )
+
+
+COPY_FAULTS: dict[str, Callable[[int], None]] = {
+    "copies without gradient": copies_without_gradient,
+    "old copies": old_copies,
+    "copies of others": copies_of_others,
+}
+
 EXPERT_FAULTS: dict[str, Callable[[int], None]] = {
     "experts of all replicas": of_all_replicas,
     "other experts": by_other_experts,
@@ -107,4 +133,4 @@ class PlantedInExperts(Planted):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if dist.is_initialized():
-            (EXPERT_FAULTS | BALANCE_FAULTS)[self.fault](dist.get_rank())
+            (EXPERT_FAULTS | BALANCE_FAULTS | COPY_FAULTS)[self.fault](dist.get_rank())

@@ -70,9 +70,21 @@ def test_dropout_and_recomputation_draw_what_they_draw_one_after_the_other(train
     assert str(joint.proof).startswith("equal to serial training")
 
 
-def test_zero_3_runs_one_after_the_other(train: Train) -> None:
-    run = train(gpt(layers=4), texts(7), replace(DUALPIPE, zero=3), **{**HOW, "steps": 1})
-    assert parts_of(run.timeline()) == 0
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(ONE_STAGE, zero=3, recompute="full"),
+        pytest.param(replace(DUALPIPE, zero=3, prefetch=2), marks=pytest.mark.soak),
+        pytest.param(replace(ONE_STAGE, dp=4, zero=3, dp_secondary=2), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_zero_3_gathers_for_both(train: Train, plan: mk.Plan) -> None:
+    """Either action frees what it has passed, unless the other one still needs it."""
+    model, data = gpt(layers=4, dropout=0.1), texts(7)
+    joint, other = (train(model, data, each, **{**HOW, "steps": 3}) for each in (plan, apart(plan)))
+    check_alike(joint, other)
+    assert str(joint.proof).startswith("equal to serial training")
 
 
 # ---- on a clock that counts -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def diagnosed(folder: Path, where: str) -> Diagnosis:
             "begins the step 5.00 ms after its peers, and until then has been given nothing to do",
         ),
         ("host", "straggler", "its device stands still between operations for 5.0"),
-        ("data", "data loading", "Rank 2 loads data for 5.05 ms a step"),
+        ("data", "data loading", "Rank 2 loads data for 5.05 ms per step"),
         ("kernels", "straggler", "takes 1.63 times as long"),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_late_rank_is_named_with_what_is_late(tmp_path: Path, where: str, kind
     assert first.kind == kind and first.ranks == (2,)
     assert first.words.startswith("Rank 2")
     assert says in first.words
-    assert "the others wait 5.00 ms a step for it" in first.words
+    assert "the others wait 5.00 ms per step for it" in first.words
     assert kind != "straggler" or "arrives last in 1 of 1 collectives" in first.words
     assert first.gain == pytest.approx(5e-3, rel=0.02)
     assert not [each for each in found if each is not first and "straggler" in each.kind]

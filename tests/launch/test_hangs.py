@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import Patience
 from mpkit.launch.hang.progress import Sight
 from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.trace import MEMORY, OP, Kind
+from mpkit.trace.trace import RankTrace
 from tests.limits import wait_for
 
 
@@ -82,6 +85,14 @@ class Looks:
             self.time += after
             over = self.patience.is_over((Sight(3), Sight(3, waiting=True)), **found)  # type: ignore[arg-type]
         return over
+
+
+@pytest.mark.parametrize(("end", "says"), [(0, "; in backward"), (9, "; last seen at the end of wait")])
+def test_a_rank_is_in_what_it_has_not_ended(end: int, says: str) -> None:
+    """A backward that waited, and goes on, is where its rank is: the wait within it has ended."""
+    ops = np.zeros(2, OP)
+    ops["kind"], ops["start"], ops["end"] = [Kind.BACKWARD, Kind.WAIT], [1, 2], [end, 3]
+    assert hang._describe_last(RankTrace(ops, np.empty(0, MEMORY), [""])) == says
 
 
 def test_a_pause_of_the_whole_machine_counts_as_two_looks() -> None:

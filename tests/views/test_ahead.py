@@ -18,6 +18,7 @@ from mpkit.views.memory.fits import fits_svg
 from mpkit.views.memory.series import device_memory
 from mpkit.views.memory.svg import memory_svg
 from mpkit.views.page.html import html
+from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.tracks import pack_tracks
 from tests.kineto.program import ddp_program, write_ranks
 
@@ -130,3 +131,18 @@ def test_a_path_of_many_operations_is_no_slab() -> None:
     path = timeline.critical_path()
     assert len(path.ops) > 700
     assert path.to_svg().count('class="path"') < 20
+
+
+def test_amounts_of_a_list_have_one_unit() -> None:
+    found = mk.fits("gpt2", mk.Plan.ddp(2), "2x-titan-rtx", sequence=1024)
+    for words in (str(found), str(found.estimate), " ".join(drawn_words(fits_svg(found)))):
+        assert "buffers" in words and {*re.findall(r"\d (GiB|MiB|KiB)\b", words)} == {"GiB"}, words
+
+
+@pytest.mark.parametrize("width", [240, 420, 960])
+def test_words_below_a_timeline_stay_inside_and_its_axis_has_a_number(width: int) -> None:
+    timeline = mk.simulate(mk.Plan.gpipe(2, 2), 4.5, 4.5, 0.0)
+    drawn = svg(replace(timeline, clock="measured", meta={"hardware": "8x-a100-nvlink"}), width)
+    for x, words in re.findall(r'<text class="faint" x="([\d.]+)" y="[\d.]+">([^<]*)</text>', drawn):
+        assert float(x) + 6.6 * len(words) <= width, words
+    assert len([words for words in drawn_words(drawn) if re.fullmatch(r"\d+ s", words)]) >= 1

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mpkit.common.safe_text import escape, visible
+from mpkit.common.units import memory_text
 from mpkit.devices.local import queries
 from mpkit.devices.local.choose import DeviceChoice
 from mpkit.devices.local.inventory import Inventory, LocalDevice
@@ -42,8 +43,8 @@ def text_table(chosen: DeviceChoice, ranks: int, inventory: Inventory | None) ->
     >>> pair = Inventory("cuda", (LocalDevice("T4", "GPU-0a", 15 << 30, 0), LocalDevice("T4", "GPU-1a", 15 << 30, 1)))
     >>> print(text_table(DeviceChoice("cuda", (1, 0)), 2, pair))
     rank  device  name  UUID or bus id  memory
-    0     cuda:1  T4    GPU-1a          15 GiB
-    1     cuda:0  T4    GPU-0a          15 GiB
+    0     cuda:1  T4    GPU-1a          15.0 GiB
+    1     cuda:0  T4    GPU-0a          15.0 GiB
     decided by: no variable is set
     """
     return _text([row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
@@ -59,7 +60,7 @@ def row_of(chosen: DeviceChoice, rank: int, inventory: Inventory | None) -> Devi
     there = inventory.devices if inventory is not None else ()
     number = chosen.number_of(rank)
     device = there[number] if number < len(there) else LocalDevice()
-    memory = f"{device.memory / 2**30:.3g} GiB" if device.memory else "?"
+    memory = memory_text(device.memory) if device.memory else "?"
     name = "mps" if chosen.kind == "mps" else f"{chosen.kind}:{number}"
     return DeviceRow(name, device.name or "?", device.identity or "?", memory)
 

@@ -172,8 +172,9 @@ def _each_rank(trace: Trace, stacks: dict[int, str], now: int) -> Iterator[str]:
 def _describe_last(rank: RankTrace) -> str:
     if not len(rank.ops):
         return "; it has recorded nothing yet"
-    last = rank.ops[-1]
-    verb = "in" if last["end"] == 0 else "last seen at the end of"
+    running = rank.ops[rank.ops["end"] == 0]
+    last = running[-1] if len(running) else rank.ops[-1]
+    verb = "in" if len(running) else "last seen at the end of"
     return f"; {verb} {Kind(int(last['kind'])).word} {rank.name(int(last['name']))}".rstrip()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mpkit.plan.formats.deepspeed import BUCKET
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -24,15 +25,19 @@ from mpkit.plan.formats.keys import (
     older_key,
     refuse_file,
 )
+from mpkit.plan.formats.megatron import ALL_AT_ONCE
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import YAML
-from mpkit.plan.formats.trainer import legacy_fsdp
+from mpkit.plan.formats.trainer import OFFLOADED_WITH_3, STRATEGIES, legacy_fsdp
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 
 __all__ = ["ACCELERATE"]
 
 MODES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+OTHER_DEVICES = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
+DEEPSPEED_BUCKET = BUCKET * 4 / 2**20
+"""MiB of DeepSpeed's buckets in 32 bits, of which Accelerate's file says nothing."""
 SHARDING = {
     "1": "full_shard",
     "2": "shard_grad_op",
@@ -65,7 +70,7 @@ def _write_for(name: str, write: Callable[[ExportRequest], Any]) -> Callable[[Ex
 
 def _mode(value: Any) -> dict[str, Any]:
     value = "NO" if value is False else value  # YAML's NO without quotes
-    if value not in MODES:
+    if value not in (*MODES, *OTHER_DEVICES):
         raise ValueError(f"one of {', '.join(MODES)}")
     return {"zero": 3} if value == "FSDP" else {"schedule": ONE_F_ONE_B} if value == "MEGATRON_LM" else {}
 
@@ -108,11 +113,28 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         hybrid = words.lower().startswith("hybrid") and fields["dp"] % machines == 0
         fields |= legacy_fsdp(words, [] if hybrid else notes)
         fields |= {"dp_shard": fields["dp"] // machines} if hybrid else {}  # a group per machine
-    elif str(values.get(f"{FSDP}_reshard_after_forward", True)).lower() in ("false", "shard_grad_op"):
+    elif (reshard := str(values.get(f"{FSDP}_reshard_after_forward", True)).lower()) in STRATEGIES:
+        fields |= legacy_fsdp(reshard, notes)
+    elif not bool_of(reshard):
         fields["zero"] = 2
-    if fields.get("offload") == "params":
-        fields["zero"] = 3
+    if fields["dp"] * fields.get("cp", 1) > 1:
+        halved = 1 if fields.get("precision", "full") == "full" else 2
+        buckets = {"DEEPSPEED": DEEPSPEED_BUCKET / halved, "MEGATRON_LM": ALL_AT_ONCE}
+        fields |= {"bucket_mb": buckets[kind]} if (kind := values.get("distributed_type")) in buckets else {}
+    if fields.get("offload") == "params" and fields.get("zero") != 3:
+        _drop_offload(values, fields, notes)
     return fields
+
+
+def _drop_offload(values: Values, fields: Fields, notes: list[str]) -> None:
+    """Read an offload of parameters without ZeRO-3 as the framework does, or as the nearest plan."""
+    if values.get("distributed_type") == "DEEPSPEED":
+        is_offloaded = values.get(f"{SPEED}.offload_optimizer_device", "none") != "none"
+        fields["offload"] = "optimizer" if is_offloaded and fields["zero"] else "none"
+        notes.append("offload of parameters goes with ZeRO-3: left out")
+    else:
+        notes.append(OFFLOADED_WITH_3)
+        fields["zero"] = 3
 
 
 FSDP, PARALLEL = "fsdp_config.fsdp", "parallelism_config.parallelism_config"
@@ -206,8 +228,9 @@ ACCELERATE = Format(
         "zero": "of DDP with tensor or context parallelism it shards parameters (ZeRO-3 or -2), of a pipeline "
         "optimizer states only",
         "recompute": "all blocks or none, and with FSDP only",
-        "offload": "with a pipeline or shared layers it stays on the GPU; FSDP offloads everything or nothing",
-        "bucket_mb": "in code: DistributedDataParallelKwargs(bucket_cap_mb=...)",
+        "offload": "with a pipeline everything stays on the GPU; FSDP offloads everything or nothing",
+        "bucket_mb": "in code: DistributedDataParallelKwargs(bucket_cap_mb=...); through DeepSpeed they have 5e8 "
+        "elements, and through Megatron-LM they are one",
         "unused": "in code: DistributedDataParallelKwargs(find_unused_parameters=True)",
         "sequence_parallel": "with Megatron-LM only",
         "cp_order": "the order is its own choice",

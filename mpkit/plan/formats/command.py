@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from mpkit.plan.formats.shell import Shell
@@ -13,7 +13,11 @@ from mpkit.plan.formats.word import Word, agree
 
 __all__ = ["command", "options"]
 
-_DIRECTIVE = re.compile(r"^[ \t]*#SBATCH[ \t]+(?=--)", re.MULTILINE)
+_DIRECTIVE = re.compile(r"^[ \t]*#SBATCH[ \t]+(?=-)", re.MULTILINE)
+_SHORT = re.compile(r"-([NnG])[ =]?(.*)", re.DOTALL)
+_LONG = {"N": "--nodes", "n": "--ntasks", "G": "--gpus"}
+"""SLURM's options of one letter."""
+_SLURM = re.compile(r"(.*/)?(srun|sbatch|salloc)")
 _STARTS = re.compile(r"(.*/)?(torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|python[0-9.]*)")
 
 
@@ -34,7 +38,7 @@ def command(
 
     def load(text: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for words, is_within in Shell().read(_DIRECTIVE.sub("", text)):
+        for words, is_within in Shell(_read_allocation(text)).read(_DIRECTIVE.sub("srun ", text)):
             for name, value in _options(words, flags, several):
                 note = f"{name} is within an `if` or a loop: read as if it came to that" if is_within else ""
                 agree(found, name, Word(value, reason=value.reason, note=note))
@@ -43,6 +47,29 @@ def command(
         return found
 
     return Syntax("a command line", dump, load, dump)
+
+
+def _read_allocation(text: str) -> dict[str, str]:
+    """Return the variables that SLURM sets by what a batch script asks for at its head."""
+    said: dict[str, str] = {}
+    for short, name, value in re.findall(
+        r"^[ \t]*#SBATCH[ \t]+(?:-([NnG])|--([a-z-]+))[ =]*(\S+)", text, re.MULTILINE
+    ):
+        said.setdefault(_LONG.get(short, f"--{name}"), value)
+    each = said.get("--gpus-per-node", said.get("--gres", "")).partition("(")[0].rpartition(":")[2]
+    given = {
+        "SLURM_NNODES": said.get("--nodes"), "SLURM_JOB_NUM_NODES": said.get("--nodes"), "SLURM_GPUS_ON_NODE": each,
+        "SLURM_GPUS_PER_NODE": each, "SLURM_NTASKS_PER_NODE": said.get("--ntasks-per-node"),
+        "SLURM_NTASKS": said.get("--ntasks"),
+    }  # fmt: skip
+    return {name: value for name, value in given.items() if value and value.isdecimal()}
+
+
+def _expand_short(words: Sequence[Word]) -> Iterator[Word]:
+    """Yield the words with SLURM's options of one letter by their long names."""
+    for word in words:
+        short = _SHORT.fullmatch(word) if not word.reason else None
+        yield from (Word(_LONG[short[1]]), *([Word(short[2])] if short[2] else [])) if short else (word,)
 
 
 def options(page: Page, array: str, names: Sequence[str]) -> str:
@@ -69,8 +96,21 @@ def _options(
     words: Sequence[Word], flags: Sequence[str], several: Sequence[str]
 ) -> Iterator[tuple[str, Word]]:
     """Yield the options, `--name=value`, `--name value`, `--flag`, and variables that may hold more of them."""
+    if words[:2] == ["ray", "start"]:
+        return  # its --num-gpus are a machine's
+    if words and _SLURM.fullmatch(words[0]):
+        words = [*_expand_short(words)]
+    if any(word.endswith("accelerate") and after == "launch" for word, after in pairwise(words)):
+        yield "accelerate launch", Word("true")
+    if any(
+        word == "megatron" and after in ("sft", "pt", "rlhf", "export") for word, after in pairwise(words)
+    ):
+        yield "megatron sft", Word("true")
+        for name in ("NPROC_PER_NODE", "NNODES"):
+            yield from ((f"--{name.lower().replace('_', '-')}", Word(word.partition("=")[2], reason=word.reason))
+                        for word in words if word.startswith(f"{name}="))  # fmt: skip
     starts, is_value = any(map(_STARTS.fullmatch, words)), False
-    for number, (word, after) in enumerate(zip(words, [*words[1:], Word("--")], strict=True)):
+    for number, (word, after) in enumerate(zip(words, [*words[1:], Word("--")], strict=False)):
         if is_value or not re.match(r"--[a-zA-Z]", word):
             if word.reason and starts and not is_value and word not in ("$@", "$*"):
                 yield word, word
@@ -78,6 +118,8 @@ def _options(
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
+        if name in flags and (value if equals else after).lower() == "false":
+            continue  # as programs say it that take Megatron's arguments in their own way
         is_value = not equals and name not in flags and not after.startswith("--")
         text = after if is_value else value if equals else "true"
         if is_value and name in several:

@@ -25,7 +25,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import JSON
 
-__all__ = ["DEEPSPEED"]
+__all__ = ["BUCKET", "DEEPSPEED"]
 
 MIB = 2**20
 ZERO = "zero_optimization"
@@ -89,7 +89,13 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
             "of them is left out: read as dp=1"
         )
-    if str(values.get("zero_optimization.offload_optimizer.device")) == "nvme":
+    if fields.get("offload") == "params" and fields.get("zero", 0) < 3:
+        is_offloaded = values.get(f"{ZERO}.offload_optimizer.device", "none") != "none" or bool_of(
+            values.get(f"{ZERO}.cpu_offload", False)
+        )
+        fields["offload"] = "optimizer" if is_offloaded and fields.get("zero") else "none"
+        notes.append("offload of parameters goes with ZeRO-3: left out")
+    if "nvme" in (values.get(f"{ZERO}.offload_{part}.device") for part in ("optimizer", "param")):
         notes.append("offload to nvme is read as offload to the host")
     elements = values.get(f"{ZERO}.reduce_bucket_size", BUCKET if fields.get("dp", 1) > 1 else None)
     if elements:
@@ -134,6 +140,7 @@ DEEPSPEED = Format(
                   ("dp_secondary",)),
         FormatKey(f"{ZERO}.reduce_bucket_size", "elements of a bucket of gradients", _bucket, _elements,
                   ("bucket_mb",)),
+        *(older_key(f"{ZERO}.{name}", ("offload",), _older_offload(ours)) for name, ours in OLDER_OFFLOAD.items()),
         _offload(f"{ZERO}.offload_optimizer.device", "optimizer states", ("optimizer", "params")),
         _offload(f"{ZERO}.offload_param.device", "parameters", ("params",)),
         _bits("bf16.enabled", "bf16"),
@@ -147,7 +154,6 @@ DEEPSPEED = Format(
             ("cp", "cp_method")),
         older_key(ZERO, ("zero",), lambda value: {"zero": 1} if value != {} and bool_of(value) else {}),
         older_key("bfloat16.enabled", ("precision",), lambda value: {"precision": "bf16"} if bool_of(value) else {}),
-        *(older_key(f"{ZERO}.{name}", ("offload",), _older_offload(ours)) for name, ours in OLDER_OFFLOAD.items()),
     ),
     _finish,
     {
@@ -171,4 +177,5 @@ DEEPSPEED = Format(
         "data_parallel": "DeepSpeed has a process per GPU, as DDP does",
     },
     _check,
+    common=frozenset({"gradient_accumulation_steps"}),
 )  # fmt: skip

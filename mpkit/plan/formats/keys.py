@@ -57,6 +57,7 @@ class Format:
         reasons: why a field cannot be said, where that is more than that there is no key.
         check: raises ValueError if the framework would refuse the plan.
         differ: what the framework does differently with what it is told of the plan, in words; "" if nothing is known.
+        common: keys that other programs have too: by them alone no file is recognized.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Format:
     finish: Callable[[Values, Fields, list[str]], Fields] = lambda values, fields, notes: fields
     reasons: Mapping[str, str] | None = None
     check: Callable[[ExportRequest], None] = lambda asked: None
+    common: frozenset[str] = frozenset()
     differ: Callable[[ExportRequest], str] = lambda asked: ""
 
     def values_of(self, asked: ExportRequest) -> Values:
@@ -80,10 +82,11 @@ class Format:
             ValueError: a value is none that the key can have.
         """
         known = {key.name: key for key in self.keys}
+        order = {name: at for at, name in enumerate(known)}  # of two keys of a field the later one counts
         sections = {name[:at]: name for name in known for at, letter in enumerate(name) if letter == "."}
         fields: Fields = {}
         kept: Values = {}
-        for name, value in values.items():
+        for name, value in sorted(values.items(), key=lambda item: order.get(item[0], -1)):
             if name not in known and name in sections and value is not None and value != {}:
                 raise ValueError(
                     f"{self.name}: {name} = {shorten(value)}: it holds settings, such as {sections[name]}"
@@ -103,8 +106,9 @@ class Format:
                 "bf16",
                 "fp16",
             ):
+                within = f" ({value.note})" if isinstance(value, Word) and value.note else ""
                 raise ValueError(
-                    f"{self.name}: bf16 and fp16 are both enabled; the framework takes one of them"
+                    f"{self.name}: bf16 and fp16 are both enabled{within}; the framework takes one of them"
                 )
             fields |= said
             if isinstance(value, Word) and value.note:

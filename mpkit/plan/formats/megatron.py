@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.command import command, options
+from mpkit.plan.formats.deepspeed import BUCKET as DEEPSPEED_BUCKET
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -23,10 +25,19 @@ from mpkit.plan.formats.keys import (
 )
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.torchrun import FLAGS, LAUNCH, ranks_of
+from mpkit.plan.formats.torchrun import (
+    FLAGS,
+    LAUNCH,
+    MACHINES,
+    is_launched,
+    ranks_of,
+    refuse_files,
+    slurm_ranks_of,
+)
+from mpkit.plan.formats.trainer import ZERO_STAGE
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
-__all__ = ["MEGATRON"]
+__all__ = ["ALL_AT_ONCE", "MEGATRON"]
 
 GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
 OVERLAP, BUCKET = "--overlap-grad-reduce", "--ddp-bucket-size"
@@ -76,7 +87,7 @@ def _bucket(elements: Any) -> dict[str, Any]:
 
 def _bucket_left_out(values: Values, replicas: int) -> dict[str, Any]:
     """Return the buckets of Megatron's DistributedDataParallel where their size is left out."""
-    if BUCKET in values or replicas == 1:
+    if BUCKET in values or replicas == 1 or values.get("--DDP-impl") == "torch":
         return {}
     return _bucket(max(40_000_000, 1_000_000 * replicas)) if OVERLAP in values else {"bucket_mb": ALL_AT_ONCE}
 
@@ -115,11 +126,40 @@ def _read_schedule(values: Values, fields: Fields, notes: list[str]) -> str:
     return INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
 
 
-def _point_to(instead: str) -> Callable[[Any], dict[str, Any]]:
-    def refuse(value: Any) -> dict[str, Any]:
-        raise ValueError(f"Megatron takes it no longer: {instead}")
+def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -> int:
+    """Return the number of ranks; the fewest that work, if the text does not say how many there are."""
+    if is_launched(values):
+        return ranks_of(values, notes)
+    if any(key.name in values for key in MACHINES):
+        return slurm_ranks_of(values, notes)
+    apart = fields.get("cp", 1) * (fields.get("tp", 1) if fields.get("etp") == 1 else 1)
+    ranks: int = inner * (fields.get("ep", 1) // gcd(fields.get("ep", 1), apart))
+    if "--actor-num-gpus-per-node" in values:
+        return number_of(values["--actor-num-gpus-per-node"]) * number_of(values.get("--actor-num-nodes", 1))
+    notes.append(f"it does not say how many ranks there are: read as the fewest, {ranks}")
+    return ranks
 
-    return refuse
+
+def _note_defaults(values: Values, notes: list[str]) -> None:
+    """Note that the text is of a program with Megatron's arguments and defaults of its own."""
+    for name, program in {"megatron sft": "ms-swift", "--actor-num-gpus-per-node": "slime"}.items():
+        if name in values:
+            notes.append(
+                f"{program} has defaults of its own, such as the distributed optimizer and 16 bits: what the text "
+                "leaves out is read as Megatron's"
+            )
+
+
+def _finish_deepspeed(values: Values, notes: list[str]) -> Fields:
+    """Return what Megatron-DeepSpeed's options say, whose other settings are in a file.
+
+    Raises:
+        ValueError: the stage of ZeRO is in that file only.
+    """
+    if "--zero-stage" not in values:
+        refuse_files(values, notes)
+    bits = 2 if {"--bf16", "--fp16"} & values.keys() else GRADIENT_BYTES
+    return {"bucket_mb": DEEPSPEED_BUCKET * bits / 2**20}
 
 
 def _refuse_layout(value: Any) -> dict[str, Any]:
@@ -130,7 +170,10 @@ def _refuse_layout(value: Any) -> dict[str, Any]:
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
-    ranks = ranks_of(values, notes) if "--nproc-per-node" in values else inner
+    if fields.get("ep", 1) > 1:
+        fields.setdefault("etp", fields.get("tp", 1))
+    _note_defaults(values, notes)
+    ranks = _count_ranks(values, fields, inner, notes)
     if ranks % inner:
         raise ValueError(
             f"megatron: {ranks} ranks are no multiple of tensor x pipeline x context = {inner}: "
@@ -160,9 +203,11 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
                 f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
             )
         fields["microbatches"] = total // (micro * dp)
-    if fields.get("ep", 1) > 1:
-        fields.setdefault("etp", fields.get("tp", 1))
-    if values.get("--recompute-method") == "block" or str(values.get("--recompute-num-layers", 1)) != "1":
+    if "--deepspeed" in values:
+        fields |= _finish_deepspeed(values, notes)
+    if "block" in (values.get(name) for name in METHODS) or any(
+        str(values.get(name, 1)) != "1" for name in LAYERS
+    ):
         notes.append("recomputation of some layers is read as of all")
     comm_type = values.get("--cp-comm-type", "p2p")
     if comm_type != BOTH and isinstance(fields.get("cp_method"), tuple):
@@ -204,6 +249,8 @@ def _script(page: Page) -> str:
     )
 
 
+METHODS = ("--recompute-method", "--activations-checkpoint-method")
+LAYERS = ("--recompute-num-layers", "--activations-checkpoint-num-layers", "--checkpoint-num-layers")
 OTHER_FLAGS = (
     "--recompute-activations", "--use-custom-fsdp", "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward",
 )  # fmt: skip
@@ -231,7 +278,7 @@ KEYS: tuple[FormatKey, ...] = (
     flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
     context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
     context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),
-    context("--seq-length", "tokens per sample", lambda asked: asked.sequence, (int,)),
+    context("--seq-length", "tokens per sample", lambda asked: asked.sequence),
     FormatKey("--use-distributed-optimizer", "shards optimizer states among replicas (ZeRO-1)",
         lambda asked: True if asked.plan.zero else None, lambda value: {"zero": 1}, ("zero",)),
     number("--num-distributed-optimizer-instances", "dp_replicate", "groups of replicas, each of which shards them",
@@ -250,12 +297,18 @@ KEYS: tuple[FormatKey, ...] = (
     context("--recompute-method", "all layers, one by one",
             lambda asked: "uniform" if asked.plan.recompute == "full" else None),
     context("--recompute-num-layers", "layers of which one input is kept",
-            lambda asked: 1 if asked.plan.recompute == "full" else None, (int,)),
-    context("--num-layers", "layers of the model", lambda asked: None, (int,)),
+            lambda asked: 1 if asked.plan.recompute == "full" else None),
+    context("--num-layers", "layers of the model", lambda asked: None),
     context("--num-layers-per-virtual-pipeline-stage", "interleaved 1F1B, by its layers", lambda asked: None, (int,)),
     *(context(name, "as older versions say it", lambda asked: None) for name in OTHER_FLAGS),
-    older_key("--model-parallel-size", (), _point_to("--tensor-model-parallel-size=2")),
-    older_key("--checkpoint-activations", (), _point_to("--recompute-activations")),
+    *(context(name, "as older versions say it", lambda asked: None) for name in (
+        *LAYERS[1:], "--DDP-impl", "megatron sft", "--actor-num-gpus-per-node", "--actor-num-nodes",
+    )),
+    older_key("--model-parallel-size", ("tp",), lambda value: {"tp": number_of(value)}),
+    older_key("--checkpoint-activations", ("recompute",), lambda value: {"recompute": "full"}),
+    older_key("--activations-checkpoint-method", ("recompute",), lambda value: {"recompute": "full"}),
+    ZERO_STAGE,
+    *MACHINES,
     older_key("--pipeline-model-parallel-layout", (), _refuse_layout),
     flag("--bf16", "precision", "bf16", "computes in bf16, with fp32 master weights"),
     flag("--fp16", "precision", "fp16", "computes in fp16, with loss scaling"),
@@ -297,4 +350,8 @@ MEGATRON = Format(
         "tensor": "which layers are divided is in the model's code",
     },
     _check,
+    frozenset(
+        {"--bf16", "--fp16", "--seq-length", "--num-layers", "--global-batch-size", "--zero-stage"}
+        | {key.name for key in (*LAUNCH, *MACHINES)}
+    ),
 )  # fmt: skip

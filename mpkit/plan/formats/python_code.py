@@ -20,12 +20,17 @@ _SECTION = re.compile(r"^[ \t]*\[[a-z_.]+\][ \t]*(?:#.*)?$", re.MULTILINE)
 """The line with which a section of TOML begins."""
 
 
-def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syntax:
+def python_code(
+    body: Callable[[Page], str],
+    sections: Mapping[str, str],
+    older: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
+) -> Syntax:
     """Return the syntax of Python code that this function makes.
 
     Args:
         body: makes the lines after the docstring.
         sections: by the name of a class, what keys of it begin with, as in {"TrainingConfig": "training"}.
+        older: returns the values of older versions, which were written in TOML, by the keys of today.
     """
 
     def dump(page: Page) -> str:
@@ -37,7 +42,7 @@ def python_code(body: Callable[[Page], str], sections: Mapping[str, str]) -> Syn
         try:
             found: dict[str, Any] = {}
             if sections and _SECTION.search(text):  # as torchtitan was configured before 0.3
-                return flat(tomllib.loads(text))
+                return older(flat(tomllib.loads(text)))
             for name, value in constants(ast.parse(text), sections):
                 agree(found, name, value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -96,15 +101,23 @@ def constants(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[s
     for name, value in known.items():
         if not (isinstance(value, str) and value.rpartition(".")[2] in sections):
             yield name, value
+    calls: dict[str, list[ast.Call]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := _name(node.func).rpartition(".")[2]) in sections:
+            calls.setdefault(name, []).append(node)
+    for name, those in calls.items():
+        for node in those:
             for argument in node.args:
                 yield f"{name}({_shorten(argument)})", None  # which argument that is, only the class knows
+            left_out = {keyword.arg for other in those for keyword in other.keywords if keyword.arg}
             for keyword in node.keywords:
                 if keyword.arg is None:
                     yield f"{name}(**{_shorten(keyword.value)})", None
                 else:
                     yield f"{sections[name]}.{keyword.arg}", _value(keyword.value, known)
+                    left_out.discard(keyword.arg)
+            for missing in sorted(left_out):  # one of several recipes has it
+                yield f"{sections[name]}.{missing}", f"nothing, in another {name}"
 
 
 def _assign(statement: ast.stmt, known: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,20 @@ from mpkit.plan.plan import Plan
 
 __all__ = ["read"]
 
-SHOWN = 12  # keys in a warning
+SHOWN = 12  # keys in a warning, besides all that look as if they divide work
+DEGREE = re.compile(
+    r"(?:encoder_|megatron_lm_)?(?:(?:expert_)?(?:tensor|pipe|pipeline|model|context|sequence|expert|data|ulysses)_"
+    r"(?:model_|sequence_)?parallel_(?:shard_|replicate_)?(?:size|degree)"
+    r"|(?:tp|pp|cp|ep|etp|sp|dp|fsdp|ulysses|ring)_(?:shard_|replicate_)?(?:size|degree))"
+)
+"""A key that is a degree of parallelism, whatever framework has it."""
+ANOTHER_ENGINE = re.compile(r"rollout|vllm|sglang|inference|generat|eval|infer")
+"""What the names of degrees begin with that are of an engine beside training."""
+DIVIDES = re.compile(
+    r"parallel|shard|zero|offload|recompute|checkpoint|fp[48]|[bf][pf]?16|precision|batch|accum|overlap|bucket|expert"
+    r"|moe|fsdp|ddp|deepspeed|ds.config|gpus|nodes|processes|machines|world|pipeline|stage|device"
+)
+"""Keys that a warning names first, and all of them, since they may say how work is divided."""
 LONGEST = 2**20  # bytes of a file
 MOST_RANKS = 2**20
 ENDINGS = {
@@ -57,9 +71,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], format: str | None 
             f"{what}, read as {chosen.name}, is of {plan.ranks:,} ranks: {MOST_RANKS:,} are the most"
         )
     if unknown := _unknown(chosen, values):
-        more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
-        names = ", ".join(name if len(name) <= 60 else f"{name[:60]}..." for name in unknown[:SHOWN])
-        notes.append(f"not read, since a Plan says nothing of it: {names}{more}")
+        _refuse_degrees(what, chosen, {name: values[name] for name in unknown})
+        notes.append(f"not read, since a Plan says nothing of it: {_join_names(unknown)}")
     if notes:
         warnings.warn(f"{what}, read as {chosen.name}: {'; '.join(notes)}", stacklevel=level_of_user())
     return plan
@@ -134,16 +147,48 @@ def _unknown(chosen: Format, values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if name not in known and value != {}]
 
 
+def _refuse_degrees(what: str, chosen: Format, unknown: Mapping[str, Any]) -> None:
+    """Refuse a degree of parallelism that this format does not have: without it the plan would be another one."""
+    for name, value in unknown.items():
+        key = name.lower().lstrip("-").replace("-", "_")
+        is_degree = DEGREE.fullmatch(key.rpartition(".")[2]) and not ANOTHER_ENGINE.search(key)
+        if is_degree and re.fullmatch(r"[0-9]{1,9}", str(value)) and int(value) > 1:
+            raise ValueError(
+                f"{what}, read as {chosen.name}: {name} = {value} divides the work too, and is not a key of "
+                f"{chosen.title}, so the plan would be another one. mpkit reads the rest of it without {name}"
+            )
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Return names for a warning: first all that may say how work is divided, then some of the others."""
+    plain = [name if len(name) <= 60 else f"{name[:60]}..." for name in names]
+    first = [name for name in plain if DIVIDES.search(name.lower())]
+    rest = [name for name in plain if name not in first]
+    shown = first + rest[: max(0, SHOWN - len(first))]
+    return ", ".join(shown) + (f" and {len(plain) - len(shown)} more" if len(plain) > len(shown) else "")
+
+
 def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:
-    """Return the format that knows the most keys."""
-    counts = {name: len(values) - len(_unknown(FORMATS[name], values)) for name, values in found.items()}
+    """Return the format that knows the most keys, of those with a key that is not in other programs' files too."""
+    known = {name: values.keys() - {*_unknown(FORMATS[name], values)} for name, values in found.items()}
+    own = {name: names - FORMATS[name].common for name, names in known.items()}
+    counts = {name: len(known[name]) for name, names in own.items() if names}
     most = max(counts.values(), default=0)
     best = [name for name, count in counts.items() if count == most]
     keys = {name: {key.name for key in FORMATS[name].keys} for name in best}
     # Megatron's arguments come after torchrun's: those of torchrun alone are torchrun's.
     best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
+    best = [
+        name
+        for name in best
+        if not any(own[name] <= known[other] and own[other] - known[name] for other in best)
+    ]
     if not most:
         why = "If it is one of them, say which: Plan.read(path, format='deepspeed')"
+        if near := next((name for name, keys in known.items() if keys), ""):
+            why = (
+                f"Other programs have {', '.join(sorted(known[near]))} too. {why.replace('deepspeed', near)}"
+            )
         if not found:
             why = "It cannot be read: " + "; ".join(
                 {fault: f"as {name}: {fault}" for name, fault in faults.items()}.values()

@@ -1,6 +1,7 @@
 """The words that a shell script's commands are given, with variables as far as the script itself assigns them.
 
-$TP, ${TP}, ${ARGS[@]}     what the script assigned last; within an `if` or a loop only what it was before
+$TP, ${TP}, ${ARGS[@]}     what the script assigned last; within a loop only what it was before, and within an `if`
+                           too, unless the script itself decides it: the other branch is not read
 ${TP:-2}, ${TP:=2}         the default, if the script does not assign it
 $((NODES * 8))             calculated
 $(...), ${TP%...}, $1      open: nothing is run
@@ -12,9 +13,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from mpkit.plan.formats.shell_text import ASSIGNS, Command, WordPart, commands
+from mpkit.plan.formats.shell_text import (
+    ASSIGNS,
+    Command,
+    ShellBlock,
+    WordPart,
+    commands,
+    follow_blocks,
+    holds,
+)
 from mpkit.plan.formats.word import Word
 
 __all__ = ["Shell"]
@@ -23,8 +32,11 @@ MOST = 1_000_000
 """Characters that variables may come to: after A=$B$B and B=$C$C they double with each line."""
 
 _BRACED = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
-_OPENS, _CLOSES = {"if", "case", "for", "while", "until", "select"}, {"fi", "esac", "done"}
-_BETWEEN = {"then", "else", "elif", "do", "{", "!", "time"}
+_BLOCKS = {
+    "if", "then", "elif", "else", "fi", "case", "esac", "for", "while", "until", "select", "do", "done", "{", "!",
+    "time",
+}  # fmt: skip
+_SHELL = re.compile(r"(.*/)?(ba|z|da)?sh")
 _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 
 Pieces = list[Word]
@@ -39,8 +51,10 @@ class Shell:
     [['2'], ['--tp', '2'], ['python', 'train.py', '--tp', '2', '--pp=4', '--cp', '$CP']]
     """
 
-    def __init__(self) -> None:
-        self._values: dict[str, list[Pieces]] = {}
+    def __init__(self, values: Mapping[str, str] | None = None) -> None:
+        """Begin with variables that are set outside of the script."""
+        given = (values or {}).items()
+        self._values: dict[str, list[Pieces]] = {name: [[Word(value)]] for name, value in given}
         self._size = 0
 
     def read(self, text: str) -> Iterator[tuple[list[Word], bool]]:
@@ -49,18 +63,53 @@ class Shell:
         Raises:
             ValueError: a quote or a bracket is open at the end, or variables come to too much.
         """
-        depth, depends = 0, False
+        blocks: list[ShellBlock] = []
+        runs: bool | None = True  # as far as the command before it decides
         for command in commands(text):
             words = command.words
-            while words and (word := _plain(words[0])) in _OPENS | _CLOSES | _BETWEEN:
-                depth += (word in _OPENS) - (word in _CLOSES)
+            while words and (word := _plain(words[0])) in _BLOCKS:
+                follow_blocks(word, blocks)
                 words = words[1:]
                 if word in ("for", "select") and words:
                     self._values[_plain(words[0])] = [[_open(_plain(words[0]), "a loop sets it")]]
-            for found in self._read(command, words, is_open=depth > 0 or depends):
-                yield [_join_pieces(pieces) for pieces in found], depth > 0
-            tests = bool(words) and _plain(words[0]) in ("[", "[[", "test")
-            depends = command.joint == "||" or (command.joint == "&&" and (tests or depends))
+            around = [block.runs for block in blocks if block.tests is None]
+            skips = runs is False or False in around
+            for found in () if skips else self._read(command, words, is_open=None in (runs, *around)):
+                joined = [_join_pieces(pieces) for pieces in found]
+                yield joined, None in around
+                for inner, is_within in () if command.array else self._read_inner(joined):
+                    yield inner, is_within or None in around
+            runs = self._follow(command, words, blocks, runs)
+
+    def _follow(
+        self, command: Command, words: Sequence[list[WordPart]], blocks: list[ShellBlock], runs: bool | None
+    ) -> bool | None:
+        """Return whether the next command runs, and note what comes out of this one, if an `if` tests it."""
+        if not words:
+            return True
+        is_test = _plain(words[0]) in ("[", "[[", "test", "true", "false") or words[0][0].is_variable
+        expanded = (
+            [_join_pieces(pieces) for word in words for pieces in self._expand(word, split=False)]
+            if is_test
+            else []
+        )
+        result = holds(expanded) if runs else None
+        if blocks and blocks[-1].tests is not None:
+            blocks[-1].tests.append(result)
+        if command.joint == "&&":
+            return result if is_test else True if runs else None
+        if command.joint == "||":
+            return None if result is None else not result
+        return True
+
+    def _read_inner(self, words: Sequence[Word]) -> Iterator[tuple[list[Word], bool]]:
+        """Yield the commands of a text that another shell is given, as in `srun bash -c "torchrun train.py"`."""
+        for shell, option, text in zip(words, words[1:], words[2:], strict=False):
+            if _SHELL.fullmatch(shell) and re.fullmatch(r"-[a-z]*c", option):
+                try:
+                    yield from [*self.read(text)]
+                except ValueError:
+                    yield [Word(text[:60], reason="its quotes are not closed")], True
 
     def _read(
         self, command: Command, words: Sequence[list[WordPart]], *, is_open: bool
@@ -123,14 +172,16 @@ class Shell:
         if braced is None:
             return [[_open(text, "what a program prints, or a text that is changed, is not known")]], False
         name, array, sign, default = braced.groups()
-        if name in self._values:
+        if name in self._values and not (
+            (sign or "").startswith(":") and not any(map(any, self._values[name]))
+        ):
             return self._values[name], array is not None
         if sign is None:
             return [[_open(name, "the script does not assign it")]], False
         value = [Word(default)]
-        if "$" in default or "`" in default:
-            inner = next(commands(f'"{default}"')).words
-            value = [piece for pieces in self._expand(inner[0], split=False) for piece in pieces]
+        if set(default) & set("$`\"'"):
+            inner = next(commands(default if set(default) & set("\"'") else f'"{default}"')).words
+            value = [piece for each in inner for found in self._expand(each, split=False) for piece in found]
         if "=" in sign:
             self._values[name] = [value]
         return [value], False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ASSIGNS", "Command", "WordPart", "commands"]
+from mpkit.plan.formats.word import Word
+
+__all__ = ["ASSIGNS", "Command", "ShellBlock", "WordPart", "commands", "follow_blocks", "holds"]
 
 ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?=)")
 
@@ -45,6 +47,73 @@ class Command:
     words: list[list[WordPart]] = field(default_factory=list)
     array: str = ""
     joint: str = ""
+
+
+@dataclass
+class ShellBlock:
+    """An `if`, a loop or a `case` around commands.
+
+    Attributes:
+        runs: whether the commands of this branch run; None, if the script does not say.
+        before: whether a branch before this one runs.
+        tests: what came out of the commands between `if` and `then`; None, if this is no such place.
+    """
+
+    runs: bool | None = None
+    before: bool | None = False
+    tests: list[bool | None] | None = None
+
+
+def follow_blocks(word: str, blocks: list[ShellBlock]) -> None:
+    """Note a word that opens, divides or closes a block."""
+    if word == "if":
+        blocks.append(ShellBlock(tests=[]))
+    elif word in ("case", "for", "while", "until", "select"):
+        blocks.append(ShellBlock())
+    elif word in ("fi", "esac", "done"):
+        del blocks[-1:]
+    elif blocks and word in ("elif", "else"):
+        block = blocks[-1]
+        block.before = (
+            True if True in (block.before, block.runs) else None if block.runs is None else block.before
+        )
+        block.tests, block.runs = ([], None) if word == "elif" else (None, _unless(block.before, True))
+    elif blocks and word == "then":
+        block = blocks[-1]
+        tests, block.tests = block.tests or [], None
+        block.runs = _unless(block.before, tests[0] if len(tests) == 1 else None)
+    elif word == "!" and blocks and blocks[-1].tests is not None:
+        blocks[-1].tests.append(None)
+
+
+def _unless(before: bool | None, test: bool | None) -> bool | None:
+    """Return whether a branch runs, which does if its test holds and no branch before it runs."""
+    return False if before or test is False else test if before is False else None
+
+
+def holds(words: Sequence[Word]) -> bool | None:
+    """Return whether a test holds; None, if the script does not say.
+
+    >>> [holds([*map(Word, text.split())]) for text in ("[ on = off ]", "[[ 8 -gt 1 ]]", "true", "[ -f a ]")]
+    [False, True, True, None]
+    """
+    if any(word.reason for word in words):
+        return None
+    if len(words) == 1 and words[0] in ("true", "false"):
+        return words[0] == "true"
+    if not words or words[0] not in ("[", "[[", "test"):
+        return None
+    match words[1:] if words[0] == "test" else words[1:-1]:
+        case [sign, text] if sign in ("-z", "-n"):
+            return (text == "") == (sign == "-z")
+        case [left, sign, right] if sign in ("=", "==", "!=") and not set(right) & set("*?["):
+            return (left == right) == (sign != "!=")
+        case [left, sign, right] if sign in _COMPARES and (left + right).isdecimal() and left and right:
+            return (int(left) > int(right)) - (int(left) < int(right)) in _COMPARES[sign]
+    return None
+
+
+_COMPARES = {"-eq": (0,), "-ne": (-1, 1), "-lt": (-1,), "-le": (-1, 0), "-gt": (1,), "-ge": (0, 1)}
 
 
 def commands(text: str) -> Iterator[Command]:

@@ -20,16 +20,39 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.word import Word
+from mpkit.plan.formats.word import Word, agree
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, has_pairs, names_in
 
 __all__ = ["TORCHTITAN"]
 
 SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
-P, T = "parallelism", "training"
+P, T, SELECTIVE = "parallelism", "training", "activation_checkpoint"
+DDP_BUCKET = 100
+"""MiB of a bucket of torchtitan's DDP, which no key says, before 0.3."""
 OVERLAP = f"{P}.pipeline_parallel_expert_parallel_overlap"
 """Of versions before 0.3, where it is on by default; later ones have left it out."""
+
+
+OLDER = {
+    f"{section}.{name}": f"{P}.{name}"
+    for section, names in {
+        T: ("tensor_parallel_degree", "data_parallel_replicate_degree", "data_parallel_shard_degree",
+            "enable_loss_parallel", "fsdp_reshard_after_forward"),
+        "experimental": ("pipeline_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatches",
+                         "pipeline_parallel_split_points", "context_parallel_degree"),
+    }.items()
+    for name in names
+} | {f"{T}.data_parallel_degree": f"{P}.data_parallel_shard_degree"}  # fmt: skip
+"""Keys of 2024 in TOML, and their names since."""
+
+
+def _rename_older(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of TOML, as torchtitan was configured before 0.3, with the defaults of that time."""
+    found: dict[str, Any] = {f"{SELECTIVE}.mode": values.get(f"{SELECTIVE}.mode", "selective")}
+    for name, value in values.items():
+        agree(found, OLDER.get(name, name), value)
+    return found
 
 
 def _has_pipeline(asked: ExportRequest) -> bool:
@@ -56,9 +79,10 @@ def _degrees(plan: Plan) -> tuple[int, int]:
 
 def _read_schedule(value: Any) -> dict[str, Any]:
     ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
-    if str(value).lower() not in ours:
+    value = str(value).lower().replace("_", "")  # as in interleaved_1f1b, of 2024
+    if value not in ours:
         raise ValueError(f"one of {', '.join(names_in('torchtitan').values())}")
-    name = ours[str(value).lower()]
+    name = ours[value]
     return {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
 
 
@@ -78,6 +102,8 @@ def _recompute(value: Any) -> dict[str, Any]:
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     shard = number_of(values.get(f"{P}.data_parallel_shard_degree", 1))
     replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))
+    if values.get(f"{T}.data_parallel_type") == "ddp":
+        shard, replicate = 1, shard * replicate
     if f"{P}.data_parallel_shard_degree" not in values:
         notes.append("data_parallel_shard_degree is left out, which is whatever ranks remain: read as 1")
     if shard > 1 and replicate > 1:
@@ -101,15 +127,34 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     elif f"{P}.enable_sequence_parallel" not in values:
         fields["sequence_parallel"] = True
     if fields.get("ep", 1) > 1 and fields.get("tp", 1) > 1 and fields.get("sequence_parallel"):
-        fields["etp"] = 1
-    local = number_of(values.get(f"{T}.local_batch_size", 8))
-    micro = number_of(values.get(f"{P}.pipeline_parallel_microbatch_size", 1)) if pipelined else local
-    total = values.get(f"{T}.global_batch_size", -1)
-    parts = local // micro if pipelined else 1 if total == -1 else number_of(total) // (local * fields["dp"])
-    ac = values.get("activation_checkpoint.mode", "none")
-    if str(values.get("activation_checkpoint", "")).startswith("SelectiveAC") or ac == "selective":
+        fields.setdefault("etp", 1)
+    if fields.get("tp", 1) == 1 or fields.get("ep", 1) == 1:
+        fields.pop("etp", None)
+    if replicate > 1 and not fields.get("zero") and f"{SELECTIVE}.mode" in values:  # TOML has it
+        fields["bucket_mb"] = DDP_BUCKET
+    return fields | _read_selective(values, notes) | {"microbatches": _count_microbatches(values, fields)}
+
+
+def _count_microbatches(values: Values, fields: Fields) -> int:
+    stages = fields.get("pp", 1) * fields.get("virtual_stages", 1)
+    local = number_of(values.get(f"{T}.local_batch_size", values.get(f"{T}.batch_size", 8)))
+    if stages == 1:
+        total = values.get(f"{T}.global_batch_size", -1)
+        return max(1, 1 if total == -1 else number_of(total) // (local * fields["dp"]))
+    if f"{T}.batch_size" in values or f"{P}.pipeline_parallel_microbatches" in values:  # until 2025
+        return number_of(values.get(f"{P}.pipeline_parallel_microbatches", stages))
+    return max(1, local // number_of(values.get(f"{P}.pipeline_parallel_microbatch_size", 1)))
+
+
+def _read_selective(values: Values, notes: list[str]) -> Fields:
+    """Return what is recomputed of some layers, or by operators, which a Plan does not have."""
+    ac, option = values.get("activation_checkpoint"), str(values.get(f"{SELECTIVE}.selective_ac_option", "2"))
+    is_selective = values.get(f"{SELECTIVE}.mode", "none") == "selective"
+    if is_selective and option.isdecimal() and int(option):
+        return {"recompute": "full" if int(option) == 1 else f"every={int(option)}"}
+    if is_selective or str(ac or "").startswith("SelectiveAC"):
         notes.append("selective recomputation by operators is not read: a Plan's is of attentions")
-    return fields | {"microbatches": max(1, parts)}
+    return {}
 
 
 def _check(asked: ExportRequest) -> None:
@@ -143,12 +188,16 @@ def _body(page: Page) -> str:
 TORCHTITAN = Format(
     "torchtitan",
     "torchtitan's configuration (fields of a Trainer.Config)",
-    python_code(_body, {name: section for section, name in SECTIONS.items()}),
+    python_code(_body, {name: section for section, name in SECTIONS.items()}, _rename_older),
     (
         FormatKey("activation_checkpoint", "recomputes each block in the backward",
             lambda asked: "FullAC.Config" if asked.plan.recompute == "full" else None, _recompute, ("recompute",)),
-        older_key("activation_checkpoint.mode", ("recompute",),
-                  lambda value: {"recompute": "full"} if value == "full" else {}),
+        older_key(f"{SELECTIVE}.mode", ("recompute",), lambda value: {"recompute": "full"} if value == "full" else {}),
+        *(context(name, "as older versions say it", lambda asked: None) for name in (
+            f"{SELECTIVE}.selective_ac_option", f"{T}.batch_size", f"{T}.data_parallel_type",
+            f"{P}.pipeline_parallel_microbatches",
+        )),
+        older_key(f"{P}.expert_tensor_parallel_degree", ("etp",), lambda value: {"etp": number_of(value)}),
         FormatKey(f"{P}.data_parallel_replicate_degree", "replicas, or groups of them, that hold everything",
             lambda asked: _degrees(asked.plan)[0], _degree, ("dp_replicate",)),
         FormatKey(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",
@@ -197,5 +246,5 @@ TORCHTITAN = Format(
         "etp": "the ranks along tp are among those that divide experts: etp=1",
     },
     _check,
-    _say_pairs_run_apart,
+    differ=_say_pairs_run_apart,
 )  # fmt: skip

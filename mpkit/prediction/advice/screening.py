@@ -46,7 +46,18 @@ STAGES = "pp", "schedule", "virtual_stages"
 """The fields of a layout that decide which layers its stages have."""
 PARTS = "cp", "tp", "ep", "etp", "alike", "sequence_parallel"
 """Those that decide which part of a layer a rank computes."""
-HELD = *STAGES, "tp", "zero", "replicas", "sharded", "secondary", "ep", "etp", "alike", "sequence_parallel"
+HELD = (
+    "stage_to_rank",
+    "tp",
+    "zero",
+    "replicas",
+    "sharded",
+    "secondary",
+    "ep",
+    "etp",
+    "alike",
+    "sequence_parallel",
+)
 """Those that decide which weights and states a rank holds."""
 AT_TIMES = "grads", "gathered"
 """What is not always there."""
@@ -248,7 +259,7 @@ class Screening:
         """By row: the bubble in times of a rank, messages that nothing hides, micro-batches beside a reduction, and
         pairs of a stage, the mean of all.
         """
-        kind, layouts = self.columns.distinct(*STAGES, "zero", microbatches=True)
+        kind, layouts = self.columns.distinct(*STAGES, microbatches=True)
         rows = []
         for layout in layouts:
             m, v, pp = layout.microbatches, layout.virtual_stages, layout.pp
@@ -258,8 +269,7 @@ class Screening:
             exposed = 2.0 * m * v if self.stack.blocks(v) else 2.0 * m * (v - 1) / v
             idle = share / (1 - share) * m / (pp - 1) if pp > 1 else 0.0
             hops = 2 * (pp - 1) + exposed if pp > 1 else 0.0
-            hides = self.stack.overlaps_pairs and layout.zero != 3
-            pairs = pairs_by_stage(layout.schedule, pp, m, v) if hides else (0,)
+            pairs = pairs_by_stage(layout.schedule, pp, m, v) if self.stack.overlaps_pairs else (0,)
             rows.append((idle, hops, micro_batches_beside(layout), sum(pairs) / len(pairs)))
         return np.array(rows, float)[kind]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, overload
 
 import numpy as np
@@ -148,9 +148,11 @@ def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayou
     # A secondary shard takes the memory that parameters on the host would free.
     sharded = np.array([base.zero == 3 and not base.secondary for base in columns.bases])[columns.base]
     joint = np.array([has_pairs(base.schedule) for base in columns.bases])[columns.base]
-    without = [relief for relief in reliefs if relief[0] != "params"]
-    of_pairs = [relief for relief in without if relief[1] in offers.joint_recompute]
-    groups = ((sharded, reliefs), (~sharded & ~joint, without), (~sharded & joint, of_pairs))
+    groups = []
+    for is_sharded, is_joint in product((True, False), repeat=2):
+        those = (sharded == is_sharded) & (joint == is_joint)
+        offloads = [relief for relief in reliefs if is_sharded or relief[0] != "params"]
+        groups.append((those, [r for r in offloads if not is_joint or r[1] in offers.joint_recompute]))
     considered = sum(int(those.sum()) * len(group) for those, group in groups)
     screening = Screening(priced, columns)
     kept: Kept = ([], [])

@@ -118,8 +118,8 @@ def families(
                     ways = product(methods, expert_changes(model, offers, family.base))
                     joint = has_pairs(family.base.schedule)
                     for method, experts in ways:
-                        if joint and (experts["ep"] == 1 or family.base.zero == 3):
-                            continue  # there is nothing to hide, or pairs run one after the other
+                        if joint and experts["ep"] == 1:
+                            continue  # there is nothing to hide
                         base = family.base.vary(cp_method=method, **experts)
                         yield LayoutFamily(base, family.sizes, family.samples)
 

@@ -162,9 +162,10 @@ class Estimate(DrawnResult, Answer):
         low, high = self.band
         shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
         most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
-        held = ", ".join(f"{name} {memory_text(most[name])}" for name in CATEGORIES if most[name] >= 1 << 20)
-        margin = FRAGMENTATION * self.peak_memory
-        needed = memory_share(self.peak_memory + margin, self.hardware.device.memory)
+        needed = self.peak_memory * (1 + FRAGMENTATION)
+        held = ", ".join(
+            f"{name} {memory_text(most[name], needed)}" for name in CATEGORIES if most[name] >= 1 << 20
+        )
         name = self.model.name or "the model"
         origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
         lines = [
@@ -175,7 +176,8 @@ class Estimate(DrawnResult, Answer):
             f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
             f"MFU {percent(self.mfu)}",
             f"because     {shares}",
-            f"memory      {needed}: {held}, {MARGIN_WORD} {memory_text(margin)}",
+            f"memory      {memory_share(needed, self.hardware.device.memory)}: {held}, {MARGIN_WORD} "
+            f"{memory_text(FRAGMENTATION * self.peak_memory, needed)}",
             f"preset      {self.preset}",
         ]
         if self.plan.cp > 1 and self.plan.cp_order in BY_DOCUMENT:

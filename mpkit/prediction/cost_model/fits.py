@@ -209,9 +209,11 @@ class Fits(DrawnResult, DelegatedAnswer):
         ]
         for category in sorted(CATEGORIES, key=lambda each: -memory[each]):
             if memory[category] >= 1 << 20:
-                lines.append(f"  {memory_text(memory[category]):>12}  {category}: {MEANING[category]}")
+                lines.append(
+                    f"  {memory_text(memory[category], self.needed):>12}  {category}: {MEANING[category]}"
+                )
         spare = f"{FRAGMENTATION:.0%} of all that, which an allocator reserves beside it"
-        lines.append(f"  {memory_text(self.margin(memory)):>12}  {MARGIN_WORD}: {spare}")
+        lines.append(f"  {memory_text(self.margin(memory), self.needed):>12}  {MARGIN_WORD}: {spare}")
         if self:
             lines.append(f"The largest batch that fits: {self.largest_batch} samples.")
         elif self.remedy is not None:

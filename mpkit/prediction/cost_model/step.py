@@ -146,12 +146,11 @@ def _times_beside(
 ) -> tuple[float, ...]:
     """Return the seconds that a forward of each stage adds to a backward with which it runs as one.
 
-    The forward's all-to-alls travel while the backward computes, and the backward's while the forward computes. Under
-    ZeRO-3 they run one after the other (`mpkit.strategies.runtime.pipeline`).
+    The forward's all-to-alls travel while the backward computes, and the backward's while the forward computes.
     """
     forward, backward = stages.of_stages(ranks)
     exchanged = stages.causes_of[0]["experts"] / 2  # of a layer, either way
-    if not exchanged or layout.zero == 3 or not stack.overlaps_pairs:
+    if not exchanged or not stack.overlaps_pairs:
         return forward
     return tuple(
         f - hidden_in_pair(f, b, n * exchanged, stack)

@@ -38,14 +38,14 @@ class LayerBalance:
         name: the layer's name.
         rows: [E], the rows of each expert.
         phy2log: [R], the expert that each slot holds; each GPU has R / gpus neighbouring slots.
-        home: [E], the GPU that has each expert now.
+        now: the expert that each slot holds now, in the order of the GPUs, as in `phy2log`.
         gpus: how many there are.
     """
 
     name: str
     rows: Rows
     phy2log: Indices
-    home: Indices
+    now: Indices
     gpus: int
 
     @property
@@ -60,9 +60,21 @@ class LayerBalance:
         return shares[self.phy2log].reshape(self.gpus, -1)
 
     @property
+    def copies_before(self) -> Indices:
+        """[E]: how many slots hold each expert now."""
+        return np.bincount(self.now, minlength=len(self.rows))
+
+    @property
+    def held_before(self) -> list[Indices]:
+        """By GPU, the experts in its slots now."""
+        gpu_of = np.arange(len(self.now)) * self.gpus // len(self.now)
+        return [self.now[gpu_of == gpu] for gpu in range(self.gpus)]
+
+    @property
     def load_before(self) -> Rows:
-        """[gpus]: the rows of each GPU as experts are now, without copies."""
-        return np.bincount(self.home, weights=self.rows, minlength=self.gpus).astype(np.float64)
+        """[gpus]: the rows of each GPU as experts are now, an even share of its experts' for each copy."""
+        shares = self.rows / self.copies_before
+        return np.array([shares[held].sum() for held in self.held_before], dtype=np.float64)
 
     @property
     def load_after(self) -> Rows:
@@ -74,9 +86,8 @@ class LayerBalance:
     def moves(self) -> int:
         """How many weights of experts GPUs receive: of those that they did not have."""
         return sum(
-            int(self.home[expert] != gpu)
-            for gpu, experts in enumerate(self.phy2log.reshape(self.gpus, -1))
-            for expert in np.unique(experts)
+            len(np.setdiff1d(experts, before))
+            for before, experts in zip(self.held_before, self.phy2log.reshape(self.gpus, -1), strict=True)
         )
 
 
@@ -124,24 +135,14 @@ class ExpertBalance(DrawnResult):
 
         It is assumed that time grows with rows, that every layer's experts are of one size, that each copy of an
         expert gets as many rows, and that routers choose as in this step. Moving the weights is not in it, nor is what
-        training with copies needs: a sum of their gradients.
+        training with copies sends in each step: their weights, and their gradients.
         """
         before = sum(float(each.load_before.max()) for each in self.layers)
         return sum(float(each.load_after.max()) for each in self.layers) / max(before, 1e-300)
 
     @property
     def orders(self) -> dict[str, list[int]]:
-        """By layer, the experts in the order of their slots, for `mk.models.place_experts`.
-
-        Raises:
-            ValueError: some experts have copies, with which mpkit does not train.
-        """
-        for each in self.layers:
-            if len(each.phy2log) > len(each.rows):
-                raise ValueError(
-                    f"this placement has {len(each.phy2log)} slots for {len(each.rows)} experts of {each.name}, and "
-                    f"mpkit trains with one copy of each: load.balance({len(each.rows)}, gpus={self.gpus}).orders"
-                )
+        """By layer, the experts in the order of their slots, for `mk.models.place_experts`."""
         return {each.name: each.phy2log.tolist() for each in self.layers}
 
     @property
@@ -207,11 +208,10 @@ def balance_load(
             )
         rows = steps[max(0, end - window) : end].sum(axis=0)
         found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
-        home = np.argsort(load.orders.get(name, range(experts))) * gpus // experts
-        layer = LayerBalance(name, rows, found.phy2log[0], home, gpus)
-        if layer.load_after.max() >= layer.load_before.max():
-            at_home = [np.flatnonzero(home == gpu) for gpu in range(gpus)]
-            kept = np.concatenate([np.resize(here, replicas // gpus) for here in at_home])
+        now = np.array(load.orders.get(name, range(experts)))
+        layer = LayerBalance(name, rows, found.phy2log[0], now, gpus)
+        if len(now) in (experts, replicas) and layer.load_after.max() >= layer.load_before.max():
+            kept = np.concatenate([np.resize(here, replicas // gpus) for here in layer.held_before])
             layer = replace(layer, phy2log=kept)
         layers.append(replace(layer, rows=steps[step]))
     policy = "global" if groups % nodes or nodes == 1 else "hierarchical"

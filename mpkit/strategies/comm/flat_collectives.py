@@ -4,9 +4,10 @@ nccl performs both directly on the given tensors, also in place. Gloo's all-gath
 it; its reduce-scatter is an all-reduce of a copy, which sends twice as much as needed. So with gloo
 
     all-gather       each rank broadcasts its part directly into its place in the result
-    reduce-scatter   each rank sends part j to rank j, which sums the parts it receives
+    reduce-scatter   each rank sends part j to rank j, which sums the parts that it receives and its own
 
-Both send (n-1)/n of the tensor, as on a ring, and are one op in the trace.
+Both send (n-1)/n of the tensor, as on a ring, and are one op in the trace. A reduce-scatter has memory for the parts
+that are received, (n-1)/n of the tensor, until it is waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpkit.strategies.comm.tags import tag_number
+
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
@@ -26,6 +29,13 @@ __all__ = ["start_all_gather", "start_reduce_scatter"]
 # torch 2.13 renamed both functions and warns when the old names are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+TAG = tag_number("Z999999") + 1
+"""The tag of a reduce-scatter's messages, which is none of a program's."""
+
+PIECE = 1 << 16
+"""The number of elements that are added up at a time, so that sums stay in a core's cache."""
 
 
 class _All:
@@ -77,8 +87,28 @@ def start_reduce_scatter(group: Communicator, part: Tensor, whole: Tensor) -> An
         if part.data_ptr() != whole.data_ptr():
             part.copy_(whole)
         return _All([])
-    given = torch.empty_like(whole)  # this rank's part, as contributed by each rank
-    handle = dist.all_to_all_single(given, whole, group=group.handle, async_op=True)
-    return _All(
-        [handle], lambda: torch.sum(given.view(group.size, *part.shape), 0, dtype=part.dtype, out=part)
-    )
+    parts = whole.chunk(group.size)
+    received = torch.empty(group.size - 1, *part.shape, dtype=whole.dtype, device=whole.device)
+    others = [i for i in range(group.size) if i != group.index]
+    handles = [
+        dist.irecv(place, group.ranks[i], group.handle, TAG)
+        for i, place in zip(others, received, strict=True)
+    ]
+    handles += [dist.isend(parts[i], group.ranks[i], group.handle, TAG) for i in others]
+    contributions = [
+        *received[: group.index],
+        parts[group.index],
+        *received[group.index :],
+    ]  # in order of ranks
+    return _All(handles, lambda: _sum_into(part, contributions))
+
+
+def _sum_into(part: Tensor, contributions: list[Tensor]) -> None:
+    """Write the sum of contiguous tensors into `part`, which may be one of them; 16 bits are added up in fp32."""
+    precise = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
+    pieces = [tensor.view(-1).split(PIECE) for tensor in (part, *contributions)]
+    for place, first, *others in zip(*pieces, strict=True):
+        total = first.to(precise, copy=True)
+        for other in others:
+            total += other
+        place.copy_(total)

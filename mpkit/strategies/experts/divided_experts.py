@@ -14,8 +14,9 @@ With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`m
 the layer returns is a partial sum then, weights included, and is summed over tp.
 
 Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
-of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order
-(`mpkit.models.place_experts`); then a choice is first replaced by the place of its expert.
+of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order, and have several slots
+(`mpkit.models.place_experts`); then a choice is first replaced by the slot of its expert, or by that of a copy
+(`mpkit.strategies.experts.copies`).
 `mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
@@ -25,9 +26,10 @@ section 3.2; Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section 3, fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,8 +39,9 @@ from torch.nn import functional as F
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
+from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.experts.known_experts import find_experts, number_of_experts
-from mpkit.strategies.models.experts import count_rows, order_of_experts
+from mpkit.strategies.models.experts import count_rows, order_of_experts, owned_experts
 from mpkit.strategies.stage.shard import Shard
 
 __all__ = ["divide_experts"]
@@ -69,9 +72,9 @@ def divide_experts(
         aliases.setdefault(id(parameter), []).append(name)
     local: dict[int, nn.Parameter] = {}
     for name, module in find_experts(model).items() if group.size > 1 else ():
-        order = order_of_experts(module, number_of_experts(module))
-        here = len(order) // group.size
-        places = order[group.index * here : (group.index + 1) * here]
+        experts = number_of_experts(module)
+        order, here = order_of_experts(module, experts), experts // group.size
+        places = owned_experts(order, experts, group.size)[group.index]
         held = tuple(range(expert, expert + 1) for expert in places)
         if places == tuple(range(places[0], places[0] + here)):  # neighbours, as they are by default
             held = (range(places[0], places[0] + here),)
@@ -87,7 +90,10 @@ def divide_experts(
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)
-        exchanging: Any = partial(_forward, compute, names, order, group)
+        copies = ExpertCopies(module, order, experts, group)
+        if len(order) > experts:
+            module.__dict__["expert_copies"] = copies
+        exchanging: Any = partial(_forward, compute, names, order, group, copies)
         exchanging.__signature__ = names
         module.forward = exchanging
     return shards
@@ -95,22 +101,23 @@ def divide_experts(
 
 def _forward(
     compute: Callable[..., Tensor], names: inspect.Signature, order: tuple[int, ...], group: ProcessGroup,
-    *args: Any, **kwargs: Any,
+    copies: ExpertCopies, *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return what the whole layer makes of this rank's tokens.
 
     Args:
         compute: the layer's own forward, with the experts that are here.
         names: its signature.
-        order: the layer's experts as the ranks have them, one rank after the other.
+        order: the expert of each slot, one rank's slots after the other's.
         group: the ranks that divide the experts.
+        copies: those that this rank has of other ranks' experts.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
     """
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]
     here = len(order) // group.size
-    if order != tuple(range(len(order))):  # number experts by their places; a dropped choice (E) has none
-        places = sorted(range(len(order)), key=order.__getitem__)
-        chosen = torch.tensor([*places, len(order)], dtype=chosen.dtype, device=chosen.device)[chosen]
+    copies.borrow()
+    if order != tuple(range(len(order))):  # number experts by their slots; a dropped choice (E) has none
+        chosen = copies.choose(chosen)
     # ---- permute
     order = chosen.flatten().argsort(stable=True)
     # ---- count
@@ -121,15 +128,24 @@ def _forward(
     # ---- dispatch
     rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
     # ---- experts
-    padded = F.pad(rows, (0, 0, 0, 0 if sum(of) else 1))
-    numbers = [expert for counts in receives for expert, count in enumerate(counts) for _ in range(count)]
-    expert = torch.tensor(numbers or [0], dtype=chosen.dtype, device=x.device)[:, None]
-    made = compute(padded, expert, torch.ones_like(expert, dtype=weights.dtype))[: len(rows)]
+    slots = zip(copies.places * len(receives), chain.from_iterable(receives), strict=True)
+    places = [place for place, count in slots for _ in range(count)]
+    made = copies.compute(rows, places, partial(_compute_rows, compute, chosen.dtype, weights.dtype))
     # ---- return
     returned = _Exchange.apply(made, group, of, to)  # type: ignore[no-untyped-call]
     # ---- combine
     weighted = returned * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, token, weighted.to(x.dtype))
+
+
+def _compute_rows(
+    compute: Callable[..., Tensor], of_numbers: torch.dtype, of_weights: torch.dtype,
+    rows: Tensor, places: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """Return what the experts that are here make of rows, (R, h); if there are none, they compute one of zeros."""
+    padded = F.pad(rows, (0, 0, 0, 0 if len(rows) else 1))
+    expert = torch.tensor(list(places) or [0], dtype=of_numbers, device=rows.device)[:, None]
+    return compute(padded, expert, torch.ones_like(expert, dtype=of_weights))[: len(rows)]
 
 
 def _exchange_counts(

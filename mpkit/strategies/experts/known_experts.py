@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mpkit.common.torch_private import _DropoutNd
-from mpkit.strategies.models.experts import MixtureOfExperts
+from mpkit.strategies.models.experts import MixtureOfExperts, order_of_experts
 
 __all__ = ["check_experts_of", "chosen_experts", "find_balanced", "find_experts", "number_of_experts"]
 
@@ -69,14 +69,15 @@ def number_of_experts(module: nn.Module) -> int:
 
 
 def check_experts_of(model: nn.Module, plan: Any) -> None:
-    """Check that a plan's ep divides the experts of each layer.
+    """Check that a plan's ep divides the experts of each layer, and their slots if some have copies.
 
     Args:
         model: the whole model.
         plan: the plan, of which ep is read.
 
     Raises:
-        ValueError: there are no experts, or a layer's number of them is not a multiple of ep.
+        ValueError: there are no experts, a layer's number of them or of their slots is not a multiple of ep, or layers
+            that share weights place them differently.
     """
     if plan.ep == 1:
         return
@@ -95,9 +96,38 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
                 f"Plan(ep={plan.ep}): {plan.ep} ranks cannot hold equally many of the {experts} experts of {name}: "
                 f"ep={max(n for n in fits if n <= plan.ep)} can"
             )
+        _check_order(name, module, plan.ep)
         if any(isinstance(inner, _DropoutNd) and inner.p > 0 for inner in module.modules()):
             raise ValueError(
                 f"Plan(ep={plan.ep}): {name} has a dropout, which draws for the rows of its experts, and these are on "
                 "other ranks in another order. Dropout after the experts works, as "
                 "mk.models.MixtureOfExperts(dropout=0.1) has it; or ep=1"
             )
+    _check_shared(layers, plan.ep)
+
+
+def _check_order(name: str, module: nn.Module, ep: int) -> None:
+    """Check that ranks have equally many slots of a layer."""
+    experts = number_of_experts(module)
+    slots = len(order_of_experts(module, experts))
+    if slots % ep:
+        fits = -(-slots // ep) * ep
+        raise ValueError(
+            f"Plan(ep={ep}): {ep} ranks cannot have equally many of the {slots} slots that place_experts gave the "
+            f"{experts} experts of {name}: run.expert_load.balance({fits}, gpus={ep}).orders has {fits}"
+        )
+
+
+def _check_shared(layers: Mapping[str, nn.Module], ep: int) -> None:
+    """Check that experts of several layers that share weights are in one order."""
+    first: dict[int, str] = {}
+    for name, module in layers.items():
+        experts = number_of_experts(module)
+        order = order_of_experts(module, experts)
+        for parameter in module.parameters():
+            other = first.setdefault(id(parameter), name)
+            if order_of_experts(layers[other], experts) != order:
+                raise ValueError(
+                    f"Plan(ep={ep}): {other} and {name} share weights, which can be in one order only: "
+                    f"mk.models.place_experts(model, {{{name!r}: {[*order_of_experts(layers[other], experts)]}}})"
+                )

@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch import nn
 
 from mpkit.common.torch_private import TorchDispatchMode
+from mpkit.common.units import memory_text
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
@@ -120,9 +121,7 @@ def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPla
         return f"a step has {flops:.1e} FLOPs, too many to repeat them in this process"
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     if nbytes > MOST_BYTES:
-        return (
-            f"the model has {nbytes / 2**30:.0f} GiB of parameters, too many for another copy in this process"
-        )
+        return f"the model has {memory_text(nbytes)} of parameters, too many for another copy in this process"
     return ""
 
 

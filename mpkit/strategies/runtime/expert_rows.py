@@ -4,7 +4,8 @@
     choose   before a layer's experts compute: count each token's choices; once, even if the forward is recomputed
     end      record the step's counts
 
-Ranks that share layers (tp) see the same tokens, unless they divide the sequence; then only the first of them counts.
+Where experts have copies, rows are counted by slot. Ranks that share layers (tp) see the same tokens, unless they
+divide the sequence; then only the first of them counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.mesh_axes import MeshAxes
+from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
@@ -40,13 +42,17 @@ class ExpertRows:
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes) -> None:
         self._record, self._microbatches = context.record, list[MicroBatch]()
         self._counts: dict[str, Tensor] = {}
-        if not axes.leads(but="tp" if job.plan.sequence_parallel else ""):
-            return
+        plan = job.plan
         for name, module in find_experts(job.what.model).items():
-            experts = number_of_experts(module) * job.plan.ep
-            self._counts[name] = torch.zeros(experts + 1, dtype=torch.long, device=context.device)
-            # Before tokens of other ranks are gathered, where tp divides experts too.
-            module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True, prepend=True)
+            copies: ExpertCopies | None = module.__dict__.get("expert_copies")
+            # Where tp divides experts too, before tokens of other ranks are gathered; slots are chosen afterwards.
+            first = copies is None or plan.etp != plan.tp
+            if not axes.leads(but="tp" if plan.sequence_parallel and first else ""):
+                continue
+            places = number_of_experts(module) * plan.ep if copies is None else len(copies.order)
+            self._counts[name] = torch.zeros(places + 1, dtype=torch.long, device=context.device)
+            hook = partial(self._choose, name, copies)
+            module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
 
     def begin(self, microbatches: Sequence[MicroBatch]) -> None:
         """Note the micro-batches of the next step."""
@@ -54,12 +60,16 @@ class ExpertRows:
         for counts in self._counts.values():
             counts.zero_()
 
-    def _choose(self, name: str, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _choose(
+        self, name: str, copies: ExpertCopies | None,
+        _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
         _stage, m, step = self._record.place()
         chosen, counts = chosen_experts(args, kwargs), self._counts[name]
         # A forward that is recomputed later runs without gradients, as an evaluation does.
         if not torch.is_grad_enabled() or step < 0 or not self._weight_of(m) or type(chosen) is not Tensor:
             return
+        chosen = chosen if copies is None else copies.choose(chosen)
         counts += chosen.flatten().bincount(minlength=len(counts))  # choices that are dropped are the last
 
     def _weight_of(self, m: int) -> float:

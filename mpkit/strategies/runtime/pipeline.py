@@ -82,9 +82,7 @@ class Pipeline:
         self._context, self._job = context, job
         schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
-        # ZeRO-3 gathers what comes next, and of two actions in turns it would know neither.
-        overlaps = job.plan.ep > 1 and job.plan.zero < 3
-        self._entries = join_pairs(self._row, schedule.together if overlaps else ())
+        self._entries = join_pairs(self._row, schedule.together if job.plan.ep > 1 else ())
         self._last_backwards = {
             a.stage: i for i, entry in enumerate(self._entries) for a in entry if a.kind in LAST_HALF
         }

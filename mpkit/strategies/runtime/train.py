@@ -26,6 +26,7 @@ from mpkit.strategies.data_parallel.replicated_part import (
 )
 from mpkit.strategies.data_parallel.sync_batchnorm import SyncCost, over_whole_batch
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
+from mpkit.strategies.experts.copies import find_copies
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.guard import GuardedLoss
@@ -116,6 +117,9 @@ class Training:
         stages, self.rest = place_stages(context, job, axes, self.sync_cost)
         expert_rows = ExpertRows(context, job, axes)
         self._routing = BatchRouting(context, job, axes, stages)
+        self._copies = find_copies(job.what.model)
+        for layer in self._copies:
+            layer.track = context.record.ledger.track
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = (
@@ -146,6 +150,8 @@ class Training:
             self._routing.begin_step(batch, self.update.scaler.scale)
             self.sync.begin_step()
             returned = self.pipeline.step(number, batch)
+            for layer in self._copies:
+                layer.give_back()
             self.sync.finish()
             self._routing.end_step()
             self.tied.sum_gradients()
@@ -158,6 +164,8 @@ class Training:
                 )
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
+            for layer in self._copies:
+                layer.expire()
             self._expert_rows.end(number)
             if self._job.plan.cp > 1 and isinstance(self.pipeline, Pipeline):
                 self._record.values.count_attended(self.pipeline.attended_pairs, number)
@@ -201,6 +209,7 @@ def assemble(
     plan, replicas = job.plan, axes.communicator_of("dp", "cp")
     rank_of = [axes.communicator_of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
     tied = tied_parameters(stages, job.where.shared)
+    tied += [parameter for layer in find_copies(job.what.model) for parameter in layer.parameters]
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)

@@ -37,7 +37,13 @@ from mpkit.strategies.wrappers.gradient_part import clip
 from mpkit.strategies.wrappers.half_precision import Half
 from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
 from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
-from mpkit.strategies.wrappers.replicas import Group, context_for, replicas_of, shard_groups_of
+from mpkit.strategies.wrappers.replicas import (
+    Group,
+    context_for,
+    replicas_of,
+    secondary_group_of,
+    shard_groups_of,
+)
 from mpkit.strategies.wrappers.shares import ShardedParameters
 from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
 from mpkit.strategies.zero.stages import zero_sync
@@ -61,7 +67,7 @@ class FullySharded(ModuleWrapper):
 
     Args:
         module: the module, which is changed in place.
-        plan: read for zero, precision, bucket_mb, prefetch, unused and offload; dp is set here.
+        plan: read for dp and its groups, zero, precision, bucket_mb, prefetch, unused and offload.
         group: the ranks that share the work.
         prove: the number of steps that are compared with plain PyTorch.
 
@@ -100,6 +106,7 @@ class FullySharded(ModuleWrapper):
                 whole=tuple(small.values()),
                 allow_unused=UNUSED,
                 groups=groups,
+                secondary=secondary_group_of(context, plan),
             )
         )
         own = Stage(0, [("", FlatNamedModule(small))], context.device)

@@ -12,6 +12,7 @@ the order in which layers are called (`prefetch`). For the backward, autograd ke
 is freed and allocated again beneath them (`flat`), so they see the same values.
 
 Where a backward is split, its I half works like a whole backward; for W, all parameters of the stage are gathered.
+Where a forward and a backward run as one (`mpkit.strategies.comm.overlapped_pair`), each keeps what it needs whole.
 """
 
 from __future__ import annotations
@@ -35,6 +36,28 @@ from mpkit.strategies.zero.units import Site
 __all__ = ["GatherHooks"]
 
 
+class ActionNeeds:
+    """What forwards need at the moment, or backwards.
+
+    Args:
+        sites: the number of sites.
+
+    Attributes:
+        begun: by site, autograd's count of nodes when the site's forward began, in the action's thread.
+        soon: being gathered ahead.
+        kept: not to be freed before the action has come to its next site.
+    """
+
+    def __init__(self, sites: int) -> None:
+        self.begun = [0] * sites
+        self.clear()
+
+    def clear(self) -> None:
+        """Need nothing more."""
+        self.soon: list[Flat] = []
+        self.kept: set[Flat] = set()
+
+
 class GatherHooks:
     """The hooks that gather parameters and free them.
 
@@ -49,9 +72,8 @@ class GatherHooks:
         self._of = {parameter: flat for flat in flats for parameter in flat.layout.parameters}
         # Indexed by site; each flat tensor once.
         self._needs = [list(dict.fromkeys(self._of[parameter] for parameter in site.uses)) for site in sites]
-        self._begun = [0] * len(sites)  # autograd's count of nodes when the site's forward began
+        self._of_forward, self._of_backward = ActionNeeds(len(sites)), ActionNeeds(len(sites))
         self._active: list[int] = []  # the sites whose forward is under way, outermost first
-        self._soon: list[Flat] = []  # being gathered ahead
         self._until_the_end: set[Flat] = set()  # not to be freed before this backward ends
         self._all = False  # inside `gather_all`
         self._order = CallOrder(sites, prefetch)
@@ -59,12 +81,22 @@ class GatherHooks:
         for i, site in enumerate(sites):
             around_forward(site.module, partial(self._before_forward, i), partial(self._after_forward, i))
 
+    @property
+    def _now(self) -> ActionNeeds:
+        """The needs of the action that is running."""
+        return self._of_backward if _in_backward() else self._of_forward
+
+    @property
+    def _is_paired(self) -> bool:
+        """Whether a forward and a backward run as one, in threads that take turns."""
+        return bool(self._flats) and self._flats[0].shard_group.wire.pair is not None
+
     # ---- forward ------------------------------------------------------------------------------------------
 
     def _before_forward(self, i: int, *_: Any) -> None:
         if self._all:
             return
-        self._begun[i] = _get_sequence_nr()
+        self._now.begun[i] = _get_sequence_nr()
         if _in_backward():  # a checkpoint recomputes its forward
             self._have(i)
             return
@@ -85,11 +117,11 @@ class GatherHooks:
             if not self._active:
                 self._order.end()
             self._follow_views(i, module, tensors)
-            self._keep(self._soon)
+            self._keep(self._now.soon)
         self._order.has_backward[i] = False
         for tensor in tensors:
             # An input that the module returns unchanged is the output of another module.
-            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._begun[i]:
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._now.begun[i]:
                 self._order.has_backward[i] = True
                 tensor.register_hook(partial(self._before_backward, i))
 
@@ -111,10 +143,10 @@ class GatherHooks:
     def _demand(self, parameter: nn.Parameter) -> bool:
         """Gather a parameter that is used while its layer is not called; return False if nothing is being computed."""
         flat = self._of[parameter]
-        if self._active:
-            self._need_around(flat)
-        elif _in_backward():
+        if _in_backward() and (self._is_paired or not self._active):
             self._until_the_end.add(flat)
+        elif self._active:
+            self._need_around(flat)
         else:
             return False
         self._whole.gather([flat])
@@ -140,10 +172,12 @@ class GatherHooks:
     def after_backward(self) -> None:
         """Free what the backward used last."""
         self._until_the_end.clear()
-        self._active.clear()
-        self._order.end()
-        self._soon = []
-        self._keep(())
+        self._of_backward.clear()
+        if not self._is_paired:
+            self._active.clear()
+            self._order.end()
+            self._of_forward.clear()
+        self._free()
 
     def gather_stage(self, stage: int) -> None:
         """Gather all that a stage of the model uses, and keep it whole until `after_backward`."""
@@ -157,18 +191,26 @@ class GatherHooks:
 
     def _go_to(self, i: int, soon: Iterable[int]) -> None:
         """Gather site i's parameters, start with those of `soon`, and free all but these and those under way."""
-        self._soon = [flat for at in soon for flat in self._needs[at]]
-        self._keep((*self._needs[i], *self._soon))
+        self._now.soon = [flat for at in soon for flat in self._needs[at]]
+        self._keep((*self._needs[i], *self._now.soon))
         self._have(i)
 
     def _have(self, i: int) -> None:
         """Gather site i's parameters beside those that are whole already."""
-        self._whole.gather(self._needs[i], soon=self._soon)
+        self._whole.gather(self._needs[i], soon=self._now.soon)
 
     def _keep(self, flats: Iterable[Flat]) -> None:
-        """Free all flat tensors but these and those that the sites under way need."""
+        """Free all flat tensors but these and those that are needed still."""
+        if not self._is_paired:
+            self._of_forward.kept, self._of_backward.kept = set(), set()
+        self._now.kept = set(flats)
+        self._free()
+
+    def _free(self) -> None:
+        """Free all flat tensors but those that the sites under way need, and those that the actions keep."""
         under_way = (flat for i in self._active for flat in self._needs[i])
-        self._whole.free_all_but({*flats, *under_way, *self._until_the_end})
+        kept = self._of_forward.kept | self._of_backward.kept | self._until_the_end
+        self._whole.free_all_but(kept.union(under_way))
 
     @contextmanager
     def gather_all(self) -> Iterator[None]:

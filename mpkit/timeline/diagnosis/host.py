@@ -50,7 +50,7 @@ def synchronizing_calls(evidence: Evidence, before: Sequence[Finding]) -> Iterab
     what = "barriers" if barriers else "copies of a few bytes to the host"
     yield evidence.make_finding(
         "synchronizing call",
-        f"Each rank makes {count:g} synchronizing calls a step ({what}); without them the step would be "
+        f"Each rank makes {count:g} synchronizing calls per step ({what}); without them the step would be "
         f"{seconds(gain)} "
         f"shorter, {evidence.share(gain)}.",
         reason="Every rank waits for the slowest at each barrier, even where nothing is exchanged."
@@ -92,7 +92,7 @@ def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Findin
     larger = "larger micro-batches, fused optimizers" if trains else "larger batches"
     yield evidence.make_finding(
         "host-bound",
-        f"Devices stand still for {seconds(idle)} a step ({percent(idle / evidence.path.step_time)}) between "
+        f"Devices stand still for {seconds(idle)} per step ({percent(idle / evidence.path.step_time)}) between "
         f"operations, in "
         f"{len(gaps) / len(ranks):.0f} gaps of {seconds(float(graph.took[gaps].mean()))} on average, while "
         f"their host has "
@@ -124,7 +124,7 @@ def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Find
     load = "loads" if len(ranks) == 1 else "load"
     yield evidence.make_finding(
         "data loading",
-        f"{evidence.name_ranks(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} a step before "
+        f"{evidence.name_ranks(ranks)} {load} data for {seconds(float(times[list(ranks)].mean()))} per step before "
         f"computing{others}.",
         reason="A rank that loads its samples itself does nothing else meanwhile, and the others wait for it in "
         "the first "

@@ -99,7 +99,7 @@ def lost_time(evidence: Evidence, rank: int) -> str:
     for_it = np.delete(waiting.ranks[:, rank], rank)
     total = float(np.delete(waiting.ranks.sum(axis=1) + waiting.under_way, rank).sum())
     of_all = f", {percent(float(for_it.sum()) / total)} of their waiting" if total else ""
-    return f"the others wait {seconds(float(for_it.mean()))} a step for it{of_all}"
+    return f"the others wait {seconds(float(for_it.mean()))} per step for it{of_all}"
 
 
 def was_busy(evidence: Evidence, late: Late) -> bool:

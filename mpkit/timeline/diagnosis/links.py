@@ -132,7 +132,7 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
             word = Kind(kind).word.replace("_", "-")
             yield evidence.make_finding(
                 "small messages",
-                f"{len(mets)} {word}s a step of {bytes_text(float(np.mean([met.nbytes for met in mets])))} on "
+                f"{len(mets)} {word}s per step of {bytes_text(float(np.mean([met.nbytes for met in mets])))} on "
                 f"average take "
                 f"{seconds(float(np.mean(taking)))} each, of which {percent(share)} is latency.",
                 reason="Each collective takes at least the link's latency, however few bytes it has.",

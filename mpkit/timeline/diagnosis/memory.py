@@ -97,7 +97,7 @@ def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iter
     rows = np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE)
     yield evidence.make_finding(
         "useless recomputation",
-        f"Recomputation takes {seconds(gain)} a step ({evidence.share(gain)}), and without it rank "
+        f"Recomputation takes {seconds(gain)} per step ({evidence.share(gain)}), and without it rank "
         f"{evidence.whole.rank_number(rank)}, the fullest, would hold about "
         f"{memory_text(peaks[rank] + kept[rank])}{room} instead of {memory_text(peaks[rank])}.",
         reason="Activations that fit need not be computed twice.",

@@ -112,7 +112,7 @@ def _slow_rank(evidence: Evidence, rank: int, ratio: float, gain: float, rows: A
 
 def _late(evidence: Evidence, late: Late, gain: float) -> Finding:
     if late.cause == HOST:
-        beside = f"{seconds(late.seconds)} a step, and its peers for {seconds(late.usual)}"
+        beside = f"{seconds(late.seconds)} per step, and its peers for {seconds(late.usual)}"
         why = f"its host is late: its device stands still between operations for {beside}"
         remedy = "what only its host does (logging, evaluation, checkpoints), and other programs on it."
     else:

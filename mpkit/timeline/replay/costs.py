@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import percent
+from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.capacity import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
@@ -196,7 +196,7 @@ def _in_words(link: Link) -> str:
     if "loopback.csv" in sources:
         known = " (measured on the kit's test machine)"
     rate = "" if link.bandwidth == inf else f" and {link.bandwidth / 1e9:.3g} GB/s"
-    return f"messages over {link.name} take {link.latency * 1e6:.3g} us{rate}{known}"
+    return f"messages over {link.name} take {seconds(link.latency)}{rate}{known}"
 
 
 def _on_cpu(ops: Array) -> Array:

@@ -23,9 +23,9 @@ function amount(value, base) {
   return `${Math.round(value)} ${base}`;
 }
 
-/** Bytes of memory: GiB; under a tenth of one MiB, and so on. */
+/** Bytes of memory: GiB; under one of them MiB, and so on. */
 function memory(value) {
-  const [factor, unit] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find(([bytes]) => value >= 0.1 * bytes) ?? [1, "B"];
+  const [factor, unit] = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]].find(([bytes]) => value >= 0.9995 * bytes) ?? [1, "B"];
   if (unit === "B") return `${Math.round(value)} B`;
   const number = value / factor;
   return `${unit === "GiB" && number >= 0.995 ? number.toFixed(1) : digits(number)} ${unit}`;

@@ -35,9 +35,8 @@ EQUAL = "equal to serial"
 
 LOOK_FOR = (
     "Each picture has a row per rank, and time goes to the right: blue is forward, orange backward, green the "
-    "optimizer. The thin pink marks below are messages. Where a row is hatched, the rank is idle. The idle share of "
-    "a step is called its bubble; it stands above the picture and in the table. All strategies train the same model on "
-    "the same data and reach the same losses. Compare what they cost: time, memory and messages."
+    "optimizer, pink what is sent; where a row is hatched, the rank is idle, and the idle share of a step is its "
+    "bubble. All strategies reach the same losses: compare what they cost in time, memory and messages."
 )
 """What the page tells its readers to look for."""
 
@@ -170,7 +169,7 @@ class Demo:
         """Return a table of what each strategy cost, with a column per strategy."""
         serial = outcomes[0]
         table = Table(title="What it cost (a typical step)", title_justify="left", title_style="bold")
-        table.add_column("", style="dim")
+        table.add_column("", style="dim", min_width=max(len(each) for each in CATEGORIES) + 2)
         for outcome in outcomes:
             table.add_column(outcome.name, justify="right")
 
@@ -179,16 +178,14 @@ class Demo:
 
         each = [outcome.typical for outcome in outcomes]
         row("bubble measured", [percent(t.bubble) for t in each])
-        row(
-            "bubble in theory",
-            ["-" if o.theory is None or not o.theory else percent(o.theory) for o in outcomes],
-        )
+        row("bubble in theory", [percent(o.theory) if o.theory else "-" for o in outcomes])
         row("step time", [seconds(t.step_time) for t in each])
         row("speed-up", [f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
         table.add_section()
-        row("peak memory", [memory_text(_fullest(t)["total"]) for t in each])
-        for category in CATEGORIES:
-            row(f"  {category}", [memory_text(_fullest(t).get(category, 0)) for t in each])
+        fullest = [_fullest(t) for t in each]
+        most = max(held["total"] for held in fullest)
+        for category, label in {"total": "peak memory", **{each: f"  {each}" for each in CATEGORIES}}.items():
+            row(label, [memory_text(held.get(category, 0), most) for held in fullest])
         row("bytes sent", [bytes_text(_sent_bytes(t)) for t in each])
         table.add_section()
         row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
@@ -222,7 +219,8 @@ class Demo:
             {o.name: o.timeline for o in outcomes},
             title="One model, trained in several ways",
             facts=facts,
-            intro="\n\n".join([what, LOOK_FOR, " ".join(self._explain(outcomes))]),
+            intro=f"{what} {LOOK_FOR}",
+            below=" ".join(self._explain(outcomes)),
             captions={o.name: o.caption for o in outcomes},
             steps={o.name: o.typical_step for o in outcomes},
             base=outcomes[0].name,

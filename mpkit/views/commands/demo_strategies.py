@@ -58,8 +58,8 @@ SEEN = {
     "and gathers the others'.",
     "zero2": "As ZeRO-1, and of the gradients too each rank keeps its share only.",
     "zero3": "Each rank keeps its share of the weights too. It gathers each block's weights before their use (pink) "
-    "and frees them afterwards: more is sent, less is held. The grey block at the very end gathers the model that was "
-    "trained.",
+    "and frees them afterwards: more is sent, less is held. The block at the very end (compute) gathers the model that "
+    "was trained.",
     "tp": "Each layer is divided among the ranks, which all compute the same samples and sum their results (pink) in "
     "every layer.",
     "2d": "Layers are divided between pairs of ranks, and model states among the replicas.",

@@ -93,6 +93,9 @@ def _words(finding: CheckupFinding) -> Text:
     return text
 
 
+SCROLLS = '<div style="overflow-x:auto">'
+"""Around a table, which is wider than a phone."""
+
 COLOURS = {
     Level.COSTS: STATUS["bad"], Level.NOTE: ACCENT, Level.FINE: STATUS["good"], Level.UNCHECKED: STATUS["doubt"],
 }  # fmt: skip
@@ -115,7 +118,7 @@ def report_html(report: CheckupReport) -> str:
     rows = "".join(_row(finding) for level in ORDER for finding in report.of(level))
     head = _head("", "about", "what", "evidence", "costs", "fix")
     if rows:
-        parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>")
+        parts.append(f"{SCROLLS}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>")
     if report.variables:
         body = "".join(
             f"<tr>{_cell(f'<code>{escape(each.name)}</code>')}{_cell(escape(each.values))}{_cell(escape(each.default))}"
@@ -123,12 +126,13 @@ def report_html(report: CheckupReport) -> str:
             for each in report.variables
         )
         names = _head("variable", "values", "default", "meaning", "when to set it")
-        parts.append(f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>")
+        parts.append(f"{SCROLLS}<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>")
     return f"<div>{''.join(parts)}<p><b>{escape(verdict(report))}</b></p></div>"
 
 
 def _row(finding: CheckupFinding) -> str:
-    level = f"<b style='color:{COLOURS[finding.level]}'>{finding.level}</b>"
+    look = f"color:#fff;background:{COLOURS[finding.level]};border-radius:9px;padding:1px 8px"
+    level = f"<b style='{look}'>{finding.level}</b>"
     fix = f"<code>{escape(finding.fix)}</code>" if finding.fix else ""
     words = (finding.subject, finding.what, finding.evidence, finding.costs)
     return f"<tr>{''.join(map(_cell, (level, *map(escape, words), fix)))}</tr>"

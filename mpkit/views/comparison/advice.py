@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.display import image
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.sortable import Cell, Column, SortableTable
 from mpkit.views.theme import ACCENT, ALARM, GREY, WHOLE_WORDS, dress_chart
@@ -73,7 +73,7 @@ def advice_figure(advice: Advice) -> Any:
         x=room,
         line_dash="dash",
         line_color=ALARM,
-        annotation_text=f"{room:.1f} GiB",
+        annotation_text=f"a device has {memory_text(room * GIB)} ",
         annotation_position="top left",
     )
     dress_chart(figure, str(advice).split(":")[0], 420)

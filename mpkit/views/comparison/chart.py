@@ -54,5 +54,6 @@ def comparison_figure(comparison: Comparison) -> Any:
                     hovertemplate="%{y}: %{customdata}<extra>" + what + "</extra>",
                 )
             )
-    title, height = "Where a step's time goes, averaged over ranks", 160 + 44 * len(rows)
-    return dress_chart(figure, title, height, left=16, barmode="stack").update_xaxes(title="seconds")
+    title, height = "A step's time, averaged over ranks", 160 + 44 * len(rows)
+    dress_chart(figure, title, height, left=16, barmode="stack")
+    return figure.update_xaxes(tickformat="~s", ticksuffix="s", nticks=6)

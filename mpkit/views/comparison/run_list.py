@@ -25,7 +25,7 @@ TITLES = (
 )
 
 
-def _cells(row: KeptRun) -> list[tuple[str, float | str | None]]:
+def _cells(row: KeptRun, like: float) -> list[tuple[str, float | str | None]]:
     """Return what is shown of a run, each with the value that it is sorted by."""
     return [
         (str(row.number), row.number),
@@ -35,16 +35,22 @@ def _cells(row: KeptRun) -> list[tuple[str, float | str | None]]:
         (str(row.steps), row.steps),
         ("" if row.step_time is None else seconds(row.step_time), row.step_time),
         ("" if row.bubble is None else percent(row.bubble), row.bubble),
-        (memory_text(row.memory) if row.memory else "", row.memory or None),
+        (memory_text(row.memory, like) if row.memory else "", row.memory or None),
         ("" if row.loss is None else f"{row.loss:.4g}", row.loss),
     ]
+
+
+def _most_memory(found: RunList) -> float:
+    """Return the bytes of the run that held most, whose unit all rows have."""
+    return max((row.memory or 0.0 for row in found), default=0.0)
 
 
 def run_list_text(found: RunList) -> str:
     """Return a line per run, the oldest first."""
     if not len(found):
         return "No run has ended yet in this notebook."
-    table = [list(HEADS), *([text for text, _ in _cells(row)] for row in found)]
+    like = _most_memory(found)
+    table = [list(HEADS), *([text for text, _ in _cells(row, like)] for row in found)]
     if not any(row.name for row in found):
         table = [line[:1] + line[2:] for line in table]
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
@@ -62,10 +68,10 @@ def run_list_view(found: RunList) -> Any:
         Column(head, title, number=head not in ("name", "plan", "status"))
         for head, title in zip(HEADS, TITLES, strict=True)
     ]
-    rows = [_cells(row) for row in found]
+    rows = [_cells(row, _most_memory(found)) for row in found]
     if not any(row.name for row in found):
         columns, rows = columns[:1] + columns[2:], [row[:1] + row[2:] for row in rows]
-        caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two beside each other"
+        caption = "Runs of this notebook; mk.runs().compare(1, 2) draws two side by side"
     else:
-        caption = "Runs of a folder; mk.runs(folder).compare(1, 2) draws two beside each other"
+        caption = "Runs of a folder; mk.runs(folder).compare(1, 2) draws two side by side"
     return SortableTable(caption, columns, rows)

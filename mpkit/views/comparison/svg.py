@@ -63,7 +63,7 @@ def bars_svg(comparison: Comparison, width: int = 960) -> str:
     scale = (width - GUTTER - 2 * MARGIN) / room if room else 0.0
     parts = [
         f'<text class="words" x="{MARGIN:g}" y="24" font-size="13" font-weight="600">'
-        "Where a step's time goes, averaged over ranks</text>"
+        "A step's time, averaged over ranks</text>"
     ]
     y = 38.0
     for row in comparison.rows:

@@ -66,8 +66,9 @@ def _memory(found: WhatIf) -> list[str]:
     lines = ["Peak memory of the fullest rank:"]
     for name, ranks in held:
         fullest = max(ranks, key=lambda rank: sum(rank.values()))
-        parts = ", ".join(f"{what} {memory_text(size)}" for what, size in fullest.items() if size)
-        lines.append(f"  {name:<22} {memory_text(sum(fullest.values()))} ({parts})")
+        total = sum(fullest.values())
+        parts = ", ".join(f"{what} {memory_text(size, total)}" for what, size in fullest.items() if size)
+        lines.append(f"  {name:<22} {memory_text(total)} ({parts})")
     if found.played is not None:
         lines.append(
             "  Played ranks count an operator's temporaries as buffers, which a run does not record."

@@ -139,7 +139,7 @@ def trouble(message: str) -> str:
 def charts(losses: Sequence[float], first_step: int, metrics: Metrics) -> str:
     """Return the charts of loss and metrics as an image; "" if there is too little to draw."""
     drawn = partial(charts_svg, losses, first_step, metrics)
-    return image(drawn, "Loss and metrics by step") if drawn() else ""
+    return image(drawn, "Loss and metrics by step", fill=True) if drawn() else ""
 
 
 def static(

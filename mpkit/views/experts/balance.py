@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of, legible_on, tint
@@ -47,7 +45,7 @@ def balance_text(balance: ExpertBalance) -> str:
     lines.append(f"Predicted: the experts of a step take {balance.time_ratio:.2f} x their time.")
     lines.append(
         "Assumed: a layer takes as long as its busiest GPU, time grows with rows, copies share rows evenly, and "
-        "routers choose as in this step. Moving weights, and summing the gradients of copies, is not in it."
+        "routers choose as in this step. Moving weights is not in it, nor is what copies send in each step."
     )
     return "\n".join(lines)
 
@@ -87,7 +85,7 @@ def _panel(layer: LayerBalance, told: str, y: float, width: int) -> str:
     half = (width - 2 * MARGIN - APART) / 2
     highest = max(float(layer.load_before.max()), float(layer.load_after.max()), 1.0)
     mean = float(layer.load_before.mean())
-    before = [np.flatnonzero(layer.home == gpu).tolist() for gpu in range(layer.gpus)]
+    before = [held.tolist() for held in layer.held_before]
     after = layer.phy2log.reshape(layer.gpus, -1).tolist()
     parts = [
         f'<text class="words" x="{MARGIN:g}" y="{y + 12:g}"><tspan font-weight="600">{escape(layer.name)}</tspan>'
@@ -95,7 +93,7 @@ def _panel(layer: LayerBalance, told: str, y: float, width: int) -> str:
     ]
     bottom = y + 22 + TALL
     for x, placed, copies in (
-        (MARGIN, before, np.ones_like(layer.copies)),
+        (MARGIN, before, layer.copies_before),
         (MARGIN + half + APART, after, layer.copies),
     ):
         for gpu, experts in enumerate(placed):

@@ -53,16 +53,19 @@ def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
     # ---- left: where each rank's rows begin
     begins = {rank: TOP + rows[:i].sum() * scale + i * (GAP + APART) for i, rank in enumerate(ranks)}
     # ---- right: experts by the rank that computes them
-    columns = sorted({(owner, expert) for owners in routes.owners for expert, owner in enumerate(owners)})
+    columns = sorted({(owner, column) for owners in routes.owners for column, owner in enumerate(owners)})
     tops: dict[tuple[int, int], float] = {}
     y, parts, before = TOP, list[str](), columns[0][0]
-    for owner, expert in columns:
+    for owner, column in columns:
         y += APART * (owner != before)
         before = owner
-        takes = [i for i in range(len(ranks)) if routes.owners[i][expert] == owner]
-        tall = float(rows[takes, expert].sum()) * scale
-        tops[owner, expert] = y
-        told = f"expert {expert} on rank {owner} computes {rows[takes, expert].sum():.0f} rows"
+        takes, expert = (
+            [i for i in range(len(ranks)) if routes.owners[i][column] == owner],
+            routes.expert_of(column),
+        )
+        tall = float(rows[takes, column].sum()) * scale
+        tops[owner, column] = y
+        told = f"expert {expert} on rank {owner} computes {rows[takes, column].sum():.0f} rows"
         parts.append(_box(right, y, tall, told))
         if tall >= 9:
             parts.append(_label(f"expert {expert}", right + BOX + 6, y + tall / 2 + 4, "start"))
@@ -75,11 +78,12 @@ def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
         at = begins[rank]
         parts.append(_box(left - BOX, at, rows[i].sum() * scale, f"rank {rank} has {rows[i].sum():.0f} rows"))
         parts.append(_label(f"rank {rank}", left - BOX - 6, at + rows[i].sum() * scale / 2 + 4, "end"))
-        for owner, expert in sorted({(routes.owners[i][int(e)], int(e)) for e in np.flatnonzero(rows[i])}):
-            thick, to = rows[i, expert] * scale, filled[owner, expert]
-            told = f"{rows[i, expert]:.0f} rows from rank {rank} to expert {expert} on rank {owner}"
+        for owner, column in sorted({(routes.owners[i][int(c)], int(c)) for c in np.flatnonzero(rows[i])}):
+            thick, to = rows[i, column] * scale, filled[owner, column]
+            expert = routes.expert_of(column)
+            told = f"{rows[i, column]:.0f} rows from rank {rank} to expert {expert} on rank {owner}"
             ribbons.append(_ribbon(left, at, right, to, thick, told, stays=owner == rank))
-            at, filled[owner, expert] = at + thick, to + thick
+            at, filled[owner, column] = at + thick, to + thick
     # ---- which rank has these experts
     for owner in dict.fromkeys(owner for owner, _ in columns):
         edges = [edge for each in columns if each[0] == owner for edge in (tops[each], filled[each])]

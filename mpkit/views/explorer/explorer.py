@@ -55,7 +55,7 @@ def explore(
         )
     if len(schedules) > 2:
         raise ValueError(
-            f"explore{schedules}: two at most are shown beside each other: explore{schedules[:2]}, and the dropdowns "
+            f"explore{schedules}: two at most are shown side by side: explore{schedules[:2]}, and the dropdowns "
             "have the others"
         )
     settings = [ExplorerSetting(name, **setting) for name in schedules or (ONE_F_ONE_B, ZB_H1)]

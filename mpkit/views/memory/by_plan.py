@@ -39,13 +39,14 @@ class Bar(NamedTuple):
 def by_plan_text(memory: MemoryByPlan) -> str:
     """Return a line per plan and rank."""
     long = max(map(len, memory.timelines))
+    like = max((bar.total for timeline in memory.timelines.values() for bar in _bars(timeline)), default=0)
     lines = ["most memory per rank, by plan"]
     for name, timeline in memory.timelines.items():
         for bar in _bars(timeline):
             parts = ", ".join(
-                f"{category} {held_text(timeline, held)}" for category, held in bar.held.items() if held
+                f"{category} {held_text(timeline, held, like)}" for category, held in bar.held.items() if held
             )
-            total = held_text(timeline, bar.total)
+            total = held_text(timeline, bar.total, like)
             lines.append(f"{name:{long}}  rank {bar.rank}: {total}" + (f" ({parts})" if parts else ""))
     return "\n".join(lines)
 
@@ -116,10 +117,10 @@ def _draw_bar(
             y -= tall
             parts.append(
                 f'<rect class="m{i}" x="{x + 3:.1f}" y="{y:.1f}" width="{width - 6:.1f}" height="{tall:.1f}">'
-                f"<title>{category}: {held_text(timeline, bar.held[category])}</title></rect>"
+                f"<title>{category}: {held_text(timeline, bar.held[category], highest)}</title></rect>"
             )
     parts.append(
         f'<text class="faint" x="{x + width / 2:.1f}" y="{base + 17:g}" text-anchor="middle">{bar.rank}</text>'
     )
-    told = f"{label}: {held_text(timeline, bar.total)}"
+    told = f"{label}: {held_text(timeline, bar.total, highest)}"
     return f'<g aria-label="{escape(told, quote=True)}">{"".join(parts)}</g>'

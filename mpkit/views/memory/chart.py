@@ -48,6 +48,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
     down = -(-ranks // across)
     memories = [memory_of(timeline, rank, points=500) for rank in range(ranks)]
     factor, unit = _unit_of(timeline, memories)
+    most = max(memory.total for memory in memories)
     used = [
         (number, category)
         for number, category in enumerate(CATEGORIES)
@@ -59,7 +60,7 @@ def _panels(ranks: int, timeline: Timeline) -> Any:
         shared_yaxes="all",
         shared_xaxes="all",
         subplot_titles=[
-            f"{short_label(timeline, rank)}: <b>peak {held_text(timeline, memory.total)}</b>"
+            f"{short_label(timeline, rank)}: <b>peak {held_text(timeline, memory.total, most)}</b>"
             for rank, memory in enumerate(memories)
         ],
         horizontal_spacing=0.045,  # room for the last number of one panel and the first of the next

@@ -110,7 +110,9 @@ def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: floa
                 f'<rect class="f{i}" x="{x:.1f}" y="{y:g}" width="{wide:.1f}" height="{BAR:g}">'
                 f"<title>{name}, {meaning}: {memory_text(nbytes)}</title></rect>"
             )
-            if wide > 7 * len(number) + 6 and i < len(CATEGORIES):
+            room = 7 * len(number) + 6
+            crossed = abs(x + wide / 2 - LEFT - fits.available * scale) < room / 2
+            if wide > room and not crossed and i < len(CATEGORIES):
                 parts.append(
                     f'<text class="n{i}" x="{x + wide / 2:.1f}" y="{middle:g}" text-anchor="middle" '
                     f'pointer-events="none">{number}</text>'
@@ -150,11 +152,11 @@ def _legend(fits: Fits, y: float, width: float) -> tuple[list[str], float]:
     """Draw a square for each category that is there, with its GiB on the fullest rank; return the y below."""
     memory = fits.memory[fits.fullest]
     listed = [
-        (f"f{i}", f"{name} {memory_text(memory[name])}")
+        (f"f{i}", f"{name} {memory_text(memory[name], fits.needed)}")
         for i, name in enumerate(CATEGORIES)
         if memory[name] >= LEAST
     ]
-    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory))}"))
+    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory), fits.needed)}"))
     parts, _, y, _ = keys(((f'class="{look}"', words) for look, words in listed), y, width)
     device = fits.estimate.hardware.device.name
     told = f"on rank {fits.fullest}; red line: one {device} has {memory_text(fits.available)}"

@@ -21,8 +21,12 @@ __all__ = ["UNMEASURED", "peak_words", "repeated_from"]
 UNMEASURED = "Paler: steps that were not measured, drawn as an earlier one was."
 
 
-def peak_words(timeline: Timeline) -> str:
+def peak_words(timeline: Timeline, like: float = 0) -> str:
     """Say what the fullest rank held when it held most, and what it was doing; "" if nothing is held.
+
+    Args:
+        timeline: of the ranks.
+        like: the largest amount beside these words, whose unit they have too; 0: that of the fullest rank.
 
     >>> import mpkit as mk
     >>> peak_words(mk.simulate(mk.Plan.pipeline("1f1b", 2, 4)))
@@ -33,14 +37,13 @@ def peak_words(timeline: Timeline) -> str:
     memory = memories[rank]
     if not memory.total:
         return ""
+    like = max(like, memory.total)
     time = float(memory.times[memory.peak])
     spans = timeline.spans[timeline.spans["rank"] == rank]
     moment = time + (float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0)
     by_size = sorted(zip(memory.levels[memory.peak].tolist(), CATEGORIES, strict=True), reverse=True)
-    parts = ", ".join(f"{name} {held_text(timeline, held)}" for held, name in by_size if held)
-    words = (
-        f"{short_label(timeline, rank)} holds most: {held_text(timeline, memory.total)} at {seconds(time)}"
-    )
+    parts = ", ".join(f"{name} {held_text(timeline, held, like)}" for held, name in by_size if held)
+    words = f"{short_label(timeline, rank)} holds most: {held_text(timeline, memory.total, like)} at {seconds(time)}"
     words += _action_at(spans, moment) + _micro_batches_alive(spans, moment)
     return words + (f"; {parts}." if timeline.clock != "simulated" else ".")
 

@@ -101,18 +101,24 @@ def share_text(nbytes: float, device: int) -> str:
     return f", {percent(nbytes / device)}" if device else ""
 
 
-def held_text(timeline: Timeline, amount: float) -> str:
-    """Format bytes or, for a simulation, which counts a 1 for each live activation, micro-batches."""
+def held_text(timeline: Timeline, amount: float, like: float = 0) -> str:
+    """Format bytes or, for a simulation, which counts a 1 for each live activation, micro-batches.
+
+    Args:
+        timeline: where the amount is from.
+        amount: bytes, or micro-batches.
+        like: the largest amount beside it, whose unit it has too.
+    """
     if timeline.clock == "simulated":
         return f"{amount:.0f} micro-batch{'es' * (round(amount) != 1)}"
-    return memory_text(amount)
+    return memory_text(amount, like)
 
 
-def levels_of(timeline: Timeline, highest: float, most: int) -> list[tuple[float, str]]:
-    """Return at most `most` + 1 round amounts up to the highest, and their words, for an axis."""
+def levels_of(timeline: Timeline, highest: float, most: int, like: float = 0) -> list[tuple[float, str]]:
+    """Return at most `most` + 1 round amounts up to the highest, and their words, for an axis; `like` as above."""
     if timeline.clock == "simulated":
         return [(level, f"{level:g}") for level in levels(highest, most)]
-    return memory_levels(highest, most)
+    return memory_levels(highest, most, like)
 
 
 def fewer(times: npt.NDArray[Any], total: npt.NDArray[Any], points: int) -> npt.NDArray[Any]:

@@ -30,8 +30,9 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
         memory: what to draw; if there are many ranks, only the first are drawn.
     """
     rows, left_out = shown_of(memory)
-    x = [[row.strategy for row in rows], [f"rank {row.rank}" for row in rows]]
-    factor, unit = memory_unit(max(sum(row.held.values()) for row in rows) if rows else 0)
+    x = [[row.strategy for row in rows], [str(row.rank) for row in rows]]
+    most = max((sum(row.held.values()) for row in rows), default=0)
+    factor, unit = memory_unit(most)
     figure = go.Figure()
     for category in CATEGORIES:
         figure.add_trace(
@@ -40,7 +41,7 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
                 y=[row.held[category] / factor for row in rows],
                 name=category,
                 marker_color=CATEGORY_INKS[category][0],
-                customdata=[memory_text(row.held[category]) for row in rows],
+                customdata=[memory_text(row.held[category], most) for row in rows],
                 hovertemplate="%{x}: %{customdata}<extra>" + category + "</extra>",
             )
         )
@@ -50,11 +51,12 @@ def strategies_figure(memory: MemoryByStrategy) -> Any:
             y=[sum(row.formula.values()) / factor for row in rows],
             mode="markers",
             name="params + grads + optimizer by the formula",
-            marker={"symbol": "line-ew", "size": 26, "line": {"width": 3, "color": ALARM}},
-            customdata=[" + ".join(memory_text(part) for part in row.formula.values()) for row in rows],
+            marker={"symbol": "line-ew", "size": 10, "line": {"width": 3, "color": ALARM}},
+            customdata=[" + ".join(memory_text(part, most) for part in row.formula.values()) for row in rows],
             hovertemplate=f"formula: %{{y:.4g}} {unit} = %{{customdata}}<extra></extra>",
         )
     )
     title = f"Memory by strategy, {memory.how}" + (f"; {left_out} more ranks not shown" if left_out else "")
-    dress_chart(figure, title, 400, below=64, barmode="stack", bargap=0.2)
+    dress_chart(figure, title, 420, below=84, barmode="stack", bargap=0.2)
+    figure.update_xaxes(title="rank, by strategy", tickangle=0)
     return figure.update_yaxes(title=unit, rangemode="tozero")

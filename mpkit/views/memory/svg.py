@@ -43,6 +43,7 @@ def memory_svg(
     theme: str = "auto",
     highest: int = 0,
     across: int = 0,
+    like: float = 0,
 ) -> str:
     """Draw the memory of every GPU over time as a standalone SVG document.
 
@@ -53,6 +54,7 @@ def memory_svg(
         theme: "light", "dark", or "auto" for what the reader's system prefers.
         highest: the bytes that the scale reaches at least, so that pictures can be compared.
         across: the most panels side by side; 0: as many as the width has room for, 4 at most.
+        like: the largest amount shown beside the picture, whose unit it has too; 0: its own largest.
     """
     shown = min(timeline.world_size, MOST)
     memories = [memory_of(timeline, rank, points=300) for rank in range(shown)]
@@ -63,13 +65,16 @@ def memory_svg(
     tall = HEAD + PANEL + AXIS
     device, name = device_memory(timeline)
     repeats = repeated_from(timeline) - (float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0)
-    peaks = [f"peak {held_text(timeline, each.total)}{share_text(each.total, device)}" for each in memories]
+    like = max(like, *(memory.total for memory in memories))
+    peaks = [
+        f"peak {held_text(timeline, each.total, like)}{share_text(each.total, device)}" for each in memories
+    ]
     body = []
     for rank, memory in enumerate(memories):
         x = MARGIN + BESIDE + rank % across * (panel + GAP)
         y = top + rank // across * (tall + GAP)
         if rank % across == 0:
-            body.append(_scale(timeline, highest, y + HEAD + PANEL, width))
+            body.append(_scale(timeline, highest, like, y + HEAD + PANEL, width))
         body.append(_panel(memory, short_label(timeline, rank), peaks[rank], x, y, panel, highest))
         if repeats < inf:
             body.append(_veil(memory, repeats, x, y + HEAD, panel))
@@ -80,7 +85,7 @@ def memory_svg(
     legend = keys(looks, bottom + 4, width, f"and {missing} GPUs more" if missing else "")
     body += legend.parts
     height = legend.y + 26
-    told = [peak_words(timeline)]
+    told = [peak_words(timeline, like)]
     told += [f"Percentages are of the {held_text(timeline, device)} of one {name}."] if device else []
     told += [UNMEASURED] if repeats < inf else []
     foot = " ".join(told)
@@ -94,10 +99,10 @@ def memory_svg(
     )
 
 
-def _scale(timeline: Timeline, highest: int, base: float, width: float) -> str:
+def _scale(timeline: Timeline, highest: int, like: float, base: float, width: float) -> str:
     """Draw the axis of bytes of one row of panels, with a line across it at each number."""
     parts = []
-    for level, words in levels_of(timeline, highest, 2):
+    for level, words in levels_of(timeline, highest, 2, like):
         y = base - level / highest * (PANEL - 4)
         parts.append(
             f'<text class="faint" x="{MARGIN + BESIDE - 6:g}" y="{y + 4:.1f}" text-anchor="end" font-size="11">'

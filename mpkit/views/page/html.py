@@ -53,6 +53,7 @@ def html(
     *,
     facts: Mapping[str, Mapping[str, str]] | None = None,
     intro: str = "",
+    below: str = "",
     captions: Mapping[str, str] | None = None,
     steps: Mapping[str, int] | None = None,
     base: str = "",
@@ -66,6 +67,7 @@ def html(
         title: the page's heading.
         facts: more columns for the summary table, by the timeline's name: {"gpipe": {"in theory": "27.3 %"}}.
         intro: paragraphs below the heading, parted by empty lines.
+        below: what is to be said of the figures, below their table.
         captions: what each timeline shows, by its name.
         steps: the step whose figures are shown, by the timeline's name; left out, the last complete one.
         base: the timeline that speed-ups are relative to; "": the slowest.
@@ -92,8 +94,11 @@ def html(
     common = _common_notes(named)
     widest = widest_label(named.values())
     shown = {name: _shown_step(timeline, steps.get(name)) for name, timeline in named.items()}
+    like = max((held["total"] for each in shown.values() for held in each.peak_memory), default=0)
     sections = [
-        _section(number, name, timeline, steps.get(name), captions.get(name, ""), highest, widest, common)
+        _section(
+            number, name, timeline, steps.get(name), captions.get(name, ""), highest, like, widest, common
+        )
         for number, (name, timeline) in enumerate(named.items())
     ]
     more = [trial(*try_it)] if try_it else []
@@ -103,13 +108,11 @@ def html(
     )
     return page.substitute(
         title=escape(title),
-        intro="".join(
-            f"<p class='intro'>{escape(part)}</p>" for part in [*intro.split("\n\n"), *common] if part
-        )
+        intro="".join(f"<p class='intro'>{escape(part)}</p>" for part in intro.split("\n\n") if part)
         + (LINK if try_it else ""),
         variables=_variables(),
         css=css(),
-        summary=_summary(shown, facts, base) if len(named) > 1 or facts else "",
+        summary=_summary(shown, facts, base, like, [below, *common]) if len(named) > 1 or facts else "",
         sections="\n".join([*sections, *more]),
         look=_embed_json(look()),
         script=esm((*(TRIAL if try_it else ()), *(RELINK if relink else ()))),
@@ -134,7 +137,7 @@ def _common_notes(named: Mapping[str, Timeline]) -> list[str]:
 
 
 def _section(
-    number: int, name: str, timeline: Timeline, step: int | None, caption: str, highest: int, widest: str,
+    number: int, name: str, timeline: Timeline, step: int | None, caption: str, highest: int, like: int, widest: str,
     common: list[str],
 ) -> str:  # fmt: skip
     """Return one timeline: the SVG that is shown until the canvas is drawn, the data, and the memory."""
@@ -155,7 +158,7 @@ def _section(
         "note": " ".join(note for note in timeline.notes if note not in common),
         "live": False,
         "widest": widest,
-        "table": rank_table(shown),
+        "table": rank_table(shown, like),
     }
     tracks = ""
     if len(timeline.device_samples):  # memory has pictures of its own below
@@ -171,7 +174,9 @@ def _section(
     ):  # not of a prediction
         heading += f"<p class='intro'>{badge(Proof.from_trace(timeline.meta['proof']))}</p>"
     heading += f"<p class='intro'>{escape(caption)}</p>" if caption else ""
-    memory = _memory(shown, highest, "" if step is None else f", step {step}") if len(timeline.held) else ""
+    memory = (
+        _memory(shown, highest, like, "" if step is None else f", step {step}") if len(timeline.held) else ""
+    )
     return (
         f'<section class="card" id="timeline-{number}">{heading}'
         f'<div class="host" data-number="{number}"><div class="static scroll">{still}</div></div>'
@@ -186,16 +191,22 @@ def _pack_bytes(values: bytes) -> str:
     return b64encode(gzip.compress(values, 6, mtime=0)).decode()
 
 
-def _memory(timeline: Timeline, highest: int, when: str) -> str:
+def _memory(timeline: Timeline, highest: int, like: int, when: str) -> str:
     """Return the memory of each GPU while the figures are of it, drawn twice: for wide windows and for phones."""
-    wide = memory_svg(timeline, 1100, highest=highest)
-    narrow = memory_svg(timeline, 360, highest=highest)
+    wide = memory_svg(timeline, 1100, highest=highest, like=like)
+    narrow = memory_svg(timeline, 360, highest=highest, like=like)
     drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
     many = "" if timeline.world_size > 8 else " open"
     return f"<details{many}><summary>Memory by GPU{when}</summary>{drawn}</details>"
 
 
-def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str]], base: str) -> str:
+def _summary(
+    named: Mapping[str, Timeline],
+    facts: Mapping[str, Mapping[str, str]],
+    base: str,
+    like: int,
+    notes: list[str],
+) -> str:
     """Return the table by strategy. A column that only some strategies have is left empty for the others."""
     extra = list(dict.fromkeys(column for known in facts.values() for column in known))
     head = [
@@ -209,7 +220,7 @@ def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str
     slowest = max(timeline.step_time for timeline in named.values())
     against = named[base].step_time if base else slowest
     table = [
-        [*_figures(timeline, against), *(facts.get(name, {}).get(column, "") for column in extra)]
+        [*_figures(timeline, against, like), *(facts.get(name, {}).get(column, "") for column in extra)]
         for name, timeline in named.items()
     ]
     kept = [at for at in range(len(head)) if any(row[at] not in ("", "0 B") for row in table)]
@@ -223,15 +234,16 @@ def _summary(named: Mapping[str, Timeline], facts: Mapping[str, Mapping[str, str
         rows.append(f'<tr><th scope="row">{link}</th>{cells}</tr>')
     share = '<label class="share"><input type="checkbox" id="share">draw all on one time scale</label>'
     share = share if len(named) > 1 else ""
+    told = "".join(f"<p class='intro note'>{escape(note)}</p>" for note in notes if note)
     columns = "".join(f'<th scope="col">{escape(column)}</th>' for column in ["", *(head[at] for at in kept)])
     return (
         '<section class="card scroll" tabindex="0" aria-label="figures of each timeline">'
         f'<table class="summary"><thead><tr>{columns}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>{share}</section>"
+        f"<tbody>{''.join(rows)}</tbody></table>{share}{told}</section>"
     )
 
 
-def _figures(timeline: Timeline, against: float) -> list[str]:
+def _figures(timeline: Timeline, against: float, like: int) -> list[str]:
     """Return bubble (as HTML, with a bar), step time, speed-up, memory, bytes; "" if missing."""
     bubble, step_time = timeline.bubble, timeline.step_time
     peak = max((held["total"] for held in timeline.peak_memory), default=0)
@@ -240,7 +252,7 @@ def _figures(timeline: Timeline, against: float) -> list[str]:
         f'<span class="bar" style="--share:{bubble:.4f}"></span><span class="number">{percent(bubble)}</span>',
         seconds(step_time),
         f"{against / step_time:.2f} ×" if step_time else "",
-        held_text(timeline, peak) if peak else "",
+        held_text(timeline, peak, like) if peak else "",
         bytes_text(sent),
     ]
 

@@ -73,7 +73,7 @@ def diagnosis_text(found: Diagnosis, width: int = 110) -> str:
 def _parts(found: Diagnosis, each: Finding) -> list[tuple[str, str]]:
     parts = [("why", each.reason), ("try", each.remedy)]
     if each.gain:
-        gain = f"{seconds(each.gain)} a step, {percent(each.gain / found.step_time)}, by {each.by}"
+        gain = f"{seconds(each.gain)} per step, {percent(each.gain / found.step_time)}, by {each.by}"
         gain += f"; idle time: {each.idle}" if each.idle else ""
         parts.append(("gain", gain))
     return [*parts, ("check", each.check)] if each.check else parts

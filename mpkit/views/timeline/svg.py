@@ -107,7 +107,7 @@ def svg(
     legend, height = _legend(pic, bottom + 38, width)
     caption, height = _caption(pic, height + 24, width)
     notes = faint_lines([line for note in timeline.notes for line in wrap_words(note, across)], height)
-    height += 20 * len(notes)
+    height += 20 * len(notes) - 20 + MARGIN
     ranks = f"{timeline.world_size} rank{'s' * (timeline.world_size != 1)}"
     name = escape(title or f"Timeline of {ranks}")
     return "\n".join(
@@ -292,7 +292,7 @@ def _legend(pic: Picture, y: float, width: int) -> tuple[str, float]:
 
 
 def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:
-    """Draw bubble and step time first, since readers look for them; then the clock, in words."""
+    """Draw bubble and step time first, then the clock in words; return them and the y of the next line."""
     shown = [f"{name} {pic.figures[name]}" for name in ("bubble", "step time") if name in pic.figures]
     if "hardware" in pic.figures:
         shown.append(f"on {pic.figures['hardware']}")
@@ -300,7 +300,7 @@ def _caption(pic: Picture, y: float, width: int) -> tuple[str, float]:
     parts = [_words(MARGIN, y, strong, weight=' font-weight="600"')] if strong else []
     x = MARGIN + (7.4 * len(strong) + 14 if strong else 0)
     clock = pic.figures["clock"]
-    if strong and x + 6.6 * len(clock) > width - MARGIN:
-        x, y = MARGIN, y + 20
-    parts.append(_words(x, y, clock, "faint"))
-    return "".join(parts), y + MARGIN
+    if x + 6.6 * len(clock) <= width - MARGIN:
+        return "".join([*parts, _words(x, y, clock, "faint")]), y + 20
+    lines = faint_lines(wrap_words(clock, width - 2 * MARGIN), y + 20 * bool(strong))
+    return "".join([*parts, *lines]), y + 20 * (len(lines) + bool(strong))

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["breakdown_html", "breakdown_text", "rank_table"]
 
 
-def rank_table(timeline: Timeline) -> dict[str, Any]:
+def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
     """Return {"head": [...], "rows": [[...], ...]}, all text: the figures of the last complete step, by rank.
+
+    Args:
+        timeline: whose figures.
+        like: the largest amount of memory shown beside the table, whose unit it has too; 0: its own largest.
 
     >>> import mpkit as mk
     >>> table = rank_table(mk.simulate(mk.Plan.gpipe(2, 2)))
@@ -52,7 +56,7 @@ def rank_table(timeline: Timeline) -> dict[str, Any]:
         row += [seconds(float(length[mine & (keys == key)].sum())) for key in shown]
         row += [seconds(data[rank])] * any(data)
         row += [seconds(exposed[rank])] * any(exposed) + [bytes_text(sent[rank])] * any(sent)
-        rows.append(row + [held_text(timeline, peak[rank])] * any(peak))
+        rows.append(row + [held_text(timeline, peak[rank], max(like, *peak))] * any(peak))
     return {"head": head, "rows": rows}
 
 

@@ -90,7 +90,7 @@ def volume_html(volume: CommVolume) -> str:
     said = volume.note if rows else "Nothing is sent."
     below = f'<p style="{FAINT}">{escape(said)}</p>' if said else ""
     return (
-        f'<div style="font-variant-numeric:tabular-nums"><b>{escape(volume.of)}</b>'
+        f'<div style="font-variant-numeric:tabular-nums;overflow-x:auto"><b>{escape(volume.of)}</b>'
         f'<table style="border-collapse:collapse;margin:6px 0 2px">'
         f"<thead>{line('th', HEAD, FAINT) if rows else ''}</thead>"
         f"<tbody>{''.join(body)}</tbody></table>{below}</div>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["CheckupFinding", "Level", "gigabytes", "plural"]
+__all__ = ["CheckupFinding", "Level", "plural"]
 
 
 class Level(StrEnum):
@@ -47,12 +47,3 @@ def plural(number: int, word: str) -> str:
     ('1 GPU', '2 GPUs')
     """
     return f"{number} {word}{'s' * (number != 1)}"
-
-
-def gigabytes(nbytes: float) -> str:
-    """Return bytes in GiB.
-
-    >>> gigabytes(3 << 29)
-    '1.5 GiB'
-    """
-    return f"{nbytes / 2**30:.3g} GiB"

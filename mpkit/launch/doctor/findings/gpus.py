@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mpkit.common.units import memory_share, memory_text
 from mpkit.devices.local.visibility import visible
-from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, gigabytes, plural
+from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
 from mpkit.launch.doctor.parsers.facts import Facts, Unknown
 
 __all__ = ["gpus"]
@@ -130,9 +131,9 @@ def _check_alike(facts: Facts) -> Iterator[CheckupFinding]:
             "GPUs",
             Level.COSTS,
             f"The GPUs are not alike: {', '.join(dict.fromkeys(gpu.name for gpu in gpus))}.",
-            "; ".join(f"GPU {gpu.index}: {gpu.name}, {gigabytes(gpu.memory)}" for gpu in gpus),
+            "; ".join(f"GPU {gpu.index}: {gpu.name}, {memory_text(gpu.memory)}" for gpu in gpus),
             "data-parallel ranks go at the pace of the slowest GPU, and none can hold more than the smallest does: "
-            f"{gigabytes(lost)} stay unused",
+            f"{memory_text(lost)} stay unused",
             f"use those that are alike: mk.Cluster(devices={_largest_kind(facts)}); or give the faster ones longer "
             "pipeline stages: mk.devices.Hardware('mixed', devices=[...], link=...) predicts it",
             ("gpu 0 busier", "slow scaling"),
@@ -164,7 +165,7 @@ def _check_used_memory(facts: Facts) -> Iterator[CheckupFinding]:
             yield CheckupFinding(
                 "GPUs",
                 Level.COSTS,
-                f"GPU {gpu.index} is in use: {gigabytes(gpu.used)} of its {gigabytes(gpu.memory)} are taken.",
+                f"GPU {gpu.index} is in use: of its memory {memory_share(gpu.used, gpu.memory)} are taken.",
                 f"nvidia-smi: {gpu.used >> 20} MiB used{busy}",
                 "a rank there has that much less memory, and waits for the other program's kernels",
                 "nvidia-smi --query-compute-apps=pid,used_memory,process_name --format=csv  # whose is it?",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, gigabytes, plural
+from mpkit.common.units import memory_share, memory_text
+from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
 from mpkit.launch.doctor.parsers.facts import Facts, Unknown
 
 __all__ = ["cpus", "limits", "memory", "ports", "shared_memory"]
@@ -25,10 +26,10 @@ def memory(facts: Facts) -> Iterator[CheckupFinding]:
         return
     total, free = facts.memory
     gpus = len(facts.gpu_list) or facts.torch.gpus
-    seen = f"/proc/meminfo: {gigabytes(total)} in all, {gigabytes(free)} available"
+    seen = f"/proc/meminfo: {memory_text(total)} in all, {memory_text(free)} available"
     if not gpus:
         yield CheckupFinding(
-            "memory", Level.FINE, f"Ranks share {gigabytes(total)} of RAM, {gigabytes(free)} free.", seen
+            "memory", Level.FINE, f"Ranks share {memory_text(total)} of RAM, {memory_text(free)} free.", seen
         )
     elif total < 0.95 * RAM_PER_GPU * gpus:
         yield CheckupFinding(
@@ -49,7 +50,7 @@ def memory(facts: Facts) -> Iterator[CheckupFinding]:
         yield CheckupFinding(
             "memory",
             Level.COSTS,
-            f"Only {gigabytes(free)} of {gigabytes(total)} RAM are free.",
+            f"Only {memory_share(free, total)} RAM are free.",
             seen,
             "the kernel may kill a rank",
             "ps aux --sort=-rss | head  # who has it?",
@@ -104,9 +105,9 @@ def shared_memory(facts: Facts) -> Iterator[CheckupFinding]:
         yield CheckupFinding("/dev/shm", Level.UNCHECKED, "Shared memory.", "there is no /dev/shm here")
         return
     total, free = facts.process.shm
-    seen = f"df /dev/shm: {gigabytes(total)}, {gigabytes(free)} free"
+    seen = f"df /dev/shm: {memory_text(total)}, {memory_text(free)} free"
     if free >= SHM:
-        yield CheckupFinding("/dev/shm", Level.FINE, f"{gigabytes(free)} of shared memory are free.", seen)
+        yield CheckupFinding("/dev/shm", Level.FINE, f"{memory_text(free)} of shared memory are free.", seen)
         return
     docker = " (64 MiB is Docker's default)" if total <= 64 << 20 else ""
     yield CheckupFinding(

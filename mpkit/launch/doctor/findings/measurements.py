@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpkit.common.units import seconds
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link
 from mpkit.launch.doctor.findings.finding import CheckupFinding, Level
@@ -34,7 +35,7 @@ def _link(facts: Facts, found: RankMeasurements) -> Iterator[CheckupFinding]:
     expected, name = _expected_link(facts, found)
     rate = found.all_reduce / 1e9
     seen = (
-        f"{found.ranks} ranks over {found.backend}: a message of 4 bytes takes {found.latency * 1e6:.3g} us, one of "
+        f"{found.ranks} ranks over {found.backend}: a message of 4 bytes takes {seconds(found.latency)}, one of "
         f"{found.nbytes >> 20} MiB goes at {found.bandwidth / 1e9:.3g} GB/s, "
         f"an all-reduce at {rate:.3g} GB/s on the wire"
     )
@@ -45,7 +46,7 @@ def _link(facts: Facts, found: RankMeasurements) -> Iterator[CheckupFinding]:
         return
     wanted = expected.bus.get(Kind.ALL_REDUCE, expected.bandwidth)
     seen += (
-        f"; the catalogue's {name}: {expected.latency * 1e6:.3g} us, {expected.bandwidth / 1e9:.3g} and "
+        f"; the catalogue's {name}: {seconds(expected.latency)}, {expected.bandwidth / 1e9:.3g} and "
         f"{wanted / 1e9:.3g} GB/s"
     )
     slower = max(wanted / found.all_reduce, expected.bandwidth / found.bandwidth)

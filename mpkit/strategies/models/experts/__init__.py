@@ -1,7 +1,13 @@
 """A mixture of experts: the layer (`mixture`), what keeps experts busy (`routing`), and where they are (`order`)."""
 
 from mpkit.strategies.models.experts.mixture import Experts, MixtureOfExperts, SharedExperts, count_rows
-from mpkit.strategies.models.experts.order import order_of_experts, place_experts, placed_experts
+from mpkit.strategies.models.experts.order import (
+    order_of_experts,
+    owned_experts,
+    place_experts,
+    placed_copies,
+    placed_experts,
+)
 
 __all__ = [
     "Experts",
@@ -9,6 +15,8 @@ __all__ = [
     "SharedExperts",
     "count_rows",
     "order_of_experts",
+    "owned_experts",
     "place_experts",
+    "placed_copies",
     "placed_experts",
 ]

@@ -2,6 +2,13 @@
 
 The order says nothing about what a model computes, only about where. So it may differ from one step to the next, and
 training stays equal to serial training: weights and optimizer states travel with their expert.
+
+An order has a place for each *slot*. If it names an expert several times, each of these slots has a copy of the expert,
+and they share its rows. One rank *owns* the expert: it has its gradient and optimizer states, and saves it.
+
+    order, ep=2          0 0 1 | 0 2 3
+    slots of a rank      0 0 1     0 2 3       expert 0 has three copies: two thirds of its rows go to the first rank
+    owned by a rank      0 1       2 3         the second rank borrows expert 0 from the first
 """
 
 from __future__ import annotations
@@ -10,26 +17,30 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-__all__ = ["order_of_experts", "place_experts", "placed_experts"]
+__all__ = ["order_of_experts", "owned_experts", "place_experts", "placed_copies", "placed_experts"]
 
 
 def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.Module:
     """Say in which order ranks divide the experts of a model's layers, and return the model.
 
-    `Plan(ep=n)` gives the first E/n of an order to the first rank of a group, and so on. To move experts between two
-    steps, save a checkpoint after the first, and resume from it after this call.
+    `Plan(ep=n)` gives the first 1/n of an order to the first rank of a group, and so on. To move experts between two
+    steps, save a checkpoint after the first, and resume from it after this call. An order that names an expert several
+    times makes copies of it, which share its rows as evenly as possible: DeepSeek's redundant experts (arXiv
+    2412.19437, section 3.4), here in training. Without expert parallelism the order changes nothing.
 
     >>> from mpkit.models import GPT
     >>> model = place_experts(GPT(layers=1, width=8, heads=2, experts=4), {"block0.mlp.experts": [0, 2, 1, 3]})
     >>> order_of_experts(model.block0.mlp.experts, 4)
     (0, 2, 1, 3)
+    >>> model = place_experts(model, {"block0.mlp.experts": [0, 0, 1, 0, 2, 3]})  # two slots more, for expert 0
 
     Args:
         model: the whole model, as it is given to `Cluster.train`.
-        orders: by the name of a layer's experts, each expert's number once; `ExpertBalance.orders` has them.
+        orders: by the name of a layer's experts, the number of the expert in each slot, every expert's at least once;
+            `ExpertBalance.orders` has them. ep divides the number of slots.
 
     Raises:
-        ValueError: the model has no such layer, or an order is not one of all its experts.
+        ValueError: the model has no such layer, or an order leaves out one of its experts, or names others.
     """
     layers = dict(model.named_modules())
     for name, order in orders.items():
@@ -37,10 +48,10 @@ def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.M
         if not experts:
             known = ", ".join(layer for layer in layers if layer.endswith("experts"))
             raise ValueError(f"place_experts: no experts are called {name!r}; there are {known or 'none'}")
-        if sorted(order) != list(range(experts)):
+        if set(order) != set(range(experts)):
             raise ValueError(
-                f"place_experts: {list(order)} is not an order of the {experts} experts of {name}: "
-                f"{list(range(experts))} is one, in which each of them stands once"
+                f"place_experts: {list(order)} is not an order of the {experts} experts of {name}, each of which has "
+                f"a slot or several: {list(range(experts))} is one"
             )
     for name, order in orders.items():
         layers[name].__dict__["expert_order"] = tuple(map(int, order))
@@ -48,7 +59,7 @@ def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.M
 
 
 def order_of_experts(module: nn.Module, experts: int) -> tuple[int, ...]:
-    """Return the order in which ranks divide a layer's experts.
+    """Return the expert of each slot, one rank's slots after the other's.
 
     Args:
         module: the layer's experts.
@@ -58,7 +69,37 @@ def order_of_experts(module: nn.Module, experts: int) -> tuple[int, ...]:
     return order
 
 
+def owned_experts(order: Sequence[int], experts: int, n: int) -> list[tuple[int, ...]]:
+    """Return the experts that each of n ranks owns, as many each: if possible, of those in its slots.
+
+    >>> owned_experts([0, 0, 1, 0, 2, 3], 4, 2)
+    [(0, 1), (2, 3)]
+
+    Args:
+        order: the expert of each slot; n divides their number.
+        experts: how many the layer has; n divides it.
+        n: the number of ranks.
+    """
+    here, slots = experts // n, len(order) // n
+    if len(order) == experts:
+        return [tuple(order[rank * here : (rank + 1) * here]) for rank in range(n)]
+    holders: dict[int, set[int]] = {}
+    for slot, expert in enumerate(order):
+        holders.setdefault(expert, set()).add(slot // slots)
+    owned: list[list[int]] = [[] for _ in range(n)]
+    for expert in sorted(range(experts), key=lambda e: (len(holders[e]), e)):  # first those with few holders
+        free = [rank for rank in range(n) if len(owned[rank]) < here]
+        rank = min(holders[expert].intersection(free) or free, key=lambda r: (len(owned[r]), r))
+        owned[rank].append(expert)
+    return [tuple(sorted(each)) for each in owned]
+
+
 def placed_experts(model: nn.Module) -> dict[str, list[int]]:
     """Return the orders that `place_experts` was given, by the name of a layer's experts."""
     placed = {name: each.__dict__.get("expert_order") for name, each in model.named_modules()}
     return {name: list(order) for name, order in placed.items() if order}
+
+
+def placed_copies(model: nn.Module) -> dict[str, list[int]]:
+    """Return those of these orders in which experts have copies."""
+    return {name: order for name, order in placed_experts(model).items() if len(set(order)) < len(order)}

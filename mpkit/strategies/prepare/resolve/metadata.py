@@ -13,7 +13,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.prepare.resolve.routed_rows import routed_rows, routing_bytes
+from mpkit.strategies.prepare.resolve.routed_rows import copied_numbers, routed_rows, routing_bytes
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.zero.flat import assign_owners
@@ -172,8 +172,7 @@ def _expert_numbers(
     """Return what experts add to the formulas: nothing without ep, and without experts that tp divides.
 
     Along tp, by stage, the layers with such experts, and the choices of a micro-batch's tokens. Along ep, by rank the
-    elements of its experts, and by stage the bytes of a micro-batch's all-to-alls, of whole sequences: once for rows,
-    and once for their counts.
+    elements of its experts, and by stage the bytes of a micro-batch's all-to-alls, of whole sequences: rows, counts.
     """
     plan, held, names = resolved.plan, resolved.held, resolved.sharded[0].experts
     shards, regions = resolved.sharded[0].shards, resolved.sharded[0].plan.regions
@@ -195,6 +194,7 @@ def _expert_numbers(
         "expert_params": list(map(elements_of, range(plan.ranks))),
         "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in experts],
+        **copied_numbers(model, resolved, size),
     }
 
 

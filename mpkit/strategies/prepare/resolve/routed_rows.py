@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpkit.common.exceptions import fakes_or_real
+from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.sequence import pieces
 from mpkit.strategies.data.microbatch import Value, map_tensors, part, split
+from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.experts.known_experts import (
     chosen_experts,
     find_balanced,
@@ -25,12 +28,13 @@ from mpkit.strategies.experts.known_experts import (
 )
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.models.experts import order_of_experts, placed_copies
 from mpkit.strategies.prepare.dry_run.copies import without_content
 from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["routed_rows", "routing_bytes"]
+__all__ = ["copied_numbers", "routed_rows", "routing_bytes"]
 
 
 def routed_rows(
@@ -86,6 +90,39 @@ def _walk(model: nn.Module, sample: Value) -> dict[str, tuple[int, int]]:
         for i, (_, layer) in enumerate(layers_of(model)):
             value = call(layer, value, first=i == 0)
     return sizes
+
+
+def copied_numbers(model: nn.Module, resolved: ResolvedPlan, size: int) -> dict[str, list[float]]:
+    """Return, by rank, the bytes of copies of experts that it sends in a step, and the elements of such experts.
+
+    An owner sends weights, and a borrower gradients. Frozen experts are sent once.
+
+    Args:
+        model: the whole model.
+        resolved: the plan, resolved for it.
+        size: the bytes of an element.
+    """
+    plan, layers = resolved.plan, find_experts(model)
+    copied = {name: layers[name] for name in placed_copies(model) if name in layers} if plan.ep > 1 else {}
+    if not copied:
+        return {}
+    sent, elements = [0.0] * plan.ranks, [0.0] * plan.ranks
+    for rank in range(plan.ranks):
+        shards = resolved.sharded[plan.mesh.layer_place(rank) % len(resolved.sharded)].shards
+        held = {
+            name
+            for stage in resolved.schedule.stages_of(plan.mesh.place(rank).pp)
+            for name in resolved.held[stage]
+        }
+        group = FakeGroup(plan.ep, plan.mesh.group(rank, "ep").index(rank))
+        for name, module in copied.items():
+            experts = number_of_experts(module)
+            copies = ExpertCopies(module, order_of_experts(module, experts), experts, group)
+            names = [n for n, p in module.named_parameters(name) if n in held and p.requires_grad]
+            of_each = sum(prod(shards[n].shape[1:]) for n in names)
+            sent[rank] += size * of_each * (copies.lent + copies.count)
+            elements[rank] += of_each * experts / plan.ep
+    return {"copies_bytes": sent, "copied_params": elements}
 
 
 def routing_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> dict[str, list[float]]:
