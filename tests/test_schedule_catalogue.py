@@ -50,6 +50,7 @@ degrees = st.integers(1, 6), st.integers(1, 14), st.integers(1, 4)
         ("1f1b", 1, 33, 9, [4, 3, 2, 1]),
         ("looped_bfs", 2, 57, 9, [16, 16, 16, 16]),
         ("interleaved_1f1b", 2, 57, 9, [11, 9, 7, 5]),
+        ("overlapped_1f1b", 2, 57, 9, [12, 10, 8, 6]),
         ("zb_h1", 1, 27, 3, [4, 4, 4, 4]),
         ("interleaved_zb", 2, 51, 3, [8, 8, 8, 8]),
         ("zbv", 2, 51, 3, [8, 8, 8, 8]),
@@ -154,6 +155,10 @@ def test_live_activations_are_what_the_papers_say(p: int, more: int, v: int) -> 
     peaks = figures(build_schedule("interleaved_1f1b", p, turns, v)).peak
     assert peaks == [v * p + p - 1 - 2 * rank for rank in ranks]
     assert peaks[0] / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+    # Megatron's `get_pp_rank_microbatches`: pairs take one more forward in the warm-up
+    joint = build_schedule("overlapped_1f1b", p, turns, v)
+    assert figures(joint).peak == [peak + 1 for peak in peaks]
+    assert len(joint.together) == p * turns * v - sum(peaks)
     assert figures(build_schedule("zb_h1", p, m)).peak == [p] * p
     assert figures(build_schedule("zb_h2", p, m)).peak == [2 * p - 1] * p
     assert figures(build_schedule("interleaved_zb", p, turns, v)).peak == [v * p] * p
@@ -176,6 +181,13 @@ def test_one_stage_a_rank_is_the_simpler_schedule() -> None:
     for p, m in ((1, 1), (3, 5), (4, 8)):
         assert build_schedule("looped_bfs", p, m, 1).rows == build_schedule("gpipe", p, m).rows
     assert build_schedule("interleaved_zb", 4, 8, 1).rows == build_schedule("zb_h1", 4, 8).rows
+
+
+def test_one_stage_has_pairs_where_the_schedule_has() -> None:
+    """Megatron's `combined_1f1b_schedule_for_no_pipelining` of 4 micro-batches, as its docstring has it."""
+    plan = Plan(dp=2, ep=2, schedule="overlapped_1f1b", microbatches=4)
+    assert plan.build().spelled() == ["0F0 0F1&0B0 0F2&0B1 0F3&0B2 0B3"]
+    assert Plan(dp=2, ep=2, schedule="1f1b", microbatches=2).build().spelled() == ["0F0 0B0 0F1 0B1"]
 
 
 def test_a_pair_of_dualpipe_sends_when_both_are_done() -> None:

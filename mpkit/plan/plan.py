@@ -22,7 +22,7 @@ from mpkit.plan.expert_checks import check_experts
 from mpkit.plan.hybrid import check_hybrid, check_secondary, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
-from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
+from mpkit.plan.schedule.catalogue import GPIPE, NAIVE, has_pairs
 from mpkit.plan.schedule.summary import bubble_in_theory
 from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
 from mpkit.plan.suggestions import with_working_plans
@@ -49,8 +49,8 @@ class Plan:
         tp: the number of ranks that share each layer, t.
         schedule: a name from `mpkit.plan.schedule.NAMES`, or whatever a `Schedule` is made from, such as its rows.
         microbatches: the number of parts that a batch is split into, m.
-        virtual_stages: stages per rank, v: any number for "looped_bfs", "interleaved_1f1b" and "interleaved_zb",
-            2 for "zbv" and "dualpipev" (1 becomes 2), 1 for the others.
+        virtual_stages: stages per rank, v: any number for "looped_bfs", "interleaved_1f1b", "overlapped_1f1b" and
+            "interleaved_zb", 2 for "zbv" and "dualpipev" (1 becomes 2), 1 for the others.
         recompute: which activations are recomputed in the backward instead of kept: "none"; "full": all inside the
             model's repeated blocks (`mpkit.models.repeated_blocks`), of which only the inputs are kept, or all inside a
             stage if the model has no such blocks; "every=k": those inside every k-th block; or "selective": only those
@@ -74,8 +74,8 @@ class Plan:
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
-            experts and back by all-to-alls. In a schedule with pairs, such as DualPipeV or one's own (`F2&B0`), they
-            travel while the other action of the pair computes.
+            experts and back by all-to-alls. In a schedule with pairs ("overlapped_1f1b", "dualpipev" or one's own,
+            `F2&B0`) they travel while the pair's other action computes.
         etp: the ranks along tp that share each expert: tp, of which each has a part; 1: ep counts the ranks along tp
             too, each of which has tokens of its own (`sequence_parallel`), and the mesh of the experts is folded over
             that of the attention. None: the ranks along tp hold the same experts.
@@ -332,7 +332,8 @@ class Plan:
         """Return the schedule, row by row: the named one for these degrees, or the plan's own.
 
         A model in one stage accumulates gradients: whatever the schedule, each micro-batch runs forward and backward
-        before the next one, since holding the activations of all of them would gain nothing.
+        before the next one, since holding the activations of all of them would gain nothing. A schedule of pairs
+        ("overlapped_1f1b") runs each backward with the next forward.
 
         >>> print(Plan.gpipe(2, 2).build())
         rank 0 | F0 F1  .  .  . B1 -- B0 --
@@ -340,7 +341,7 @@ class Plan:
         """
         if isinstance(self.schedule, Schedule):
             return self.schedule
-        if self.stages == 1:
+        if self.stages == 1 and not has_pairs(self.schedule):
             return naive(1, self.microbatches)
         return build_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
 

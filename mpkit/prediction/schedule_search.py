@@ -211,7 +211,7 @@ def _known_schedules(plan: Plan, costs: ActionCosts) -> tuple[dict[str, Schedule
     if plan.stages == p * v:
         one_stage = naive(1, m)  # what `build` returns for one stage, whatever schedule is named
         candidates |= {
-            name: one_stage if plan.stages == 1 else entry.build(p, m, v)
+            name: one_stage if plan.stages == 1 and not entry.pairs else entry.build(p, m, v)
             for name, entry in SCHEDULES.items()
             if entry.can_have(v)
         }

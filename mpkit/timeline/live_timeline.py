@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import HEADER, MEMORY, OP, SAMPLE
+from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, SENT_PART
 
 __all__ = ["LiveFeed"]
 
@@ -36,6 +36,7 @@ class LiveFeed:
         self._names: list[list[str]] = [[] for _ in range(ranks)]
         self._name_ends = [0] * ranks  # bytes of each names file that were read
         self._memory_read = [0] * ranks  # records of each memory file that were read
+        self._parts_read = [0] * ranks  # records of each file of parts of all-to-alls that were read
         self._samples_read = [0] * ranks  # records of each file of samples that were read
         self._sampled = "sampled_gpus" in meta
 
@@ -51,11 +52,14 @@ class LiveFeed:
             # Read ops before names: an op's names are written before the op.
             ops = _records(self._folder / f"rank{rank}.ops", OP, first)
             memory = _records(self._folder / f"rank{rank}.mem", MEMORY, self._memory_read[rank])
+            parts = _records(self._folder / f"rank{rank}.sent", SENT_PART, self._parts_read[rank])
             self._read_names(rank)
+            self._parts_read[rank] += len(parts)
             self._memory_read[rank] += len(memory)
             self._replay.feed(
-                rank, ops, self._names[rank], memory, first=first, samples=self._new_samples(rank)
-            )
+                rank, ops, self._names[rank], memory, first=first, samples=self._new_samples(rank),
+                sent_parts=parts,
+            )  # fmt: skip
         return self._replay.advance()
 
     def timeline(self) -> Timeline:

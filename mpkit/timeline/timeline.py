@@ -57,7 +57,7 @@ class Timeline(ReplayResult, Figures, Answer):
         so_far: for a run in progress, why there is more to come; else "".
         device_samples: (s,) array by rank of what NVML says of its GPU every 100 ms: time (s), utilisation (%), memory
             (bytes in use), nvlink_sent, nvlink_received, pcie_sent, pcie_received (bytes/s); nan: it does not tell.
-
+        sent_parts: (k,) array of `PART_SENT`: what all-to-alls of uneven parts sent to whom.
         basis: what was measured, and what is assumed.
 
     >>> import mpkit as mk

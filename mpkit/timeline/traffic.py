@@ -3,8 +3,8 @@
     message      the whole payload, from its sender to its receiver
     ring         all-reduce, all-gather, reduce-scatter, broadcast, reduce: each rank sends its share of the
                  ring's traffic (the wire factor times the payload) to the next rank of its group
-    all pairs    all-to-all, scatter, gather: 1/n of the payload to each rank; of an all-to-all of uneven parts that is
-                 what ranks send on average, if experts are equally busy
+    all pairs    all-to-all, scatter, gather: 1/n of the payload to each rank; of an all-to-all of uneven parts what was
+                 recorded for each, or 1/n where that is not known, as in older traces
 
 This is what the algorithms of the papers send. A backend may use another algorithm (NCCL uses a tree for few bytes).
 """
@@ -46,6 +46,7 @@ class Flow:
         calls: the number of calls.
         payload: bytes of the tensors.
         to: bytes by receiver, on the wire.
+        even: bytes on the wire if each receiver got as much.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Flow:
     calls: int
     payload: int
     to: Mapping[int, float]
+    even: float
 
 
 def flows(timeline: Timeline) -> list[Flow]:
@@ -66,15 +68,32 @@ def flows(timeline: Timeline) -> list[Flow]:
     comm = metrics.active(spans)
     comm = comm[(comm["lane"] == Lane.COMM) & (comm["kind"] != Kind.RECV)]
     same = np.stack([comm[name] for name in ("rank", "kind", "group", "peer")])
+    uneven = _uneven_parts(timeline, steps[-1] if steps else None)
     distinct, which = np.unique(same, axis=1, return_inverse=True)
     for number, (rank, kind, group, peer) in enumerate(distinct.T.tolist()):
         these = comm[which.reshape(-1) == number]
         members = members_of(timeline, kind, rank, group, peer)
         payload = int(these["bytes"].sum())
-        to = {other: share * payload for other, share in sent_to(kind, members, rank, peer)}
+        shares = dict(sent_to(kind, members, rank, peer))
+        known = {} if kind != Kind.ALL_TO_ALL else uneven.get((rank, group), {})
+        rest = payload - sum(known.values())  # of calls with even parts
+        to = {other: known.get(members.index(other), 0) + share * rest for other, share in shares.items()}
+        even = payload * sum(shares.values())
         axis = axis_of(mesh, members, timeline.meta, exchange=kind == Kind.ALL_TO_ALL)
-        listed.append(Flow(rank, axis, Kind(kind), len(these), payload, to))
+        listed.append(Flow(rank, axis, Kind(kind), len(these), payload, to, even))
     return sorted(listed, key=lambda flow: (_order(flow.axis), flow.rank, flow.kind))
+
+
+def _uneven_parts(timeline: Timeline, step: int | None) -> dict[tuple[int, int], dict[int, int]]:
+    """Return the bytes of a step by rank and group, and by place in the group; None: of all steps."""
+    parts = timeline.sent_parts
+    if step is not None:
+        parts = parts[parts["step"] == step]
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    for rank, group, member, nbytes in parts[["rank", "group", "member", "bytes"]].tolist():
+        sent = found.setdefault((rank, group), {})
+        sent[member] = sent.get(member, 0) + nbytes
+    return found
 
 
 def unknown_payloads(timeline: Timeline) -> int:

@@ -9,16 +9,15 @@ n ranks have different tokens of the batch: dp x cp, and tp where it divides the
 
 To clip gradients, the ranks that update different parameters sum the square of their norm: one number of 8 bytes.
 
-Rows of tokens that travel to experts (all-to-alls along ep) are counted as sent and returned. All ranks together send
-what the formula says, whatever the routing. A rank by itself returns what it received, so its ratio says how busy its
-experts are: 1.1 is 20 % more rows than the mean. Of either 1/ep is taken to stay on the rank, as under uniform routing;
-`mpkit.timeline.token_routes` has how many stayed.
+Rows of tokens that travel to experts (all-to-alls along ep) are counted as they were sent and returned. The formula has
+uniform routing, and a step differs from it in two ways, which the note tells apart: a rank returns what it received, so
+that it handles more rows if its experts are busier; and more or fewer than 1/ep of its rows stay where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import data_frame, draw
@@ -51,6 +50,7 @@ class VolumeRow:
         symbols: the formula, in elements; "" if there is none.
         words: what is sent according to the formula.
         expected: bytes on the wire according to the formula; None if there is none or its inputs are not known.
+        even: bytes on the wire if each rank of an all-to-all got as much of its payload.
     """
 
     axis: str
@@ -61,6 +61,7 @@ class VolumeRow:
     symbols: str = ""
     words: str = ""
     expected: float | None = None
+    even: float = 0.0
 
     @property
     def ratio(self) -> float | None:
@@ -71,14 +72,20 @@ class VolumeRow:
     def routed_more(self) -> float:
         """How many more rows than the mean the experts of a rank received, as a share; 0 of another row.
 
-        Half of the rows that a rank sends are those that it returns. Where it sends anything else, it is not known.
+        Half of the rows that a rank handles are those that it returns. Where it sends anything else, it is not known.
 
-        >>> round(VolumeRow("ep", "all_to_all", 8, 220.0, 110.0, "4 T k h (ep-1)/ep", expected=100.0).routed_more, 9)
-        0.2
+        >>> row = VolumeRow("ep", "all_to_all", 8, 220.0, 121.0, "4 T k h (ep-1)/ep", expected=100.0, even=110.0)
+        >>> round(row.routed_more, 9), round(row.moved_more, 9)
+        (0.2, 0.1)
         """
         alone = "|Q" not in self.symbols and "a copy" not in self.symbols
         routed = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and alone
-        return 2 * (self.ratio - 1) if routed and self.ratio is not None else 0.0
+        return 2 * (self.even / self.expected - 1) if routed and self.expected else 0.0
+
+    @property
+    def moved_more(self) -> float:
+        """How many more bytes left the rank along ep than if it sent as much to each, as a share."""
+        return self.wire / self.even - 1 if self.axis == "ep" and self.even else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,14 +109,28 @@ class CommVolume:
     @property
     def note(self) -> str:
         """Why rows that travel to experts are not as many as the formula says; "" if they are."""
-        more = next((row.routed_more for row in self.rows if abs(row.routed_more) > 1e-3), 0.0)
-        if not more:
-            return ""
-        if self.rank is None:
-            return "ep: choices that experts have no room for do not travel, and the formula counts them."
+        more, moved = (
+            next((each for row in self.rows if abs(each := getattr(row, name)) > 1e-3), 0.0)
+            for name in ("routed_more", "moved_more")
+        )
+        whose = "a rank's rows" if self.rank is None else f"the rows of rank {self.rank}"
+        notes = []
+        if more and self.rank is None:
+            notes.append("choices that experts have no room for do not travel, and the formula counts them.")
+        elif more:
+            notes.append(
+                "the formula has equally busy experts. A rank returns the rows that it received, and the experts of "
+                f"rank {self.rank} received {percent(abs(more))} {_more(more)} than the mean."
+            )
+        if moved:
+            notes.append(
+                f"of {whose} {percent(abs(moved))} {_more(moved)} left than under uniform routing, which the formula "
+                "has; comm_matrix('ep') has each pair of ranks."
+            )
         return (
-            f"ep: the formula has equally busy experts. A rank returns the rows that it received, and the experts of "
-            f"rank {self.rank} received {percent(abs(more))} {'more' if more > 0 else 'fewer'} than the mean."
+            f"ep: {' '.join([notes[0], *(each[0].upper() + each[1:] for each in notes[1:])])}"
+            if notes
+            else ""
         )
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -156,13 +177,18 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
             if formula is None
             else (formula.symbols, formula.words, sum(map(formula.of, ranks)) / len(ranks))
         )
-        rows.append(VolumeRow(axis, kind.word, *amounts, *told))
+        even = sum(flow.even for flow in mine) / len(ranks)
+        rows.append(replace(VolumeRow(axis, kind.word, *amounts, *told), even=even))
     whose = f"a rank sends, on average over {n}" if rank is None else f"rank {rank} sends"
     unknown = unknown_payloads(timeline)
     where = (f", in step {steps[-1]}" if steps else "") + (
         f", without {unknown:,} communications of unknown bytes" if unknown else ""
     )
     return CommVolume(tuple(rows), f"What {whose}{where}", unknown, timeline.mesh, rank)
+
+
+def _more(share: float) -> str:
+    return "more" if share > 0 else "fewer"
 
 
 def add_routing(

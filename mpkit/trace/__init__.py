@@ -13,6 +13,7 @@ memory-mapped, so a rank that is killed by SIGKILL loses nothing that it recorde
     rank3.names   one JSON string per line; the records refer to names by line number
     rank3.axes    of a watched program: the names that its DeviceMesh gave to groups, JSON
     rank3.log     a HEADER, then one VALUE record per logged value; only if the rank logged any
+    rank3.sent    a HEADER, then one SENT_PART record per part of an uneven all-to-all; only if there was any
     rank3.gpu     a HEADER, then one SAMPLE record per sample of its GPU; written by the process that watches the run
     meta.json     about the run: world size, device, plan, ...
 
@@ -32,6 +33,7 @@ from mpkit.trace.records import (
     MEMORY,
     OP,
     SAMPLE,
+    SENT_PART,
     TIMED_BY_EVENTS,
     VALUE,
     Kind,
@@ -48,6 +50,7 @@ __all__ = [
     "MEMORY",
     "OP",
     "SAMPLE",
+    "SENT_PART",
     "TIMED_BY_EVENTS",
     "VALUE",
     "Kind",

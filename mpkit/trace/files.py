@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.errors import TraceError
-from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, SAMPLE, VALUE
+from mpkit.trace.records import HEADER, MAGIC, MEMORY, OP, SAMPLE, SENT_PART, VALUE
 
 __all__ = ["RankTrace", "map_file", "read_rank"]
 
@@ -31,6 +31,8 @@ class RankTrace:
         state: "running" (or, if the run is over, cut off while running), "finished" or "failed".
         values: (k,) array of `VALUE`: what `ctx.log` wrote; none in traces from before there was such a thing.
         samples: (s,) array of `SAMPLE`: utilisation, memory and link traffic of its GPU; none where none was sampled.
+        sent_parts: (k,) array of `SENT_PART`: what its all-to-alls of uneven parts sent to whom; none in older traces,
+            and where all parts were equal.
     """
 
     ops: npt.NDArray[Any]
@@ -39,10 +41,17 @@ class RankTrace:
     state: str = "finished"
     values: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, VALUE))
     samples: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, SAMPLE))
+    sent_parts: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, SENT_PART))
 
     def name(self, line: int) -> str:
         """Return the string with that number; "?" if the rank was killed before writing it."""
         return self.names[line] if 0 <= line < len(self.names) else "?"
+
+    def sent_since(self, first: int) -> npt.NDArray[Any]:
+        """Return what the all-to-alls from an op on sent, with ops counted from that one."""
+        later: npt.NDArray[Any] = self.sent_parts[self.sent_parts["op"] >= first]
+        later["op"] -= first
+        return later
 
 
 def read_rank(folder: Path, number: int) -> RankTrace:
@@ -51,12 +60,14 @@ def read_rank(folder: Path, number: int) -> RankTrace:
     Raises:
         TraceError: a file is of another version, or is not what a rank wrote.
     """
+    sent, *_ = _read_records(folder / f"rank{number}.sent", "sent", SENT_PART)
     ops, state, check = _read_records(folder / f"rank{number}.ops", "ops", OP)
     memory, *_ = _read_records(folder / f"rank{number}.mem", "mem", MEMORY)
     values, *_ = _read_records(folder / f"rank{number}.log", "log", VALUE)
     samples, *_ = _read_records(folder / f"rank{number}.gpu", "gpu", SAMPLE)
     names = _read_names(folder / f"rank{number}.names", check)
-    return RankTrace(ops, memory, names, ("running", "finished", "failed")[min(state, 2)], values, samples)
+    ended = ("running", "finished", "failed")[min(state, 2)]
+    return RankTrace(ops, memory, names, ended, values, samples, sent[sent["op"] < len(ops)])
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

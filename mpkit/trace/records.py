@@ -14,6 +14,7 @@ __all__ = [
     "MEMORY",
     "OP",
     "SAMPLE",
+    "SENT_PART",
     "VALUE",
     "Kind",
     "Lane",
@@ -176,6 +177,15 @@ VALUE = np.dtype(
 )
 """32 bytes per value that a function of the user's logged."""
 
+SENT_PART = np.dtype(
+    [
+        ("op", "<u4"),  # the index of an all-to-all of uneven parts among the rank's ops
+        ("member", "<u4"),  # to whom: the place of a rank in the group, from 0; also this rank's own
+        ("bytes", "<i8"),  # more than 0; all parts of a call add up to its payload
+    ]
+)
+"""16 bytes per part that an all-to-all sends."""
+
 SAMPLE = np.dtype(
     [
         ("time", "<i8"),  # ns, as in OP
@@ -191,4 +201,4 @@ SAMPLE = np.dtype(
 )
 """56 bytes per sample of a GPU, which the process that watches the run takes."""
 
-MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01", "gpu": b"MPKGPU01"}
+MAGIC = {"ops": b"MPKOPS01", "mem": b"MPKMEM01", "log": b"MPKLOG01", "gpu": b"MPKGPU01", "sent": b"MPKSNT01"}

@@ -20,7 +20,7 @@ from mpkit.trace.expert_load import ExpertLoad, expert_load_of
 from mpkit.trace.files import RankTrace, read_rank
 from mpkit.trace.metrics import Metrics, Stop, metrics_of, stop_of
 from mpkit.trace.proof import PROOF
-from mpkit.trace.records import MEMORY, OP, SAMPLE, VALUE, Kind
+from mpkit.trace.records import MEMORY, OP, SAMPLE, SENT_PART, VALUE, Kind
 from mpkit.trace.validation import MOST_RANKS, check_meta, check_rank, check_steps, check_unpacked
 
 __all__ = ["Trace"]
@@ -128,6 +128,7 @@ class Trace:
                 parts = [("ops", rank.ops), ("mem", rank.memory)]
                 parts += [("log", rank.values)] * bool(len(rank.values))
                 parts += [("gpu", rank.samples)] * bool(len(rank.samples))
+                parts += [("sent", rank.sent_parts)] * bool(len(rank.sent_parts))
                 for part, array in parts:
                     with archive.open(f"rank{number}.{part}.npy", "w") as file:
                         np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
@@ -213,14 +214,15 @@ def _read_json(path: Path) -> Any:
 def _rank_of(archive: zipfile.ZipFile, number: int) -> RankTrace:
     head = read_json(archive.read(f"rank{number}.json").decode())
     arrays = []
-    for part, dtype in (("ops", OP), ("mem", MEMORY), ("log", VALUE), ("gpu", SAMPLE)):
-        if part in ("log", "gpu") and f"rank{number}.{part}.npy" not in archive.NameToInfo:
-            arrays.append(np.empty(0, dtype))  # nothing was logged, no GPU was sampled
+    columns = {"ops": OP, "mem": MEMORY, "log": VALUE, "gpu": SAMPLE, "sent": SENT_PART}
+    for part, dtype in columns.items():
+        if part not in ("ops", "mem") and f"rank{number}.{part}.npy" not in archive.NameToInfo:
+            arrays.append(np.empty(0, dtype))  # nothing was logged, no GPU was sampled, no parts were uneven
             continue
         with archive.open(f"rank{number}.{part}.npy") as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
         if array.dtype != dtype or array.ndim != 1:
             raise TraceError(f"rank {number}'s {part} have other columns than this version of mpkit knows")
         arrays.append(array)
-    ops, memory, values, samples = arrays
-    return RankTrace(ops, memory, [str(name) for name in head["names"]], head["state"], values, samples)
+    ops, memory, *others = arrays
+    return RankTrace(ops, memory, [str(name) for name in head["names"]], head["state"], *others)

@@ -122,6 +122,7 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
     }  # fmt: skip
     for name, which in said.items():
         _refuse(f"rank {number}'s value", name, values[name], which)
+    _check_sent_parts(rank, number, world_size)
     samples = rank.samples
     _refuse(f"rank {number}'s sample of its GPU", "time", samples["time"], _too_large(samples["time"]))
     for name in (SAMPLE.names or ())[1:]:
@@ -132,6 +133,23 @@ def check_rank(rank: RankTrace, number: int, world_size: int) -> None:
             samples[name],
             (samples[name] < 0) | (samples[name] > most),
         )
+
+
+def _check_sent_parts(rank: RankTrace, number: int, world_size: int) -> None:
+    """Check the parts of all-to-alls: each op is one, and its parts are its payload."""
+    parts, ops = rank.sent_parts, rank.ops
+    last = int(parts["op"].max(initial=0))
+    of = np.append(ops["kind"], [0])[np.minimum(parts["op"], len(ops))]
+    sent = np.bincount(parts["op"], parts["bytes"], last + 1) if last < len(ops) else np.zeros(last + 1)
+    wrong = {
+        "op": of != Kind.ALL_TO_ALL,
+        "member": parts["member"] >= world_size,
+        "bytes": (parts["bytes"] < 1) | _too_large(parts["bytes"]),
+    }
+    for name, which in wrong.items():
+        _refuse(f"rank {number}'s part of an all-to-all", name, parts[name], which)
+    payload = ops["bytes"][parts["op"]]
+    _refuse(f"rank {number}'s part of an all-to-all", "bytes", parts["bytes"], sent[parts["op"]] > payload)
 
 
 def check_steps(last: int, first: int, records: int) -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
+from mpkit.plan.schedule import Schedule
+from mpkit.plan.schedule.catalogue import has_pairs
 from mpkit.prediction.advice.advice import find_advice
 from mpkit.prediction.advice.objective import TIME
 from mpkit.prediction.advice.offers import offers_of
@@ -236,3 +238,34 @@ def test_every_way_to_divide_experts_over_ranks_is_tried(name: str) -> None:
             allowed.add((dp, cp, tp, ep, plan.etp))
     assert tried == allowed
     assert {etp for *_, etp in allowed} == ({None, 1, 2, 4} if name == "experts" else {None})
+
+
+@pytest.mark.parametrize("stack", ["pytorch", "megatron", "torchtitan"])
+def test_pairs_are_advised_where_they_hide_much(stack: str) -> None:
+    """Tokens travel between nodes; torchtitan does not hide them, and Megatron recomputes no pair in full."""
+    asked = priced("experts", machine(40, nodes=4), stack, batch=64)
+    found = TIME.search(asked).found
+    joint = [each for each in found if has_pairs(each.layout.schedule)]
+    assert (found[0] in joint) == (stack != "torchtitan")
+    assert bool(joint) == (stack != "torchtitan")
+    assert all(each.layout.ep > 1 for each in joint)
+    recomputed = {each.layout.recompute for each in joint}
+    assert ("full" in recomputed) == (stack == "pytorch")
+    for each in joint[:5]:
+        guess = mk.estimate(
+            asked.asked.model,
+            plan_of(each.layout),
+            asked.hardware,
+            global_batch=64,
+            sequence=2048,
+            stack=stack,
+        )
+        apart = Schedule(
+            plan_of(each.layout).build().rows, "apart", plan_of(each.layout).build().stage_to_rank
+        )
+        alone = mk.estimate(
+            asked.asked.model, replace(plan_of(each.layout), schedule=apart, virtual_stages=1), asked.hardware,
+            global_batch=64, sequence=2048, stack=stack,
+        )  # fmt: skip
+        assert guess.step_time == pytest.approx(each.seconds, rel=1e-9)
+        assert guess.step_time < alone.step_time

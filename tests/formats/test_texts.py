@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ SAID_IN_FULL = [
     ("deepspeed", Plan(dp=2, cp=4, cp_method="ulysses", zero=3)),
     ("megatron", Plan(pp=2, dp=4, tp=2, zero=1, schedule="1f1b", microbatches=4, sequence_parallel=True, ep=8, etp=1)),
     ("megatron", Plan(dp=4, tp=2, zero=1, sequence_parallel=True, ep=4, etp=2)),
+    ("megatron", Plan(pp=2, dp=2, schedule="overlapped_1f1b", virtual_stages=2, microbatches=4, precision="bf16",
+                      ep=2)),
+    ("megatron", Plan(dp=2, schedule="overlapped_1f1b", microbatches=4, precision="fp16", recompute="selective", ep=2)),
     ("torchtitan", Plan(dp=4, tp=2, zero=3, sequence_parallel=True, ep=8, etp=1)),
     ("torchtitan", Plan(dp=4, cp=2, zero=3, ep=8)),
     ("megatron", Plan(dp=4, zero=1, offload="optimizer", recompute="full", schedule="1f1b")),
@@ -84,6 +88,54 @@ def test_every_key_of_a_text_has_its_comment(name: str) -> None:
     config = Plan.zero(3, 16).to(name) if name == "fsdp" else Plan.ddp(16).to(name)
     assert config.comments
     assert all(f"# {comment}" in config for comment in config.comments.values())
+
+
+PAIRS = "--overlap-moe-expert-parallel-comm"
+JOINT = Plan(pp=2, dp=2, schedule="overlapped_1f1b", virtual_stages=2, microbatches=4, precision="bf16", ep=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "schedule"),
+    [
+        ({"ep": 1}, "interleaved_1f1b"),
+        ({"virtual_stages": 1}, "1f1b"),
+        ({"recompute": "full"}, "interleaved_1f1b"),
+        ({"precision": "full"}, "interleaved_1f1b"),
+        ({"schedule": "dualpipev"}, "1f1b"),
+    ],
+)
+def test_pairs_that_megatron_would_refuse_are_not_written(change: dict[str, Any], schedule: str) -> None:
+    with pytest.warns(UserWarning, match=rf"schedule=.*in pairs \({PAIRS}\)"):
+        config = replace(JOINT, **change).to("megatron")
+    assert PAIRS not in config.split("ARGS=(")[1]
+    assert Plan.read(config).schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("rest", "says"),
+    [
+        ("--bf16", "--expert-model-parallel-size=2 or more"),
+        ("--bf16 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2", "several stages per rank"),
+        ("--bf16 --expert-model-parallel-size 2 --recompute-granularity full", "selective, or none"),
+        ("--expert-model-parallel-size 2", "--bf16 or --fp16"),
+    ],
+)
+def test_pairs_that_megatron_would_refuse_are_left_out_with_a_note(rest: str, says: str) -> None:
+    with pytest.warns(UserWarning, match=rf"Megatron refuses {PAIRS} here, since .*{says}.*: left out"):
+        plan = Plan.read(f"torchrun --nproc-per-node=8 pretrain_gpt.py {PAIRS} {rest}\n")
+    assert plan.schedule == "1f1b"
+
+
+def test_torchtitan_hides_no_all_to_alls_of_pairs() -> None:
+    """The eager runtime of torch runs what is in a pair one after the other; before 0.3 torchtitan had its own."""
+    plan = Plan(pp=2, dp=2, schedule="dualpipev", microbatches=4, precision="bf16", ep=2)
+    with pytest.warns(UserWarning, match="one after the other, so that their all-to-alls are not hidden"):
+        config = plan.to("torchtitan")
+    assert Plan.read(config) == plan  # without a warning
+    key, older = "pipeline_parallel_schedule=", "pipeline_parallel_expert_parallel_overlap={}, "
+    assert Plan.read(config.replace(key, older.format(True) + key)) == plan
+    with pytest.warns(UserWarning, match="those of a Plan hide their all-to-alls"):
+        Plan.read(config.replace(key, older.format(False) + key))
 
 
 REFUSED: list[tuple[Plan, str, dict[str, Any], str]] = [

@@ -29,6 +29,7 @@ from mpkit.errors import MpkitError
 from mpkit.launch.external.greeting import greet
 from mpkit.launch.external.mirror import MOST_PACKET, FileMirror
 from mpkit.launch.external.own_rank import Results
+from mpkit.launch.external.packets import GROWING
 from mpkit.launch.external.secret import Secret, find_secret
 from mpkit.launch.external.signed_store import SignedStore
 from mpkit.launch.external.sweeper import KEPT, Sweeper, hold
@@ -188,9 +189,9 @@ def test_nothing_is_unpickled_that_a_stranger_sent(seal: Seal, tmp_path: Path) -
 
 
 def packet(fields: dict[str, Any], which: list[int], rows: int, *, body: bytes | None = None) -> bytes:
-    told = {"ops": 1, "state": 0, "error": None, "axes": "", "mem": 0, "log": 0} | fields
+    told = {"ops": 1, "state": 0, "error": None, "axes": "", "mem": 0, "log": 0, "sent": 0} | fields
     parts = [json.dumps(told).encode(), np.array(which, np.int64).tobytes(), np.zeros(rows, OP).tobytes()]
-    parts += [b""] * 4
+    parts += [b""] * (len(GROWING) + 2)
     return zlib.compress(
         b"".join(struct.pack("<q", len(each)) + each for each in parts) if body is None else body
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import mpkit as mk
 from mpkit.trace import Kind, Trace
@@ -132,3 +133,18 @@ def test_what_ctx_comm_communicates_is_recorded_once(clusters: Callable[[int], m
     cluster.run(exchange, watch=True)
     names = ("all_reduce", "reduce_scatter", "all_to_all", "gather", "barrier")
     assert counts(cluster.trace) == dict.fromkeys(names, 1)
+
+
+def exchange_unevenly() -> list[float]:
+    """Send rows of 8 bytes: of 3, rank 0 keeps the first, and rank 1 the last."""
+    splits = [1, 2] if dist.get_rank() == 0 else [2, 1]
+    dist.all_to_all_single(torch.empty(3, 2), torch.ones(3, 2), splits, splits)
+    return []
+
+
+def test_parts_of_uneven_all_to_alls_are_recorded(clusters: Callable[[int], mk.Cluster]) -> None:
+    cluster = clusters(2)
+    cluster.run(started, exchange_unevenly, watch=True)
+    sent = [rank.sent_parts[["member", "bytes"]].tolist() for rank in cluster.trace.check().ranks]
+    assert sent == [[(0, 8), (1, 16)], [(0, 16), (1, 8)]]
+    assert cluster.timeline().comm_matrix().bytes.tolist() == [[0, 16], [16, 0]]

@@ -82,10 +82,11 @@ class FileMirror:
         rows = np.frombuffer(new, GROWING[name]).copy()
         if name not in self._files:
             if not len(rows):
-                return  # a rank that logs nothing has no such file
+                return  # a rank that writes no such record has no such file
             path = part(self._folder, self._rank, name)
             self._files[name] = create(path)
-        rows["time"] += self._offset
+        if "time" in (rows.dtype.names or ()):
+            rows["time"] += self._offset
         place = HEADER.itemsize + self._written_of[name] * rows.itemsize
         os.pwrite(self._files[name], rows.tobytes(), place)
         self._written_of[name] += len(rows)

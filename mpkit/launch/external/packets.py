@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mpkit.common.launch_folder import part, read_error
 from mpkit.trace import HEADER, MEMORY, OP
 from mpkit.trace.files import map_file
-from mpkit.trace.records import VALUE
+from mpkit.trace.records import SENT_PART, VALUE
 
 __all__ = ["GROWING", "MOST_OPS", "WINDOW", "Sender", "records"]
 
@@ -28,8 +28,10 @@ WINDOW = 20_000
 MOST_OPS, MOST_BYTES = 20_000, 1_000_000
 """The most ops, and bytes of each other file, per packet: with four packets per second, training has the network."""
 
-GROWING = {"mem": MEMORY, "log": VALUE}
-"""Files of records that never change once they are written: memory, and what functions of the user's logged."""
+GROWING = {"mem": MEMORY, "log": VALUE, "sent": SENT_PART}
+"""Files of records that never change once they are written: memory, what functions of the user's logged, and what
+all-to-alls sent to whom.
+"""
 
 Array = npt.NDArray[Any]
 

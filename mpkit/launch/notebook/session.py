@@ -247,4 +247,4 @@ def _trace_since(rank: RankTrace, first: int | None) -> RankTrace:
     memory = rank.memory.copy().astype(MEMORY)
     memory["time"] = memory["time"].clip(min=int(ops["start"][0]))
     memory["op"] = (memory["op"].astype("i8") - first).clip(min=0)
-    return RankTrace(ops, memory, rank.names, rank.state)
+    return RankTrace(ops, memory, rank.names, rank.state, sent_parts=rank.sent_since(first))

@@ -56,6 +56,7 @@ class Format:
         finish: completes the fields that keys said alone by what several keys say together; it may add notes.
         reasons: why a field cannot be said, where that is more than that there is no key.
         check: raises ValueError if the framework would refuse the plan.
+        differ: what the framework does differently with what it is told of the plan, in words; "" if nothing is known.
         common: keys that other programs have too: by them alone no file is recognized.
     """
 
@@ -67,6 +68,7 @@ class Format:
     reasons: Mapping[str, str] | None = None
     check: Callable[[ExportRequest], None] = lambda asked: None
     common: frozenset[str] = frozenset()
+    differ: Callable[[ExportRequest], str] = lambda asked: ""
 
     def values_of(self, asked: ExportRequest) -> Values:
         """Return what is written, by key."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
@@ -34,7 +35,7 @@ from mpkit.plan.formats.torchrun import (
     slurm_ranks_of,
 )
 from mpkit.plan.formats.trainer import ZERO_STAGE
-from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B
+from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
 __all__ = ["ALL_AT_ONCE", "MEGATRON"]
 
@@ -42,8 +43,10 @@ GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
 OVERLAP, BUCKET = "--overlap-grad-reduce", "--ddp-bucket-size"
 ALL_AT_ONCE = 2**20
 """MiB of a bucket for all gradients: Megatron's without `--overlap-grad-reduce`, whatever size it is given."""
+PAIRS = "--overlap-moe-expert-parallel-comm"
 STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 
+LOOPED = INTERLEAVED_1F1B, OVERLAPPED_1F1B
 COMM_TYPES = {"ring": "p2p", "ulysses": "a2a"}
 BOTH = "a2a+p2p"
 SIZES = "--hierarchical-context-parallel-sizes"
@@ -99,6 +102,28 @@ def _count_stages(values: Values, each: int) -> int:
             + "; or --num-virtual-stages-per-pipeline-rank=2"
         )
     return number_of(layers) // each
+
+
+def _why_no_pairs(fields: Mapping[str, Any]) -> str:
+    """Say why Megatron would refuse pairs in a plan of these fields (`TransformerConfig`); "" if it would not."""
+    if fields.get("ep", 1) == 1:
+        return "it goes with --expert-model-parallel-size=2 or more"
+    if fields.get("pp", 1) > 1 and fields.get("virtual_stages", 1) == 1:
+        return "in a pipeline it goes with several stages per rank, --num-virtual-stages-per-pipeline-rank=2"
+    if fields.get("recompute") == "full":
+        return "it goes with --recompute-granularity=selective, or none"
+    if fields.get("precision", "full") == "full":
+        return "it goes with --bf16 or --fp16"
+    return ""
+
+
+def _read_schedule(values: Values, fields: Fields, notes: list[str]) -> str:
+    """Return the schedule of these arguments."""
+    if PAIRS in values:
+        if not (reason := _why_no_pairs(fields)):
+            return OVERLAPPED_1F1B
+        notes.append(f"Megatron refuses {PAIRS} here, since {reason}: left out")
+    return INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B
 
 
 def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -> int:
@@ -167,7 +192,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
     if not sharded and "--use-torch-fsdp2" not in values:
         fields |= _bucket_left_out(values, dp * fields.get("cp", 1))
-    fields |= {"dp": dp, "schedule": INTERLEAVED_1F1B if fields.get("virtual_stages", 1) > 1 else ONE_F_ONE_B}
+    fields |= {"dp": dp, "schedule": _read_schedule(values, fields, notes)}
     if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses":
         fields["cp_order"] = "zigzag"
     if "--global-batch-size" in values and "--micro-batch-size" in values:
@@ -203,7 +228,7 @@ def _check(asked: ExportRequest) -> None:
             f"{call_of(plan)}: with experts and tensor parallelism, Megatron divides the sequence between layers too: "
             f"{call_of(plan, {'sequence_parallel': True, 'etp': 1})}"
         )
-    if plan.schedule == INTERLEAVED_1F1B and plan.pp > 1 and plan.microbatches % plan.pp:
+    if plan.schedule in LOOPED and plan.pp > 1 and plan.microbatches % plan.pp:
         more = plan.pp * (plan.microbatches // plan.pp + 1)
         raise ValueError(
             f"{call_of(plan)}: Megatron's interleaved schedule takes micro-batches in groups of pp={plan.pp}: "
@@ -234,8 +259,10 @@ KEYS: tuple[FormatKey, ...] = (
     number("--tensor-model-parallel-size", "tp", "ranks that share each layer"),
     number("--pipeline-model-parallel-size", "pp", "pipeline ranks"),
     number("--num-virtual-stages-per-pipeline-rank", "virtual_stages", "stages per rank: interleaved 1F1B",
-           lambda asked: asked.plan.schedule == INTERLEAVED_1F1B and asked.plan.virtual_stages > 1
-           and asked.plan.pp > 1),
+           lambda asked: asked.plan.schedule in LOOPED and asked.plan.virtual_stages > 1 and asked.plan.pp > 1),
+    context(PAIRS, "runs a forward and a backward in pairs; each computes while the other's tokens travel",
+            lambda asked: True if asked.plan.schedule == OVERLAPPED_1F1B and not _why_no_pairs(vars(asked.plan))
+            else None),
     number("--context-parallel-size", "cp", "ranks that share each sequence"),
     FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses; a2a+p2p: Ulysses among neighbours, and a ring",
         lambda asked: _comm_type(asked.plan.cp_method) if asked.plan.cp > 1 else None,
@@ -300,14 +327,15 @@ MEGATRON = Format(
         (
             *FLAGS, "--sequence-parallel", "--use-distributed-optimizer", "--use-megatron-fsdp", "--bf16", "--fp16",
             "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--checkpoint-activations", OVERLAP,
-            *OTHER_FLAGS,
+            PAIRS, *OTHER_FLAGS,
         ),
         (SIZES,),
     ),
     (*LAUNCH, *KEYS),
     _finish,
     {
-        "schedule": "Megatron has 1F1B, plain or interleaved",
+        "schedule": "Megatron has 1F1B, plain or interleaved; and interleaved, or on one pipeline rank, in pairs "
+        f"({PAIRS}), where ep is 2 or more, in 16 bits, without recompute='full'",
         "virtual_stages": "only the interleaved schedule has several stages per rank",
         "cut": "--pipeline-model-parallel-layout has a language of its own for the cut",
         "zero": "with a pipeline Megatron shards optimizer states only",

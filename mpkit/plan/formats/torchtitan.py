@@ -22,7 +22,7 @@ from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.word import Word, agree
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, names_in
+from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, has_pairs, names_in
 
 __all__ = ["TORCHTITAN"]
 
@@ -30,6 +30,8 @@ SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
 P, T, SELECTIVE = "parallelism", "training", "activation_checkpoint"
 DDP_BUCKET = 100
 """MiB of a bucket of torchtitan's DDP, which no key says, before 0.3."""
+OVERLAP = f"{P}.pipeline_parallel_expert_parallel_overlap"
+"""Of versions before 0.3, where it is on by default; later ones have left it out."""
 
 
 OLDER = {
@@ -116,6 +118,10 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     fields.setdefault("precision", "bf16")  # torchtitan's defaults
     if pipelined:
         fields.setdefault("schedule", ONE_F_ONE_B)
+    if OVERLAP in values and not bool_of(values[OVERLAP]) and has_pairs(fields.get("schedule", ONE_F_ONE_B)):
+        notes.append(
+            f"{OVERLAP} = False runs pairs one after the other; those of a Plan hide their all-to-alls"
+        )
     if fields.get("tp", 1) == 1:
         fields.pop("sequence_parallel", None)
     elif f"{P}.enable_sequence_parallel" not in values:
@@ -162,6 +168,16 @@ def _check(asked: ExportRequest) -> None:
         )
 
 
+def _say_pairs_run_apart(asked: ExportRequest) -> str:
+    plan = asked.plan
+    if plan.ep == 1 or plan.pp == 1 or not has_pairs(plan.schedule):
+        return ""
+    return (
+        "torchtitan 0.3 runs the forward and the backward of a pair one after the other, so that their all-to-alls are "
+        f"not hidden; versions before it hid them ({OVERLAP})"
+    )
+
+
 def _body(page: Page) -> str:
     names = ["from torchtitan.config import ParallelismConfig, TrainingConfig"]
     if "activation_checkpoint" in page.values:
@@ -199,6 +215,7 @@ TORCHTITAN = Format(
                lambda asked: asked.plan.ep > 1),
         number(f"{P}.pipeline_parallel_degree", "pp", "pipeline ranks"),
         FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
+        context(OVERLAP, "hides the all-to-alls of pairs", lambda asked: None, (bool,)),
         context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",
                 lambda asked: asked.micro_batch if _has_pipeline(asked) else None, (int,)),
         context(f"{T}.local_batch_size", "samples per replica (and micro-batch, without a pipeline)",
@@ -229,4 +246,5 @@ TORCHTITAN = Format(
         "etp": "the ranks along tp are among those that divide experts: etp=1",
     },
     _check,
+    differ=_say_pairs_run_apart,
 )  # fmt: skip

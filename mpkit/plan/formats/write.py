@@ -14,6 +14,7 @@ from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.table import FORMATS
 from mpkit.plan.plan import Plan
+from mpkit.plan.schedule.catalogue import has_pairs
 
 __all__ = ["format_of", "unsaid", "write"]
 
@@ -48,8 +49,11 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
     if effects:
         said = "; ".join(f"{field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items())
         warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
+    differs = chosen.differ(asked)
+    if differs:
+        warnings.warn(f"{chosen.title}, written from {plan!r}: {differs}", stacklevel=level_of_user())
     comments = {key.name: key.comment for key in chosen.keys if key.name in values}
-    page = Page(asked, values, comments, _header(asked, chosen, effects))
+    page = Page(asked, values, comments, _header(asked, chosen, effects, differs))
     return Config.with_comments(
         chosen.syntax.dump(page), name, comments, cannot, chosen.syntax.annotate(page)
     )
@@ -85,7 +89,7 @@ def _cannot_say(plan: Plan, chosen: Format, values: dict[str, Any]) -> dict[str,
 def _no_effect(plan: Plan) -> dict[str, str]:
     """Return the fields that change nothing in this plan, with the reason."""
     found: dict[str, str] = {}
-    if plan.stages == 1:
+    if plan.stages == 1 and not has_pairs(plan.schedule):
         found |= dict.fromkeys(("schedule", "virtual_stages", "cut"), "no effect: the model is one stage")
     if plan.dp * plan.cp == 1:
         alone = "no effect: there is one replica"
@@ -100,9 +104,11 @@ def _no_effect(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _header(asked: ExportRequest, chosen: Format, effects: dict[str, str]) -> list[str]:
+def _header(asked: ExportRequest, chosen: Format, effects: dict[str, str], differs: str) -> list[str]:
     plan = asked.plan
     lines = [f"{chosen.title}, written by mpkit from {plan!r}".replace("\n", " ")]
+    if differs:
+        lines.append(differs)
     if effects:
         lines.append("Not said here:")
         lines += [f"  {field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items()]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mpkit.plan.schedule.all_forward import gpipe, looped_bfs, naive
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
+from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b, overlapped_1f1b
 from mpkit.plan.schedule.v_shaped import dualpipev, zbv
 from mpkit.plan.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
@@ -23,15 +23,19 @@ __all__ = [
     "NAIVE",
     "NAMES",
     "ONE_F_ONE_B",
+    "OVERLAPPED_1F1B",
     "SCHEDULES",
     "ZB_H1",
     "ScheduleEntry",
     "build_schedule",
+    "has_pairs",
     "names_in",
 ]
 
 NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1 = "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"
 """The names of schedules that others are compared with or that Plans have by default."""
+OVERLAPPED_1F1B = "overlapped_1f1b"
+"""The name of the schedule of pairs that a model in one stage has too."""
 
 ANY = 0
 """In an entry: a rank can have any number of stages."""
@@ -50,7 +54,9 @@ class ScheduleEntry:
         idle: a function of p and m: how long a rank is idle in theory, in forwards of a stage, with F = I = W and
             messages that take no time; None if no paper says so.
         filled: a function of p and m: whether there are enough micro-batches for this theory.
-        advised: the stages per rank for which `mk.advise` tries it; () where another one is never worse.
+        pairs: whether forwards run as one with backwards (F & B), so that each hides the other's all-to-alls.
+        advised: the stages per rank for which `mk.advise` tries it; () where another one is never worse. One with pairs
+            is tried where experts are divided.
         elsewhere: the names that other frameworks have for it.
     """
 
@@ -61,6 +67,7 @@ class ScheduleEntry:
     holds_all: bool = False
     idle: Callable[[int, int], int] | None = None
     filled: Callable[[int, int], bool] = lambda p, m: m >= p
+    pairs: bool = False
     advised: tuple[int, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
@@ -118,6 +125,17 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         advised=(2, 4),
         elsewhere={"torchtitan": "Interleaved1F1B", "megatron": "interleaved 1F1B"},
     ),
+    OVERLAPPED_1F1B: ScheduleEntry(
+        overlapped_1f1b,
+        "1F1B with overlapped pairs",
+        "Interleaved 1F1B whose forwards and backwards run in pairs: each computes while the other's tokens travel to "
+        "their experts. Each rank holds one activation more.",
+        per_rank=ANY,
+        idle=lambda p, m: 3 * (p - 1),
+        pairs=True,
+        advised=(1, 2, 4),
+        elsewhere={"megatron": "interleaved 1F1B with --overlap-moe-expert-parallel-comm"},
+    ),
     ZB_H1: ScheduleEntry(
         lambda p, m, v: zb_h1(p, m),
         "ZB-H1",
@@ -161,6 +179,8 @@ SCHEDULES: dict[str, ScheduleEntry] = {
         per_rank=2,
         idle=lambda p, m: 2 * (p - 1),  # (p-1)(F+2B-3W)
         filled=lambda p, m: m >= 2 * p,
+        pairs=True,
+        advised=(2,),
         elsewhere={"torchtitan": "DualPipeV"},
     ),
 }
@@ -173,12 +193,21 @@ NAMES = tuple(SCHEDULES)
 def names_in(framework: str) -> dict[str, str]:
     """Return what another framework calls the schedules that it has, by their names here.
 
-    >>> names_in("megatron")
-    {'1f1b': '1F1B', 'interleaved_1f1b': 'interleaved 1F1B'}
+    >>> names_in("nanotron"), [*names_in("megatron")]
+    ({}, ['1f1b', 'interleaved_1f1b', 'overlapped_1f1b'])
     """
     return {
         name: entry.elsewhere[framework] for name, entry in SCHEDULES.items() if framework in entry.elsewhere
     }
+
+
+def has_pairs(schedule: str | Schedule) -> bool:
+    """Return whether a schedule has forwards that run as one with a backward.
+
+    >>> has_pairs("dualpipev"), has_pairs(Schedule(["F0&B1", "F0"])), has_pairs("1f1b")
+    (True, True, False)
+    """
+    return bool(schedule.together) if isinstance(schedule, Schedule) else SCHEDULES[schedule].pairs
 
 
 def build_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:

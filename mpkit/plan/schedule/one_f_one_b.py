@@ -1,4 +1,4 @@
-"""One forward, one backward: 1F1B, and interleaved 1F1B with several stages per rank.
+"""One forward, one backward: 1F1B, interleaved 1F1B with several stages per rank, and that of pairs that run as one.
 
 Every rank goes through these phases:
 
@@ -16,7 +16,7 @@ from mpkit.plan.schedule.action import Action
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.stage_to_rank import loops
 
-__all__ = ["in_turns", "interleaved_1f1b", "one_f_one_b"]
+__all__ = ["in_turns", "interleaved_1f1b", "one_f_one_b", "overlapped_1f1b"]
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
@@ -60,6 +60,29 @@ def interleaved_1f1b(p: int, m: int, v: int = 2) -> Schedule:
         warm_up = (v - 1) * turn + 2 * (p - 1 - rank)
         rows.append(list(_one_by_one(forwards, backwards, warm_up)))
     return Schedule(rows, "interleaved_1f1b", loops(p, v))
+
+
+def overlapped_1f1b(p: int, m: int, v: int = 1) -> Schedule:
+    """Build interleaved 1F1B whose steady phase is of pairs (F & B), so that each hides the other's all-to-alls.
+
+    >>> overlapped_1f1b(1, 4), overlapped_1f1b(2, 2, 2).spelled()[1]
+    (Schedule(['0F0 0F1&0B0 0F2&0B1 0F3&0B2 0B3'], name='overlapped_1f1b'), '1F0 1F1 3F0 3F1&3B0 3B1 1B0 1B1')
+
+    The warm-up is one forward longer than interleaved 1F1B's: no forward of a pair makes what its backward needs. A
+    rank holds the activations of one more stage and micro-batch for it. One rank of one stage pairs each backward
+    with the next micro-batch's forward.
+
+    Source: Megatron-Core (d98e8a6), `pipeline_parallel/combined_1f1b.py` and `get_pp_rank_microbatches`, by
+    `--overlap-moe-expert-parallel-comm`; with several ranks it has several stages on each.
+    """
+    rows = []
+    together: list[Action] = []
+    for rank in range(p):
+        turn, forwards, backwards = in_turns(rank, p, m, v, "B")
+        warm_up = (v - 1) * turn + 2 * (p - 1 - rank) + 1
+        rows.append(list(_one_by_one(forwards, backwards, warm_up)))
+        together += forwards[warm_up:]
+    return Schedule(rows, "overlapped_1f1b", loops(p, v), together)
 
 
 def in_turns(rank: int, p: int, m: int, v: int, backward: str) -> tuple[int, list[Action], list[Action]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
-from mpkit.plan.schedule.catalogue import ANY, SCHEDULES, build_schedule
+from mpkit.plan.schedule.catalogue import ANY, SCHEDULES, build_schedule, has_pairs
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import Order, end_times, lengths_of, play
 
@@ -86,7 +86,7 @@ def pairs_by_stage(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tupl
     if isinstance(schedule, Schedule):
         return _count_pairs(schedule)
     stages_per_rank = SCHEDULES[schedule].stages_per_rank
-    if not any(_named_pairs(schedule, 2, 4, stages_per_rank(2))):
+    if not has_pairs(schedule):
         return (0,) * (p * stages_per_rank(v))
     full = 3 * p
     later = max(0, m - full)  # each has a pair on each stage
@@ -119,7 +119,7 @@ def peak_live(schedule: str | Schedule, p: int, m: int, v: int = 1) -> tuple[flo
         )
     entry = SCHEDULES[schedule]
     v = entry.stages_per_rank(v)
-    if p * v == 1:
+    if p * v == 1 and not entry.pairs:
         return (1.0,)  # gradients are accumulated: one micro-batch after the other
     if entry.holds_all:
         return (float(m),) * p

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpkit.common.units import memory_text, percent, seconds
-from mpkit.plan.schedule.catalogue import GPIPE
+from mpkit.plan.schedule.catalogue import GPIPE, has_pairs
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.screening import screen_layouts
@@ -170,8 +170,11 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
     if impossible:
         return
     samples = asked.global_batch // layout.dp
-    schedule, v = (layout.schedule, layout.virtual_stages) if layout.pp > 1 else (GPIPE, 1)
-    if layout.pp > 1 and schedule == GPIPE:
+    schedule, v = layout.schedule, layout.virtual_stages
+    joint = isinstance(schedule, str) and has_pairs(schedule)
+    if layout.pp == 1 and not (joint and v == 1):
+        schedule, v = GPIPE, 1
+    elif layout.pp > 1 and (schedule == GPIPE or (joint and v == 1)):
         schedule, v = offers.schedules[0]
     for each in (layout.microbatch // 2, layout.microbatch, layout.microbatch * 2):
         if not each or samples % each or (offers.filled and samples // each < layout.pp - 1):

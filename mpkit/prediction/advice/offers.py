@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpkit.plan.schedule.catalogue import GPIPE, INTERLEAVED_1F1B, ONE_F_ONE_B, SCHEDULES
+from mpkit.plan.schedule.catalogue import (
+    GPIPE,
+    INTERLEAVED_1F1B,
+    ONE_F_ONE_B,
+    OVERLAPPED_1F1B,
+    SCHEDULES,
+    has_pairs,
+)
 from mpkit.plan.tensor_checks import METHODS
 from mpkit.prediction.cost_model.layout import Layout
 
@@ -34,6 +41,7 @@ class Offers:
         cp_methods: how ranks that share a sequence attend to the whole of it.
         cp_both: whether it has Ulysses times a ring.
         secondary: whether ZeRO-3 keeps secondary shards (hpZ).
+        joint_recompute: what can be recomputed in a schedule of pairs.
     """
 
     pipelines: tuple[tuple[str, int], ...] | None = None
@@ -51,6 +59,7 @@ class Offers:
     experts: bool = True
     inner_experts: bool = False
     secondary: bool = False
+    joint_recompute: tuple[str, ...] = ("none", "selective", "full")
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -63,7 +72,11 @@ class Offers:
 EVERYTHING = Offers(hybrid=(1, 2, 3), secondary=True)
 
 TORCHTITAN = Offers(
-    tuple((name, min(s.advised)) for name, s in SCHEDULES.items() if s.advised and "torchtitan" in s.elsewhere),
+    tuple(
+        (name, min(s.advised))
+        for name, s in SCHEDULES.items()
+        if s.advised and "torchtitan" in s.elsewhere and not s.pairs  # which it runs one after the other
+    ),
     (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1], cp_both=False,
     inner_experts=True,
 )  # fmt: skip
@@ -74,7 +87,14 @@ OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(
         MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True, experts=False
     ),
-    "megatron": Offers(MEGATRON, (0, 1), offload=("none",), even=True, hybrid=(1,)),
+    "megatron": Offers(
+        (*MEGATRON, *((OVERLAPPED_1F1B, v) for _, v in MEGATRON)),
+        (0, 1),
+        offload=("none",),
+        even=True,
+        hybrid=(1,),
+        joint_recompute=("none", "selective"),
+    ),
     "deepspeed-2021": Offers(
         (), recompute=("none", "full"), tensor=False, context=False, sequence=False, experts=False
     ),
@@ -163,12 +183,15 @@ def missing_feature(stack: str, layout: Layout) -> str:
         ("pipelines", bool(has.schedules) or layout.pp == 1, ""),
         (
             f"schedule {layout.schedule!r}",
-            layout.pp == 1 or has is EVERYTHING or layout.schedule in {GPIPE, *dict(has.schedules)},
+            (layout.pp == 1 and not has_pairs(layout.schedule))
+            or has is EVERYTHING
+            or layout.schedule in {GPIPE, *dict(has.schedules)},
             _list_values("", tuple(dict(has.schedules))),
         ),
         (
             f"recompute={layout.recompute!r}",
-            layout.recompute in has.recompute or layout.recompute not in EVERYTHING.recompute,
+            layout.recompute in (has.joint_recompute if has_pairs(layout.schedule) else has.recompute)
+            or layout.recompute not in EVERYTHING.recompute,
             _list_values("", has.recompute),
         ),
         (f"offload={layout.offload!r}", layout.offload in has.offload, _list_values("", has.offload)),

@@ -2,8 +2,8 @@
 
     memory   of each class of a pipeline's stages, which hold as many layers of each kind: the fullest counts
     time     a formula stands for the pipeline: m times the slowest rank, the bubble of equal stages, and messages.
-             It is exact without a pipeline; of the layouts of a search it is at most 2 % shorter than `step_time` and
-             10 % longer
+             It is exact without a pipeline; of the layouts of a search it is at most 2 % shorter than `step_time` (5 %
+             with pairs) and 10 % longer
 
 Both are those of `mpkit.prediction.cost_model`, whose functions are called once for all layouts that agree in what
 they depend on.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpkit.plan.schedule.summary import bubble, peak_live
+from mpkit.plan.schedule.summary import bubble, pairs_by_stage, peak_live
 from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.cost_model.communication import network_of, overlapped_time
@@ -32,7 +32,13 @@ from mpkit.prediction.cost_model.memory import (
     state_memory,
 )
 from mpkit.prediction.cost_model.stages import MeanLayer, ShardGathers, gathers_of, layer_of
-from mpkit.prediction.cost_model.step import hop_time, micro_batches_beside, optimizer_time, reductions_of
+from mpkit.prediction.cost_model.step import (
+    hidden_in_pair,
+    hop_time,
+    micro_batches_beside,
+    optimizer_time,
+    reductions_of,
+)
 
 __all__ = ["Screening", "screen_layouts"]
 
@@ -40,7 +46,18 @@ STAGES = "pp", "schedule", "virtual_stages"
 """The fields of a layout that decide which layers its stages have."""
 PARTS = "cp", "tp", "ep", "etp", "alike", "sequence_parallel"
 """Those that decide which part of a layer a rank computes."""
-HELD = *STAGES, "tp", "zero", "replicas", "sharded", "secondary", "ep", "etp", "alike", "sequence_parallel"
+HELD = (
+    "stage_to_rank",
+    "tp",
+    "zero",
+    "replicas",
+    "sharded",
+    "secondary",
+    "ep",
+    "etp",
+    "alike",
+    "sequence_parallel",
+)
 """Those that decide which weights and states a rank holds."""
 AT_TIMES = "grads", "gathered"
 """What is not always there."""
@@ -206,8 +223,13 @@ class Screening:
 
     @cached_property
     def _layer_seconds(self) -> Floats:
-        """Of each kind of layer: seconds of its forward and backward, and of the head and the embedding beside it."""
-        return np.array([(each.forward, each.backward, each.head, each.embed) for each in self._layer[1]])
+        """Of each kind of layer: seconds of its forward and backward, of the head and the embedding beside it, and of
+        its all-to-alls, either way.
+        """
+        return np.array([
+            (each.forward, each.backward, each.head, each.embed, each.causes["experts"] / 2)
+            for each in self._layer[1]
+        ])  # fmt: skip
 
     @cached_property
     def _hops(self) -> Floats:
@@ -234,7 +256,9 @@ class Screening:
 
     @cached_property
     def _bubbles(self) -> Floats:
-        """By row: the bubble in times of a rank, messages that nothing hides, and micro-batches beside a reduction."""
+        """By row: the bubble in times of a rank, messages that nothing hides, micro-batches beside a reduction, and
+        pairs of a stage, the mean of all.
+        """
         kind, layouts = self.columns.distinct(*STAGES, microbatches=True)
         rows = []
         for layout in layouts:
@@ -245,7 +269,8 @@ class Screening:
             exposed = 2.0 * m * v if self.stack.blocks(v) else 2.0 * m * (v - 1) / v
             idle = share / (1 - share) * m / (pp - 1) if pp > 1 else 0.0
             hops = 2 * (pp - 1) + exposed if pp > 1 else 0.0
-            rows.append((idle, hops, micro_batches_beside(layout)))
+            pairs = pairs_by_stage(layout.schedule, pp, m, v) if self.stack.overlaps_pairs else (0,)
+            rows.append((idle, hops, micro_batches_beside(layout), sum(pairs) / len(pairs)))
         return np.array(rows, float)[kind]
 
     @cached_property
@@ -262,7 +287,7 @@ class Screening:
         """Return about the seconds per step."""
         priced, stack = self.priced, self.stack
         kind = self._layer[0][rows]
-        forward, backward, head, embed = self._layer_seconds[kind].T
+        forward, backward, head, embed, exchanged = self._layer_seconds[kind].T
         if recompute not in self._again:
             self._again[recompute] = np.array([layer.seconds_again(recompute) for layer in self._layer[1]])
         forward, backward = forward.copy(), backward + self._again[recompute][kind]
@@ -294,9 +319,10 @@ class Screening:
         slowest = (f + b).argmax(axis=0), np.arange(len(rows))
         f, b = f[slowest], b[slowest]
         # ---- pipeline
-        idle, hops, beside = self._bubbles[rows].T
+        idle, hops, beside, pairs = self._bubbles[rows].T
         whole = self.model.layers * (forward + backward) + first + last[0] + last[1]
         pipeline = m * (f + b) + (whole - f - b) * idle + hops * self._hops[rows]
+        pipeline -= pairs * hidden_in_pair(f, b, counts.T[slowest] * exchanged, stack)
         # ---- replicas, optimizer, stragglers
         reduced = (
             self._exposed_reductions(np.where(zero == 2, m, 1) * reduce, gather, f, b, beside, rows) + summed

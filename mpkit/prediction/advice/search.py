@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, overload
 
 import numpy as np
 
+from mpkit.plan.schedule.catalogue import has_pairs
 from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
@@ -146,12 +147,17 @@ def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayou
         return _no_layouts(columns), _no_layouts(columns), 0
     # A secondary shard takes the memory that parameters on the host would free.
     sharded = np.array([base.zero == 3 and not base.secondary for base in columns.bases])[columns.base]
-    without = sum(offload != "params" for offload, _ in reliefs)
-    considered = int(np.where(sharded, len(reliefs), without).sum())
+    joint = np.array([has_pairs(base.schedule) for base in columns.bases])[columns.base]
+    groups = []
+    for is_sharded, is_joint in product((True, False), repeat=2):
+        those = (sharded == is_sharded) & (joint == is_joint)
+        offloads = [relief for relief in reliefs if is_sharded or relief[0] != "params"]
+        groups.append((those, [r for r in offloads if not is_joint or r[1] in offers.joint_recompute]))
+    considered = sum(int(those.sum()) * len(group) for those, group in groups)
     screening = Screening(priced, columns)
     kept: Kept = ([], [])
     # ---- memory
-    for those, group in ((sharded, reliefs), (~sharded, reliefs[:without])):
+    for those, group in groups:
         rows = np.flatnonzero(those)
         if len(rows) and group:
             rows = rows[screening.memory(rows, *group[-1]) <= priced.hardware.device.memory]

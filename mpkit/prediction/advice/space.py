@@ -5,7 +5,7 @@
     ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
     etp          1, or tp where tensor parallelism divides experts
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
-                 without stages
+                 without stages; pairs (F & B) where experts are divided, whose all-to-alls they hide
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
     microbatch   each divisor of a replica's samples
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from mpkit.plan.schedule.catalogue import GPIPE
+from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES, has_pairs
 from mpkit.plan.tensor_checks import METHODS
 from mpkit.prediction.advice.offers import EVERYTHING, Offers
 from mpkit.prediction.cost_model.architecture import Architecture
@@ -116,7 +116,10 @@ def families(
                 )  # fmt: skip
                 for family in _of_mesh(asked, offers, per_node, mesh):
                     ways = product(methods, expert_changes(model, offers, family.base))
+                    joint = has_pairs(family.base.schedule)
                     for method, experts in ways:
+                        if joint and experts["ep"] == 1:
+                            continue  # there is nothing to hide
                         base = family.base.vary(cp_method=method, **experts)
                         yield LayoutFamily(base, family.sizes, family.samples)
 
@@ -124,7 +127,7 @@ def families(
 def _of_mesh(asked: TrainingQuestion, offers: Offers, per_node: int, mesh: Layout) -> Iterator[LayoutFamily]:
     """Yield the families of a mesh, by how ZeRO shards and by schedule."""
     samples, layers, pp = asked.global_batch // mesh.dp, asked.model.layers, mesh.pp
-    for schedule, v in offers.schedules if pp > 1 else ((GPIPE, 1),):
+    for schedule, v in _schedules(offers, pp, experts=asked.model.experts > 0):
         if pp * v > layers or (offers.even and layers % (pp * v)):
             continue
         groups = pp if offers.even and v > 1 else 1  # of micro-batches
@@ -137,6 +140,16 @@ def _of_mesh(asked: TrainingQuestion, offers: Offers, per_node: int, mesh: Layou
             base = replace(mesh, schedule=schedule, virtual_stages=v)
             for zero, sharded, secondary in _shardings(mesh, offers, per_node):
                 yield LayoutFamily(base.vary(zero=zero, sharded=sharded, secondary=secondary), sizes, samples)
+
+
+def _schedules(offers: Offers, pp: int, *, experts: bool) -> Iterator[tuple[str, int]]:
+    """Yield the schedules of a pipeline with their stages per rank; those of pairs only where there are experts."""
+    if pp == 1:
+        yield GPIPE, 1
+    for schedule, v in offers.schedules:
+        joint = SCHEDULES[schedule].pairs
+        if (not joint and pp > 1) or (joint and experts and (v > 1) == (pp > 1)):
+            yield schedule, v
 
 
 def _shardings(mesh: Layout, offers: Offers, per_node: int) -> Iterator[tuple[int, int, int]]:

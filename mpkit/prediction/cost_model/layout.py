@@ -130,6 +130,15 @@ class Layout:
         return stage_ranks(self.schedule, self.pp)[-1]
 
     @property
+    def stage_to_rank(self) -> tuple[int, ...]:
+        """The rank, along pp, of each stage.
+
+        >>> Layout(pp=2, virtual_stages=2, schedule="zbv").stage_to_rank
+        (0, 1, 1, 0)
+        """
+        return stage_ranks(self.schedule, self.pp, self.virtual_stages)
+
+    @property
     def shards(self) -> int:
         """The number of ranks among which ZeRO shards."""
         return self.sharded or self.replicas

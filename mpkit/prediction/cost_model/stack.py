@@ -103,6 +103,7 @@ class Stack:
         divides_experts: whether tensor parallelism divides experts that no ranks along ep do, whatever the model says.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
+        overlaps_pairs: whether a pair's forward and backward (F & B) compute while each other's tokens travel.
         played: whether it is what `mk.trace_fake` plays: products hide what they move, and a ring attends by plain
             operators in 32 bits (`mpkit.strategies.context.ring`).
     """
@@ -146,6 +147,7 @@ class Stack:
     divides_experts: bool = False
     by_weight: bool = False
     by_flops: bool = False
+    overlaps_pairs: bool = False
     played: bool = False
 
     def makes_gradients_late(self, layout: Layout) -> bool:
@@ -168,7 +170,7 @@ class Stack:
 STACKS = {
     stack.name: stack
     for stack in (
-        Stack("pytorch", eager=True, early_stop=True),
+        Stack("pytorch", eager=True, early_stop=True, overlaps_pairs=True),
         Stack(
             "mpkit",
             element=4,
@@ -179,10 +181,19 @@ STACKS = {
             gathers_ahead=3,
             views=True,
             by_flops=True,
+            overlaps_pairs=True,
             played=True,
         ),
         Stack(
-            "pytorch-fp32", eager=True, element=4, gradient=4, reduced=4, states=8, logits=12, early_stop=True
+            "pytorch-fp32",
+            eager=True,
+            element=4,
+            gradient=4,
+            reduced=4,
+            states=8,
+            logits=12,
+            early_stop=True,
+            overlaps_pairs=True,
         ),
         # SC'21's own scripts: fp16 gradients, torch's DDP without stages and Megatron's own with them.
         Stack(
@@ -210,6 +221,7 @@ STACKS = {
             placeholders=True,
             transformer_engine=True,
             divides_experts=True,
+            overlaps_pairs=True,
         ),
         Stack("deepspeed-2021", fused=False, partition=5e8, dropout=True, gathers_ahead=3),
         Stack("deepspeed", partition=5e8, gathers_ahead=3),

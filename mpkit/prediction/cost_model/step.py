@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import log2
 
+import numpy as np
+
 from mpkit.devices.hardware import Hardware
-from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B
+from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, OVERLAPPED_1F1B
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import BESIDE
 from mpkit.plan.schedule.summary import LONG, makespan, pairs_by_stage, stage_ranks
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.communication import Network, network_of, overlapped_time
+from mpkit.prediction.cost_model.communication import Network, T, network_of, overlapped_time
 from mpkit.prediction.cost_model.kernels import Kernels, kernels_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
@@ -32,7 +34,9 @@ from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.prediction.cost_model.stages import StageTimes, stages_of, time_of_replicas, time_over_groups
 from mpkit.trace import Kind
 
-__all__ = ["StepTime", "hop_time", "micro_batches_beside", "optimizer_time", "reductions_of", "step_time"]
+__all__ = [
+    "StepTime", "hidden_in_pair", "hop_time", "micro_batches_beside", "optimizer_time", "reductions_of", "step_time",
+]  # fmt: skip
 
 HOST_ADAM = 4e9
 """Parameters per second that the processors of a node update; ZeRO-Offload (Ren et al. 2021), table 4: 1 B in .22 s,
@@ -146,16 +150,27 @@ def _times_beside(
     """
     forward, backward = stages.of_stages(ranks)
     exchanged = stages.causes_of[0]["experts"] / 2  # of a layer, either way
-    if not exchanged:
+    if not exchanged or not stack.overlaps_pairs:
         return forward
-
-    def both(computed: float, sent: float) -> float:
-        return max(computed, sent) if stack.played else overlapped_time(computed, sent)
-
     return tuple(
-        both(b - n * exchanged, n * exchanged) + both(f - n * exchanged, n * exchanged) - b
+        f - hidden_in_pair(f, b, n * exchanged, stack)
         for f, b, n in zip(forward, backward, stages.layers_by_stage(ranks), strict=True)
     )
+
+
+def hidden_in_pair(forward: T, backward: T, exchanged: T, stack: Stack) -> T:
+    """Return the seconds that a pair of a forward and a backward saves, of a stage or of an array of them.
+
+    Args:
+        forward, backward: seconds of each alone.
+        exchanged: those of either in which its tokens travel.
+        stack: whether compute is slowed meanwhile.
+    """
+
+    def both(computed: T) -> T:
+        return np.maximum(computed, exchanged) if stack.played else overlapped_time(computed, exchanged)
+
+    return forward + backward - both(backward - exchanged) - both(forward - exchanged)
 
 
 def _times_after(
@@ -199,7 +214,9 @@ def _play_pipeline(
 ) -> float:  # fmt: skip
     """Return the seconds of a schedule in which the two halves of a backward take equally long."""
     if p == 1:
-        return m * (sum(forward) + sum(backward))
+        pairs = pairs_by_stage(schedule, p, m, v)
+        hidden = sum(n * (f - less) for n, f, less in zip(pairs, forward, beside, strict=True))
+        return m * (sum(forward) + sum(backward)) - hidden
     halves = [time / 2 for time in backward]
     slots = {"F": forward, "B": backward, "I": halves, "W": halves, BESIDE: beside}
     return makespan(schedule, p, m, v, slots, hop, longest)
@@ -291,6 +308,6 @@ def micro_batches_beside(layout: Layout) -> float:
     2.5
     """
     v = layout.virtual_stages
-    if v == 1 or layout.schedule != INTERLEAVED_1F1B:
+    if v == 1 or layout.schedule not in (INTERLEAVED_1F1B, OVERLAPPED_1F1B):
         return 1
     return 1 / v + (v - 1) / v * min(layout.pp, layout.microbatches)

@@ -66,7 +66,9 @@ def _add_waits(rank: RankTrace) -> RankTrace:
     longer["ref"][moved[refers]] = moved[ops["ref"][refers]]
     memory = rank.memory.copy()
     memory["op"] += np.searchsorted(issued, memory["op"]).astype(memory["op"].dtype)
-    return replace(rank, ops=longer, memory=memory)
+    parts = rank.sent_parts.copy()
+    parts["op"] = moved[parts["op"]]
+    return replace(rank, ops=longer, memory=memory, sent_parts=parts)
 
 
 def _lies_in_action(ops: npt.NDArray[Any]) -> npt.NDArray[Any]:

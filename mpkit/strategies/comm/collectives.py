@@ -202,6 +202,7 @@ def all_to_all(
         partial(_start_all_to_all, group, swapped, sent, parts),
         partial(wire.finish_receive, swapped),
         waits=not async_op,
+        rows=() if parts is None else parts[0],
     )
     return work if async_op else work.wait()
 

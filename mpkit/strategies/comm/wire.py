@@ -12,7 +12,7 @@ Where ranks share a GPU, their backend (gloo) takes host memory only: `prepare_s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,6 +117,7 @@ class Wire:
         result: Callable[[], Tensor],
         *,
         waits: bool = False,
+        rows: Sequence[int] = (),
     ) -> Work:
         """Record a communication and start it.
 
@@ -127,6 +128,7 @@ class Wire:
             result: called once the communication is complete; returns the result of `Work.wait`.
             waits: the caller waits at once. Starting then counts as waiting, not as work that could overlap with the
                 communication. (A backend's thread may take the core during the start.)
+            rows: by member of the group, of an all-to-all of uneven parts.
 
         Raises:
             CommMismatch: a peer's call does not match.
@@ -138,6 +140,8 @@ class Wire:
         record, where = self.record, self.find_source_line()
         text = ("" if call is None else call.text) or (self.layer and f"{LAYER}{self.layer}")
         op = record.begin(kind, text, group=group, number=number, peer=peer, nbytes=nbytes, where=where)
+        if nbytes and rows:
+            record.note_parts(op, [nbytes // sum(rows) * each for each in rows])
         # ---- publish
         if call is not None:
             call.publish()

@@ -33,7 +33,7 @@ from mpkit.strategies.comm.tags import LIMIT
 from mpkit.strategies.program_calls.annotations import Annotations
 from mpkit.strategies.program_calls.completion import Completion
 from mpkit.strategies.program_calls.lines import SourceLines
-from mpkit.strategies.program_calls.operators import OPERATORS, C10dOperator, payload
+from mpkit.strategies.program_calls.operators import OPERATORS, C10dOperator, payload, uneven_parts
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
@@ -165,6 +165,8 @@ class Communication:
         op = self._record.begin(
             kind, text, group=name, number=number, peer=peer, nbytes=nbytes, where=where
         )  # fmt: skip
+        if kind == Kind.ALL_TO_ALL and (parts := uneven_parts(args, tensors)):
+            self._record.note_parts(op, parts)
         return op, call
 
     def _message(self, kind: Kind, peer: int, tag: int) -> tuple[str, int]:

@@ -9,14 +9,14 @@ gathered or scattered, not a rank's part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mpkit.trace import Kind
 
-__all__ = ["OPERATORS", "C10dOperator", "payload"]
+__all__ = ["OPERATORS", "C10dOperator", "payload", "uneven_parts"]
 
 
 class C10dOperator(NamedTuple):
@@ -62,6 +62,25 @@ OPERATORS = {
     "recv_any_source_": C10dOperator(Kind.RECV, tag=2),
 }
 """The operators of c10d that communicate, by name."""
+
+
+def uneven_parts(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the bytes that an all-to-all sends to each member of its group; [] if all get as many.
+
+    Args:
+        args: of the operator: `alltoall_` has a list of tensors, one per member; `alltoall_base_` one tensor, and the
+            rows for each member in its fifth argument, which is empty if they are as many.
+        tensors: the payload.
+
+    >>> rows = torch.zeros(5, 2)
+    >>> uneven_parts([rows, rows, None, [5], [4, 1]], [rows]), uneven_parts([rows, rows, None, [], []], [rows])
+    ([32, 8], [])
+    """
+    if len(tensors) == 1 and len(args) > 4 and isinstance(args[4], Sequence):
+        parts = [tensors[0].nbytes // max(1, tensors[0].shape[0]) * rows for rows in args[4]]
+    else:
+        parts = [tensor.nbytes for tensor in tensors]
+    return parts if len(set(parts)) > 1 else []
 
 
 def payload(tensors: Iterable[Any]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ network     which ranks have issued which communication, and when the links serv
 core        Replay: ranks and network, as records arrive
 memory      what each rank holds, on that clock
 samples     what its GPU was doing, on either clock
+sent_parts  what its all-to-alls of uneven parts sent to whom
 spans       operations with their times; Replayed
 costs       how long ops take on the chosen machine
 wall_clock  the wall clock
@@ -51,6 +52,13 @@ def replay(trace: Trace, hardware: Hardware | str | None = None, clock: str | No
         samples = (
             recorded.samples if hardware is None else None
         )  # other devices would have been busy otherwise
-        replaying.feed(rank, recorded.ops, recorded.names, recorded.memory, samples=samples)
+        replaying.feed(
+            rank,
+            recorded.ops,
+            recorded.names,
+            recorded.memory,
+            samples=samples,
+            sent_parts=recorded.sent_parts,
+        )
     replaying.finish()
     return replaying.collect()

@@ -26,7 +26,8 @@ from mpkit.timeline.replay.network import ReplayNetwork
 from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.rank import RankReplay
 from mpkit.timeline.replay.samples import placed_samples
-from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, Names, ReplayResult
+from mpkit.timeline.replay.sent_parts import read_sent_parts
+from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, PART_SENT, SPAN, Names, ReplayResult
 from mpkit.timeline.replay.waits_in_vain import waiting_ranks
 from mpkit.trace import TIMED_BY_EVENTS
 
@@ -109,6 +110,7 @@ class Replay:
         *,
         first: int = 0,
         samples: Array | None = None,
+        sent_parts: Array | None = None,
     ) -> None:
         """Give the replay a rank's records, as far as there are any.
 
@@ -122,6 +124,7 @@ class Replay:
             memory: (m,) of `MEMORY`, the new changes only: each change is given once.
             first: the number of `ops[0]` in the rank's program.
             samples: (s,) of `SAMPLE`, the new samples of the rank's GPU only.
+            sent_parts: (k,) of `SENT_PART`, the new parts of all-to-alls only.
 
         Raises:
             ValueError: ops before `first` are missing.
@@ -133,6 +136,8 @@ class Replay:
             this.memory = np.concatenate([this.memory, memory])
         if samples is not None and len(samples):
             this.samples = np.concatenate([this.samples, samples])
+        if sent_parts is not None and len(sent_parts):
+            this.sent_parts = np.concatenate([this.sent_parts, sent_parts])
 
     # ---- out ----------------------------------------------------------------------------------------------
 
@@ -177,8 +182,16 @@ class Replay:
         held = held[np.argsort(held["rank"], kind="stable")]
         return ReplayResult(
             spans, list(self.names), held, len(self._ranks), "virtual", dict(self._meta), list(self.notes),
-            device_samples=self._device_samples(spans, ops[order]),
+            device_samples=self._device_samples(spans, ops[order]), sent_parts=self._sent_parts(),
         )  # fmt: skip
+
+    def _sent_parts(self) -> Array:
+        """Return what all ranks' all-to-alls of uneven parts sent to whom."""
+        parts = [np.zeros(0, PART_SENT)]
+        for this in self._ranks:
+            known = this.program.ops[: this.program.count]
+            parts.append(read_sent_parts(this.rank, this.sent_parts, known, this.lines))
+        return np.concatenate(parts)
 
     def _device_samples(self, spans: Array, ops: Array) -> Array:
         """Return the samples of all ranks' GPUs; `ops` are the numbers of the operations that the spans are of."""

@@ -13,7 +13,7 @@ from mpkit.timeline.replay.memory import HeldMemory
 from mpkit.timeline.replay.network import ReplayNetwork, Settled
 from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.spans import SPAN, NameLines, Names, spans_of
-from mpkit.trace import MEMORY, OP, SAMPLE, Kind
+from mpkit.trace import MEMORY, OP, SAMPLE, SENT_PART, Kind
 
 __all__ = ["RankReplay"]
 
@@ -33,6 +33,7 @@ class RankReplay:
         self.lines = NameLines(names)
         self.memory = np.zeros(0, MEMORY)  # changes that have no time yet
         self.samples = np.zeros(0, SAMPLE)  # of its GPU
+        self.sent_parts = np.zeros(0, SENT_PART)
         self.waits_for = -1  # the op that the rank is stuck on
         self._names = names
         self._controls: list[Control] = []

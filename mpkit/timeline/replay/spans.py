@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpkit.common.safe_text import visible
 from mpkit.trace import SAMPLE
 
-__all__ = ["DEVICE_SAMPLE", "HELD", "SPAN", "NameLines", "Names", "ReplayResult", "spans_of"]
+__all__ = ["DEVICE_SAMPLE", "HELD", "PART_SENT", "SPAN", "NameLines", "Names", "ReplayResult", "spans_of"]
 
 Array = npt.NDArray[Any]
 
@@ -56,6 +56,17 @@ DEVICE_SAMPLE = np.dtype(
 )
 
 
+PART_SENT = np.dtype(
+    [
+        ("rank", "<i4"),  # who sent it
+        ("step", "<i4"),
+        ("group", "<i4"),  # index into Timeline.names
+        ("member", "<i4"),  # to whom: a place in the group
+        ("bytes", "<i8"),
+    ]
+)
+
+
 @dataclass(repr=False)
 class ReplayResult:
     """The result of a replay; see `mpkit.timeline.timeline.Timeline`, which has these fields and explains them."""
@@ -69,6 +80,7 @@ class ReplayResult:
     notes: list[str] = field(default_factory=list)
     so_far: str = ""
     device_samples: Array = field(default_factory=lambda: np.zeros(0, DEVICE_SAMPLE))
+    sent_parts: Array = field(default_factory=lambda: np.zeros(0, PART_SENT))
 
     def rank_number(self, rank: int) -> str:
         """Return the number that a rank has in its program: an imported trace may be of rank 3 alone; "?": unknown.

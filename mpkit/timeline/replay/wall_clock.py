@@ -8,7 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline.replay.samples import measured_samples
-from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, SPAN, NameLines, Names, ReplayResult, spans_of
+from mpkit.timeline.replay.sent_parts import read_sent_parts
+from mpkit.timeline.replay.spans import (
+    DEVICE_SAMPLE,
+    HELD,
+    PART_SENT,
+    SPAN,
+    NameLines,
+    Names,
+    ReplayResult,
+    spans_of,
+)
 from mpkit.trace import CATEGORIES, Kind, RankTrace, Trace
 
 __all__ = ["as_measured"]
@@ -24,6 +34,7 @@ def as_measured(trace: Trace) -> ReplayResult:
     """
     names = Names()
     spans, held, notes = [np.zeros(0, SPAN)], [np.zeros(0, HELD)], []
+    sent = [np.zeros(0, PART_SENT)]
     origin = min((int(rank.ops["start"].min()) for rank in trace.ranks if len(rank.ops)), default=0)
     for number, rank in enumerate(trace.ranks):
         still_open = int((rank.ops["end"] == 0).sum())
@@ -34,11 +45,12 @@ def as_measured(trace: Trace) -> ReplayResult:
         lines.extend(rank.names)
         spans.append(_spans(number, rank, lines, origin, row=sum(map(len, spans))))
         held.append(_held_changes(number, rank, origin))
+        sent.append(read_sent_parts(number, rank.sent_parts, rank.ops, lines))
     meta = dict(trace.meta)
     samples = [measured_samples(number, rank.samples, origin) for number, rank in enumerate(trace.ranks)]
     return ReplayResult(
         np.concatenate(spans), names.all, np.concatenate(held), trace.world_size, "measured", meta, notes,
-        device_samples=np.concatenate([np.zeros(0, DEVICE_SAMPLE), *samples]),
+        device_samples=np.concatenate([np.zeros(0, DEVICE_SAMPLE), *samples]), sent_parts=np.concatenate(sent),
     )  # fmt: skip
 
 

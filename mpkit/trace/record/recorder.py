@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from math import nan
 from pathlib import Path
@@ -30,6 +30,7 @@ from mpkit.trace.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.parts import OpParts
 from mpkit.trace.record.saved_tensors import Savings
+from mpkit.trace.record.sent_parts import SentParts
 from mpkit.trace.record.values import Values
 
 __all__ = ["Current", "Recorder"]
@@ -101,6 +102,7 @@ class Recorder:
         self.allocated = allocated_on(device, self.ledger)
         self.savings = Savings(self.allocated)
         self.values = Values(folder, rank, self._names)
+        self._sent_parts = SentParts(folder, rank)
         self._clock = clock_for(device)
         self._late = self._clock.late
         self._open = _NOTHING
@@ -161,6 +163,16 @@ class Recorder:
                 cpu = self._thread_time()
             self._open = (index, cpu, around[2] + 1 if around[2] < 255 else 255, around)  # `depth` is a byte
         return index
+
+    def note_parts(self, index: int, parts: Sequence[int]) -> None:
+        """Write the bytes that an all-to-all of uneven parts sends to each member of its group.
+
+        Args:
+            index: the op, as `begin` returned it.
+            parts: (n,) bytes, by place in the group; they add up to the op's.
+        """
+        if index >= 0:
+            self._sent_parts.write(index, parts)
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
         """Write that the op ended, with the CPU time that its thread used, and `nbytes` if it is known only now.
@@ -312,7 +324,7 @@ class Recorder:
             self._resolve()
         self._names.close()
         self._file.close(_STATES[state], self._names.check)
-        for file in (self._memory, self.values):
+        for file in (self._memory, self.values, self._sent_parts):
             file.close(_STATES[state])
 
     def _stop(self, error: OSError) -> None:

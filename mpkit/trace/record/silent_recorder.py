@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -71,6 +71,9 @@ class SilentRecorder(Recorder):
     def begin(self, kind: int, name: str = "", **columns: Any) -> int:
         """Record nothing, and return the index of no op."""
         return -1
+
+    def note_parts(self, index: int, parts: Sequence[int]) -> None:
+        """Record nothing."""
 
     def end(self, index: int, *, nbytes: int = 0) -> None:
         """Record nothing."""

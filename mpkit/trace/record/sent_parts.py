@@ -1,0 +1,47 @@
+"""What all-to-alls of uneven parts send to whom, as it is written."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpkit.trace import HEADER, SENT_PART
+from mpkit.trace.record.files import RecordFile
+
+__all__ = ["SentParts"]
+
+_PACK = struct.Struct("<IIq").pack_into
+
+
+class SentParts:
+    """The parts that one rank sends; their file is made when the first one is.
+
+    Args:
+        folder: the folder of the rank's files.
+        rank: the rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank{rank}.sent"
+        self._file: RecordFile | None = None
+        self._closed = False
+
+    def write(self, op: int, parts: Sequence[int]) -> None:
+        """Write the bytes that an op sends to each member of its group, by place; those of 0 bytes are left out."""
+        if self._closed:
+            return
+        if self._file is None:
+            self._file = RecordFile(self._path, "sent", SENT_PART.itemsize, capacity=256)
+        file = self._file
+        for member, nbytes in enumerate(parts):
+            if nbytes and (file.count < file.capacity or file.grow()):
+                at = HEADER.itemsize + SENT_PART.itemsize * file.count
+                _PACK(file.map, at, op, member, nbytes)
+                file.publish(file.count + 1)
+
+    def close(self, state: int) -> None:
+        """Write nothing more."""
+        self._closed = True
+        if self._file is not None:
+            self._file.close(state)
