@@ -94,7 +94,9 @@ def token_routes(trace: Trace, layer: str = "", step: int = -1) -> TokenRoutes:
         ValueError: no rows were counted, or there is no such layer or step; the message lists those that exist.
     """
     if not isinstance(layer, str):
-        raise ValueError(f"token_routes({layer!r}): a layer is a name or a part of one, as in token_routes('block1', 2)")
+        raise ValueError(
+            f"token_routes({layer!r}): a layer is a name or a part of one, as in token_routes('block1', 2)"
+        )
     load = trace.expert_load
     names = [name for name in load.sent if layer in name]
     exact = [name for name in names if name in (layer, f"{layer}.mlp.experts")]
