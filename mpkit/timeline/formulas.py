@@ -336,7 +336,7 @@ def _experts(known: FormulaInputs) -> Formula | None:
     def volume(rank: int) -> float:
         counts = known.total(known.counts, rank) * (1 + known.recomputations)
         rows = (times * known.total(known.rows, rank) / divided + counts) * known.microbatches
-        return (rows + (known.copies[rank] if copied else 0.0)) * (n - 1) / n
+        return rows * (n - 1) / n + (known.copies[rank] if copied else 0.0)  # a copy is never its owner's
 
     words = (
         "tokens to their experts and back: forward, and the gradients, as if experts were equally busy; "

@@ -78,14 +78,20 @@ class VolumeRow:
         >>> round(row.routed_more, 9), round(row.moved_more, 9)
         (0.2, 0.1)
         """
-        alone = "|Q" not in self.symbols and "a copy" not in self.symbols
-        routed = self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and alone
+        routed = self._is_of_rows and "|Q" not in self.symbols
         return 2 * (self.even / self.expected - 1) if routed and self.expected else 0.0
 
     @property
     def moved_more(self) -> float:
-        """How many more bytes left the rank along ep than if it sent as much to each, as a share."""
-        return self.wire / self.even - 1 if self.axis == "ep" and self.even else 0.0
+        """How many more bytes left the rank along ep than if it sent as much to each, as a share.
+
+        Copies of experts, all of which leave it, are not told from rows.
+        """
+        return self.wire / self.even - 1 if self._is_of_rows and self.even else 0.0
+
+    @property
+    def _is_of_rows(self) -> bool:
+        return self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and "a copy" not in self.symbols
 
 
 @dataclass(frozen=True, repr=False)

@@ -248,12 +248,20 @@ def test_the_rows_of_the_busiest_rank_are_those_predicted(train: Train) -> None:
     ids=repr,
 )  # fmt: skip
 def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
-    """Each borrowed expert is sent once per step, and its gradient returned."""
-    how = {**HOW, "max_grad_norm": None, "steps": 2}
-    run = train(copied(heads=2, vocab=32), [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
-    rows = {row.axis: row for row in run.timeline().comm_volume().rows if row.ratio is not None}
-    assert "2 w a copy" in rows["ep"].symbols
-    assert all(row.ratio == pytest.approx(1.0, rel=2e-3) for row in rows.values()), rows
+    """Each borrowed expert is sent once per step, and its gradient returned: as many bytes more as the formula says."""
+    how, sent = {**HOW, "max_grad_norm": None, "steps": 2}, []
+    for model in (copied(heads=2, vocab=32), gpt(heads=2, vocab=32)):
+        run = train(model, [(x % 32, y % 32) for x, y in texts(8, 8)], plan, **how)
+        rows = {row.axis: row for row in run.timeline().comm_volume().rows if row.expected}
+        sent.append(rows.pop("ep"))  # the bytes of rows depend on the routing
+        assert all(row.ratio == pytest.approx(1.0, rel=2e-3) for row in rows.values()), rows
+    with_copies, without = sent
+    assert "2 w a copy" in with_copies.symbols and with_copies.expected and without.expected
+    assert with_copies.payload - without.payload == pytest.approx(
+        with_copies.expected - without.expected, rel=1e-9
+    )
+    # what is not of copies leaves as without them, but for rows that have a copy where they are
+    assert with_copies.wire - without.wire <= with_copies.expected - without.expected
 
 
 def test_a_played_training_holds_copies() -> None:

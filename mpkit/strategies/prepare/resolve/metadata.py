@@ -179,7 +179,7 @@ def _expert_numbers(
     divided = [sum(region.row in stage for region in regions if region.row in shards) for stage in held]
     if plan.ep == 1 and not any(divided):
         return {}
-    rows, choices, experts = routed_rows(model, inputs, held)
+    rows, choices, slots = routed_rows(model, inputs, held)
     along_tp = {"experts_tp": divided, "choices": [n * samples for n in choices]} if any(divided) else {}
     if plan.ep == 1:
         return along_tp
@@ -193,7 +193,7 @@ def _expert_numbers(
     return along_tp | {
         "expert_params": list(map(elements_of, range(plan.ranks))),
         "rows_bytes": [elements * samples * size for elements in rows],
-        "counts_bytes": [8 * number for number in experts],
+        "counts_bytes": [8 * number for number in slots],
         **copied_numbers(model, resolved, size),
     }
 

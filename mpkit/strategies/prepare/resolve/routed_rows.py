@@ -41,7 +41,7 @@ def routed_rows(
     model: nn.Module, inputs: Value, held: Sequence[Sequence[str]]
 ) -> tuple[list[int], list[int], list[int]]:
     """Return, by stage, the elements of the rows of one sample in all layers with experts, and the numbers of rows and
-    of experts.
+    of experts, of which one with copies counts once for each.
 
     >>> from mpkit.strategies.models.gpt import GPT
     >>> model = GPT(layers=2, width=8, heads=2, experts=4, top_k=2)
@@ -65,13 +65,13 @@ def routed_rows(
             on_fakes, lambda: _walk(copy.deepcopy(model), sample), f"A sample of {type(model).__name__}"
         )
     modules = find_experts(model)
-    elements, rows, experts = ([0] * len(held) for _ in range(3))
+    elements, rows, slots = ([0] * len(held) for _ in range(3))
     for name, (choices, width) in sizes.items():
         stage = next(i for i, names in enumerate(held) if any(n.startswith(f"{name}.") for n in names))
         elements[stage] += choices * width
         rows[stage] += choices
-        experts[stage] += number_of_experts(modules[name])
-    return elements, rows, experts
+        slots[stage] += len(order_of_experts(modules[name], number_of_experts(modules[name])))
+    return elements, rows, slots
 
 
 def _walk(model: nn.Module, sample: Value) -> dict[str, tuple[int, int]]:
