@@ -742,7 +742,7 @@ def test_what_gpus_did_is_drawn_below_the_memory(new_page: NewPage, screenshot: 
     samples["nvlink_sent"][told], samples["nvlink_received"][told] = 2e9, 1e9
     live = with_memory(page, replace(timeline, device_samples=samples))
     expect(page.get_by_role("img", name="GPU utilisation over time: GPU 0 at most 100 %")).to_be_visible()
-    in_use = page.get_by_role("img", name="GPU memory in use over time: GPU 0 at most 0.93 GiB")
+    in_use = page.get_by_role("img", name="GPU memory in use over time: GPU 0 at most 954 MiB")
     expect(in_use).to_be_visible()
     whose = ", ".join(f"GPU {rank} at most 3.00 GB/s" for rank in range(3))
     links = page.get_by_role("img", name=f"NVLink traffic over time: {whose}. The table")
