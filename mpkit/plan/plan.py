@@ -474,22 +474,30 @@ class Plan:
         return text
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None) -> Plan:
+    def read(
+        cls,
+        path: str | os.PathLike[str] | Mapping[str, Any],
+        format: str | None = None,
+        ranks: int | None = None,
+    ) -> Plan:
         """Read the plan that another framework's configuration says.
 
         Args:
             path: the file, its text, or the mapping that it holds.
             format: as for `to`; left out, it is guessed from the keys.
+            ranks: how many ranks there are, for a file that leaves them to its launcher.
 
         >>> Plan.read(Plan.zero(2, 8, precision="bf16").to("deepspeed"))
         Plan(dp=8, zero=2, precision='bf16')
+        >>> Plan.read({"parallelism.data_parallel_shard_degree": -1, "parallelism.tensor_parallel_degree": 2}, ranks=8)
+        Plan(dp=4, tp=2, zero=3, precision='bf16', sequence_parallel=True)
 
         Raises:
-            ValueError: the format is not known or could be several, or what it says cannot work.
+            ValueError: the format is not known or could be several, or what it says cannot work or is not of `ranks`.
 
         Keys of which a Plan says nothing are listed in a warning.
         """
-        plan: Plan = import_module("mpkit.plan.formats.read").read(path, format)
+        plan: Plan = import_module("mpkit.plan.formats.read").read(path, format, ranks)
         return plan
 
 

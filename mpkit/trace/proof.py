@@ -24,6 +24,8 @@ class Proof:
 
     >>> print(Proof((1, 2, 17), 2e-9, 4e-10))
     equal to serial training in steps 1, 2 and 17: loss within 2e-09, weights within 4e-10
+    >>> print(Proof((1,), 0.0, 1e-16))
+    equal to serial training in step 1: loss to the bit, weights within 1e-16
     """
 
     steps: tuple[int, ...] = ()
@@ -57,8 +59,9 @@ class Proof:
             return self.difference
         if not self.steps:
             return f"not verified: {self.why_not or 'no step is complete'}"
-        within = f"loss within {power(self.loss)}, weights within {power(self.weights)}"
-        line = f"equal to serial training in {number_steps(self.steps)}: {within}"
+        differences = {"loss": self.loss, "weights": self.weights}
+        each = [f"{name} {f'within {power(by)}' if by else 'to the bit'}" for name, by in differences.items()]
+        line = f"equal to serial training in {number_steps(self.steps)}: {', '.join(each)}"
         return f"{line}; {self.why_not}" if self.why_not else line
 
     def to_dict(self) -> dict[str, Any]:

@@ -166,6 +166,35 @@ def test_what_is_another_plan_is_rejected(what: str, tmp_path: Path) -> None:
         Plan.read(path, name or None)
 
 
+LEFT_OPEN = {
+    "torchtitan": (TOML + "[parallelism]\ndata_parallel_shard_degree = -1\ntensor_parallel_degree = 2",
+                   Plan(dp=8, tp=2, sequence_parallel=True, zero=3, precision="bf16")),
+    "DeepSpeed": ('{"zero_optimization": {"stage": 2}}', Plan(dp=16, zero=2, bucket_mb=SPEED)),
+    "Accelerate": ("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2", Plan(dp=16, zero=3)),
+    "the Trainer": ("output_dir: out\nfsdp: full_shard", Plan(dp=16, zero=3)),
+    "Megatron": (f"torchrun --nproc-per-node $GPUS {RUN[28:]} --tensor-model-parallel-size 2",
+                 megatron(dp=8, tp=2)),
+    "torchrun": ("torchrun --nproc-per-node gpu train.py", Plan(dp=16)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The text, read as")
+@pytest.mark.parametrize("what", LEFT_OPEN)
+def test_ranks_that_a_file_leaves_open_are_said(what: str) -> None:
+    text, plan = LEFT_OPEN[what]
+    assert Plan.read(text + "\n", ranks=16) == plan
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [(6, r"6 is not a multiple of 4: ranks=4"), ("16", r"1 or more: Plan.read\(..., ranks=8\)")],
+)
+def test_ranks_that_cannot_be(ranks: Any, says: str) -> None:
+    degrees = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "data_parallel_shard_degree": -1}
+    with pytest.raises(ValueError, match=says):
+        Plan.read({"parallelism": degrees}, ranks=ranks)
+
+
 NOTED = {
     "how many ranks": (f"python {RUN[28:]} --tensor-model-parallel-size 2", "how many ranks.* the fewest, 2"),
     "how many ranks experts need": (f"python {RUN[28:]} --expert-model-parallel-size 4", "the fewest, 4"),

@@ -208,7 +208,6 @@ WRONG = [
     ("{", "deepspeed", "cannot be read as deepspeed"),
     ("no_such_file.json", None, "no such file"),
     ("torchrun --nproc-per-node=auto \\\n t.py", None, "--nproc-per-node=8"),
-    ("parallelism = ParallelismConfig(\n    data_parallel_shard_degree=-1)", None, "write the number"),
     ("distributed_type: TPU\nnum_processes: 8", None, "one of NO, MULTI_GPU"),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpkit.plan.formats.deepspeed import BUCKET
 from mpkit.plan.formats.keys import (
+    RANKS,
     Fields,
     Format,
     FormatKey,
@@ -89,9 +90,10 @@ def _device(ours: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    ranks = number_of(values.get("num_processes", 1))
-    if "num_processes" not in values and values.get("distributed_type") not in (None, "NO", False):
-        notes.append("num_processes is left out, which is whatever GPUs the machine has: read as 1")
+    ranks = values.get(RANKS) or number_of(values.get("num_processes", 1))
+    alone = values.get("distributed_type") in (None, "NO", False)
+    if not {RANKS, "num_processes"} & values.keys() and not alone:
+        notes.append("num_processes is left out: read as 1; Plan.read(..., ranks=8) says how many there are")
     if "mixed_precision" not in values and bool_of(values.get("fp16", False)):  # as it was said before 0.6
         fields["precision"] = "fp16"
     if values.get("distributed_type") == "DEEPSPEED" and f"{SPEED}.zero_stage" not in values:

@@ -11,6 +11,7 @@ from typing import Any
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.keys import (
     LARGEST,
+    RANKS,
     Fields,
     Format,
     FormatKey,
@@ -84,10 +85,12 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         fields["dp"] = dp
         if "gradient_accumulation_steps" not in values:
             notes.append(f"gradient_accumulation_steps is left out: read as 1, and {dp} replicas")
+    elif RANKS in values:
+        fields["dp"] = values[RANKS]
     else:
         notes.append(
             "the number of replicas is the quotient of train_batch_size and train_micro_batch_size_per_gpu, and one "
-            "of them is left out: read as dp=1"
+            "of them is left out: read as dp=1; Plan.read(..., ranks=8) says how many there are"
         )
     if fields.get("offload") == "params" and fields.get("zero", 0) < 3:
         is_offloaded = values.get(f"{ZERO}.offload_optimizer.device", "none") != "none" or bool_of(

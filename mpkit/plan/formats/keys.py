@@ -12,12 +12,14 @@ from mpkit.plan.formats.syntax import Syntax
 from mpkit.plan.formats.word import Word, shorten
 
 __all__ = [
-    "LARGEST", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of", "older_key",
-    "refuse_file",
+    "LARGEST", "RANKS", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of",
+    "older_key", "refuse_file",
 ]  # fmt: skip
 
 LARGEST = 2**40
 """The largest number that is read: elements of a bucket, or tokens of a batch, are no more."""
+RANKS = "ranks"
+"""Among the values of a file: the ranks that the caller of `Plan.read` says, since the file may not."""
 
 Values = dict[str, Any]
 Fields = dict[str, Any]
@@ -75,8 +77,10 @@ class Format:
         found = ((key.name, key.write(asked)) for key in self.keys)
         return {name: value for name, value in found if value is not None}
 
-    def fields_of(self, values: Mapping[str, Any], notes: list[str]) -> Fields:
+    def fields_of(self, values: Mapping[str, Any], notes: list[str], ranks: int | None = None) -> Fields:
         """Return the fields of a Plan that values say, and add notes about what a Plan says differently.
+
+        `ranks`: how many there are, if the caller says so.
 
         Raises:
             ValueError: a value is none that the key can have.
@@ -85,7 +89,7 @@ class Format:
         order = {name: at for at, name in enumerate(known)}  # of two keys of a field the later one counts
         sections = {name[:at]: name for name in known for at, letter in enumerate(name) if letter == "."}
         fields: Fields = {}
-        kept: Values = {}
+        kept: Values = {} if ranks is None else {RANKS: ranks}
         for name, value in sorted(values.items(), key=lambda item: order.get(item[0], -1)):
             if name not in known and name in sections and value is not None and value != {}:
                 raise ValueError(
@@ -102,10 +106,8 @@ class Format:
                 said = known[name].read(value)
             except ValueError as error:
                 raise ValueError(f"{self.name}: {name} = {shorten(value)}: {reason or error}") from None
-            if said.get("precision", before := fields.get("precision")) != before and before in (
-                "bf16",
-                "fp16",
-            ):
+            before = fields.get("precision")
+            if said.get("precision", before) != before and before in ("bf16", "fp16"):
                 within = f" ({value.note})" if isinstance(value, Word) and value.note else ""
                 raise ValueError(
                     f"{self.name}: bf16 and fp16 are both enabled{within}; the framework takes one of them"

@@ -13,6 +13,7 @@ from mpkit.plan.checks import call_of
 from mpkit.plan.formats.command import command, options
 from mpkit.plan.formats.deepspeed import BUCKET as DEEPSPEED_BUCKET
 from mpkit.plan.formats.keys import (
+    RANKS,
     Fields,
     Format,
     FormatKey,
@@ -128,7 +129,7 @@ def _read_schedule(values: Values, fields: Fields, notes: list[str]) -> str:
 
 def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -> int:
     """Return the number of ranks; the fewest that work, if the text does not say how many there are."""
-    if is_launched(values):
+    if RANKS in values or is_launched(values):
         return ranks_of(values, notes)
     if any(key.name in values for key in MACHINES):
         return slurm_ranks_of(values, notes)
@@ -136,7 +137,9 @@ def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -
     ranks: int = inner * (fields.get("ep", 1) // gcd(fields.get("ep", 1), apart))
     if "--actor-num-gpus-per-node" in values:
         return number_of(values["--actor-num-gpus-per-node"]) * number_of(values.get("--actor-num-nodes", 1))
-    notes.append(f"it does not say how many ranks there are: read as the fewest, {ranks}")
+    notes.append(
+        f"it does not say how many ranks there are: read as the fewest, {ranks}; Plan.read(..., ranks=8) says it"
+    )
     return ranks
 
 

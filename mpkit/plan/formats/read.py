@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.tracebacks import level_of_user
+from mpkit.plan.checks import whole
 from mpkit.plan.config import Config
 from mpkit.plan.formats.keys import Format
 from mpkit.plan.formats.syntax import JSON, YAML, Syntax, flat, is_json
@@ -42,7 +43,9 @@ ENDINGS = {
 """What files with an ending are written in: a YAML with a mistake is not read as something else."""
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None) -> Plan:
+def read(
+    source: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None, ranks: int | None = None
+) -> Plan:
     """Return the plan in a file, a text of several lines, or a mapping, for `Plan.read`.
 
     Raises:
@@ -50,6 +53,10 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], format: str | None 
     """
     if isinstance(source, Config):
         format = format or source.kind
+    if ranks is not None and (whole(ranks) or 0) < 1:
+        raise ValueError(
+            f"Plan.read(..., ranks={ranks!r}): ranks are a whole number, 1 or more: Plan.read(..., ranks=8)"
+        )
     what = "The text" if isinstance(source, Mapping) or _is_text(source) else str(source)
     found, faults = _load_formats(source, what)
     chosen = format_of(format) if format is not None else _guess(what, found, faults)
@@ -59,13 +66,18 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any], format: str | None 
     values = found[chosen.name]
     notes: list[str] = []
     try:
-        fields = chosen.fields_of(values, notes)
+        fields = chosen.fields_of(values, notes, ranks)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
     try:
         plan = Plan(**fields)
     except ValueError as error:
         raise ValueError(f"{what}, read as {chosen.name}, says a plan that cannot work. {error}") from None
+    if ranks is not None and plan.ranks != ranks:
+        raise ValueError(
+            f"{what}, read as {chosen.name}, is of {plan.ranks} ranks, and ranks={ranks} was given: "
+            f"Plan.read(..., ranks={plan.ranks})"
+        )
     if plan.ranks > MOST_RANKS:
         raise ValueError(
             f"{what}, read as {chosen.name}, is of {plan.ranks:,} ranks: {MOST_RANKS:,} are the most"

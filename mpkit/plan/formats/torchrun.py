@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mpkit.plan.formats.command import command, options
 from mpkit.plan.formats.keys import (
+    RANKS,
     Fields,
     Format,
     FormatKey,
@@ -95,6 +96,8 @@ def ranks_of(values: Values, notes: list[str]) -> int:
     Raises:
         ValueError: it is no number.
     """
+    if RANKS in values:
+        return int(values[RANKS])
     if "--nproc-per-node" not in values and "--num-processes" in values:
         try:
             return number_of(values["--num-processes"])
@@ -109,14 +112,14 @@ def ranks_of(values: Values, notes: list[str]) -> int:
     each = values.get("--nproc-per-node", values.get("--num-gpus", "1"))
     if str(each) in ("auto", "gpu", "cpu", "xpu"):
         raise ValueError(
-            f"torchrun: --nproc-per-node={each} is as many as a machine has, which the file does not say: write the "
-            "number, --nproc-per-node=8"
+            f"torchrun: --nproc-per-node={each} is as many as a machine has, which the file does not say: "
+            "--nproc-per-node=8 in the file, or Plan.read(..., ranks=8)"
         )
     try:
         return number_of(nodes) * number_of(each)
     except ValueError as error:
         raise ValueError(
-            f"torchrun: --nnodes={nodes!s:.60}, --nproc-per-node={each!s:.60}: {error}"
+            f"torchrun: --nnodes={nodes!s:.60}, --nproc-per-node={each!s:.60}: {error}, or Plan.read(..., ranks=8)"
         ) from None
 
 
@@ -181,6 +184,8 @@ def slurm_ranks_of(values: Values, notes: list[str]) -> int:
     Raises:
         ValueError: it is no number.
     """
+    if RANKS in values:
+        return int(values[RANKS])
     tasks = values.get("--ntasks-per-node")
     gres = next((word for word in str(values.get("--gres", "")).split(",") if word.startswith("gpu")), None)
     each = values.get("--gpus-per-node", gres)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from mpkit.plan.checks import call_of
 from mpkit.plan.formats.keys import (
+    RANKS,
     Fields,
     Format,
     FormatKey,
@@ -33,7 +35,6 @@ DDP_BUCKET = 100
 OVERLAP = f"{P}.pipeline_parallel_expert_parallel_overlap"
 """Of versions before 0.3, where it is on by default; later ones have left it out."""
 
-
 OLDER = {
     f"{section}.{name}": f"{P}.{name}"
     for section, names in {
@@ -55,16 +56,11 @@ def _rename_older(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _has_pipeline(asked: ExportRequest) -> bool:
-    return asked.plan.pp > 1
-
-
 def _schedule(asked: ExportRequest) -> str | None:
     plan = asked.plan
     if plan.pp == 1:
         return None
-    known = names_in("torchtitan")
-    plain = known[ONE_F_ONE_B]
+    plain = (known := names_in("torchtitan"))[ONE_F_ONE_B]
     if not isinstance(plan.schedule, str):
         return plain
     # torchtitan gives looped schedules 2 stages per rank
@@ -87,9 +83,8 @@ def _read_schedule(value: Any) -> dict[str, Any]:
 
 
 def _degree(value: Any) -> dict[str, Any]:
-    if value == -1:
-        raise ValueError("-1 is whatever ranks remain, which the file does not say: write the number")
-    number_of(value)
+    if value != -1:
+        number_of(value)
     return {}
 
 
@@ -100,28 +95,21 @@ def _recompute(value: Any) -> dict[str, Any]:
 
 
 def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
-    shard = number_of(values.get(f"{P}.data_parallel_shard_degree", 1))
     replicate = number_of(values.get(f"{P}.data_parallel_replicate_degree", 1))
+    shard = _count_shards(values, fields, replicate, notes)
     if values.get(f"{T}.data_parallel_type") == "ddp":
         shard, replicate = 1, shard * replicate
-    if f"{P}.data_parallel_shard_degree" not in values:
-        notes.append("data_parallel_shard_degree is left out, which is whatever ranks remain: read as 1")
     if shard > 1 and replicate > 1:
         fields |= {"dp_shard": shard, "dp_replicate": replicate}
-    pipelined = fields.get("pp", 1) > 1
-    policy = values.get(f"{P}.fsdp_reshard_after_forward", "default")
-    if (
-        shard > 1 or fields.get("cp", 1) > 1 or fields.get("offload") == "params"
-    ):  # ranks of cp are sharded too
+    pipelined, policy = fields.get("pp", 1) > 1, values.get(f"{P}.fsdp_reshard_after_forward", "default")
+    if shard * fields.get("cp", 1) > 1 or fields.get("offload") == "params":  # ranks of cp are sharded too
         fields["zero"] = 2 if policy == "never" or (policy == "default" and pipelined) else 3
     fields["dp"] = shard * replicate
     fields.setdefault("precision", "bf16")  # torchtitan's defaults
     if pipelined:
         fields.setdefault("schedule", ONE_F_ONE_B)
     if OVERLAP in values and not bool_of(values[OVERLAP]) and has_pairs(fields.get("schedule", ONE_F_ONE_B)):
-        notes.append(
-            f"{OVERLAP} = False runs pairs one after the other; those of a Plan hide their all-to-alls"
-        )
+        notes.append(f"{OVERLAP} = False runs pairs apart; those of a Plan hide their all-to-alls")
     if fields.get("tp", 1) == 1:
         fields.pop("sequence_parallel", None)
     elif f"{P}.enable_sequence_parallel" not in values:
@@ -133,6 +121,20 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if replicate > 1 and not fields.get("zero") and f"{SELECTIVE}.mode" in values:  # TOML has it
         fields["bucket_mb"] = DDP_BUCKET
     return fields | _read_selective(values, notes) | {"microbatches": _count_microbatches(values, fields)}
+
+
+def _count_shards(values: Values, fields: Fields, replicate: int, notes: list[str]) -> int:
+    """Return the replicas that shard; -1, which is the default, is whatever ranks remain."""
+    said = values.get(f"{P}.data_parallel_shard_degree", -1)
+    if said != -1:
+        return number_of(said)
+    others = prod(fields.get(axis, 1) for axis in ("pp", "tp", "cp")) * replicate
+    if RANKS not in values:
+        notes.append("data_parallel_shard_degree is left open: read as 1; Plan.read(..., ranks=8) says it")
+    shards, rest = divmod(values.get(RANKS, others), others)
+    if rest:
+        raise ValueError(f"torchtitan: ranks={values[RANKS]} is not a multiple of {others}: ranks={others}")
+    return int(shards)
 
 
 def _count_microbatches(values: Values, fields: Fields) -> int:
@@ -158,8 +160,7 @@ def _read_selective(values: Values, notes: list[str]) -> Fields:
 
 
 def _check(asked: ExportRequest) -> None:
-    plan = asked.plan
-    inner = plan.cp * plan.tp
+    inner = (plan := asked.plan).cp * plan.tp
     if plan.etp == 1 and plan.ep % inner:
         fits = plan.mesh.edp * plan.ep // inner * inner
         raise ValueError(
@@ -217,9 +218,9 @@ TORCHTITAN = Format(
         FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
         context(OVERLAP, "hides the all-to-alls of pairs", lambda asked: None, (bool,)),
         context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",
-                lambda asked: asked.micro_batch if _has_pipeline(asked) else None, (int,)),
+                lambda asked: asked.micro_batch if asked.plan.pp > 1 else None, (int,)),
         context(f"{T}.local_batch_size", "samples per replica (and micro-batch, without a pipeline)",
-                lambda asked: asked.micro_batch * (asked.plan.microbatches if _has_pipeline(asked) else 1), (int,)),
+                lambda asked: asked.micro_batch * (asked.plan.microbatches if asked.plan.pp > 1 else 1), (int,)),
         context(f"{T}.global_batch_size", "samples per optimizer step", lambda asked: asked.global_batch),
         context(f"{T}.seq_len", "tokens per sample", lambda asked: asked.sequence, (int,)),
         choice(f"{T}.mixed_precision_param", "precision", {"full": "float32", "bf16": "bfloat16"},
@@ -232,8 +233,7 @@ TORCHTITAN = Format(
     {
         "schedule": "a schedule by name is one of torch's; any other goes through a file: "
         "plan.build().to_csv('schedule.csv'), and pipeline_parallel_schedule_csv='schedule.csv'",
-        "virtual_stages": "looped schedules have 2 stages per rank, unless pipeline_parallel_layers_per_stage says "
-        "otherwise",
+        "virtual_stages": "looped schedules have 2 stages per rank, or what pipeline_parallel_layers_per_stage says",
         "cut": "module_fqns_per_model_part lists the modules of each stage by name",
         "zero": "replicas shard everything (FSDP) or nothing: zero=0, 2 or 3; ranks that share a sequence always do",
         "recompute": "all blocks (FullAC), or by operators (SelectiveAC), not attentions or every k-th block",

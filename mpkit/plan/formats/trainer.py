@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpkit.plan.formats.keys import (
+    RANKS,
     Fields,
     Format,
     FormatKey,
@@ -93,7 +94,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     if fields.get("offload") == "params" and fields.get("zero") != 3:
         notes.append(OFFLOADED_WITH_3)
         fields["zero"] = 3
-    return fields
+    return fields | ({"dp": values[RANKS]} if RANKS in values else {})
 
 
 def _settings(values: Values, notes: list[str]) -> Fields:

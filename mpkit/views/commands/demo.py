@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -168,8 +169,10 @@ class Demo:
     def table(self, outcomes: list[Outcome]) -> Table:
         """Return a table of what each strategy cost, with a column per strategy."""
         serial = outcomes[0]
-        table = Table(title="What it cost (a typical step)", title_justify="left", title_style="bold")
-        table.add_column("", style="dim", min_width=max(len(each) for each in CATEGORIES) + 2)
+        table = Table(
+            title="What it cost (a typical step)", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        )
+        table.add_column("", style="dim", no_wrap=True)
         for outcome in outcomes:
             table.add_column(outcome.name, justify="right")
 
@@ -245,4 +248,4 @@ def _sent_bytes(timeline: Timeline) -> int:
 def _equal(outcome: Outcome) -> str:
     """Return in how many steps the run has proved itself equal to serial training (docs/proof.md)."""
     proof = outcome.proof
-    return f"{len(proof.steps)} of {len(outcome.losses)} steps" if proof.status == "equal" else proof.status
+    return f"{len(proof.steps)} steps" if proof.status == "equal" else proof.status
