@@ -14,12 +14,22 @@ from mpkit.trace.proof import Proof
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["clock_notes", "placement_notes", "proof_notes", "sample_notes"]
+__all__ = ["clock_notes", "failure_notes", "placement_notes", "proof_notes", "sample_notes"]
 
 REPEATED = (
     "Memory was measured in the first steps, until one repeated another; each later step of that kind is drawn as it "
     "was measured then."
 )
+
+
+def failure_notes(meta: Mapping[str, Any]) -> list[str]:
+    """Return the error that the run ended with; none for a run that did not fail.
+
+    >>> failure_notes({"failed": "RankFailed: rank 0 of 2 failed in step 2, stage 0: RuntimeError: boom"})
+    ['The run failed: rank 0 of 2 failed in step 2, stage 0: RuntimeError: boom']
+    """
+    failed = str(meta.get("failed", ""))
+    return [f"The run failed: {failed.removeprefix('RankFailed: ')}"] if failed else []
 
 
 def proof_notes(meta: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from mpkit.timeline import metrics
 from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
 from mpkit.timeline.breakdown import Breakdown, breakdown
 from mpkit.timeline.figures import Figures
-from mpkit.timeline.notes import clock_notes, placement_notes, proof_notes, sample_notes
+from mpkit.timeline.notes import clock_notes, failure_notes, placement_notes, proof_notes, sample_notes
 from mpkit.timeline.replay import ReplayResult, replay
 from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind, Lane
@@ -83,7 +83,8 @@ class Timeline(ReplayResult, Figures, Answer):
         """
         timeline = cls.from_replay(replay(trace, hardware, clock), elsewhere=hardware is not None)
         timeline.notes += (
-            (proof_notes(timeline.meta) if hardware is None else [])
+            failure_notes(timeline.meta)
+            + (proof_notes(timeline.meta) if hardware is None else [])
             + clock_notes(timeline.meta)
             + sample_notes(trace, hardware is not None)
         )

@@ -31,7 +31,7 @@ _LANES = np.array([lane_of(kind) for kind in range(256)], np.uint8)
 _META: dict[str, type] = {
     "device": str, "hardware": str, "dtype": str, "plan": str, "axes": dict, "imported": dict, "mesh": dict,
     "fake": dict, "waiting": list, "stages": list, "clocks": list, "gpus_not_sampled": str, "batch_size": int,
-    "expert_order": dict,
+    "expert_order": dict, "failed": str,
 }  # fmt: skip
 """What is read of a run, with its type in JSON."""
 

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import draw, in_notebook
+from mpkit.common.exceptions import one_line
 from mpkit.common.tracebacks import public
 from mpkit.launch.external.external_launch import ExternalLaunch
 from mpkit.launch.session.launched_cluster import ProgressLine, provable_here
@@ -211,6 +212,8 @@ class Run(RunResults):
                     self._feeder.close()
                 self._proving.finish()
                 self._look_at_proof()
+                if self._launch.error is not None:
+                    self._launch.trace.meta["failed"] = one_line(self._launch.error)
                 if self._launch.leads and self._launch.error in (None, self._proving.error):
                     self._proving.note_first_times()
                     self._launch.trace.meta["proof"] = self.proof.to_dict()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mpkit.common.safe_text import escape
 from mpkit.common.units import seconds
 from mpkit.timeline.idleness import CAUSES
+from mpkit.timeline.notes import failure_notes
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.theme import MARGIN
@@ -40,7 +41,13 @@ def comparison_svg(comparison: Comparison, width: int = 960) -> str:
     parts: list[str] = []
     y = 0.0
     for row in comparison.rows:
-        inner = svg(row.timeline, width, title=row.name, room=room, gutter=gutter)
+        inner = svg(
+            row.timeline,
+            width,
+            title=row.name + " (failed)" * bool(failure_notes(row.timeline.meta)),
+            room=room,
+            gutter=gutter,
+        )
         tall = float(re.search(r'height="(\d+)"', inner)[1])  # type: ignore[index]
         inner = inner.replace("<svg ", f'<svg y="{y:g}" ', 1).replace(
             "mpkit-idle", f"mpkit-idle-{len(parts)}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.units import percent, seconds
 from mpkit.timeline.idleness import CAUSES
+from mpkit.timeline.notes import failure_notes
 
 if TYPE_CHECKING:
     from mpkit.timeline.comparison import Comparison
@@ -34,6 +35,8 @@ def comparison_text(comparison: Comparison) -> str:
     lines.append(
         "Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the makespan."
     )
+    for row in rows:
+        lines += [f"{row.name}: {note}" for note in failure_notes(row.timeline.meta)]
     for row in rows[1:]:
         lines += ["", *_difference(comparison, row.name)]
     return "\n".join(lines)
