@@ -24,14 +24,26 @@ def advice() -> Advice:
     return mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096)
 
 
-def test_each_near_miss_is_what_the_estimate_says(advice: Advice) -> None:
+def check_near_misses(advice: Advice) -> None:
+    """Compare each near miss with the estimate of its plan."""
     room = advice.priced.room
-    assert {miss.excess > 0 for miss in advice.near_misses} == {True, False}
     for miss in advice.near_misses:
         guess = advice.estimate(advice.priced.plan_of(miss.layout))
         assert guess.step_time == pytest.approx(miss.seconds, rel=1e-9)
         assert advice.fullest_bytes(guess) - room == pytest.approx(miss.excess, rel=1e-6)
         assert (miss.seconds < advice.found[0].seconds) == (miss.excess > 0)
+
+
+def test_each_near_miss_is_what_the_estimate_says(advice: Advice) -> None:
+    assert {miss.excess > 0 for miss in advice.near_misses} == {True, False}
+    check_near_misses(advice)
+
+
+@pytest.mark.parametrize(("model", "machine"), [("llama3-8b", "8x-rtx-4090"), ("qwen3-32b", "4x-a10g")])
+def test_near_misses_of_a_plan_that_offloads(model: str, machine: str) -> None:
+    advice = mk.advise(model, machine, global_batch=64, sequence=4096)
+    assert advice.best.offload != "none"
+    check_near_misses(advice)
 
 
 def test_the_sentences_name_what_is_missing(advice: Advice) -> None:

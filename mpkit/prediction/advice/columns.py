@@ -49,7 +49,8 @@ class LayoutColumns:
         sizes = [
             np.array([getattr(each, name) for each in layouts]) for name in ("microbatch", "microbatches")
         ]
-        return cls(layouts, np.arange(len(layouts)), *sizes)
+        bases = [each.vary(recompute="none", offload="none") for each in layouts]
+        return cls(bases, np.arange(len(layouts)), *sizes)
 
     def layout(self, row: int, **relief: Any) -> Layout:
         """Return the layout of a row, with this recomputation and offload."""
