@@ -39,10 +39,10 @@ def test_each_near_miss_is_what_the_estimate_says(advice: Advice) -> None:
     check_near_misses(advice)
 
 
-@pytest.mark.parametrize(("model", "machine"), [("llama3-8b", "8x-rtx-4090"), ("qwen3-32b", "4x-a10g")])
-def test_near_misses_of_a_plan_that_offloads(model: str, machine: str) -> None:
-    advice = mk.advise(model, machine, global_batch=64, sequence=4096)
-    assert advice.best.offload != "none"
+@pytest.mark.parametrize(("machine", "samples"), [("4x-a10g", 64), ("8x-rtx-4090", 128)])
+def test_near_misses_of_a_plan_that_offloads(machine: str, samples: int) -> None:
+    advice = mk.advise("qwen3-32b", machine, global_batch=samples, sequence=4096)
+    assert advice.best.offload == "params"
     check_near_misses(advice)
 
 

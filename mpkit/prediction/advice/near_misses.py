@@ -166,6 +166,7 @@ def _layouts(priced: LayoutPrices, layout: Layout, offers: Offers) -> Iterator[L
         or layout.pp * layout.virtual_stages > model.layers
         or layout.shards * (1 if layout.alike else layout.tp // layout.expert_tp) % layout.ep
         or (offers.even and model.layers % (layout.pp * layout.virtual_stages))
+        or (layout.offload == "params" and layout.replicas == 1)
     )
     if impossible:
         return
