@@ -7,6 +7,7 @@
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages; pairs (F & B) where experts are divided, whose all-to-alls they hide
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
+                 or, in stage 3, with secondary shards in groups inside a node
     microbatch   each divisor of a replica's samples
 
 Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
@@ -166,7 +167,9 @@ def _shardings(mesh: Layout, offers: Offers, per_node: int) -> Iterator[tuple[in
             if zero in offers.hybrid:
                 yield zero, part, 0
         if zero == 3 and offers.secondary and parts and parts[0] * mesh.tp == per_node:
-            yield zero, 0, parts[0]
+            for secondary in divisors(parts[0]):
+                if secondary > 1 and secondary % mesh.cp == 0:
+                    yield zero, 0, secondary
 
 
 def cp_methods(
