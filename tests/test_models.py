@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpkit.data import images, spirals, text_batches
+from mpkit.errors import ArgumentError
 from mpkit.models import GPT, MLP, ConvNet, GPTConfig, balance, chain, cut, next_token_loss
 
 
@@ -119,6 +120,15 @@ def test_sizes_that_cannot_be_say_what_could() -> None:
         GPTConfig(width=64, heads=5)
     with pytest.raises(ValueError, match="layers is 1 or more"):
         GPT(layers=0)
+    with pytest.raises(ValueError, match=r"by name: GPT\(layers=8"):
+        GPT(2)  # type: ignore[arg-type]
+    for typed, meant in {
+        "n_layers": "layers= is",
+        "layer": "did you mean layers=2",
+        "d_model": "width= is",
+    }.items():
+        with pytest.raises(ArgumentError, match=meant):
+            GPT(**{typed: 2})
     with pytest.raises(ValueError, match="this GPT has length=8"):
         GPT(length=8)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="width=12 does"):

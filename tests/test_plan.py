@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
+from mpkit.plan.constructors import ELSEWHERE
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import NAMES, Schedule
 
@@ -158,6 +159,20 @@ def test_every_named_schedule_makes_a_plan() -> None:
 def test_named_constructors_say_what_is_wrong(make, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_constructors_of_other_libraries_are_answered_with_a_call_that_works(name: str) -> None:
+    with pytest.raises(mk.errors.UnknownName, match=re.escape(f"{name}; it is {ELSEWHERE[name]} here")):
+        getattr(Plan, name)
+    assert eval(ELSEWHERE[name], {"Plan": Plan}).ranks > 1
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("gpip", "gpipe"), ("Zero", "zero"), ("pipelin", "pipeline")])
+def test_mistyped_constructors(typed: str, meant: str) -> None:
+    with pytest.raises(mk.errors.UnknownName, match=f"did you mean Plan.{meant}?"):
+        getattr(Plan, typed)
+    assert not hasattr(Plan, "_own_name") and getattr(Plan, typed, None) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
 from mpkit.plan.axes import axes_as_json, axes_from_json, checked_axes, ulysses_degree
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
-from mpkit.plan.constructors import NAMED_AS_FIELDS
+from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.expert_checks import check_experts
 from mpkit.plan.hybrid import check_hybrid, check_secondary, take_hybrid_degrees
@@ -40,7 +40,7 @@ __all__ = ["Plan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(metaclass=NamedConstructors):
     """Everything that a strategy can vary. A Plan that cannot work says why as soon as it is made.
 
     Attributes:

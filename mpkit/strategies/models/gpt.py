@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.common.calls import answers
 from mpkit.strategies.models.chain import SizedChain
 from mpkit.strategies.models.experts import MixtureOfExperts
 
@@ -71,6 +72,25 @@ class GPTConfig:
             )
 
 
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("d_model", "hidden_size", "n_embd", "hidden"), "width= is the width of the residual stream."
+    ),
+    **dict.fromkeys(
+        ("n_layer", "n_layers", "num_layers", "num_hidden_layers"), "layers= is the number of blocks."
+    ),
+    **dict.fromkeys(
+        ("n_head", "n_heads", "num_heads", "num_attention_heads"), "heads= is the number of them."
+    ),
+    **dict.fromkeys(
+        ("block_size", "n_positions", "seq_len", "sequence", "context"), "length= is the longest sequence."
+    ),
+    **dict.fromkeys(("n_experts", "num_experts"), "experts= is the number of them in each block."),
+}
+"""What other libraries call the sizes of a GPT."""
+setattr(GPTConfig, "__init__", answers("GPT(layers=8, width=128)", ELSEWHERE)(GPTConfig.__init__))  # noqa: B010
+
+
 class GPT(SizedChain):
     """A decoder-only transformer: tokens [batch, time] to logits [batch, time, vocab].
 
@@ -89,7 +109,9 @@ class GPT(SizedChain):
     """
 
     def __init__(self, config: GPTConfig | None = None, **sizes: Any) -> None:
-        config = replace(config or GPTConfig(), **sizes)
+        if not isinstance(config, GPTConfig | None):
+            raise ValueError(f"GPT({config!r:.40}): sizes are given by name: GPT(layers=8, width=128)")
+        config = replace(config, **sizes) if config else GPTConfig(**sizes)
         blocks = ((f"block{i}", Block(config)) for i in range(config.layers))
         super().__init__(OrderedDict([("embedding", Embedding(config)), *blocks, ("head", Head(config))]))
         self.config = config

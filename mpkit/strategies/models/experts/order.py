@@ -43,11 +43,18 @@ def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.M
         ValueError: the model has no such layer, or an order leaves out one of its experts, or names others.
     """
     layers = dict(model.named_modules())
+    found = [name for name in layers if name.endswith("experts")]
+    if not isinstance(orders, Mapping):
+        raise ValueError(
+            f"place_experts(model, {orders!r:.60}): orders have the names of layers, such as "
+            f"place_experts(model, {{{(found or ['block0.mlp.experts'])[0]!r}: [0, 2, 1, 3]}})"
+        )
     for name, order in orders.items():
         experts = len(next(layers[name].parameters(), ())) if name in layers else 0
         if not experts:
-            known = ", ".join(layer for layer in layers if layer.endswith("experts"))
-            raise ValueError(f"place_experts: no experts are called {name!r}; there are {known or 'none'}")
+            raise ValueError(
+                f"place_experts: no experts are called {name!r}; there are {', '.join(found) or 'none'}"
+            )
         if set(order) != set(range(experts)):
             raise ValueError(
                 f"place_experts: {list(order)} is not an order of the {experts} experts of {name}, each of which has "
