@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from inspect import isfunction
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -377,3 +378,17 @@ def test_a_command_line_with_a_mistake_is_answered_with_one_that_works(
         main(arguments.split())
     assert left.value.code == 2
     assert says in capsys.readouterr().err
+
+
+NAMES = [
+    name
+    for name in mk.__all__
+    if isfunction(getattr(mk, name)) and name not in ("mean_loss", "whole_batch_loss")
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_do_not_match_are_answered(name: str) -> None:
+    """The error names the argument, and no public function leaves that to Python."""
+    with pytest.raises(ValueError, match=f"{name}.*no_such_thing|{name}.* lacks "):
+        getattr(mk, name)(no_such_thing=1)

@@ -6,11 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from doctest import DocTestParser
 from typing import Any, TypeVar
 
 from mpkit.errors import ArgumentError
 
-__all__ = ["answers"]
+__all__ = ["answers", "mistaken_call"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,6 +49,29 @@ def answers(example: str, meant: Mapping[str, str] | None = None) -> Callable[[F
         return call_checked  # type: ignore[return-value]
 
     return decorate
+
+
+def mistaken_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ArgumentError:
+    """Return the answer to a call that does not match a function's parameters, with an example of its docstring.
+
+    >>> def area(width, height):
+    ...     '''Return the area.
+    ...
+    ...     >>> area(2, 3)
+    ...     6
+    ...     '''
+    >>> print(mistaken_call(area, (3,), {"hight": 4}))
+    area() has no argument hight; did you mean height=4? Such as:
+        area(2, 3)
+    """
+    name = function.__qualname__.removesuffix(".__init__")
+    said = _what_is_wrong(name, inspect.signature(function), args, kwargs, {})
+    examples = DocTestParser().get_examples(inspect.getdoc(function) or "")
+    fitting = (each.source for each in examples if f"{function.__name__}(" in each.source)
+    lines = "".join(f"\n    {line}" for line in next(fitting, "").splitlines())
+    return ArgumentError(f"{said} Such as:{lines}" if lines else said)
 
 
 def _what_is_wrong(

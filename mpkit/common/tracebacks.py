@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
+from mpkit.common.calls import mistaken_call
 from mpkit.common.missing_packages import lacks_torch, needs_torch
 from mpkit.errors import MpkitError
 
@@ -98,6 +99,10 @@ def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
                 if not lacks_torch(error) or not _raised_here(error):
                     raise
                 raise needs_torch(f"mk.{function.__qualname__.removesuffix('.__init__')}") from None
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # it came from within the function, which began
+                raise mistaken_call(function, args, kwargs) from None
         except BaseException as error:
             if not _Switch.shown:
                 fold_chain(error)

@@ -90,6 +90,7 @@ def _of_student(done: Progress, name: str, variant: str) -> Progress:
     return replace(done, variant=variant)
 
 
+@public
 def progress(folder: str | Path | None = None) -> Overview:
     """List all exercises, and which of them you have solved.
 

@@ -7,9 +7,12 @@ from functools import cache
 from itertools import pairwise
 from math import inf
 
+from mpkit.common.tracebacks import public
+
 __all__ = ["balance"]
 
 
+@public
 def balance(costs: Sequence[float], stages: int) -> list[range]:
     """Cut a chain into contiguous stages so that the most expensive stage costs as little as possible.
 

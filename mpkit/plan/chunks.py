@@ -20,6 +20,8 @@ from itertools import accumulate
 from numbers import Integral
 from typing import Any
 
+from mpkit.common.tracebacks import public
+
 __all__ = ["Chunk", "attention_work", "chunk_work", "deal_chunks", "split_by_document"]
 
 Chunk = tuple[int, int]
@@ -70,6 +72,7 @@ def deal_chunks(documents: Sequence[int], n: int, order: str) -> list[list[Chunk
     return dealt
 
 
+@public
 def attention_work(documents: Sequence[int], ranks: int, cp_order: str = "contiguous") -> list[int]:
     """Return, by rank, how many keys its tokens attend to in a packed sequence: what context parallelism computes.
 

@@ -170,7 +170,7 @@ def test_close_leaves_nothing() -> None:
         (lambda: mk.Cluster(0), r"Cluster\(ranks=0\): a number of processes, 1 or more"),
         (lambda: mk.Cluster("4"), r"Cluster\(ranks='4'\)"),  # type: ignore[arg-type]
         (lambda: mk.Cluster(10_000), "10000 processes on this machine"),
-        (lambda: mk.Cluster(2, device="gpu"), "did you mean 'cpu'"),
+        (lambda: mk.Cluster(2, device="gpu"), "did you mean 'cuda'"),
         (lambda: mk.Cluster(2, start="thread"), "there are 'fork' and 'spawn'"),
     ],
 )
@@ -183,6 +183,8 @@ def test_mistakes_in_running(cluster: mk.Cluster) -> None:
     import threading
 
     lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"which <lambda>\(x\) does not fit: too many positional arguments"):
+        cluster.run(lambda x: x, 3)
     with pytest.raises(ValueError, match="takes a function of a context"):
         cluster.run(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot be sent to other processes"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
+from mpkit.common.tracebacks import public
 from mpkit.course.predictions.amounts import EXAMPLES, amount, spell_amount
 from mpkit.course.predictions.questions import PredictionQuestion, question
 from mpkit.course.progress import Progress, StudentPrediction
@@ -23,6 +24,7 @@ PREDICTED = "application/vnd.mpkit.predicted+json"
 """The type of the part of an output that a notebook keeps for the grader; browsers do not show it."""
 
 
+@public
 def predict(name: str, value: float | str | None = None) -> Prediction:
     """Lock in a number before you see it; without a number, show a box to type it into.
 

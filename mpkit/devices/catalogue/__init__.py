@@ -14,6 +14,7 @@ from functools import partial
 from typing import overload
 
 from mpkit.common.safe_text import escape
+from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue.clusters import build_machine, by_name
 from mpkit.devices.catalogue.machines import MACHINES
 from mpkit.devices.hardware import Device, Hardware
@@ -125,6 +126,7 @@ def _row(machine: Hardware) -> tuple[str, ...]:
     )
 
 
+@public
 @overload
 def hardware() -> Catalogue: ...
 @overload

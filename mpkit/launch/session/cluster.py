@@ -21,7 +21,14 @@ from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import pack, settings_here
-from mpkit.launch.session.cluster_checks import EXAMPLE, MEANT, check_ranks, check_timeout, place_ranks
+from mpkit.launch.session.cluster_checks import (
+    EXAMPLE,
+    MEANT,
+    check_function,
+    check_ranks,
+    check_timeout,
+    place_ranks,
+)
 from mpkit.launch.session.cluster_helper import ClusterHelper
 from mpkit.launch.session.import_ahead import import_ahead
 from mpkit.launch.session.turns import Turns
@@ -221,10 +228,7 @@ class Cluster:
             Deadlock: the ranks wait for each other.
             ValueError: `fn` or an argument cannot be sent to other processes.
         """
-        if not callable(fn):
-            raise ValueError(
-                f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}"
-            )
+        check_function(fn, args)
         self._turns.make_free(on_busy)
         if watch is not False:
             from mpkit.launch.session.watched_run import run_watched

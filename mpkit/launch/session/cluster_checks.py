@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from mpkit.devices.local.choose import DeviceChoice, choose
+from mpkit.devices.local.choose import ALSO, DeviceChoice, choose
 from mpkit.devices.local.inventory import KINDS
 from mpkit.errors import ArgumentError
 from mpkit.plan.checks import real, whole
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "EXAMPLE",
     "MEANT",
     "MOST_RANKS",
     "ON_BUSY",
+    "check_function",
     "check_on_busy",
     "check_ranks",
     "check_timeout",
@@ -108,13 +108,41 @@ def _single(device: Any) -> Any:
     return text if named else None
 
 
+def check_function(fn: Callable[..., Any], args: Sequence[object]) -> None:
+    """Check that ranks can call fn(ctx, *args).
+
+    >>> check_function(lambda: 1, ())  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: run(fn): ranks call fn(ctx), which <lambda>() does not fit: too many positional arguments. ...
+
+    Raises:
+        ValueError: it is no function, or has other parameters.
+    """
+    if not callable(fn):
+        raise ValueError(f"run(fn) takes a function of a context, such as `lambda ctx: ctx.rank`, not {fn!r}")
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # of a built-in function, which does not say its parameters
+        return
+    try:
+        signature.bind(None, *args)
+    except TypeError as error:
+        call = f"fn(ctx{', *args' * bool(args)})"
+        what = f"{getattr(fn, '__name__', type(fn).__name__)}{signature}"
+        raise ValueError(
+            f"run(fn): ranks call {call}, which {what} does not fit: {error}. Its first parameter is the "
+            "context, as in cluster.run(lambda ctx: ctx.rank)"
+        ) from None
+
+
 def choose_device(device: str) -> tuple[str, int]:
     """Return ("cpu", 0) or ("cuda", number of GPUs).
 
     This asks the driver for the number of GPUs and starts no CUDA context.
     """
     if device not in ("auto", "cpu", "cuda"):
-        near = difflib.get_close_matches(str(device), ["auto", "cpu", "cuda"], 1, 0.3) or ["auto"]
+        word = ALSO.get(str(device).lower(), str(device))
+        near = difflib.get_close_matches(word, ["auto", "cpu", "cuda"], 1, 0.3) or ["auto"]
         raise ValueError(
             f"device={device!r}: there are 'auto', 'cpu', 'cuda' (also xpu, hpu, mps, or one such as 'cuda:1'); "
             f"did you mean {near[0]!r}?"

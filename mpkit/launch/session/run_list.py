@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, overload
 
 from mpkit.common.disk import check_folder
 from mpkit.common.display import data_frame, draw
+from mpkit.common.tracebacks import public
 from mpkit.errors import MpkitError
 from mpkit.plan.plan import Plan
 from mpkit.timeline.comparison import Comparison, compare_timelines
@@ -164,6 +165,7 @@ def _row_of(
     )
 
 
+@public
 def runs(folder: str | Path | None = None) -> RunList:
     """Return the runs of this notebook that have ended, the oldest first; or those whose traces lie in a folder.
 

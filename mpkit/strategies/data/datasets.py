@@ -12,12 +12,15 @@ from math import pi
 import torch
 from torch import Tensor
 
+from mpkit.common.tracebacks import public
+
 __all__ = ["Batch", "images", "spirals", "text", "text_batches"]
 
 Batch = tuple[Tensor, Tensor]
 
 
 @cache
+@public
 def text() -> bytes:
     """Return English prose about Python: the language reference included in every Python; at least 450 kB.
 
@@ -29,6 +32,7 @@ def text() -> bytes:
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
+@public
 def text_batches(batch: int, length: int, steps: int, *, seed: int = 0) -> list[Batch]:
     """Return batches of `text`, byte by byte; the target of each byte is the next byte.
 
@@ -56,6 +60,7 @@ def text_batches(batch: int, length: int, steps: int, *, seed: int = 0) -> list[
     return [(windows[row, :-1], windows[row, 1:]) for row in starts]
 
 
+@public
 def spirals(batch: int, steps: int, *, classes: int = 3, noise: float = 0.1, seed: int = 0) -> list[Batch]:
     """Return points in the plane on spiral arms, one arm per class; no straight line separates the classes.
 
@@ -77,6 +82,7 @@ def spirals(batch: int, steps: int, *, classes: int = 3, noise: float = 0.1, see
     return batches
 
 
+@public
 def images(batch: int, steps: int, *, size: int = 16, noise: float = 0.1, seed: int = 0) -> list[Batch]:
     """Return grey images of a disc, a square, a ring or a cross of random size and position; the target is the shape.
 

@@ -19,11 +19,14 @@ from itertools import combinations
 import torch
 from torch import nn
 
+from mpkit.common.tracebacks import public
+
 __all__ = ["repeated_blocks"]
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
+@public
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated blocks of a model, by name, in the order in which they are registered.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from mpkit.common.tracebacks import public
 from mpkit.plan.balance import balance
 from mpkit.strategies.models.hooks import is_bare
 
@@ -36,6 +37,7 @@ def prefix_of(layer: str) -> str:
     return f"{layer}." if layer else ""
 
 
+@public
 def chain(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers of a model that is a chain, in order, with their names in its state dict.
 
@@ -113,6 +115,7 @@ class SizedChain(nn.Sequential):
         return whole[index]
 
 
+@public
 def cut(
     names: Sequence[str], costs: Sequence[float], stages: int, at: Sequence[int | str] | None
 ) -> list[range]:

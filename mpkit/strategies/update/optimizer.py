@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import DisableTorchFunctionSubclass
+from mpkit.common.tracebacks import public
 from mpkit.strategies.update.learning_rate import linear_scaling, sqrt_scaling
 from mpkit.strategies.update.optimizers import SeveralOptimizers
 from mpkit.strategies.update.whole_model import WholeParameter, empty_whole, stand_in
@@ -93,6 +94,7 @@ def describe_optimizer(function: Callable[[Any], Any]) -> OptimizerFunction:
     return OptimizerFunction(function, by_name=first == "named_parameters")
 
 
+@public
 def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
     """Let an optimizer function take (name, parameter) pairs, as `model.named_parameters()` yields them.
 
@@ -114,6 +116,7 @@ def by_name(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFuncti
     return replace(describe_optimizer(function), by_name=True)
 
 
+@public
 def elementwise(function: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFunction:
     """Declare that an optimizer changes each element by that element's own gradient and state alone.
 

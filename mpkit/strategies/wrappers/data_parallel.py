@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.prepare.arguments.task import raise_rejection
@@ -33,6 +34,7 @@ from mpkit.trace import Kind
 __all__ = ["DataParallel", "ddp"]
 
 
+@public
 def ddp(
     module: nn.Module,
     *,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mpkit.common.tracebacks import public
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.wrappers.fully_sharded import FullySharded
@@ -23,6 +24,7 @@ PRECISIONS: dict[Any, str] = {
 """What may be given as precision, and the Plan's word for it."""
 
 
+@public
 def fully_shard(
     module: nn.Module, stage: int = 3, *, dp_shard: int | None = None, reshard_after_forward: bool | int = True,
     precision: str | torch.dtype | None = "fp32", bucket_mb: float = 25.0, prefetch: int = 1,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
@@ -21,6 +22,7 @@ from mpkit.strategies.wrappers.replicas import check_module, context_for
 __all__ = ["pipeline"]
 
 
+@public
 def pipeline(
     module: nn.Module,
     schedule: str | Schedule = ONE_F_ONE_B,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from mpkit.common.tracebacks import public
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
@@ -145,6 +146,7 @@ class TensorParallel(ModuleWrapper):
         return super().load_state_dict(local, strict, assign)
 
 
+@public
 @overload
 def tensor_parallel(
     module: nn.Module,

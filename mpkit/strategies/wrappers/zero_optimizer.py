@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.common.tracebacks import public
 from mpkit.strategies.data_parallel.broadcast import broadcast_tensors
 from mpkit.strategies.wrappers.divided_optimizer import check_optimizers
 from mpkit.strategies.wrappers.replicas import Group, context_on, replicas_of
@@ -32,6 +33,7 @@ APART = ("params", "param_names")
 """Entries of a parameter group that differ between ranks."""
 
 
+@public
 def zero_optimizer(
     optimizer_class: Any, params: Iterable[Any], *, group: Group = None, **kwargs: Any
 ) -> ZeroOptimizer:

@@ -17,9 +17,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from mpkit.common.tracebacks import public
+
 __all__ = ["order_of_experts", "owned_experts", "place_experts", "placed_copies", "placed_experts"]
 
 
+@public
 def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.Module:
     """Say in which order ranks divide the experts of a model's layers, and return the model.
 
