@@ -126,7 +126,6 @@ def _row(machine: Hardware) -> tuple[str, ...]:
     )
 
 
-@public
 @overload
 def hardware() -> Catalogue: ...
 @overload
@@ -137,6 +136,7 @@ def hardware(
     per_node: int | None = ...,
     nic: str | float | None = ...,
 ) -> Hardware: ...
+@public
 def hardware(
     name: str | Hardware | Device | None = None,
     *,

@@ -146,7 +146,6 @@ class TensorParallel(ModuleWrapper):
         return super().load_state_dict(local, strict, assign)
 
 
-@public
 @overload
 def tensor_parallel(
     module: nn.Module,
@@ -180,6 +179,7 @@ def tensor_parallel(
     sequence: bool = ...,
     overlap: bool = ...,
 ) -> Model: ...
+@public
 def tensor_parallel(
     module: Any,
     model: Any = None,
