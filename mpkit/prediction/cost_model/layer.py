@@ -13,6 +13,7 @@ from mpkit.prediction.cost_model.communication import KAPPA, Network
 from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Stack
+from mpkit.prediction.workload.documents import busiest_share
 from mpkit.trace import Kind
 
 __all__ = ["LayerTime", "head_time", "layer_time"]
@@ -71,7 +72,7 @@ def layer_time(
     t, cp, stack = layout.tp, layout.cp, kernels.stack
     tokens = layout.microbatch * sequence / cp
     own_tokens = tokens / (t if layout.sequence_parallel else 1)
-    h, heads = model.hidden, model.heads / t
+    h = model.hidden
 
     spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
     products = [0.0, 0.0]
@@ -87,15 +88,7 @@ def layer_time(
         products[0] += last
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
-    full = layout.microbatch * sequence * (sequence / cp) * heads  # elements of the scores
-    seen = _seen_share(layout) if model.causal and stack.fused and layer >= model.encoder else 1.0
-    attention = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim) * seen, full, sequence)
-    if stack.played and layout.ring > 1:
-        tiles = full * (_tile_share(layout) if model.causal and layer >= model.encoder else 1.0)
-        attention = kernels.ring(2.0 * tiles * (model.qk_dim + model.v_dim), tiles)
-    if model.encoder and layer >= model.encoder:  # it attends to the encoder too
-        cross = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim), full, sequence)
-        attention = attention[0] + cross[0], attention[1] + cross[1]
+    attention = _attention(model, layer, layout, sequence, kernels)
 
     visits = model.visits(layer)
     whole = 22 * h / (t if layout.sequence_parallel else 1)
@@ -158,24 +151,45 @@ def _ranks_visited(visits: int, ep: int) -> float:
     return ep * (1 - (1 - 1 / ep) ** visits)
 
 
-def _seen_share(layout: Layout) -> float:
-    """Return which share of the scores of its tokens the rank with most computes, where attention is causal.
+def _attention(
+    model: Architecture, layer: int, layout: Layout, sequence: int, kernels: Kernels
+) -> tuple[float, float]:
+    """Return the seconds of a layer's attentions without their weights, on the rank with most scores."""
+    stack, causal = kernels.stack, model.causal and layer >= model.encoder
+    scores = layout.microbatch * sequence * (sequence / layout.cp) * model.heads / layout.tp
+    each, longest = 2.0 * (model.qk_dim + model.v_dim), max(layout.documents, default=sequence)
+    if stack.played and (layout.ring > 1 or (layout.documents and layout.cp > 1)):
+        tiles = scores * _score_share(layout, causal=causal, tiles=True)
+        return kernels.ring(each * tiles, tiles)
+    masked = not stack.fused or (stack.played and layout.documents)  # a mask hides scores that are computed
+    share, keys = (1.0, sequence) if masked else (_score_share(layout, causal=causal), longest)
+    attention = kernels.attention(each * scores * share, scores, keys)
+    if model.encoder and layer >= model.encoder:  # it attends to the encoder too
+        cross = kernels.attention(each * scores, scores, sequence)
+        return attention[0] + cross[0], attention[1] + cross[1]
+    return attention
 
-    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own.
 
-    >>> _seen_share(Layout(cp=4)), _seen_share(Layout(cp=4, cp_order="contiguous"))
-    (0.5, 0.875)
+def _score_share(layout: Layout, *, causal: bool, tiles: bool = False) -> float:
+    """Return which share of its tokens' scores with all tokens the rank with most computes.
+
+    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own. In tiles,
+    as mpkit's ring computes them, those on the diagonal are whole.
+
+    >>> [_score_share(Layout(cp=4, cp_order=order), causal=True) for order in ("zigzag", "contiguous")]
+    [0.5, 0.875]
+    >>> [_score_share(Layout(cp=4, cp_order=order), causal=True, tiles=True) for order in ("zigzag", "contiguous")]
+    [0.5625, 1.0]
+    >>> _score_share(Layout(cp=4, documents=(8, 8)), causal=True)  # two half as long, and two ranks have only half
+    0.25
     """
-    return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
-
-
-def _tile_share(layout: Layout) -> float:
-    """Return which share of all scores lies in the tiles of a causal ring's rank with most, the diagonal ones whole.
-
-    >>> _tile_share(Layout(cp=4)), _tile_share(Layout(cp=4, cp_order="contiguous"))
-    (0.5625, 1.0)
-    """
-    return 1.0 if layout.cp_order == CONTIGUOUS else 0.5 + 0.25 / layout.ring
+    if layout.documents:
+        how = "whole" if not causal else "tiles" if tiles else "causal"
+        return busiest_share(layout.documents, layout.ring, layout.cp_order, how)
+    if not causal:
+        return 1.0
+    diagonal = 0.5 / layout.ring if tiles else 0.0
+    return 1 - 0.5 / layout.ring + diagonal if layout.cp_order == CONTIGUOUS else 0.5 + diagonal / 2
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:

@@ -45,6 +45,7 @@ class Layout:
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
         cp_method, cp_order, prefetch: as in a Plan.
         secondary: the ranks among which ZeRO-3's backward gathers secondary shards (hpZ); 0: there are none.
+        documents: the lengths of the documents that are packed in each sequence; (): each is one document.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -74,6 +75,7 @@ class Layout:
     cp_order: str = ZIGZAG
     prefetch: int = 1
     secondary: int = 0
+    documents: tuple[int, ...] = ()
 
     @cached_property
     def ranks(self) -> int:
@@ -249,7 +251,9 @@ def _by_weight(layers: int, pp: int, head: float) -> tuple[int, ...]:
     return tuple(held)
 
 
-def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
+def layout_of(
+    plan: Plan, global_batch: int, trainable: float = 1.0, documents: tuple[int, ...] = ()
+) -> Layout:
     """Return a plan's layout for a number of samples per step.
 
     Raises:
@@ -275,7 +279,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
         etp=1 if plan.ep > 1 and plan.etp in (None, 1) else 0,
         alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
-        secondary=(plan.dp_secondary or 0) * plan.cp,
+        secondary=(plan.dp_secondary or 0) * plan.cp, documents=documents,
     )  # fmt: skip
 
 

@@ -78,10 +78,10 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     whole = t if layout.sequence_parallel else 1
     tokens = layout.microbatch * sequence / layout.cp
     e, h, a = stack.element, model.hidden, model.heads
-    mask = 1 if stack.dropout else 0
+    dropped = 1 if stack.dropout else 0
 
     routed = 0.0  # of experts
-    outside = 2 * e * h + 2 * e * h + 2 * mask * h  # inputs of norms and of products; dropout masks
+    outside = 2 * e * h + 2 * e * h + 2 * dropped * h  # inputs of norms and of products; dropout masks
     if model.kv_rank:
         latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
         outside += e * latent
@@ -94,7 +94,7 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     if stack.fused:
         inside += 4 * a  # the logarithms of the sums of its scores
     else:
-        inside += (2 * e + mask) * a * sequence if mask else e * a * sequence
+        inside += (2 * e + dropped) * a * sequence if dropped else e * a * sequence
     widths = (
         stack.gates if model.gated else 2
     )  # an MLP without a gate keeps what its activation reads and returns
@@ -105,7 +105,10 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
         outside += 4 * model.experts
     else:
         inside += e * widths * model.ffn
-    return tokens * (outside / whole + inside / t + routed)
+    mask = (
+        e * sequence if stack.played and layout.documents and layout.cp == 1 else 0.0
+    )  # which keys, as numbers
+    return tokens * (outside / whole + inside / t + routed + mask)
 
 
 def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:

@@ -125,12 +125,12 @@ class MeanLayer:
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
     etp: int, alike: bool, sequence_parallel: bool, trainable: float, cp_method: str | tuple[int, int],
-    cp_order: str,
+    cp_order: str, documents: tuple[int, ...],
 ) -> MeanLayer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
         cp=cp, tp=tp, ep=ep, etp=etp, alike=alike, microbatch=microbatch, sequence_parallel=sequence_parallel,
-        trainable=trainable, cp_method=cp_method, cp_order=cp_order,
+        trainable=trainable, cp_method=cp_method, cp_order=cp_order, documents=documents,
     )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
@@ -154,7 +154,7 @@ def layer_of(
     """Return the times of a layer of a layout, whatever its recomputation is."""
     return _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
-        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order,
+        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order, layout.documents,
     )  # fmt: skip
 
 
