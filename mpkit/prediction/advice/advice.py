@@ -38,6 +38,7 @@ from mpkit.prediction.cost_model.preset import Preset, preset_of
 from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.workload.documents import checked_documents
+from mpkit.prediction.workload.routed_load import routed_load
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Advice(HasChart, DelegatedAnswer):
         return estimate_checked(
             asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
             self.priced.preset, documents=asked.documents or None,
+            expert_load=asked.load,
         )  # fmt: skip
 
     @cached_property
@@ -266,7 +268,7 @@ class Advice(HasChart, DelegatedAnswer):
 def advise(
     model: object, hardware: Hardware | str, *, global_batch: int, sequence: int, by: str = "time",
     price: float | None = None, stack: str | Stack | None = None, preset: Preset | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | None = None, expert_load: object = None,
 ) -> Advice:  # fmt: skip
     """Return the plans for a model on a machine that fit, the best first, with reasons.
 
@@ -283,8 +285,8 @@ def advise(
         by: what is best: "time": the fastest step on all devices. "cost": the cheapest step, on as many devices of the
             machine as that takes. "devices": the fewest devices, and on these the fastest step.
         price: of an hour of a GPU, in any currency, for by="cost".
-        stack, preset, documents: as for `mk.estimate`. Of packed documents, each plan has the `cp_order` in which the
-            busiest rank has least attention.
+        stack, preset, documents, expert_load: as for `mk.estimate`. Of packed documents, each plan has the `cp_order`
+            in which the busiest rank has least attention. A ratio as the load is that of every ep.
 
     Raises:
         ValueError: the model or the machine is not known, or a number is none.
@@ -296,8 +298,10 @@ def advise(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
-    lengths = checked_documents(documents, sequence)
-    asked = TrainingQuestion(architecture_of(model), global_batch, sequence, lengths)
+    lengths, load = checked_documents(documents, sequence), routed_load(expert_load)
+    asked = TrainingQuestion(architecture_of(model), global_batch, sequence, lengths, load)
+    if load:
+        load.check(asked.model.experts, 1)
     check_length(asked.model, sequence, lengths)
     machine = find(hardware)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)

@@ -28,17 +28,12 @@ from mpkit.prediction.advice.offers import EVERYTHING, Offers, in_best_order
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.workload.routed_load import RoutedLoad
 
 __all__ = [
-    "LayoutFamily",
-    "TrainingQuestion",
-    "can_share",
-    "cp_methods",
-    "divisors",
-    "expert_changes",
-    "expert_degrees",
+    "LayoutFamily", "TrainingQuestion", "can_share", "cp_methods", "divisors", "expert_changes", "expert_degrees",
     "families",
-]
+]  # fmt: skip
 
 
 GROUPS = (1, 2, 4)
@@ -52,13 +47,14 @@ class TrainingQuestion:
     Attributes:
         model: its sizes.
         global_batch, sequence: samples per step, and tokens per sample.
-        documents: the lengths of those that are packed in each sequence; (): it is one.
+        documents, load: as in a Layout.
     """
 
     model: Architecture
     global_batch: int
     sequence: int
     documents: tuple[int, ...] = ()
+    load: RoutedLoad | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def families(
                     continue
                 mesh = Layout(
                     pp=pp, dp=dp, cp=cp, tp=tp, sequence_parallel=tp > 1 and offers.sequence, head=head,
-                    balanced=balanced, documents=asked.documents,
+                    balanced=balanced, documents=asked.documents, load=asked.load,
                 )  # fmt: skip
                 for family in _of_mesh(asked, offers, per_node, mesh):
                     ways = product(methods, expert_changes(model, offers, family.base))
@@ -217,7 +213,8 @@ def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[
         return [1]
     inner = layout.cp * layout.tp if offers.inner_experts else 1
     ranks = layout.shards * (layout.tp if layout.sequence_parallel else 1)
-    return [ep for ep in divisors(ranks) if model.experts % ep == 0 and (ep == 1 or ep % inner == 0)]
+    slots = (model.experts, *map(len, layout.load.orders if layout.load else ()))
+    return [ep for ep in divisors(ranks) if not any(n % ep for n in slots) and (ep == 1 or ep % inner == 0)]
 
 
 def expert_changes(model: Architecture, offers: Offers, layout: Layout) -> list[dict[str, Any]]:

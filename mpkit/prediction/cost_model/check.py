@@ -13,6 +13,7 @@ from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
 from mpkit.prediction.workload.documents import check_order, checked_documents
+from mpkit.prediction.workload.routed_load import routed_load
 
 __all__ = [
     "can_divide_experts",
@@ -62,7 +63,7 @@ def check_products(stack: Stack, device: Device) -> None:
 
 def checked_layout(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, trainable: float = 1.0,
-    documents: object = None,
+    documents: object = None, expert_load: object = None,
 ) -> Layout:  # fmt: skip
     """Return the layout of a plan that can work.
 
@@ -115,7 +116,9 @@ def checked_layout(
     lengths = checked_documents(documents, sequence)
     _check_sequence(model, plan, sequence, lengths)
     _check_ulysses(model, plan)
-    return layout_of(plan, global_batch, trainable, lengths)
+    if load := routed_load(expert_load):
+        load.check(model.experts, plan.ep)
+    return layout_of(plan, global_batch, trainable, lengths, load)
 
 
 def _check_unpriced(plan: Plan) -> None:

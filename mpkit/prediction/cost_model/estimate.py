@@ -185,7 +185,7 @@ class Estimate(DrawnResult, Answer):
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """What the data is taken to be, in words: of "documents", where there are any."""
+        """What the data is taken to be, in words: of "documents" and "experts", where there are any."""
         layout, part = self.layout, self.sequence // 4
         found = {}
         if layout.documents:
@@ -195,6 +195,8 @@ class Estimate(DrawnResult, Answer):
                 "attention is that of one document per sequence. Packed ones attend to less, and the rank with most "
                 f"work sets the pace: documents=[{part}, {self.sequence - part}]"
             )
+        if self.model.experts:
+            found["experts"] = layout.load.describe(layout.ep) if layout.load else "uniform routing"
         return found
 
     def _first(self, n: int) -> list[tuple[str, float]]:
@@ -206,14 +208,14 @@ class Estimate(DrawnResult, Answer):
 def estimate(
     model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int, sequence: int,
     stack: str | Stack | None = None, preset: Preset | None = None, trainable: float = 1.0,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | None = None, expert_load: object = None,
 ) -> Estimate:  # fmt: skip
     """Predict the time and memory of a step of training with Adam.
 
     The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
     bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
 
-    Routing to experts is taken to be uniform. Each sequence is one document, whose attention all orders but
+    Each sequence is one document, whose attention all orders but
     "contiguous" divide equally, or the `documents` that are packed in it: sum l^2 instead of s^2, in kernels that leave
     out the rest, as FlashAttention's do for sequences of variable length. Of ranks that share sequences (cp) the one
     with most attention under the plan's `cp_order` sets the pace.
@@ -234,6 +236,8 @@ def estimate(
         trainable: the share of the parameters that is trained, less than 1 for LoRA or frozen layers.
         documents: the lengths in tokens, in order, of the documents that are packed in each sequence; they add up to
             `sequence`. None: each sequence is one document.
+        expert_load: how busy experts are: rows of the busiest of ep ranks divided by the mean, rows per expert, [E] or
+            [layers, E], a run's `expert_load`, or its `.balance(...)`. None: uniform routing.
 
     Raises:
         ValueError: the plan cannot work for this model on this machine, or one of the arguments is unknown.
@@ -255,7 +259,7 @@ def estimate(
     chosen, plan = stack_for(plan, stack, machine.device.half)
     sizes = architecture_of(model, trainable=trainable)
     return estimate_checked(
-        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, documents
+        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, documents, expert_load
     )
 
 
@@ -296,6 +300,7 @@ def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") 
 def estimate_checked(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
     preset: Preset | None = None, trainable: float = 1.0, documents: Sequence[int] | None = None,
+    expert_load: object = None,
 ) -> Estimate:  # fmt: skip
     """Return the estimate of what `estimate` has read.
 
@@ -304,7 +309,7 @@ def estimate_checked(
     """
     check_products(stack, hardware.device)
     model = model_under(stack, model)
-    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, documents)
+    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, documents, expert_load)
     if model.whole_experts and layout.ep == 1:
         layout = replace(layout, etp=1, alike=True)
     if stack.by_weight:

@@ -199,6 +199,7 @@ class Fits(DrawnResult, DelegatedAnswer):
             preset,
             e.layout.trainable,
             e.layout.documents or None,
+            e.layout.load,
         )
 
     def margin(self, memory: Mapping[str, float]) -> float:
@@ -289,11 +290,12 @@ def changes(plan: Plan, microbatch: int, half: str = "bf16") -> list[tuple[str, 
 def fits(
     model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int | None = None,
     sequence: int, stack: str | Stack | None = None, trainable: float = 1.0, documents: Sequence[int] | None = None,
+    expert_load: object = None,
 ) -> Fits:  # fmt: skip
     """Say whether a plan fits a machine: true if it does, and prints why.
 
     Args:
-        model, plan, hardware, sequence, stack, trainable, documents: as for `mk.estimate`.
+        model, plan, hardware, sequence, stack, trainable, documents, expert_load: as for `mk.estimate`.
         global_batch: samples per step, over all replicas; None: one per replica and micro-batch.
 
     Raises:
@@ -318,5 +320,6 @@ def fits(
             stack=stack,
             trainable=trainable,
             documents=documents,
+            expert_load=expert_load,
         )
     )

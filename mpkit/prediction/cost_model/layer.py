@@ -76,7 +76,7 @@ def layer_time(
 
     spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
     products = [0.0, 0.0]
-    last = 0.0
+    last, visited = 0.0, model.visits(layer) * layout.busiest
     for m in model.matmuls(layer):
         degree = layout.expert_tp if m.experts else t
         k = max(1, m.k // degree) if m.divided == "k" else m.k
@@ -84,25 +84,24 @@ def layer_time(
         if not m.experts:
             last, back = kernels.product(tokens if m.divided else own_tokens, k, n, can_narrow=True)
         else:
-            last, back = _experts(m.experts // layout.ep, tokens * m.top_k / spread, k, n, kernels)
+            last, back = _experts(m.experts // layout.ep, tokens * visited / spread, k, n, kernels)
         products[0] += last
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
     attention = _attention(model, layer, layout, sequence, kernels)
-
-    visits = model.visits(layer)
     whole = 22 * h / (t if layout.sequence_parallel else 1)
     inside = (8 if model.gated else 4) * _mlp_width(model, layer, layout)
-    permuted = 8 * h * visits
+    permuted = 8 * h * visited
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
     sent = [
-        times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout, stack)
+        times * tokens * h * stack.element
+        for times in _sent_by_tensor_parallel(model, model.visits(layer), layout, stack)
     ]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    experts = 2 * _dispatch_time(tokens * h * stack.element, visits, layout, network, stack)
+    experts = 2 * _dispatch_time(tokens * h * stack.element, model.visits(layer), layout, network, stack)
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
     backward = (
@@ -139,7 +138,7 @@ def _dispatch_time(nbytes: float, visits: int, layout: Layout, network: Network,
     each_its_part = layout.sequence_parallel and not (stack.played and layout.expert_tp > 1)
     senders = layout.tp if each_its_part else 1
     inside = layout.per_node("ep", network.per_node)
-    return network.time(Kind.ALL_TO_ALL, nbytes * sends / senders, layout.ep, inside)
+    return network.time(Kind.ALL_TO_ALL, nbytes * sends * layout.busiest / senders, layout.ep, inside)
 
 
 def _ranks_visited(visits: int, ep: int) -> float:
@@ -196,7 +195,8 @@ def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
     """Return the width inside of the MLP, or of the experts that a token visits, as one rank computes it per token."""
     if not (visits := model.visits(layer)):
         return model.ffn / layout.tp
-    return (model.expert_ffn or model.ffn) * visits / layout.expert_parts + model.shared_ffn / layout.tp
+    routed = (model.expert_ffn or model.ffn) * visits * layout.busiest
+    return routed / layout.expert_parts + model.shared_ffn / layout.tp
 
 
 def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout, stack: Stack) -> list[int]:

@@ -101,7 +101,7 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     if model.experts and layer >= model.dense:
         each = e * widths * (model.expert_ffn or model.ffn) + 2 * e * h  # and the tokens as they were sent
         inside += e * widths * model.shared_ffn
-        routed = model.top_k * each / layout.expert_parts
+        routed = model.top_k * each * layout.busiest / layout.expert_parts
         outside += 4 * model.experts
     else:
         inside += e * widths * model.ffn

@@ -104,6 +104,10 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
         help="the lengths of the documents that are packed in each sample (default: one)",
     )  # fmt: skip
     command.add_argument(
+        "--expert-load", type=float, metavar="RATIO",
+        help="the rows of the busiest of the ranks that divide experts, divided by the mean (default: uniform routing)",
+    )  # fmt: skip
+    command.add_argument(
         "--stack", help="the software, such as pytorch, megatron, torchtitan, deepspeed or llm-foundry"
     )
 
@@ -121,6 +125,7 @@ def _advise(options: argparse.Namespace) -> None:
         by=options.by,
         price=options.price,
         documents=options.documents,
+        expert_load=options.expert_load,
     )
     if options.to is None:
         print(found)
@@ -143,6 +148,7 @@ def _predict(options: argparse.Namespace) -> None:
         "sequence": sequence,
         "stack": options.stack,
         "documents": options.documents,
+        "expert_load": options.expert_load,
     }
     if options.what == "fits":
         found = fits(model, plan, machine, **asked)
