@@ -38,7 +38,7 @@ from mpkit.prediction.cost_model.preset import Preset, preset_of
 from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.workload.documents import checked_documents
-from mpkit.prediction.workload.routed_load import routed_load
+from mpkit.prediction.workload.routed_load import placed_load
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
 if TYPE_CHECKING:
@@ -298,8 +298,9 @@ def advise(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
-    lengths, load = checked_documents(documents, sequence), routed_load(expert_load)
-    asked = TrainingQuestion(architecture_of(model), global_batch, sequence, lengths, load)
+    sizes, lengths = architecture_of(model), checked_documents(documents, sequence)
+    load = placed_load(expert_load, model, sizes.layers - sizes.dense)
+    asked = TrainingQuestion(sizes, global_batch, sequence, lengths, load)
     if load:
         load.check(asked.model.experts, 1)
     check_length(asked.model, sequence, lengths)

@@ -34,6 +34,7 @@ from mpkit.prediction.cost_model.shares import ParameterShares, model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.step import StepTime, step_time
 from mpkit.prediction.workload.documents import describe_documents
+from mpkit.prediction.workload.routed_load import placed_load
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
@@ -237,7 +238,8 @@ def estimate(
         documents: the lengths in tokens, in order, of the documents that are packed in each sequence; they add up to
             `sequence`. None: each sequence is one document.
         expert_load: how busy experts are: rows of the busiest of ep ranks divided by the mean, rows per expert, [E] or
-            [layers, E], a run's `expert_load`, or its `.balance(...)`. None: uniform routing.
+            [layers, E], a run's `expert_load`, or its `.balance(...)`, with copies. None: uniform routing. Copies of a
+            model that `mk.models.place_experts` has placed count, too.
 
     Raises:
         ValueError: the plan cannot work for this model on this machine, or one of the arguments is unknown.
@@ -258,8 +260,9 @@ def estimate(
     check_plan(plan)
     chosen, plan = stack_for(plan, stack, machine.device.half)
     sizes = architecture_of(model, trainable=trainable)
+    load = placed_load(expert_load, model, sizes.layers - sizes.dense)
     return estimate_checked(
-        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, documents, expert_load
+        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, documents, load
     )
 
 

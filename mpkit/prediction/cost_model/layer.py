@@ -84,7 +84,7 @@ def layer_time(
         if not m.experts:
             last, back = kernels.product(tokens if m.divided else own_tokens, k, n, can_narrow=True)
         else:
-            last, back = _experts(m.experts // layout.ep, tokens * visited / spread, k, n, kernels)
+            last, back = _experts(m.experts / layout.ep, tokens * visited / spread, k, n, kernels)
         products[0] += last
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
@@ -123,7 +123,7 @@ def head_time(model: Architecture, layout: Layout, sequence: int, kernels: Kerne
     return sum(kernels.product(tokens, model.hidden, width)) + loss
 
 
-def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:
+def _experts(local: float, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:
     """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
     forward, back = kernels.product(visits / local, k, n, can_narrow=True)
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)

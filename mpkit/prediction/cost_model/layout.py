@@ -134,6 +134,17 @@ class Layout:
         """The rows of the busiest rank's experts, divided by the mean of the ranks that divide them."""
         return self.load.imbalance(self.ep) if self.load else 1.0
 
+    def copied_experts(self, experts: int) -> tuple[float, float]:
+        """Return the copies that a rank borrows, and those that it sends or receives, as a multiple of those it owns.
+
+        Args:
+            experts: of a layer.
+        """
+        if not (self.load and experts):
+            return 0.0, 0.0
+        copies, own = self.load.copies(self.ep), experts / self.ep
+        return copies.held / own, copies.moved / own
+
     @cached_property
     def last(self) -> int:
         """The rank, along pp, that holds the last stage: the head and the loss are there."""

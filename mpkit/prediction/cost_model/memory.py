@@ -253,6 +253,7 @@ def state_memory(
         gathered += unit if layout.zero == 3 else 2 * min(unit, stack.bucket)
     kept_by_libraries = workspaces(stack, device) if device else 0.0
     grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
+    copied = shares.borrowed * shares.experts[stage] * stack.element  # weights of experts that others own
     missing = shares.layer + (shares.edge if stage == 0 else 0.0)
     held = {
         "params": 0.0
@@ -261,8 +262,9 @@ def state_memory(
         * (
             (shares.sharded_on(stage, layout) if layout.zero == 3 else whole)
             + (shares.secondary_on(stage, layout) / layout.secondary if layout.secondary else 0)
-        ),
-        "grads": grads,
+        )
+        + copied,
+        "grads": grads + copied * (layout.trainable > 0),
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
         "gathered": gathered,
         "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,

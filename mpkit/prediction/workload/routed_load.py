@@ -3,6 +3,7 @@
     ratio    the rows of the busiest rank, divided by the mean of all
     rows     of each expert: ranks hold neighbours in each layer's order, or an even share of an expert's rows for each
              slot that holds a copy of it
+    copies   a rank owns E / ep experts, and borrows those others in its slots (`mpkit.strategies.experts.copies`)
 
 All ranks of a group meet in a layer's all-to-alls. So a layer takes as long as its busiest rank, and the layers of a
 model as long as the sum of these.
@@ -11,22 +12,47 @@ model as long as the sum of these.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.plan.checks import real
+from mpkit.plan.expert_checks import lent_experts
 from mpkit.prediction.experts.expert_balance import ExpertBalance
 from mpkit.trace.expert_load import ExpertLoad
 
 __all__ = ["RoutedLoad", "routed_load"]
 
+Counts = npt.NDArray[np.float64]
 WAYS = (
     "It is a ratio of the busiest rank's rows to the mean, such as expert_load=1.4; rows of experts, [E] or [layers, "
     "E]; a run's `run.expert_load`, or its `.balance(...)`"
 )
+
+
+class ExpertCopyCounts(NamedTuple):
+    """Experts of which ranks have copies, each of which travels twice per step: its weights, and then its gradients.
+
+    Attributes:
+        borrowed, lent: [layers, ep], by rank.
+    """
+
+    borrowed: Counts
+    lent: Counts
+
+    @property
+    def held(self) -> float:
+        """Those that the rank with most borrows in a layer, in the mean of all layers."""
+        return float(self.borrowed.sum(axis=0).max() / max(1, len(self.borrowed)))
+
+    @property
+    def moved(self) -> float:
+        """Those that the rank with most sends or receives in a layer, either way, in the mean of all layers."""
+        most = np.maximum(self.borrowed, self.lent).max(axis=1)
+        return float(most.sum() / max(1, len(most)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +91,15 @@ class RoutedLoad:
             whole += float(of_ranks.sum())
         return busiest * ep / whole
 
+    @lru_cache(256)  # noqa: B019 (one object per question)
+    def copies(self, ep: int) -> ExpertCopyCounts:
+        """Return how many experts the ranks borrow and lend, [layers, ep]."""
+        table = np.zeros((2, len(self.orders), ep))
+        for layer, order in enumerate(self.orders if ep > 1 else ()):
+            of = np.array([[len(each) for each in to] for to in lent_experts(order, len(set(order)), ep)])
+            table[:, layer] = of.sum(axis=0), of.sum(axis=1)
+        return ExpertCopyCounts(table[0], table[1])
+
     def check(self, experts: int, ep: int) -> None:
         """Check that ep ranks can divide these experts so.
 
@@ -99,14 +134,15 @@ class RoutedLoad:
         """Return it in words, of ep ranks."""
         if ep == 1:
             return f"uneven routing ({self.origin}), which is the same work for ranks that hold all experts (ep=1)"
-        return (
+        words = (
             f"the busiest of ep={ep} ranks has {self.imbalance(ep):.2f} times the mean rows ({self.origin})"
         )
+        if held := self.copies(ep).held:
+            words += f"; copies: {held:.3g} experts per layer on the rank that borrows most"
+        return words
 
 
-def rows_of_ranks(
-    rows: Sequence[float], order: Sequence[int], ep: int
-) -> np.ndarray[Any, np.dtype[np.float64]]:
+def rows_of_ranks(rows: Sequence[float], order: Sequence[int], ep: int) -> Counts:
     """Return the rows of each of ep ranks in a layer, an even share of an expert's for each of its slots.
 
     >>> rows_of_ranks([6.0, 2.0, 1.0, 1.0], [0, 1, 2, 3], 2).tolist()
@@ -114,8 +150,40 @@ def rows_of_ranks(
     """
     slots = np.asarray(order)
     shares = np.asarray(rows, float)[slots] / np.bincount(slots)[slots]
-    of_ranks: np.ndarray[Any, np.dtype[np.float64]] = shares.reshape(ep, -1).sum(axis=1)
+    of_ranks: Counts = shares.reshape(ep, -1).sum(axis=1)
     return of_ranks
+
+
+def placed_load(load: object, model: Any, layers: int) -> RoutedLoad | None:
+    """Return how busy experts are, with the slots that `mk.models.place_experts` gave those of a model.
+
+    Args:
+        load: as for `routed_load`; a balance has slots of its own.
+        model: that is asked about; a module if experts of it were placed.
+        layers: with experts.
+
+    Raises:
+        ValueError: the load is none.
+    """
+    given = routed_load(load)
+    modules = dict(model.named_modules()) if callable(getattr(model, "named_modules", None)) else {}
+    placed = {
+        name: each.__dict__["expert_order"]
+        for name, each in modules.items()
+        if "expert_order" in each.__dict__
+    }
+    if not placed or isinstance(load, ExpertBalance | RoutedLoad):
+        return given
+    experts = len(set(next(iter(placed.values()))))
+    natural = tuple(range(experts))
+    if isinstance(load, ExpertLoad):
+        orders = tuple(placed.get(name, natural) for name in load.rows)
+    else:
+        orders = (*placed.values(), *[natural] * (layers - len(placed)))
+    if given is None:
+        return RoutedLoad("uniform routing", rows=((1.0,) * experts,) * len(orders), orders=orders)
+    rows = given.rows * len(orders) if len(given.rows) == 1 else given.rows
+    return replace(given, rows=rows, orders=orders)
 
 
 def routed_load(load: object) -> RoutedLoad | None:
