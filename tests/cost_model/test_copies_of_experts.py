@@ -93,7 +93,9 @@ def test_ranks_borrow_and_lend_what_a_training_does(order: list[int], ep: int) -
     ranks = [ExpertCopies(module, order, 4, FakeGroup(ep, rank)) for rank in range(ep)]
     assert found.borrowed[0].tolist() == [rank.count for rank in ranks]
     assert found.lent[0].tolist() == [rank.lent for rank in ranks]
-    assert found.held == found.borrowed.max() and found.moved == max(found.borrowed.max(), found.lent.max())
+    assert found.most_borrowed == found.borrowed.max() and found.most_moved == max(
+        found.borrowed.max(), found.lent.max()
+    )
 
 
 def test_the_orders_are_those_of_the_model_or_of_a_balance() -> None:

@@ -143,7 +143,7 @@ class Layout:
         if not (self.load and experts):
             return 0.0, 0.0
         copies, own = self.load.copies(self.ep), experts / self.ep
-        return copies.held / own, copies.moved / own
+        return copies.most_borrowed / own, copies.most_moved / own
 
     @cached_property
     def last(self) -> int:

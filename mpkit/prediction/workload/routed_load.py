@@ -44,12 +44,12 @@ class ExpertCopyCounts(NamedTuple):
     lent: Counts
 
     @property
-    def held(self) -> float:
+    def most_borrowed(self) -> float:
         """Those that the rank with most borrows in a layer, in the mean of all layers."""
         return float(self.borrowed.sum(axis=0).max() / max(1, len(self.borrowed)))
 
     @property
-    def moved(self) -> float:
+    def most_moved(self) -> float:
         """Those that the rank with most sends or receives in a layer, either way, in the mean of all layers."""
         most = np.maximum(self.borrowed, self.lent).max(axis=1)
         return float(most.sum() / max(1, len(most)))
@@ -137,7 +137,7 @@ class RoutedLoad:
         words = (
             f"the busiest of ep={ep} ranks has {self.imbalance(ep):.2f} times the mean rows ({self.origin})"
         )
-        if held := self.copies(ep).held:
+        if held := self.copies(ep).most_borrowed:
             words += f"; copies: {held:.3g} experts per layer on the rank that borrows most"
         return words
 
