@@ -13,9 +13,14 @@ from mpkit.plan.tensor_plan import TensorPlan
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["METHODS", "ORDERS", "check_shared_layers", "checked_cp_method"]
+__all__ = [
+    "BALANCED", "BY_DOCUMENT", "CONTIGUOUS", "METHODS", "ORDERS", "ZIGZAG", "check_shared_layers", "checked_cp_method",
+]  # fmt: skip
 
-ORDERS = CONTIGUOUS, ZIGZAG, *_ = ("contiguous", "zigzag", "documents", "balanced")
+OF_SEQUENCES = CONTIGUOUS, ZIGZAG = ("contiguous", "zigzag")
+BY_DOCUMENT = DOCUMENTS, BALANCED = ("documents", "balanced")
+"""The orders of chunks that are made for packed documents."""
+ORDERS = OF_SEQUENCES + BY_DOCUMENT
 METHODS = ("ring", "ulysses")
 ALL_TO_ALL = ("all_to_all", "alltoall", "a2a", "sp", "deepspeed")
 """Other names of Ulysses."""

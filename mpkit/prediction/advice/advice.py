@@ -37,6 +37,8 @@ from mpkit.prediction.cost_model.memory import FRAGMENTATION
 from mpkit.prediction.cost_model.preset import Preset, preset_of
 from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
+from mpkit.prediction.workload.documents import checked_documents
+from mpkit.prediction.workload.routed_load import placed_load
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
 if TYPE_CHECKING:
@@ -126,7 +128,8 @@ class Advice(HasChart, DelegatedAnswer):
         asked = self.priced.asked
         return estimate_checked(
             asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
-            self.priced.preset,
+            self.priced.preset, documents=asked.documents or None,
+            expert_load=asked.load,
         )  # fmt: skip
 
     @cached_property
@@ -265,6 +268,7 @@ class Advice(HasChart, DelegatedAnswer):
 def advise(
     model: object, hardware: Hardware | str, *, global_batch: int, sequence: int, by: str = "time",
     price: float | None = None, stack: str | Stack | None = None, preset: Preset | None = None,
+    documents: Sequence[int] | None = None, expert_load: object = None,
 ) -> Advice:  # fmt: skip
     """Return the plans for a model on a machine that fit, the best first, with reasons.
 
@@ -281,7 +285,8 @@ def advise(
         by: what is best: "time": the fastest step on all devices. "cost": the cheapest step, on as many devices of the
             machine as that takes. "devices": the fewest devices, and on these the fastest step.
         price: of an hour of a GPU, in any currency, for by="cost".
-        stack, preset: as for `mk.estimate`.
+        stack, preset, documents, expert_load: as for `mk.estimate`. Of packed documents, each plan has the `cp_order`
+            in which the busiest rank has least attention. A ratio as the load is that of every ep.
 
     Raises:
         ValueError: the model or the machine is not known, or a number is none.
@@ -293,8 +298,12 @@ def advise(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
-    asked = TrainingQuestion(architecture_of(model), global_batch, sequence)
-    check_length(asked.model, sequence)
+    sizes, lengths = architecture_of(model), checked_documents(documents, sequence)
+    load = placed_load(expert_load, model, sizes.layers - sizes.dense)
+    asked = TrainingQuestion(sizes, global_batch, sequence, lengths, load)
+    if load:
+        load.check(asked.model.experts, 1)
+    check_length(asked.model, sequence, lengths)
     machine = find(hardware)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
     if chosen.name == "mpkit":  # which runs in 16 bits what a plan says so of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from mpkit.common.units import memory_text, percent, seconds
 from mpkit.plan.schedule.catalogue import GPIPE, has_pairs
-from mpkit.prediction.advice.offers import Offers, offers_of
+from mpkit.prediction.advice.offers import Offers, in_best_order, offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.screening import screen_layouts
 from mpkit.prediction.advice.space import can_share, cp_methods, expert_changes
@@ -54,7 +54,8 @@ class NearMiss:
 
 def near_misses(priced: LayoutPrices, best: Layout) -> list[NearMiss]:
     """Return the near misses: those that would be faster by how little they are out, then the others by time."""
-    changes = list(_changes(priced, best, offers_of(priced.stack.name)))
+    offers = offers_of(priced.stack.name)
+    changes = [(change, in_best_order(layout, offers)) for change, layout in _changes(priced, best, offers)]
     (took, _), *priced_changes = screen_layouts(priced, [best, *(layout for _, layout in changes)])
     room = priced.room
     nearest: dict[str, tuple[bool, float, float, Layout]] = {}

@@ -17,10 +17,11 @@ from mpkit.plan.schedule.catalogue import (
     SCHEDULES,
     has_pairs,
 )
-from mpkit.plan.tensor_checks import METHODS
+from mpkit.plan.tensor_checks import CONTIGUOUS, METHODS, ORDERS, ZIGZAG
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.workload.documents import best_order
 
-__all__ = ["EVERYTHING", "Offers", "missing_feature", "offers_of"]
+__all__ = ["EVERYTHING", "Offers", "in_best_order", "missing_feature", "offers_of"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Offers:
         inner_experts: whether all ranks along cp and tp are among those that divide them.
         cp_methods: how ranks that share a sequence attend to the whole of it.
         cp_both: whether it has Ulysses times a ring.
+        cp_orders: which parts of a sequence its ranks can have.
         secondary: whether ZeRO-3 keeps secondary shards (hpZ).
         joint_recompute: what can be recomputed in a schedule of pairs.
     """
@@ -56,6 +58,7 @@ class Offers:
     hybrid: tuple[int, ...] = ()
     cp_methods: tuple[str, ...] = METHODS
     cp_both: bool = True
+    cp_orders: tuple[str, ...] = ORDERS
     experts: bool = True
     inner_experts: bool = False
     secondary: bool = False
@@ -78,7 +81,7 @@ TORCHTITAN = Offers(
         if s.advised and "torchtitan" in s.elsewhere and not s.pairs  # which it runs one after the other
     ),
     (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1], cp_both=False,
-    inner_experts=True,
+    cp_orders=(CONTIGUOUS, ZIGZAG), inner_experts=True,
 )  # fmt: skip
 
 MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
@@ -93,6 +96,7 @@ OFFERS: Mapping[str, Offers] = {
         offload=("none",),
         even=True,
         hybrid=(1,),
+        cp_orders=(ZIGZAG,),
         joint_recompute=("none", "selective"),
     ),
     "deepspeed-2021": Offers(
@@ -150,6 +154,17 @@ def offers_of(stack: str) -> Offers:
     return OFFERS.get(stack, EVERYTHING)
 
 
+def in_best_order(layout: Layout, offers: Offers) -> Layout:
+    """Return a layout with the order of chunks in which the busiest rank has least attention to packed documents.
+
+    >>> in_best_order(Layout(cp=2, documents=(4, 12)), EVERYTHING).cp_order
+    'documents'
+    """
+    if not layout.documents:
+        return layout
+    return layout.vary(cp_order=best_order(layout.documents, layout.ring, offers.cp_orders))
+
+
 def missing_feature(stack: str, layout: Layout) -> str:
     """Say what a layout asks for that a stack does not offer, with what it has; "" if nothing.
 
@@ -176,6 +191,11 @@ def missing_feature(stack: str, layout: Layout) -> str:
             or layout.cp_method in has.cp_methods
             or (has.cp_both and 1 < layout.ulysses < layout.cp),
             _list_values("", has.cp_methods),
+        ),
+        (
+            f"cp_order={layout.cp_order!r}",
+            layout.ring == 1 or layout.cp_order in has.cp_orders,
+            _list_values("", has.cp_orders),
         ),
         ("secondary shards (dp_secondary, hpZ)", has.secondary or not layout.secondary, ""),
         ("expert parallelism", has.experts or layout.ep == 1, ""),

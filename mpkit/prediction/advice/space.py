@@ -1,6 +1,7 @@
 """Space: every layout by which a batch of a model can be trained on a number of devices.
 
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
+    cp_order     zigzag; of packed documents the order that balances their attention best
     cp_method    a ring; Ulysses if the heads can be divided; and a ring of nodes with Ulysses inside
     ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
     etp          1, or tp where tensor parallelism divides experts
@@ -24,21 +25,16 @@ from typing import Any
 
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES, has_pairs
 from mpkit.plan.tensor_checks import METHODS
-from mpkit.prediction.advice.offers import EVERYTHING, Offers
+from mpkit.prediction.advice.offers import EVERYTHING, Offers, in_best_order
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.workload.routed_load import RoutedLoad
 
 __all__ = [
-    "LayoutFamily",
-    "TrainingQuestion",
-    "can_share",
-    "cp_methods",
-    "divisors",
-    "expert_changes",
-    "expert_degrees",
+    "LayoutFamily", "TrainingQuestion", "can_share", "cp_methods", "divisors", "expert_changes", "expert_degrees",
     "families",
-]
+]  # fmt: skip
 
 
 GROUPS = (1, 2, 4)
@@ -52,11 +48,14 @@ class TrainingQuestion:
     Attributes:
         model: its sizes.
         global_batch, sequence: samples per step, and tokens per sample.
+        documents, load: as in a Layout.
     """
 
     model: Architecture
     global_batch: int
     sequence: int
+    documents: tuple[int, ...] = ()
+    load: RoutedLoad | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def families(
                     continue
                 mesh = Layout(
                     pp=pp, dp=dp, cp=cp, tp=tp, sequence_parallel=tp > 1 and offers.sequence, head=head,
-                    balanced=balanced,
+                    balanced=balanced, documents=asked.documents, load=asked.load,
                 )  # fmt: skip
                 for family in _of_mesh(asked, offers, per_node, mesh):
                     ways = product(methods, expert_changes(model, offers, family.base))
@@ -121,7 +120,7 @@ def families(
                     for method, experts in ways:
                         if joint and experts["ep"] == 1:
                             continue  # there is nothing to hide
-                        base = family.base.vary(cp_method=method, **experts)
+                        base = in_best_order(family.base.vary(cp_method=method, **experts), offers)
                         yield LayoutFamily(base, family.sizes, family.samples)
 
 
@@ -217,7 +216,8 @@ def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[
         return [1]
     inner = layout.cp * layout.tp if offers.inner_experts else 1
     ranks = layout.shards * (layout.tp if layout.sequence_parallel else 1)
-    return [ep for ep in divisors(ranks) if model.experts % ep == 0 and (ep == 1 or ep % inner == 0)]
+    slots = (model.experts, *map(len, layout.load.orders if layout.load else ()))
+    return [ep for ep in divisors(ranks) if not any(n % ep for n in slots) and (ep == 1 or ep % inner == 0)]
 
 
 def expert_changes(model: Architecture, offers: Offers, layout: Layout) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ def summary_of(advice: Advice) -> str:
         ]
         if advice.objective.by != "time":
             lines.append(f"  {advice.objective.words(advice.found[0], hardware.devices)}")
+        lines += [f"  {what}: {words}." for what, words in best.assumptions.items()]
         within = int((figures_of(advice.found)[0] <= high).sum())
         lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
         lines += _memory_left(advice)

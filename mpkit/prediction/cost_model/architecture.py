@@ -10,7 +10,7 @@ A decoder of a translation model (T5) attends twice, to itself and to the encode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -244,7 +244,9 @@ class Architecture:
 
     # ---- FLOPs
 
-    def forward_flops(self, sequence: int, *, causal: bool | None = None) -> float:
+    def forward_flops(
+        self, sequence: int, *, causal: bool | None = None, documents: Sequence[int] = ()
+    ) -> float:
         """Return the floating-point operations of a forward per sequence: products with weights, attention and head.
 
         Training takes three times as many, and a fourth share where everything is recomputed.
@@ -253,9 +255,11 @@ class Architecture:
             sequence: its length in tokens, s.
             causal: whether to count only what a causal attention needs; None: as the model has it. Model FLOPs
                 utilization is mostly counted with False (Chowdhery et al., "PaLM", 2022, appendix B).
+            documents: the lengths of those that are packed in the sequence, and attend within themselves.
         """
         half = 0.5 if (self.causal if causal is None else causal) else 1.0
-        per_layer = 2.0 * sequence * sequence * self.heads * (self.qk_dim + self.v_dim) * half
+        pairs = sum(length**2 for length in documents or (sequence,))
+        per_layer = 2.0 * pairs * self.heads * (self.qk_dim + self.v_dim) * half
         total = 0.0
         for layer, count in self.kinds():
             weights = sum(m.flops for m in self.matmuls(layer)) * sequence

@@ -7,11 +7,13 @@ from dataclasses import fields
 from mpkit.devices.hardware import Device, Hardware
 from mpkit.plan.checks import call_of, every, whole
 from mpkit.plan.plan import Plan
-from mpkit.plan.tensor_checks import CONTIGUOUS
+from mpkit.plan.tensor_checks import BALANCED, CONTIGUOUS
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
+from mpkit.prediction.workload.documents import check_order, checked_documents
+from mpkit.prediction.workload.routed_load import routed_load
 
 __all__ = [
     "can_divide_experts",
@@ -61,6 +63,7 @@ def check_products(stack: Stack, device: Device) -> None:
 
 def checked_layout(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, trainable: float = 1.0,
+    documents: object = None, expert_load: object = None,
 ) -> Layout:  # fmt: skip
     """Return the layout of a plan that can work.
 
@@ -110,9 +113,12 @@ def checked_layout(
         most = model.layers // plan.virtual_stages
         either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
         raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
-    _check_sequence(model, plan, sequence)
+    lengths = checked_documents(documents, sequence)
+    _check_sequence(model, plan, sequence, lengths)
     _check_ulysses(model, plan)
-    return layout_of(plan, global_batch, trainable)
+    if load := routed_load(expert_load):
+        load.check(model.experts, plan.ep)
+    return layout_of(plan, global_batch, trainable, lengths, load)
 
 
 def _check_unpriced(plan: Plan) -> None:
@@ -132,27 +138,38 @@ def _check_unpriced(plan: Plan) -> None:
             )
 
 
-def check_length(model: Architecture, sequence: int) -> None:
-    """Check that a model has positions for so many tokens.
+def check_length(model: Architecture, sequence: int, documents: tuple[int, ...] = ()) -> None:
+    """Check that a model has positions for so many tokens, or for those of the longest document.
 
     Raises:
         ValueError: it has learned fewer.
     """
-    if model.positions and not model.patch and sequence > model.positions:
+    name = model.name or "the model"
+    if documents and (model.patch or model.encoder):
+        kind = "reads images" if model.patch else "has an encoder and a decoder"
         raise ValueError(
-            f"sequence={sequence}: {model.name or 'the model'} has learned positions for {model.positions} tokens, and "
-            f"refuses longer sequences: sequence={model.positions}, or a model of more positions"
+            f"documents={list(documents)!r:.60}: {name} {kind}. Documents are packed in sequences of tokens that "
+            "attend to each other: leave documents= out"
+        )
+    longest = max(documents, default=sequence)  # positions begin anew in each
+    if model.positions and not model.patch and longest > model.positions:
+        what = f"a document of {longest} tokens" if documents else f"sequence={sequence}"
+        remedy = "documents of as many" if documents else f"sequence={model.positions}"
+        raise ValueError(
+            f"{what}: {name} has learned positions for {model.positions} tokens, and refuses longer sequences: "
+            f"{remedy}, or a model of more positions"
         )
 
 
-def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
+def _check_sequence(model: Architecture, plan: Plan, sequence: int, documents: tuple[int, ...]) -> None:
     """Check that the ranks of a plan can share sequences of so many tokens, as trainings do.
 
     Raises:
         ValueError: they cannot, or the model has no positions for so many.
     """
-    check_length(model, sequence)
-    pieces = 1 if plan.cp == 1 or plan.cp_order == CONTIGUOUS else 2
+    check_length(model, sequence, documents)
+    blocks = plan.cp == 1 or plan.cp_order == CONTIGUOUS or (documents and plan.cp_order == BALANCED)
+    pieces = 1 if blocks else 2
     parts = plan.cp * max(pieces, plan.tp if plan.sequence_parallel else 1)
     if sequence % parts:
         divides = f"cp={plan.cp}" if plan.cp > 1 else ""
@@ -162,6 +179,8 @@ def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
             divides += f"{' and ' if divides else ''}tp={plan.tp} with sequence_parallel=True"
         near = sequence // parts * parts or parts
         raise ValueError(f"{divides} does not divide sequences of {sequence} tokens: sequence={near} does")
+    if documents and plan.cp > 1:
+        check_order(plan, documents)
 
 
 def _check_ulysses(model: Architecture, plan: Plan) -> None:

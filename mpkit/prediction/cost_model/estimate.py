@@ -21,6 +21,7 @@ from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
+from mpkit.plan.tensor_checks import BY_DOCUMENT
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.check import check_plan, check_products, checked_layout
@@ -32,6 +33,8 @@ from mpkit.prediction.cost_model.preset import Preset, preset_of
 from mpkit.prediction.cost_model.shares import ParameterShares, model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.step import StepTime, step_time
+from mpkit.prediction.workload.documents import describe_documents
+from mpkit.prediction.workload.routed_load import placed_load
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Estimate", "estimate", "estimate_checked"]
-
-BY_DOCUMENT = "documents", "balanced"
-"""The orders of chunks that are made for packed documents."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ class Estimate(DrawnResult, Answer):
         """Model TFLOP/s per device: three forwards, attention counted as if not causal, nothing for recomputation.
 
         That is the convention of Chowdhery et al., "PaLM", 2022, appendix B. Megatron's published figures count a
-        fourth forward where everything is recomputed.
+        fourth forward where everything is recomputed. Packed documents attend within themselves alone.
         """
-        flops = 3 * self.layout.global_batch * self.model.forward_flops(self.sequence, causal=False)
+        forward = self.model.forward_flops(self.sequence, causal=False, documents=self.layout.documents)
+        flops = 3 * self.layout.global_batch * forward
         return flops / self.step_time / self.layout.ranks / 1e12
 
     @property
@@ -180,14 +181,24 @@ class Estimate(DrawnResult, Answer):
             f"{memory_text(FRAGMENTATION * self.peak_memory, needed)}",
             f"preset      {self.preset}",
         ]
-        if self.plan.cp > 1 and self.plan.cp_order in BY_DOCUMENT:
-            order = f"{self.plan.mesh.cp_ring}, {self.plan.cp_order!r}"
-            lines.append(
-                "documents   attention is that of one document per sequence. Packed ones attend to less, and the rank "
-                f"with most work sets the pace: mk.attention_work([{self.sequence // 4}, "
-                f"{self.sequence - self.sequence // 4}], {order})"
-            )
+        lines += [f"{what:<12}{words}" for what, words in self.assumptions.items()]
         return "\n".join(lines)
+
+    @property
+    def assumptions(self) -> dict[str, str]:
+        """What the data is taken to be, in words: of "documents" and "experts", where there are any."""
+        layout, part = self.layout, self.sequence // 4
+        found = {}
+        if layout.documents:
+            found["documents"] = describe_documents(layout.documents, layout.ring, layout.cp_order)
+        elif self.plan.cp > 1 and self.plan.cp_order in BY_DOCUMENT:
+            found["documents"] = (
+                "attention is that of one document per sequence. Packed ones attend to less, and the rank with most "
+                f"work sets the pace: documents=[{part}, {self.sequence - part}]"
+            )
+        if self.model.experts:
+            found["experts"] = layout.load.describe(layout.ep) if layout.load else "uniform routing"
+        return found
 
     def _first(self, n: int) -> list[tuple[str, float]]:
         return list(self.because.items())[:n]
@@ -198,14 +209,17 @@ class Estimate(DrawnResult, Answer):
 def estimate(
     model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int, sequence: int,
     stack: str | Stack | None = None, preset: Preset | None = None, trainable: float = 1.0,
+    documents: Sequence[int] | None = None, expert_load: object = None,
 ) -> Estimate:  # fmt: skip
     """Predict the time and memory of a step of training with Adam.
 
     The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
     bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
 
-    Routing to experts is taken to be uniform, and attention that of one document per sequence, whose work all orders
-    but "contiguous" divide equally. Packed documents attend to less; `mk.attention_work` counts each rank's.
+    Each sequence is one document, whose attention all orders but
+    "contiguous" divide equally, or the `documents` that are packed in it: sum l^2 instead of s^2, in kernels that leave
+    out the rest, as FlashAttention's do for sequences of variable length. Of ranks that share sequences (cp) the one
+    with most attention under the plan's `cp_order` sets the pace.
 
     Stages have equal numbers of layers, as frameworks cut them; of stack="mpkit" they are balanced by FLOPs, the head
     included, as those of `Cluster.train` are.
@@ -221,6 +235,11 @@ def estimate(
         stack: the software: a name of `mpkit.prediction.cost_model.stack.STACKS`, or a Stack; None: PyTorch.
         preset: constants of one's own, from `mk.calibrate`; None: those that ship for the device and the stack.
         trainable: the share of the parameters that is trained, less than 1 for LoRA or frozen layers.
+        documents: the lengths in tokens, in order, of the documents that are packed in each sequence; they add up to
+            `sequence`. None: each sequence is one document.
+        expert_load: how busy experts are: rows of the busiest of ep ranks divided by the mean, rows per expert, [E] or
+            [layers, E], a run's `expert_load`, or its `.balance(...)`, with copies. None: uniform routing. Copies of a
+            model that `mk.models.place_experts` has placed count, too.
 
     Raises:
         ValueError: the plan cannot work for this model on this machine, or one of the arguments is unknown.
@@ -229,19 +248,21 @@ def estimate(
     >>> found = estimate("llama3-8b", plan, "8x-h100-nvlink", global_batch=16, sequence=4096, stack="llm-foundry")
     >>> 0.3 < found.mfu < 0.6 and found.peak_memory < 80e9
     True
+    >>> long = {"global_batch": 8, "sequence": 65_536, "documents": [4096] * 4 + [49_152]}
+    >>> for order in ("contiguous", "zigzag", "balanced"):
+    ...     plan = Plan(cp=8, zero=3, cp_order=order, precision="bf16")
+    ...     print(order, round(estimate("llama3-8b", plan, "8x-h100-nvlink", **long).because["attention"], 1))
+    contiguous 14.1
+    zigzag 7.7
+    balanced 6.0
     """
     machine = machine_of(hardware)
     check_plan(plan)
     chosen, plan = stack_for(plan, stack, machine.device.half)
+    sizes = architecture_of(model, trainable=trainable)
+    load = placed_load(expert_load, model, sizes.layers - sizes.dense)
     return estimate_checked(
-        architecture_of(model, trainable=trainable),
-        plan,
-        machine,
-        global_batch,
-        sequence,
-        chosen,
-        preset,
-        trainable,
+        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, documents, load
     )
 
 
@@ -281,7 +302,8 @@ def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") 
 
 def estimate_checked(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
-    preset: Preset | None = None, trainable: float = 1.0,
+    preset: Preset | None = None, trainable: float = 1.0, documents: Sequence[int] | None = None,
+    expert_load: object = None,
 ) -> Estimate:  # fmt: skip
     """Return the estimate of what `estimate` has read.
 
@@ -290,7 +312,7 @@ def estimate_checked(
     """
     check_products(stack, hardware.device)
     model = model_under(stack, model)
-    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable)
+    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, documents, expert_load)
     if model.whole_experts and layout.ep == 1:
         layout = replace(layout, etp=1, alike=True)
     if stack.by_weight:

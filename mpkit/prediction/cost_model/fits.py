@@ -9,7 +9,7 @@ Fragmentation: what an allocator reserves beyond what is allocated at the peak; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -190,7 +190,16 @@ class Fits(DrawnResult, DelegatedAnswer):
         elif plan.precision != e.plan.precision:
             stack, preset = stack_for(plan, FOLLOW[stack.name])[0], None
         return estimate_checked(
-            e.model, plan, e.hardware, batch, e.sequence, stack, preset, e.layout.trainable
+            e.model,
+            plan,
+            e.hardware,
+            batch,
+            e.sequence,
+            stack,
+            preset,
+            e.layout.trainable,
+            e.layout.documents or None,
+            e.layout.load,
         )
 
     def margin(self, memory: Mapping[str, float]) -> float:
@@ -214,6 +223,7 @@ class Fits(DrawnResult, DelegatedAnswer):
                 )
         spare = f"{FRAGMENTATION:.0%} of all that, which an allocator reserves beside it"
         lines.append(f"  {memory_text(self.margin(memory), self.needed):>12}  {MARGIN_WORD}: {spare}")
+        lines += [f"Assumed of {what}: {words}." for what, words in e.assumptions.items()]
         if self:
             lines.append(f"The largest batch that fits: {self.largest_batch} samples.")
         elif self.remedy is not None:
@@ -279,12 +289,13 @@ def changes(plan: Plan, microbatch: int, half: str = "bf16") -> list[tuple[str, 
 @answers('mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", global_batch=8, sequence=4096)')
 def fits(
     model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int | None = None,
-    sequence: int, stack: str | Stack | None = None, trainable: float = 1.0,
+    sequence: int, stack: str | Stack | None = None, trainable: float = 1.0, documents: Sequence[int] | None = None,
+    expert_load: object = None,
 ) -> Fits:  # fmt: skip
     """Say whether a plan fits a machine: true if it does, and prints why.
 
     Args:
-        model, plan, hardware, sequence, stack, trainable: as for `mk.estimate`.
+        model, plan, hardware, sequence, stack, trainable, documents, expert_load: as for `mk.estimate`.
         global_batch: samples per step, over all replicas; None: one per replica and micro-batch.
 
     Raises:
@@ -308,5 +319,7 @@ def fits(
             sequence=sequence,
             stack=stack,
             trainable=trainable,
+            documents=documents,
+            expert_load=expert_load,
         )
     )

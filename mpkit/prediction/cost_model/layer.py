@@ -13,6 +13,7 @@ from mpkit.prediction.cost_model.communication import KAPPA, Network
 from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Stack
+from mpkit.prediction.workload.documents import busiest_share
 from mpkit.trace import Kind
 
 __all__ = ["LayerTime", "head_time", "layer_time"]
@@ -71,11 +72,11 @@ def layer_time(
     t, cp, stack = layout.tp, layout.cp, kernels.stack
     tokens = layout.microbatch * sequence / cp
     own_tokens = tokens / (t if layout.sequence_parallel else 1)
-    h, heads = model.hidden, model.heads / t
+    h = model.hidden
 
     spread = layout.expert_parts // layout.expert_tp  # each has experts for a part of the sequence
     products = [0.0, 0.0]
-    last = 0.0
+    last, visited = 0.0, model.visits(layer) * layout.busiest
     for m in model.matmuls(layer):
         degree = layout.expert_tp if m.experts else t
         k = max(1, m.k // degree) if m.divided == "k" else m.k
@@ -83,33 +84,24 @@ def layer_time(
         if not m.experts:
             last, back = kernels.product(tokens if m.divided else own_tokens, k, n, can_narrow=True)
         else:
-            last, back = _experts(m.experts // layout.ep, tokens * m.top_k / spread, k, n, kernels)
+            last, back = _experts(m.experts / layout.ep, tokens * visited / spread, k, n, kernels)
         products[0] += last
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
-    full = layout.microbatch * sequence * (sequence / cp) * heads  # elements of the scores
-    seen = _seen_share(layout) if model.causal and stack.fused and layer >= model.encoder else 1.0
-    attention = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim) * seen, full, sequence)
-    if stack.played and layout.ring > 1:
-        tiles = full * (_tile_share(layout) if model.causal and layer >= model.encoder else 1.0)
-        attention = kernels.ring(2.0 * tiles * (model.qk_dim + model.v_dim), tiles)
-    if model.encoder and layer >= model.encoder:  # it attends to the encoder too
-        cross = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim), full, sequence)
-        attention = attention[0] + cross[0], attention[1] + cross[1]
-
-    visits = model.visits(layer)
+    attention = _attention(model, layer, layout, sequence, kernels)
     whole = 22 * h / (t if layout.sequence_parallel else 1)
     inside = (8 if model.gated else 4) * _mlp_width(model, layer, layout)
-    permuted = 8 * h * visits
+    permuted = 8 * h * visited
     elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
 
     fixed = kernels.constants.fixed
     sent = [
-        times * tokens * h * stack.element for times in _sent_by_tensor_parallel(model, visits, layout, stack)
+        times * tokens * h * stack.element
+        for times in _sent_by_tensor_parallel(model, model.visits(layer), layout, stack)
     ]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
-    experts = 2 * _dispatch_time(tokens * h * stack.element, visits, layout, network, stack)
+    experts = 2 * _dispatch_time(tokens * h * stack.element, model.visits(layer), layout, network, stack)
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
     backward = (
@@ -131,7 +123,7 @@ def head_time(model: Architecture, layout: Layout, sequence: int, kernels: Kerne
     return sum(kernels.product(tokens, model.hidden, width)) + loss
 
 
-def _experts(local: int, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:
+def _experts(local: float, visits: float, k: int, n: int, kernels: Kernels) -> tuple[float, float]:
     """Return the times of the experts that a rank holds, which run one after the other on equal shares."""
     forward, back = kernels.product(visits / local, k, n, can_narrow=True)
     return local * (forward + LAUNCH), local * (back + 2 * LAUNCH)
@@ -146,7 +138,7 @@ def _dispatch_time(nbytes: float, visits: int, layout: Layout, network: Network,
     each_its_part = layout.sequence_parallel and not (stack.played and layout.expert_tp > 1)
     senders = layout.tp if each_its_part else 1
     inside = layout.per_node("ep", network.per_node)
-    return network.time(Kind.ALL_TO_ALL, nbytes * sends / senders, layout.ep, inside)
+    return network.time(Kind.ALL_TO_ALL, nbytes * sends * layout.busiest / senders, layout.ep, inside)
 
 
 def _ranks_visited(visits: int, ep: int) -> float:
@@ -158,31 +150,53 @@ def _ranks_visited(visits: int, ep: int) -> float:
     return ep * (1 - (1 - 1 / ep) ** visits)
 
 
-def _seen_share(layout: Layout) -> float:
-    """Return which share of the scores of its tokens the rank with most computes, where attention is causal.
+def _attention(
+    model: Architecture, layer: int, layout: Layout, sequence: int, kernels: Kernels
+) -> tuple[float, float]:
+    """Return the seconds of a layer's attentions without their weights, on the rank with most scores."""
+    stack, causal = kernels.stack, model.causal and layer >= model.encoder
+    scores = layout.microbatch * sequence * (sequence / layout.cp) * model.heads / layout.tp
+    each, longest = 2.0 * (model.qk_dim + model.v_dim), max(layout.documents, default=sequence)
+    if stack.played and (layout.ring > 1 or (layout.documents and layout.cp > 1)):
+        tiles = scores * _score_share(layout, causal=causal, tiles=True)
+        return kernels.ring(each * tiles, tiles)
+    masked = not stack.fused or (stack.played and layout.documents)  # a mask hides scores that are computed
+    share, keys = (1.0, sequence) if masked else (_score_share(layout, causal=causal), longest)
+    attention = kernels.attention(each * scores * share, scores, keys)
+    if model.encoder and layer >= model.encoder:  # it attends to the encoder too
+        cross = kernels.attention(each * scores, scores, sequence)
+        return attention[0] + cross[0], attention[1] + cross[1]
+    return attention
 
-    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own.
 
-    >>> _seen_share(Layout(cp=4)), _seen_share(Layout(cp=4, cp_order="contiguous"))
-    (0.5, 0.875)
+def _score_share(layout: Layout, *, causal: bool, tiles: bool = False) -> float:
+    """Return which share of its tokens' scores with all tokens the rank with most computes.
+
+    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own. In tiles,
+    as mpkit's ring computes them, those on the diagonal are whole.
+
+    >>> [_score_share(Layout(cp=4, cp_order=order), causal=True) for order in ("zigzag", "contiguous")]
+    [0.5, 0.875]
+    >>> [_score_share(Layout(cp=4, cp_order=order), causal=True, tiles=True) for order in ("zigzag", "contiguous")]
+    [0.5625, 1.0]
+    >>> _score_share(Layout(cp=4, documents=(8, 8)), causal=True)  # two half as long, and two ranks have only half
+    0.25
     """
-    return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
-
-
-def _tile_share(layout: Layout) -> float:
-    """Return which share of all scores lies in the tiles of a causal ring's rank with most, the diagonal ones whole.
-
-    >>> _tile_share(Layout(cp=4)), _tile_share(Layout(cp=4, cp_order="contiguous"))
-    (0.5625, 1.0)
-    """
-    return 1.0 if layout.cp_order == CONTIGUOUS else 0.5 + 0.25 / layout.ring
+    if layout.documents:
+        how = "whole" if not causal else "tiles" if tiles else "causal"
+        return busiest_share(layout.documents, layout.ring, layout.cp_order, how)
+    if not causal:
+        return 1.0
+    diagonal = 0.5 / layout.ring if tiles else 0.0
+    return 1 - 0.5 / layout.ring + diagonal if layout.cp_order == CONTIGUOUS else 0.5 + diagonal / 2
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
     """Return the width inside of the MLP, or of the experts that a token visits, as one rank computes it per token."""
     if not (visits := model.visits(layer)):
         return model.ffn / layout.tp
-    return (model.expert_ffn or model.ffn) * visits / layout.expert_parts + model.shared_ffn / layout.tp
+    routed = (model.expert_ffn or model.ffn) * visits * layout.busiest
+    return routed / layout.expert_parts + model.shared_ffn / layout.tp
 
 
 def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout, stack: Stack) -> list[int]:

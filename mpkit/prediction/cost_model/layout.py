@@ -16,6 +16,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.plan.schedule.summary import stage_ranks
 from mpkit.plan.tensor_checks import CONTIGUOUS, ZIGZAG
+from mpkit.prediction.workload.routed_load import RoutedLoad
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 
@@ -45,6 +46,8 @@ class Layout:
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
         cp_method, cp_order, prefetch: as in a Plan.
         secondary: the ranks among which ZeRO-3's backward gathers secondary shards (hpZ); 0: there are none.
+        documents: the lengths of the documents that are packed in each sequence; (): each is one document.
+        load: how busy the experts are; None: all are equally busy.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -74,6 +77,8 @@ class Layout:
     cp_order: str = ZIGZAG
     prefetch: int = 1
     secondary: int = 0
+    documents: tuple[int, ...] = ()
+    load: RoutedLoad | None = None
 
     @cached_property
     def ranks(self) -> int:
@@ -123,6 +128,22 @@ class Layout:
         Ranks that share no experts compute those of their own part of the sequence, or all the same.
         """
         return self.tp if self.sequence_parallel else self.expert_tp
+
+    @property
+    def busiest(self) -> float:
+        """The rows of the busiest rank's experts, divided by the mean of the ranks that divide them."""
+        return self.load.imbalance(self.ep) if self.load else 1.0
+
+    def copied_experts(self, experts: int) -> tuple[float, float]:
+        """Return the copies that a rank borrows, and those that it sends or receives, as a multiple of those it owns.
+
+        Args:
+            experts: of a layer.
+        """
+        if not (self.load and experts):
+            return 0.0, 0.0
+        copies, own = self.load.copies(self.ep), experts / self.ep
+        return copies.most_borrowed / own, copies.most_moved / own
 
     @cached_property
     def last(self) -> int:
@@ -249,7 +270,10 @@ def _by_weight(layers: int, pp: int, head: float) -> tuple[int, ...]:
     return tuple(held)
 
 
-def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
+def layout_of(
+    plan: Plan, global_batch: int, trainable: float = 1.0, documents: tuple[int, ...] = (),
+    load: RoutedLoad | None = None,
+) -> Layout:  # fmt: skip
     """Return a plan's layout for a number of samples per step.
 
     Raises:
@@ -275,7 +299,7 @@ def layout_of(plan: Plan, global_batch: int, trainable: float = 1.0) -> Layout:
         cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
         etp=1 if plan.ep > 1 and plan.etp in (None, 1) else 0,
         alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
-        secondary=(plan.dp_secondary or 0) * plan.cp,
+        secondary=(plan.dp_secondary or 0) * plan.cp, documents=documents, load=load,
     )  # fmt: skip
 
 

@@ -78,10 +78,10 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     whole = t if layout.sequence_parallel else 1
     tokens = layout.microbatch * sequence / layout.cp
     e, h, a = stack.element, model.hidden, model.heads
-    mask = 1 if stack.dropout else 0
+    dropped = 1 if stack.dropout else 0
 
     routed = 0.0  # of experts
-    outside = 2 * e * h + 2 * e * h + 2 * mask * h  # inputs of norms and of products; dropout masks
+    outside = 2 * e * h + 2 * e * h + 2 * dropped * h  # inputs of norms and of products; dropout masks
     if model.kv_rank:
         latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
         outside += e * latent
@@ -94,18 +94,21 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     if stack.fused:
         inside += 4 * a  # the logarithms of the sums of its scores
     else:
-        inside += (2 * e + mask) * a * sequence if mask else e * a * sequence
+        inside += (2 * e + dropped) * a * sequence if dropped else e * a * sequence
     widths = (
         stack.gates if model.gated else 2
     )  # an MLP without a gate keeps what its activation reads and returns
     if model.experts and layer >= model.dense:
         each = e * widths * (model.expert_ffn or model.ffn) + 2 * e * h  # and the tokens as they were sent
         inside += e * widths * model.shared_ffn
-        routed = model.top_k * each / layout.expert_parts
+        routed = model.top_k * each * layout.busiest / layout.expert_parts
         outside += 4 * model.experts
     else:
         inside += e * widths * model.ffn
-    return tokens * (outside / whole + inside / t + routed)
+    mask = (
+        e * sequence if stack.played and layout.documents and layout.cp == 1 else 0.0
+    )  # which keys, as numbers
+    return tokens * (outside / whole + inside / t + routed + mask)
 
 
 def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
@@ -250,6 +253,7 @@ def state_memory(
         gathered += unit if layout.zero == 3 else 2 * min(unit, stack.bucket)
     kept_by_libraries = workspaces(stack, device) if device else 0.0
     grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
+    copied = shares.borrowed * shares.experts[stage] * stack.element  # weights of experts that others own
     missing = shares.layer + (shares.edge if stage == 0 else 0.0)
     held = {
         "params": 0.0
@@ -258,8 +262,9 @@ def state_memory(
         * (
             (shares.sharded_on(stage, layout) if layout.zero == 3 else whole)
             + (shares.secondary_on(stage, layout) / layout.secondary if layout.secondary else 0)
-        ),
-        "grads": grads,
+        )
+        + copied,
+        "grads": grads + copied * (layout.trainable > 0),
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
         "gathered": gathered,
         "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,

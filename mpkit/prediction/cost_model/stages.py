@@ -19,6 +19,7 @@ from mpkit.prediction.cost_model.kernels import Kernels
 from mpkit.prediction.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.workload.routed_load import RoutedLoad
 from mpkit.trace import Kind
 
 __all__ = ["MeanLayer", "ShardGathers", "StageTimes", "gathers_of", "layer_of", "stages_of"]
@@ -125,12 +126,13 @@ class MeanLayer:
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
     etp: int, alike: bool, sequence_parallel: bool, trainable: float, cp_method: str | tuple[int, int],
-    cp_order: str,
+    cp_order: str, documents: tuple[int, ...], load: RoutedLoad | None,
 ) -> MeanLayer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
         cp=cp, tp=tp, ep=ep, etp=etp, alike=alike, microbatch=microbatch, sequence_parallel=sequence_parallel,
-        trainable=trainable, cp_method=cp_method, cp_order=cp_order,
+        trainable=trainable, cp_method=cp_method, cp_order=cp_order, documents=documents,
+        load=load,
     )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
@@ -154,7 +156,8 @@ def layer_of(
     """Return the times of a layer of a layout, whatever its recomputation is."""
     return _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
-        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order,
+        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order, layout.documents,
+        layout.load,
     )  # fmt: skip
 
 

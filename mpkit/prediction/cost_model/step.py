@@ -273,16 +273,17 @@ def reductions_of(
 ) -> tuple[float, float, float]:
     """Return the seconds of collectives that keep replicas equal, whatever runs beside them.
 
-    They are: to reduce all gradients once; to gather new weights; and for ranks along tp that hold the same experts to
-    sum the gradients of these, each of its part of the sequence. They do that before the update, so that under ZeRO it
-    is their shards.
+    They are: to reduce all gradients once; to gather new weights; and what nothing runs beside: copies of experts get
+    their weights and give their gradients back, and ranks along tp that hold the same experts sum the gradients of
+    these, each of its part of the sequence. They do that before the update, so that under ZeRO it is their shards.
     """
     own = shares.own * layout.trainable
-    summed = reduce = gather = 0.0
+    reduce = gather = 0.0
+    summed = _time_of_copies(layout, shares, network, stack)
     if layout.summed_experts:
         updated = own / (layout.expert_shards if layout.zero else 1)
         inside = layout.per_node("tp", network.per_node)
-        summed = network.time(Kind.ALL_REDUCE, stack.reduced * updated, layout.tp, inside)
+        summed += network.time(Kind.ALL_REDUCE, stack.reduced * updated, layout.tp, inside)
     if layout.replicas < 2 or layout.zero == 3:
         return reduce, gather, summed
     held = shares.parameters * layout.trainable - own, own
@@ -294,6 +295,19 @@ def reductions_of(
         reduce += time_over_groups(held, stack.reduced, layout, network, calls)
         gather = time_of_replicas(Kind.ALL_GATHER, held, stack.element, layout, network, shares)
     return reduce, gather, summed
+
+
+def _time_of_copies(layout: Layout, shares: ParameterShares, network: Network, stack: Stack) -> float:
+    """Return the seconds per step in which owners send experts to ranks with copies, and get the gradients of these.
+
+    Both are all-to-alls, of each layer's weights by themselves, two products each. All of them leave the rank.
+    """
+    if not shares.moved:
+        return 0.0
+    payload = stack.element * shares.moved * shares.own * layout.ep / (layout.ep - 1)
+    calls = 2 * max(1, round(shares.own / shares.layer_experts))
+    inside = layout.per_node("ep", network.per_node)
+    return 2 * network.time(Kind.ALL_TO_ALL, payload, layout.ep, inside, calls)
 
 
 def micro_batches_beside(layout: Layout) -> float:

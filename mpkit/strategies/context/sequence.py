@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.plan.tensor_checks import BY_DOCUMENT
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.gpt import Embedding
 
 __all__ = [
-    "BY_DOCUMENT",
     "ORDERS",
     "check_sequences",
     "pieces",
@@ -39,8 +39,7 @@ __all__ = [
 
 
 ORDERS = ("contiguous", "zigzag")
-BY_DOCUMENT = ("documents", "balanced")
-"""Orders that depend on the documents of a packed sequence; a sequence that is one document is in zigzag order."""
+"""The orders that do not depend on documents; in the others a sequence that is one document is in zigzag order."""
 
 
 def pieces(index: int, n: int, order: str = "contiguous", row: int = 1) -> tuple[int, ...]:

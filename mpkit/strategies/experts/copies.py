@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.plan.expert_checks import lent_experts
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
 from mpkit.strategies.experts.known_experts import find_experts, number_of_experts
@@ -78,13 +79,7 @@ class ExpertCopies:
         self.order, self.group = tuple(order), group
         self._module, n, me = module, group.size, group.index
         owned = owned_experts(order, experts, n)
-        slots = len(order) // n
-        held = [set(order[rank * slots : (rank + 1) * slots]) for rank in range(n)]
-        # By owner and borrower, the experts that are lent, in the order of the owner.
-        of = [
-            [[e for e in owned[owner] if owner != rank and e in held[rank]] for rank in range(n)]
-            for owner in range(n)
-        ]
+        slots, of = len(order) // n, lent_experts(order, experts, n)
         self._any = any(each for owner in of for each in owner)
         self._lent = [[owned[me].index(e) for e in to] for to in of[me]]
         self._borrowed = [len(owner[me]) for owner in of]

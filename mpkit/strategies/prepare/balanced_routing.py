@@ -14,7 +14,8 @@ from itertools import pairwise
 from mpkit.plan.checks import call_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
-from mpkit.strategies.context.sequence import BY_DOCUMENT, pieces
+from mpkit.plan.tensor_checks import BY_DOCUMENT
+from mpkit.strategies.context.sequence import pieces
 from mpkit.strategies.data.microbatch import leaves
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.job.resolved_plan import ResolvedPlan

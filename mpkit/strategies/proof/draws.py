@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.plan.plan import Plan
-from mpkit.strategies.context.sequence import BY_DOCUMENT, sequence_part
+from mpkit.plan.tensor_checks import BY_DOCUMENT
+from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import shares, split
 from mpkit.strategies.models.heard_draws import CannotReplay
 

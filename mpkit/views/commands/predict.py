@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.command_line import Commands, add_command
+from mpkit.plan.tensor_checks import ORDERS
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.architecture import Architecture
@@ -31,6 +32,7 @@ WORDS: Mapping[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
     **{word: {"recompute": word} for word in ("selective", "full")},
     **{word: {"precision": word} for word in ("bf16", "fp16")},
+    **{word: {"cp_order": word} for word in ORDERS},
 }
 """Words without a number, and the fields of a Plan that they say."""
 
@@ -94,7 +96,16 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--sequence", type=int, metavar="N",
-        help=f"tokens per sample (default: {SEQUENCE}, or as many as the model has learned positions for, if fewer)",
+        help=f"tokens per sample (default: those of --documents; without them {SEQUENCE}, or as many as the model has "
+        "learned positions for, if fewer)",
+    )  # fmt: skip
+    command.add_argument(
+        "--documents", type=int, nargs="+", metavar="N",
+        help="the lengths of the documents that are packed in each sample (default: one)",
+    )  # fmt: skip
+    command.add_argument(
+        "--expert-load", type=float, metavar="RATIO",
+        help="the rows of the busiest of the ranks that divide experts, divided by the mean (default: uniform routing)",
     )  # fmt: skip
     command.add_argument(
         "--stack", help="the software, such as pytorch, megatron, torchtitan, deepspeed or llm-foundry"
@@ -113,6 +124,8 @@ def _advise(options: argparse.Namespace) -> None:
         stack=options.stack,
         by=options.by,
         price=options.price,
+        documents=options.documents,
+        expert_load=options.expert_load,
     )
     if options.to is None:
         print(found)
@@ -134,6 +147,8 @@ def _predict(options: argparse.Namespace) -> None:
         "global_batch": plan.dp * plan.microbatches if options.global_batch is None else options.global_batch,
         "sequence": sequence,
         "stack": options.stack,
+        "documents": options.documents,
+        "expert_load": options.expert_load,
     }
     if options.what == "fits":
         found = fits(model, plan, machine, **asked)
@@ -143,11 +158,14 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _model_of(options: argparse.Namespace) -> tuple[Architecture, int]:
-    """Return the model, and the tokens per sample: by default what it has positions for, and no more than 4096."""
+    """Return the model, and the tokens per sample.
+
+    By default these are the tokens of its documents, or what the model has positions for, and no more than 4096.
+    """
     from mpkit.prediction.cost_model.known_models import architecture_of
 
     model = architecture_of(options.model)
-    most = min(SEQUENCE, model.positions or SEQUENCE)
+    most = sum(options.documents or ()) or min(SEQUENCE, model.positions or SEQUENCE)
     return model, most if options.sequence is None else options.sequence
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from mpkit.common.tracebacks import public
+from mpkit.plan.expert_checks import owned_experts
 
 __all__ = ["order_of_experts", "owned_experts", "place_experts", "placed_copies", "placed_experts"]
 
@@ -77,31 +78,6 @@ def order_of_experts(module: nn.Module, experts: int) -> tuple[int, ...]:
     """
     order: tuple[int, ...] = module.__dict__.get("expert_order", tuple(range(experts)))
     return order
-
-
-def owned_experts(order: Sequence[int], experts: int, n: int) -> list[tuple[int, ...]]:
-    """Return the experts that each of n ranks owns, as many each: if possible, of those in its slots.
-
-    >>> owned_experts([0, 0, 1, 0, 2, 3], 4, 2)
-    [(0, 1), (2, 3)]
-
-    Args:
-        order: the expert of each slot; n divides their number.
-        experts: how many the layer has; n divides it.
-        n: the number of ranks.
-    """
-    here, slots = experts // n, len(order) // n
-    if len(order) == experts:
-        return [tuple(order[rank * here : (rank + 1) * here]) for rank in range(n)]
-    holders: dict[int, set[int]] = {}
-    for slot, expert in enumerate(order):
-        holders.setdefault(expert, set()).add(slot // slots)
-    owned: list[list[int]] = [[] for _ in range(n)]
-    for expert in sorted(range(experts), key=lambda e: (len(holders[e]), e)):  # first those with few holders
-        free = [rank for rank in range(n) if len(owned[rank]) < here]
-        rank = min(holders[expert].intersection(free) or free, key=lambda r: (len(owned[r]), r))
-        owned[rank].append(expert)
-    return [tuple(sorted(each)) for each in owned]
 
 
 def placed_experts(model: nn.Module) -> dict[str, list[int]]:
