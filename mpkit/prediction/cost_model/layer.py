@@ -89,10 +89,9 @@ def layer_time(
 
     full = layout.microbatch * sequence * (sequence / cp) * heads  # elements of the scores
     seen = _seen_share(layout) if model.causal and stack.fused and layer >= model.encoder else 1.0
-    attention = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim) * seen, full, sequence)
-    if stack.played and layout.ring > 1:
-        tiles = full * (_tile_share(layout) if model.causal and layer >= model.encoder else 1.0)
-        attention = kernels.ring(2.0 * tiles * (model.qk_dim + model.v_dim), tiles)
+    flops = 2.0 * full * (model.qk_dim + model.v_dim) * seen
+    in_ring = stack.played and layout.ring > 1
+    attention = kernels.ring(flops) if in_ring else kernels.attention(flops, full, sequence)
     if model.encoder and layer >= model.encoder:  # it attends to the encoder too
         cross = kernels.attention(2.0 * full * (model.qk_dim + model.v_dim), full, sequence)
         attention = attention[0] + cross[0], attention[1] + cross[1]
@@ -167,15 +166,6 @@ def _seen_share(layout: Layout) -> float:
     (0.5, 0.875)
     """
     return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
-
-
-def _tile_share(layout: Layout) -> float:
-    """Return which share of all scores lies in the tiles of a causal ring's rank with most, the diagonal ones whole.
-
-    >>> _tile_share(Layout(cp=4)), _tile_share(Layout(cp=4, cp_order="contiguous"))
-    (0.5625, 1.0)
-    """
-    return 1.0 if layout.cp_order == CONTIGUOUS else 0.5 + 0.25 / layout.ring
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
