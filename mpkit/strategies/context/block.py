@@ -126,7 +126,8 @@ class Tile(NamedTuple):
         """Return the number of pairs of a query and a key that attends to it, in one head of a batch."""
         q, k = (run.tokens.stop - run.tokens.start for run in (self.queries, self.keys))
         samples = len(range(batch)[self.queries.samples])
-        return samples * (q * (q + 1) // 2 if self.diagonal else q * k)
+        pairs: int = q * (q + 1) // 2 if self.diagonal else q * k
+        return samples * pairs
 
 
 class Tiles:
@@ -155,7 +156,8 @@ class Tiles:
         slice(0, 8, None) slice(0, 4, None) whole
         """
         if not self._causal:  # every token attends to all tokens, in whatever order they are
-            return [Tile(*(TokenRun(slice(None), slice(0, n), 0, 0) for n in (self._length, keys)), False)]
+            whole = TokenRun(slice(None), slice(0, self._length), 0, 0)
+            return [Tile(whole, whole._replace(tokens=slice(0, keys)), False)]
         mine, theirs = (self._layout.runs((self._i - by) % self._n, self._length) for by in (0, r))
         tiles: list[Tile] = []
         for of_queries, of_keys in product(mine, theirs):

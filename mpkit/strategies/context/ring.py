@@ -134,10 +134,9 @@ class _Ring(torch.autograd.Function):
             keys, values = (_share_heads(wide(tensor), q) for tensor in _unpack(block, k, v))
             for tile in tiles.tiles_of(r, k.shape[-2]):
                 mine, theirs, diagonal = tile
-                query, *so_far = (mine.take_from(tensor) for tensor in (queries, out, lse))
-                merge(
-                    *so_far, *attend(query, theirs.take_from(keys), theirs.take_from(values), diagonal, scale)
-                )
+                query, key, value = mine.take_from(queries), theirs.take_from(keys), theirs.take_from(values)
+                new = attend(query, key, value, diagonal, scale)
+                merge(mine.take_from(out), mine.take_from(lse), *new)
                 pairs += tile.count_pairs(q.shape[0])
             block = moving.wait() if moving else block
         if attended is not None:
