@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, Trace, lane_of
+from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, Trace, lane_of
 
 # Seconds are FLOPs here, and all figures are binary fractions: sums are exact, whatever their order.
 UNIT = Device("one FLOP per second", {"float32": 1.0}, bandwidth=2.0**40, host=1.0)
@@ -29,6 +29,7 @@ class Rank:
     ops: list[dict[str, Any]] = field(default_factory=list)
     memory: list[tuple[int, int, int, int]] = field(default_factory=list)  # time, op, category, delta
     names: list[str] = field(default_factory=lambda: [""])
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # op, member, bytes
     wall: int = 1
 
     def op(self, kind: Kind, *, wall: int = 10, group: str = "", **columns: Any) -> int:
@@ -43,6 +44,12 @@ class Rank:
     def compute(self, seconds: float, kind: Kind = Kind.FORWARD, **columns: Any) -> int:
         return self.op(kind, flops=seconds, **columns)
 
+    def all_to_all(self, group: str, sends: list[int], uneven: bool = True) -> None:
+        """Send so many bytes to each member, and wait for what comes."""
+        op = self.op(Kind.ALL_TO_ALL, group=group, number=len(self.ops), bytes=sum(sends))
+        self.parts += [(op, member, nbytes) for member, nbytes in enumerate(sends) if nbytes and uneven]
+        self.wait(op)
+
     def wait(self, ref: int, **columns: Any) -> int:
         return self.op(Kind.WAIT, ref=ref, **columns)
 
@@ -54,7 +61,7 @@ class Rank:
         memory = np.zeros(len(self.memory), MEMORY)
         for row, (time, op, category, delta) in enumerate(self.memory):
             memory[row] = (time, op, category, b"", delta)
-        return RankTrace(ops, memory, self.names)
+        return RankTrace(ops, memory, self.names, sent_parts=np.array(self.parts, SENT_PART))
 
 
 def play(*ranks: Rank, hardware: Hardware = TOY, **meta: Any) -> Timeline:
@@ -66,6 +73,45 @@ def times(timeline: Timeline, rank: int, *kinds: Kind) -> list[tuple[float, floa
     if kinds:
         spans = spans[np.isin(spans["kind"], kinds)]
     return list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True))
+
+
+NODES = Hardware(
+    "two nodes", UNIT, Link("toy", LATENCY, BANDWIDTH), Link("network", 0.5, 2.0), per_node=2, nodes=2
+)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "sends", "seconds"),
+    [
+        # Two hops; rank 1 receives 16 + 32 bytes, more than anyone sends. What rank 2 keeps takes no time.
+        (TOY, [[8, 16, 8], [8, 8, 0], [0, 32, 80]], 2 * LATENCY + 48 / BANDWIDTH),
+        (TOY, [[0, 40, 8], [8, 8, 0], [0, 8, 8]], 2 * LATENCY + 48 / BANDWIDTH),  # rank 0 sends most
+        (TOY, [[0, 0, 0], [8, 8, 8], [0, 0, 0]], 2 * LATENCY + 16 / BANDWIDTH),  # two ranks have nothing
+        (TOY, [[5, 0, 0], [0, 5, 0], [0, 0, 5]], 2 * LATENCY),  # nothing travels
+        # Three hops, two of them between nodes, of which rank 3 receives 6 bytes; inside of one, rank 0 sends 16.
+        (NODES, [[0, 16, 0, 4], [0, 0, 0, 2], [1, 0, 0, 0], [0, 0, 8, 0]], LATENCY + 2 * 0.5 + 6 / 2.0),
+        (NODES, [[0, 64, 0, 4], [0, 0, 0, 2], [1, 0, 0, 0], [0, 0, 8, 0]], LATENCY + 2 * 0.5 + 64 / BANDWIDTH),
+        (NODES, [[4, 4, 4, 4]] * 4, LATENCY + 2 * 0.5 + 8 / 2.0),
+    ],
+)  # fmt: skip
+def test_an_uneven_all_to_all_takes_as_long_as_its_busiest_rank(
+    hardware: Hardware, sends: list[list[int]], seconds: float
+) -> None:
+    ranks, group = [Rank() for _ in sends], ",".join(map(str, range(len(sends))))
+    for rank, parts in zip(ranks, sends, strict=True):
+        rank.all_to_all(group, parts)
+    assert times(play(*ranks, hardware=hardware), 0, Kind.ALL_TO_ALL) == [(0.0, seconds)]
+
+
+def test_equal_parts_take_as_long_as_those_that_are_not_recorded() -> None:
+    found = []
+    for uneven in (True, False):
+        ranks = [Rank() for _ in range(4)]
+        for rank in ranks:
+            rank.all_to_all("0,1,2,3", [4] * 4, uneven)
+            rank.all_to_all("0,1,2,3", [8] * 4, uneven and rank is ranks[0])  # one rank alone has parts
+        found.append([times(play(*ranks, hardware=hardware), 0) for hardware in (TOY, NODES)])
+    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------- by hand

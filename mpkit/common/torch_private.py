@@ -143,7 +143,7 @@ NAMES = (
             "_grouped_mm", "_local_scalar_dense", "_unsafe_view",
             *(f"_scaled_dot_product_{kernel}{half}" for kernel in _KERNELS for half in ("", "_backward")),
         ),
-        "count the FLOPs and bytes of these operators",
+        "count the FLOPs and bytes of these operators, and compute the tiles of ring attention on CPUs",
     ),
 )  # fmt: skip
 

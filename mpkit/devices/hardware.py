@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpkit.common.tracebacks import public
-from mpkit.devices.collective import collective_time
+from mpkit.devices.collective import collective_time, find_busiest
 from mpkit.devices.device import Device
 from mpkit.devices.link import Link, hops, wire_factor
 
@@ -139,10 +139,21 @@ class Hardware:
         bandwidth = min(cards * between.bandwidth, self.link.bandwidth)
         return Link(between.name, between.latency, bandwidth, bus, between.sources, between.ramp)
 
-    def time(self, kind: int, nbytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds of a collective, or of a message between two ranks (`mpkit.devices.collective`)."""
-        nodes = len({self.node_of(rank) for rank in ranks})
-        return collective_time(kind, nbytes, len(ranks), nodes, self.link, self.between)
+    def time(
+        self, kind: int, nbytes: float, ranks: Sequence[int], parts: Sequence[Sequence[float]] | None = None
+    ) -> float:
+        """Return the seconds of a collective, or of a message between two ranks (`mpkit.devices.collective`).
+
+        Args:
+            kind, nbytes: what it is, and its payload.
+            ranks: who takes part.
+            parts: of an all-to-all of uneven parts, what each of `ranks` sends to each.
+        """
+        of_ranks = [self.node_of(rank) for rank in ranks]
+        nodes = len(set(of_ranks))
+        one = self.between is None  # then all ranks share the link
+        busiest = None if parts is None else find_busiest(parts, [0] * len(ranks) if one else of_ranks)
+        return collective_time(kind, nbytes, len(ranks), nodes, self.link, self.between, busiest=busiest)
 
 
 def _list_devices(name: str, devices: object) -> tuple[Device, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import mpkit as mk
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.sequence import ORDERS, pieces
 from mpkit.trace import Kind
+from mpkit.trace.record.flops import count
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 Clusters = Callable[[int], mk.Cluster]
@@ -118,6 +118,19 @@ def test_autocast_does_not_reach_into_it() -> None:
     torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
+def test_rows_whose_elements_are_not_adjacent() -> None:
+    torch.manual_seed(5)
+    q, k, v = (each.mT.requires_grad_() for each in random(*[(1, 2, 4, 6)] * 3))
+    found = ring_attention(q, k, v, FakeGroup(1), is_causal=True)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    one = torch.ones((), dtype=torch.float64).expand_as(found)  # the gradient of a sum
+    for mine, theirs in zip(
+        *(torch.autograd.grad(o, (q, k, v), one) for o in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, **EXACT)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
 # ---------------------------------------------------------------- what is communicated
 
 
@@ -135,14 +148,14 @@ def test_volume(clusters: Clusters, dtype: torch.dtype, bits: int) -> None:
 
 
 class Spans(TorchDispatchMode):
-    """Every product of matrices as a span of the trace."""
+    """Every tile, and every product of matrices, as a span of the trace."""
 
     def __init__(self, record: Any) -> None:
         super().__init__()
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() != "aten::bmm":
+        if func.name() != "aten::bmm" and "attention" not in func.name():
             return func(*args, **(kwargs or {}))
         with self.record.span("product"):
             return func(*args, **(kwargs or {}))
@@ -182,30 +195,35 @@ def test_the_next_block_is_under_way_while_one_is_computed(clusters: Clusters, o
 # ---------------------------------------------------------------- what is computed
 
 
-def flops(n: int, index: int, how: dict[str, Any]) -> list[int]:
+def flops(n: int, index: int, how: dict[str, Any], values: int = 8) -> list[float]:
     """Of a rank's forward and backward, counted without ranks and numbers."""
-    with FakeTensorMode():
-        q, k, v = (torch.empty(1, 1, 16 // n, 8, requires_grad=True) for _ in range(3))
-        found = []
-        with FlopCounterMode(display=False) as counter:
-            out = ring_attention(q, k, v, FakeGroup(n, index), **how)
-            found.append(counter.get_total_flops())
-            out.sum().backward()
-        assert out.shape == q.shape == q.grad.shape and k.grad is not None and v.grad is not None
-    return [found[0], counter.get_total_flops() - found[0]]
+    q, k, v = (torch.empty(1, 1, 16 // n, d, requires_grad=True) for d in (8, 8, values))
+    counted = count(partial(ring_attention, group=FakeGroup(n, index), **how), q, k, v)
+    assert not counted.why
+    return [counted.forward, counted.backward]
 
 
-def test_a_dry_run_counts_what_each_rank_computes() -> None:
-    s, d, n = 16, 8, 4
-    both = 2 * 2 * s * s * d  # q k^T and its product with v; in the backward five such products, not two
-    assert [flops(n, i, {}) for i in range(n)] == [[both // n, both // n * 5 // 2]] * n
-    # Contiguous and causal: rank i looks at i + 1 of the n blocks, so the last one has n times as much as the first.
-    block = both // n**2
-    causal = [flops(n, i, {"is_causal": True})[0] for i in range(n)]
-    assert causal == [(i + 1) * block for i in range(n)]
-    # In zigzag order everybody has the same: 2n + 1 of the (2n)^2 tiles.
-    zigzag = [flops(n, i, {"is_causal": True, "order": "zigzag"}) for i in range(n)]
-    assert zigzag == [[(2 * n + 1) * block // 4, (2 * n + 1) * block // 4 * 5 // 2]] * n
+@pytest.mark.parametrize(
+    ("d", "diagonal"),
+    [(8, lambda c: c * (c + 1) // 2), (4, lambda c: c * c)],
+    ids=["kernel", "plain operators"],
+)
+def test_a_dry_run_counts_what_each_rank_computes(d: int, diagonal: Callable[[int], int]) -> None:
+    """The kernel of CPUs takes values that are as wide as keys, and leaves out what a causal mask hides."""
+
+    def expected(pairs: int) -> list[float]:
+        return [2 * pairs * (8 + d), 2 * pairs * (3 * 8 + 2 * d)]
+
+    n, s = 4, 16
+    assert [flops(n, i, {}, d) for i in range(n)] == [expected(s * s // n)] * n
+    # Contiguous and causal: rank i looks at i blocks and at the half of its own, so the last one has most.
+    c = s // n
+    causal = [flops(n, i, {"is_causal": True}, d) for i in range(n)]
+    assert causal == [expected(i * c * c + diagonal(c)) for i in range(n)]
+    # In zigzag order everybody has the same: of the (2n)^2 tiles 2n - 1 whole ones, and two on the diagonal.
+    c = s // n // 2
+    zigzag = [flops(n, i, {"is_causal": True, "order": "zigzag"}, d) for i in range(n)]
+    assert zigzag == [expected((2 * n - 1) * c * c + 2 * diagonal(c))] * n
 
 
 # ---------------------------------------------------------------- what cannot be

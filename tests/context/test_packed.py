@@ -199,6 +199,7 @@ def test_documents_that_an_order_cannot_divide(clusters: Clusters) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 @settings(max_examples=15)
 @given(data=st.data())
 def test_random_documents_and_meshes_equal_serial_training(train: Train, data: Any) -> None:

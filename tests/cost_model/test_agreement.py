@@ -133,7 +133,7 @@ def test_stages_beside_a_large_head_are_those_of_a_run(
 def test_attention_to_long_sequences_takes_what_the_estimate_says(
     clusters: Callable[[int], mk.Cluster], plan: mk.Plan
 ) -> None:
-    """Causal attention is a quarter of the step: a fused kernel leaves out half of it, plain tiles of a ring less."""
+    """Causal attention is a quarter of the step: a fused kernel leaves out half of it, in a ring too."""
 
     def model() -> torch.nn.Module:
         return GPT(layers=2, width=1024, heads=16, vocab=8192, length=4096)

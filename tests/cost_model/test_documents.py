@@ -19,9 +19,9 @@ from mpkit.models import GPT, PackedGPT, next_token_loss
 from mpkit.plan.tensor_checks import ORDERS
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.dry_run.memory import held_at_peak
-from mpkit.prediction.workload.documents import busiest_share, tile_work
+from mpkit.prediction.workload.documents import busiest_share
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.block import Tiles, count_pairs
+from mpkit.strategies.context.block import Tiles
 from mpkit.strategies.context.layout import SequenceLayout
 from tests.recipes import adamw
 
@@ -40,18 +40,13 @@ def attention(plan: mk.Plan, documents: list[int] | None, **more: Any) -> float:
     st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 3]), st.sampled_from(ORDERS)
 )
 def test_the_busiest_rank_computes_what_a_ring_does(blocks: list[int], n: int, order: str) -> None:
-    """The tiles that ranks of a ring compute, and the pairs of a query and a key in them."""
     documents = tuple(2 * n * each for each in blocks)
     s = sum(documents)
-    layout, pairs, tiles = SequenceLayout(n, order, 1, (documents,)), [], []
+    layout, pairs = SequenceLayout(n, order, 1, (documents,)), []
     for rank in range(n):
         ring = Tiles(FakeGroup(n, rank), True, layout, s // n)
-        found = [each[1:] for r in range(n) for each in ring.tiles_of(r, s // n)]
-        pairs.append(sum(count_pairs(1, *each) for each in found))
-        tiles.append(
-            sum((q.tokens.stop - q.tokens.start) * (k.tokens.stop - k.tokens.start) for q, k, _ in found)
-        )
-    assert pairs == mk.attention_work(documents, n, order) and tiles == tile_work(documents, n, order)
+        pairs.append(sum(tile.count_pairs(1) for r in range(n) for tile in ring.tiles_of(r, s // n)))
+    assert pairs == mk.attention_work(documents, n, order)
     share = busiest_share(documents, n, order)
     assert share * s**2 / n + s / n / 2 == pytest.approx(
         max(pairs)
@@ -68,15 +63,14 @@ def test_one_document_is_a_sequence(order: str, stack: str) -> None:
 
 def test_attention_takes_as_long_as_the_busiest_ranks() -> None:
     took = {order: attention(mk.Plan(cp=8, cp_order=order), DOCUMENTS) for order in ORDERS}
-    busiest = {order: max(tile_work(DOCUMENTS, 8, order)) for order in ORDERS}
+    busiest = {order: busiest_share(tuple(DOCUMENTS), 8, order) for order in ORDERS}
     for order in ORDERS:
         assert took[order] / took["contiguous"] == pytest.approx(
             busiest[order] / busiest["contiguous"], rel=1e-6
         )
     heads = attention(mk.Plan(cp=8, cp_method="ulysses"), DOCUMENTS)
-    assert heads / took["contiguous"] == pytest.approx(
-        tile_work(DOCUMENTS, 1, "contiguous")[0] / 8 / busiest["contiguous"], rel=1e-6
-    )
+    whole = busiest_share(tuple(DOCUMENTS), 1, "contiguous")
+    assert heads / took["contiguous"] == pytest.approx(whole / busiest["contiguous"], rel=1e-6)
 
 
 def test_whole_sequences_attend_with_a_mask_as_a_dry_run_does(

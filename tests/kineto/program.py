@@ -65,14 +65,15 @@ class Program:
 
     def collective(
         self, kind: str, asked: float, start: float, end: float, elements: int, *, thread: int = ENGINE,
-        ranks: Sequence[int] | None = None, name: str = "",
+        ranks: Sequence[int] | None = None, name: str = "", splits: Any = (),
     ) -> None:  # fmt: skip
-        """Add a collective of float32."""
+        """Add a collective of float32; `splits` are the rows for each rank."""
         members = [*(self.ranks if ranks is None else ranks)]
         said = {
             "Collective name": kind, "In msg nelems": elements, "Out msg nelems": elements, "dtype": "Float",
             "Group size": len(members), "Process Group Name": ",".join(map(str, members)),
             "Process Group Ranks": json.dumps(members),
+            "In split size": json.dumps(splits) if isinstance(splits, list) else "[]",
         }  # fmt: skip
         kernel = name or f"ncclDevKernel_{kind}_f32_RING_LL"
         self.kernel(

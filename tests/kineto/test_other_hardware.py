@@ -10,8 +10,10 @@ import pytest
 
 import mpkit as mk
 from benchmarks.replays import replays
+from mpkit.devices.hardware import Hardware, Link
 from mpkit.timeline.foreign.bounds import FIXED
 from mpkit.timeline.foreign.open_trace import OpenedTrace
+from mpkit.trace import Kind
 from tests.kineto.program import Program
 
 H100, MI300X = mk.hardware("8x-h100-nvlink").device, mk.hardware("8x-mi300x").device
@@ -112,3 +114,43 @@ def test_pairs_of_traces_are_replayed_both_ways(tmp_path: Path) -> None:
     assert replayed == pytest.approx(1e-3 * factor, rel=2e-3) and back == pytest.approx(
         1e-3 / factor, rel=2e-3
     )
+
+
+SLOW = Hardware("slow", H100, Link("slow", 1e-3, 1e6), per_node=3)
+
+
+def all_to_all(folder: Path, splits: list[Any], width: int = 10, ranks: int = 3) -> OpenedTrace:
+    """Three ranks, of which some have files, send rows of so many numbers of four bytes."""
+    for rank, rows in enumerate(splits[:ranks]):
+        program = Program(rank, len(splits))
+        sent = sum(row for row in rows if isinstance(row, int)) * width
+        program.collective("all_to_allv", 0, 20, 1000, sent, splits=rows)
+        (folder / f"rank{rank}.json").write_text(json.dumps(program.json()))
+    return mk.open(folder)
+
+
+def seconds(trace: OpenedTrace) -> float:
+    timeline = trace.timeline(SLOW)
+    span = timeline.spans[timeline.spans["kind"] == Kind.ALL_TO_ALL][0]
+    return float(span["end"] - span["start"])
+
+
+def test_an_uneven_all_to_all_takes_what_its_split_sizes_say(tmp_path: Path) -> None:
+    trace = all_to_all(tmp_path, [[100, 200, 0], [0, 100, 100], [50, 700, 100]])
+    parts = [rank.sent_parts[["member", "bytes"]].tolist() for rank in trace.ranks]
+    assert parts[0] == [(0, 4000), (1, 8000)]  # a part of 0 bytes is not written
+    assert parts[2] == [(0, 2000), (1, 28000), (2, 4000)]
+    assert seconds(trace) == pytest.approx(2 * 1e-3 + 36000 / 1e6)  # rank 1 receives 900 rows
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [300, "...", 300], [[1], 2, 3], [300, 600], [0, 0, 0]], ids=["even", "cut", "nested", "two", "none"]
+)  # fmt: skip
+def test_split_sizes_that_say_nothing_leave_equal_parts(tmp_path: Path, rows: list[Any]) -> None:
+    trace = all_to_all(tmp_path, [rows] * 3)
+    assert [len(rank.sent_parts) for rank in trace.ranks] == [0] * 3
+
+
+def test_parts_for_a_rank_without_a_file_are_not_known(tmp_path: Path) -> None:
+    trace = all_to_all(tmp_path, [[100, 200, 300]] * 3, ranks=2)
+    assert [len(rank.sent_parts) for rank in trace.ranks] == [0] * 2

@@ -98,18 +98,10 @@ class Kernels:
         )
         return forward, 2 * forward
 
-    def ring(self, flops: float, scores: float) -> tuple[float, float]:
-        """Return the seconds of both where a ring's tiles are computed by plain operators in 32 bits.
-
-        Products hide what they move. A score is moved by all other operators, in `mpkit.strategies.context.block`:
-        forward by logsumexp, sub and exp (5 times); backward by sub, exp, sub and mul (9 times).
-
-        Args:
-            flops: of the forward.
-            scores: elements of the tiles that are computed, all heads and samples of this rank.
-        """
+    def ring(self, flops: float) -> tuple[float, float]:
+        """Return the seconds of both where a ring's tiles are computed in 32 bits, of so many FLOPs in the forward."""
         forward = flops / (self.wide_peak * self.constants.matmul)
-        return forward + self.move(4 * 5 * scores), 2.5 * forward + self.move(4 * 9 * scores)
+        return forward, 2.5 * forward
 
     def move(self, nbytes: float) -> float:
         """Return the seconds that streaming kernels take for so many bytes."""

@@ -158,8 +158,7 @@ def _attention(
     scores = layout.microbatch * sequence * (sequence / layout.cp) * model.heads / layout.tp
     each, longest = 2.0 * (model.qk_dim + model.v_dim), max(layout.documents, default=sequence)
     if stack.played and (layout.ring > 1 or (layout.documents and layout.cp > 1)):
-        tiles = scores * _score_share(layout, causal=causal, tiles=True)
-        return kernels.ring(each * tiles, tiles)
+        return kernels.ring(each * scores * _score_share(layout, causal=causal))
     masked = not stack.fused or (stack.played and layout.documents)  # a mask hides scores that are computed
     share, keys = (1.0, sequence) if masked else (_score_share(layout, causal=causal), longest)
     attention = kernels.attention(each * scores * share, scores, keys)
@@ -169,26 +168,21 @@ def _attention(
     return attention
 
 
-def _score_share(layout: Layout, *, causal: bool, tiles: bool = False) -> float:
+def _score_share(layout: Layout, *, causal: bool) -> float:
     """Return which share of its tokens' scores with all tokens the rank with most computes.
 
-    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own. In tiles,
-    as mpkit's ring computes them, those on the diagonal are whole.
+    In a ring of contiguous parts the last rank's tokens see all parts before theirs, and half of their own.
 
     >>> [_score_share(Layout(cp=4, cp_order=order), causal=True) for order in ("zigzag", "contiguous")]
     [0.5, 0.875]
-    >>> [_score_share(Layout(cp=4, cp_order=order), causal=True, tiles=True) for order in ("zigzag", "contiguous")]
-    [0.5625, 1.0]
     >>> _score_share(Layout(cp=4, documents=(8, 8)), causal=True)  # two half as long, and two ranks have only half
     0.25
     """
     if layout.documents:
-        how = "whole" if not causal else "tiles" if tiles else "causal"
-        return busiest_share(layout.documents, layout.ring, layout.cp_order, how)
+        return busiest_share(layout.documents, layout.ring, layout.cp_order, causal=causal)
     if not causal:
         return 1.0
-    diagonal = 0.5 / layout.ring if tiles else 0.0
-    return 1 - 0.5 / layout.ring + diagonal if layout.cp_order == CONTIGUOUS else 0.5 + diagonal / 2
+    return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:

@@ -104,8 +104,8 @@ class Stack:
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
         by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
         overlaps_pairs: whether a pair's forward and backward (F & B) compute while each other's tokens travel.
-        played: whether it is what `mk.trace_fake` plays: products hide what they move, and a ring attends by plain
-            operators in 32 bits (`mpkit.strategies.context.ring`).
+        played: whether it is what `mk.trace_fake` plays: products hide what they move, and a ring attends in 32 bits
+            (`mpkit.strategies.context.ring`).
     """
 
     name: str

@@ -1,7 +1,6 @@
 """Documents that are packed in each sequence: what the busiest of the ranks that share it computes.
 
     causal   a token attends to half of itself and to those before it in its document: of one document s^2 / 2 scores
-    tiles    what mpkit's ring computes: a run of tokens with itself is a whole square
     whole    a token attends to its whole document, where attention is not causal
 
 All are shares of the s x s / n scores that a rank's s / n tokens have with all s tokens, so that 1 / 2 is causal
@@ -25,7 +24,6 @@ __all__ = [
     "check_order",
     "checked_documents",
     "describe_documents",
-    "tile_work",
 ]
 
 
@@ -69,29 +67,6 @@ def check_order(plan: Plan, documents: Sequence[int]) -> None:
         raise ValueError(f"{plan!r}: {str(error).removesuffix('.')}: {would}") from None
 
 
-def tile_work(documents: Sequence[int], ranks: int, cp_order: str) -> list[int]:
-    """Return, by rank, the scores in the tiles that mpkit's ring computes.
-
-    >>> tile_work([4, 12], 2, "contiguous")  # runs of 4 and 4 tokens; of 8, which follow 4 of their document
-    [32, 96]
-
-    Args:
-        documents, ranks, cp_order: as for `attention_work`.
-    """
-    runs: dict[int, list[tuple[int, int, int]]] = {}  # by document: where a run begins, its tokens, its rank
-    for rank, chunks in enumerate(deal_chunks(documents, ranks, cp_order)):
-        for chunk in chunks:
-            for document, (start, stop) in split_by_document(documents, chunk):
-                runs.setdefault(document, []).append((start, stop - start, rank))
-    work = [0] * ranks
-    for of_document in runs.values():
-        keys = 0
-        for _, queries, rank in sorted(of_document):
-            keys += queries
-            work[rank] += queries * keys
-    return work
-
-
 def whole_work(documents: Sequence[int], ranks: int, cp_order: str) -> list[int]:
     """Return, by rank, the scores of its tokens with all tokens of their documents.
 
@@ -110,24 +85,22 @@ def whole_work(documents: Sequence[int], ranks: int, cp_order: str) -> list[int]
 
 
 @lru_cache(1024)
-def busiest_share(documents: tuple[int, ...], ranks: int, cp_order: str, how: str = "causal") -> float:
+def busiest_share(documents: tuple[int, ...], ranks: int, cp_order: str, *, causal: bool = True) -> float:
     """Return what the busiest rank computes, as a share of its tokens' scores with all tokens.
 
     >>> busiest_share((16,), 2, "contiguous"), busiest_share((16,), 2, "zigzag"), busiest_share((8, 8), 2, "zigzag")
     (0.75, 0.5, 0.25)
-    >>> busiest_share((16,), 2, "zigzag", "tiles"), busiest_share((4, 12), 2, "contiguous", "whole")
-    (0.625, 0.75)
+    >>> busiest_share((4, 12), 2, "contiguous", causal=False)
+    0.75
 
     Args:
         documents, ranks, cp_order: as for `attention_work`.
-        how: "causal", "tiles" or "whole".
+        causal: whether a token attends only to those before it in its document, and to half of itself.
     """
     s = sum(documents)
-    if how == "causal":
-        scores = max(attention_work(documents, ranks, cp_order)) - s / ranks / 2
-    else:
-        scores = max((tile_work if how == "tiles" else whole_work)(documents, ranks, cp_order))
-    return scores * ranks / s**2
+    if causal:
+        return (max(attention_work(documents, ranks, cp_order)) - s / ranks / 2) * ranks / s**2
+    return max(whole_work(documents, ranks, cp_order)) * ranks / s**2
 
 
 @lru_cache(1024)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 __all__ = ["tag_number"]
 
 LIMIT = 1_000_000
 
 
+@lru_cache(4096)
 def tag_number(tag: int | str) -> int:
     """Return the integer that backends use for a tag; different tags have different integers.
 

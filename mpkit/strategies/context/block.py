@@ -3,15 +3,17 @@
 Each query's softmax runs over all keys. For a block of them there are an output, normalized within the block, and the
 logarithm of the sum of the exponentials (log-sum-exp); these two are enough to merge blocks in any order.
 
-    attend      S = q k^T (of scaled q),  lse = log sum exp S,  o = exp(S - lse) v
-    merge       lse = log(exp lse_a + exp lse_b),  o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
+    attend      S = scale q k^T,  lse = log sum exp S,  o = exp(S - lse) v
+    merge       lse = log(exp lse_a + exp lse_b),  o = o_a + w (o_b - o_a) with w = exp(lse_b - lse)
     gradients   recompute P = exp(S - lse) with the lse of the whole sequence; then as for one softmax
+
+On a CPU PyTorch has kernels that compute all of `attend` and all of `gradients`, in tiles that stay in the cache.
 
 Sources: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018, section 3; Dao et al.,
 "FlashAttention", NeurIPS 2022, Algorithms 1 and 4 (appendix B.4), whose symbols these are.
 
-Shapes: queries q [b, h, g, q, d], of which g share each of the h heads of keys k [b, h, k, d] and values
-v [b, h, k, e]; outputs o [b, h, g, q, e] and lse [b, h, g, q]. Everything is in fp32 at least.
+Shapes: queries q [b, h, q, d], keys k [b, h, k, d] and values v [b, h, k, e]; outputs o [b, h, q, e] and lse [b, h, q].
+Everything is in fp32 at least.
 
 A step of a ring computes tiles: a run of this rank's queries by a run of the keys that passes.
 
@@ -22,15 +24,20 @@ A step of a ring computes tiles: a run of this rank's queries by a run of the ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpkit.common.torch_private import (
+    _scaled_dot_product_flash_attention_for_cpu,
+    _scaled_dot_product_flash_attention_for_cpu_backward,
+)
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.context.layout import SequenceLayout, TokenRun
 
-__all__ = ["Tiles", "attend", "count_pairs", "gradients", "join_runs", "merge", "wide"]
+__all__ = ["Tiles", "attend", "gradients", "merge", "wide"]
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -38,53 +45,89 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _scores(q: Tensor, k: Tensor, diagonal: bool) -> Tensor:
-    """Return S [b, h, g, q, k]; with `diagonal`, token i, as a query, attends to keys 0 to i."""
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", q, k)
+def _has_kernel(*tensors: Tensor) -> bool:
+    """Return whether the kernels for CPUs take these tensors: of one width, whose elements are adjacent."""
+    return all(
+        each.is_cpu and each.stride(-1) == 1 and each.shape[-1] == tensors[0].shape[-1] for each in tensors
+    )
+
+
+def _scores(q: Tensor, k: Tensor, diagonal: bool, scale: float) -> Tensor:
+    """Return S [b, h, q, k]; with `diagonal`, token i, as a query, attends to keys 0 to i."""
+    scores = (q * scale) @ k.mT
     if diagonal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores.masked_fill_(later, -torch.inf)
     return scores
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of one block; the queries are already scaled."""
-    scores = _scores(q, k, diagonal)
+def attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of one block."""
+    if _has_kernel(q, k, v):
+        out, lse = _scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=scale)
+        return out, lse
+    scores = _scores(q, k, diagonal, scale)
     lse = scores.logsumexp(-1)
-    p = scores.sub_(lse[..., None]).exp_()
-    return torch.einsum("bhgqk,bhke->bhgqe", p, v), lse
+    return scores.sub_(lse[..., None]).exp_() @ v, lse
 
 
-def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of two blocks of keys together.
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merge another block of keys into the output and log-sum-exp so far: zeros and -inf before the first one.
 
-    >>> q, k, v = torch.randn(1, 1, 1, 2, 3), torch.randn(1, 1, 5, 3), torch.randn(1, 1, 5, 4)
-    >>> blocks = [attend(q, k[:, :, part], v[:, :, part], False) for part in (slice(0, 2), slice(2, 5))]
-    >>> torch.allclose(merge(*blocks)[0], attend(q, k, v, False)[0], atol=1e-6)
+    >>> q, k, v = torch.randn(1, 1, 2, 3), torch.randn(1, 1, 5, 3), torch.randn(1, 1, 5, 4)
+    >>> out, lse = torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), -torch.inf)
+    >>> for part in (slice(0, 2), slice(2, 5)):
+    ...     merge(out, lse, *attend(q, k[:, :, part], v[:, :, part], False, 0.5))
+    >>> torch.allclose(out, attend(q, k, v, False, 0.5)[0], atol=1e-6)
     True
     """
-    lse = torch.logaddexp(a[1], b[1])
-    weigh_a, weigh_b = ((part[1] - lse).exp_()[..., None] for part in (a, b))
-    return weigh_a * a[0] + weigh_b * b[0], lse
+    out.lerp_(new_out, (new_lse - lse).sigmoid_()[..., None])
+    torch.logaddexp(lse, new_lse, out=lse)
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, diagonal: bool, lse: Tensor, do: Tensor, delta: Tensor
+    q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float, out: Tensor, lse: Tensor, do: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a block of keys' share of dq (of the scaled queries), and the block's dk and dv from these queries.
+    """Return a block of keys' share of dq, and the block's dk and dv from these queries.
 
     Args:
-        lse: log-sum-exp of the queries over the whole sequence.
+        q, k, v, diagonal, scale: as for `attend`.
+        out, lse: output and log-sum-exp of the queries over the whole sequence.
         do: gradient of the output.
-        delta: D = rowsum(do * o), [b, h, g, q].
     """
-    p = _scores(q, k, diagonal).sub_(lse[..., None]).exp_()
-    dv = torch.einsum("bhgqk,bhgqe->bhke", p, do)
-    dp = torch.einsum("bhgqe,bhke->bhgqk", do, v)
-    ds = dp.sub_(delta[..., None]).mul_(p)
-    dq = torch.einsum("bhgqk,bhkd->bhgqd", ds, k)
-    dk = torch.einsum("bhgqk,bhgqd->bhkd", ds, q)
-    return dq, dk, dv
+    if _has_kernel(q, k, v, out, do):
+        dq, dk, dv = _scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, out, lse, 0.0, diagonal, scale=scale
+        )
+        return dq, dk, dv
+    p = _scores(q, k, diagonal, scale).sub_(lse[..., None]).exp_()
+    ds = (do @ v.mT).sub_((do * out).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+    return ds @ k, ds.mT @ q, p.mT @ do
+
+
+class Tile(NamedTuple):
+    """Some of this rank's queries by some of the keys that pass; with `diagonal` both are the same tokens."""
+
+    queries: TokenRun
+    keys: TokenRun
+    diagonal: bool
+
+    def join(self, after: Tile) -> list[Tile]:
+        """Return both tiles, or one if both are whole and only their keys, which adjoin, differ, or their queries."""
+        if self.diagonal or after.diagonal:
+            return [self, after]
+        if self.queries == after.queries and self.keys.tokens.stop == after.keys.tokens.start:
+            return [self._replace(keys=self.keys.extend_to(after.keys))]
+        if self.keys == after.keys and self.queries.tokens.stop == after.queries.tokens.start:
+            return [self._replace(queries=self.queries.extend_to(after.queries))]
+        return [self, after]
+
+    def count_pairs(self, batch: int) -> int:
+        """Return the number of pairs of a query and a key that attends to it, in one head of a batch."""
+        q, k = (run.tokens.stop - run.tokens.start for run in (self.queries, self.keys))
+        samples = len(range(batch)[self.queries.samples])
+        pairs: int = q * (q + 1) // 2 if self.diagonal else q * k
+        return samples * pairs
 
 
 class Tiles:
@@ -99,39 +142,27 @@ class Tiles:
     def __init__(self, group: ProcessGroup, is_causal: bool, layout: SequenceLayout, length: int) -> None:
         self._n, self._i, self._causal = group.size, group.index, is_causal
         self._layout, self._length = layout, length
-        everything = TokenRun(slice(None), slice(0, length), 0, 0)
-        # Where every token attends to all tokens, the order makes no difference.
-        self.runs = layout.runs(self._i, length) if is_causal else [everything]
 
-    def tiles_of(self, r: int, keys: int) -> Iterator[tuple[int, TokenRun, TokenRun, bool]]:
-        """Yield for step r, with so many keys: the number of a run of queries, the run, one of keys, and whether both
-        are the same tokens.
+    def tiles_of(self, r: int, keys: int) -> list[Tile]:
+        """Return the tiles of step r, in which so many keys per sequence are here.
+
+        >>> from mpkit.strategies.comm.process_group import FakeGroup
+        >>> tiles = Tiles(FakeGroup(2, index=1), True, SequenceLayout(2, "zigzag"), 8)
+        >>> for tile in [*tiles.tiles_of(0, 8), *tiles.tiles_of(1, 8)]:
+        ...     print(tile.queries.tokens, tile.keys.tokens, "diagonal" if tile.diagonal else "whole")
+        slice(0, 4, None) slice(0, 4, None) diagonal
+        slice(4, 8, None) slice(0, 4, None) whole
+        slice(4, 8, None) slice(4, 8, None) diagonal
+        slice(0, 8, None) slice(0, 4, None) whole
         """
-        if not self._causal:
-            yield 0, self.runs[0], TokenRun(slice(None), slice(0, keys), 0, 0), False
-            return
-        for a, mine in enumerate(self.runs):
-            for other in self._layout.runs((self._i - r) % self._n, self._length):
-                alike = (mine.samples, mine.document) == (other.samples, other.document)
-                if alike and other.start <= mine.start:
-                    yield a, mine, other, other.start == mine.start
-
-
-def join_runs(
-    runs: Sequence[TokenRun], merged: Sequence[tuple[Tensor, Tensor]], batch: int
-) -> tuple[Tensor, Tensor]:
-    """Put the outputs and log-sum-exps of all runs together: those of a sample along time, and then the samples."""
-    samples: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for run, part in zip(runs, merged, strict=True):
-        samples.setdefault(run.samples.indices(batch)[0], []).append(part)
-    outputs, lses = zip(
-        *([torch.cat(each, 3) for each in zip(*of, strict=True)] for of in samples.values()), strict=True
-    )
-    return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
-
-
-def count_pairs(samples: int, mine: TokenRun, theirs: TokenRun, diagonal: bool) -> int:
-    """Return the number of keys that all queries of a tile attend to."""
-    q: int = mine.tokens.stop - mine.tokens.start
-    k: int = theirs.tokens.stop - theirs.tokens.start
-    return samples * (q * (q + 1) // 2 if diagonal else q * k)
+        if not self._causal:  # every token attends to all tokens, in whatever order they are
+            whole = TokenRun(slice(None), slice(0, self._length), 0, 0)
+            return [Tile(whole, whole._replace(tokens=slice(0, keys)), False)]
+        mine, theirs = (self._layout.runs((self._i - by) % self._n, self._length) for by in (0, r))
+        tiles: list[Tile] = []
+        for of_queries, of_keys in product(mine, theirs):
+            alike = (of_queries.samples, of_queries.document) == (of_keys.samples, of_keys.document)
+            if alike and of_keys.start <= of_queries.start:
+                tile = Tile(of_queries, of_keys, of_keys.start == of_queries.start)
+                tiles[-1:] = tiles[-1].join(tile) if tiles else [tile]
+        return tiles

@@ -44,9 +44,13 @@ class TokenRun(NamedTuple):
     document: int
     start: int
 
-    def take_from(self, tensor: Tensor, dim: int = -2) -> Tensor:
-        """Return the run's part of [batch, ..., tokens, ...], as a view."""
-        return tensor[self.samples].narrow(dim, self.tokens.start, self.tokens.stop - self.tokens.start)
+    def take_from(self, tensor: Tensor) -> Tensor:
+        """Return the run's part of [batch, heads, tokens, ...], as a view."""
+        return tensor[self.samples, :, self.tokens]
+
+    def extend_to(self, after: TokenRun) -> TokenRun:
+        """Return this run and the one after it, of the same samples, as one."""
+        return self._replace(tokens=slice(self.tokens.start, after.tokens.stop))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
-from mpkit.strategies.context.block import Tiles, attend, count_pairs, gradients, join_runs, merge, wide
+from mpkit.strategies.context.block import Tiles, attend, gradients, merge, wide
 from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import pieces
 
@@ -122,26 +122,26 @@ class _Ring(torch.autograd.Function):
         scale: float,
         attended: Callable[[int], None] | None,
     ) -> Tensor:
-        queries = wide(_group_heads(q, k)) * scale
-        merged: list[tuple[Tensor, Tensor] | None] = [None] * len(tiles.runs)
+        queries = wide(q)
+        out = queries.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = queries.new_full(q.shape[:-1], -torch.inf)
         pairs = 0
         block = _pack(k, v)
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
             moving = _RingExchange(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- attend and merge meanwhile
-            keys, values = (wide(tensor) for tensor in _unpack(block, k, v))
-            for a, mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
-                query = mine.take_from(queries)
-                new = attend(query, theirs.take_from(keys), theirs.take_from(values), diagonal)
-                pairs += count_pairs(query.shape[0], mine, theirs, diagonal)
-                before = merged[a]
-                merged[a] = new if before is None else merge(before, new)
+            keys, values = (_share_heads(wide(tensor), q) for tensor in _unpack(block, k, v))
+            for tile in tiles.tiles_of(r, k.shape[-2]):
+                mine, theirs, diagonal = tile
+                query, key, value = mine.take_from(queries), theirs.take_from(keys), theirs.take_from(values)
+                new = attend(query, key, value, diagonal, scale)
+                merge(mine.take_from(out), mine.take_from(lse), *new)
+                pairs += tile.count_pairs(q.shape[0])
             block = moving.wait() if moving else block
-        out, lse = join_runs(tiles.runs, [each for each in merged if each is not None], q.shape[0])
-        out = out.flatten(1, 2).to(q.dtype)
         if attended is not None:
             attended(pairs * q.shape[1])
+        out = out.to(q.dtype)
         ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -151,36 +151,37 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group, tiles = ctx.group, ctx.tiles
-        do, out = wide(_group_heads(do, k)), wide(_group_heads(out, k))
-        rows = wide(_group_heads(q, k)) * ctx.scale, lse, do, (do * out).sum(-1)
-        dq = torch.zeros_like(rows[0])
+        queries, *of_rows = wide(q), wide(out), lse, wide(do)
+        dq = torch.zeros_like(queries)
         block, own, following = _pack(k, v), None, None
         for r in range(group.size):
             # ---- send k, v of j, receive those of j - 1
             moving = _RingExchange(group, block, f"K{r}") if r < group.size - 1 else None
             # ---- this rank's share of dk, dv of j meanwhile
-            share = torch.zeros_like(wide(block))
-            dk_dv = _unpack(share, k, v)
-            keys, values = (wide(tensor) for tensor in _unpack(block, k, v))
-            for _, mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
-                query, *of_rows = (mine.take_from(tensor, 3) for tensor in rows)
-                grads = gradients(query, theirs.take_from(keys), theirs.take_from(values), diagonal, *of_rows)
-                for total, new in zip(
-                    (mine.take_from(dq, 3), *map(theirs.take_from, dk_dv)), grads, strict=True
-                ):
-                    total += new
-            # ---- dk, dv of j follow
+            keys, values = (_share_heads(wide(tensor), q) for tensor in _unpack(block, k, v))
+            shares = []
+            for mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
+                of_queries, of_keys, of_values = gradients(
+                    mine.take_from(queries), theirs.take_from(keys), theirs.take_from(values), diagonal, ctx.scale,
+                    *(mine.take_from(tensor) for tensor in of_rows),
+                )  # fmt: skip
+                mine.take_from(dq).add_(of_queries)
+                shares.append((theirs, _sum_heads(of_keys, k), _sum_heads(of_values, v)))
+            # ---- which joins those of the ranks before, and follows j
+            total = torch.zeros_like(wide(block)) if following is None else following.wait()
+            dk, dv = _unpack(total, k, v)
+            for theirs, of_keys, of_values in shares:
+                theirs.take_from(dk).add_(of_keys)
+                theirs.take_from(dv).add_(of_values)
             if r == 0:
-                own = share
+                own = total
             else:
-                share = share if following is None else following.wait().add_(share)
-                following = _RingExchange(group, share, f"G{r}")
+                following = _RingExchange(group, total, f"G{r}")
             block = moving.wait() if moving else block
         assert own is not None
         # ---- and end with j
         own = own if following is None else following.wait().add_(own)
         dk, dv = _unpack(own, k, v)
-        dq = dq.mul_(ctx.scale).flatten(1, 2)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
@@ -208,10 +209,16 @@ class _RingExchange:
         return self._received.wait()
 
 
-def _group_heads(q: Tensor, k: Tensor) -> Tensor:
-    """Group the heads: [b, h g, s, d] -> [b, h, g, s, d]."""
-    grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
-    return grouped
+def _share_heads(keys: Tensor, q: Tensor) -> Tensor:
+    """Repeat each head of keys or values for the queries that share it: [b, h, s, d] -> [b, h g, s, d]."""
+    g = q.shape[1] // keys.shape[1]
+    return keys if g == 1 else keys.repeat_interleave(g, 1)
+
+
+def _sum_heads(gradient: Tensor, keys: Tensor) -> Tensor:
+    """Sum the gradients of repeated heads: [b, h g, s, d] -> [b, h, s, d]."""
+    h = keys.shape[1]
+    return gradient if h == gradient.shape[1] else gradient.unflatten(1, (h, -1)).sum(2)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class CollectiveCall(NamedTuple):
         dtype, elements: of the payload; "" and 0 if unknown.
         sequence: the number that the backend gave it; -1: unknown.
         axis: the name of the mesh axis that the group was made for; "" if unknown.
+        parts: of an all-to-all of uneven parts, the bytes for each of the members; empty if they are equal or unknown.
     """
 
     kind: Kind | None
@@ -66,6 +67,7 @@ class CollectiveCall(NamedTuple):
     elements: int = 0
     sequence: int = -1
     axis: str = ""
+    parts: tuple[int, ...] = ()
 
 
 def kind_of(name: str) -> Kind | None:
@@ -110,6 +112,12 @@ def call_of(
     dtype = str(args.get("dtype", ""))
     members = members_of(args, groups)
     kind = kind_of(name)
+    splits = _splits_of(args) if kind == Kind.ALL_TO_ALL else ()
+    if len(splits) != len(members) or not sum(splits):
+        splits = ()
+    else:  # the payload is what this rank sends
+        elements = max(int(args.get("In msg nelems", 0) or 0), 0)
+    parts = tuple(elements * _size(dtype) * rows // sum(splits) for rows in splits)
     peer = -1
     if kind in (Kind.SEND, Kind.RECV):
         peer = int(args.get("Dst Rank" if kind == Kind.SEND else "Src Rank", -1))
@@ -117,8 +125,21 @@ def call_of(
     said = str(args.get("Process Group Description", ""))
     axis = said.removeprefix("mesh_") if said.startswith("mesh_") else axes.get(group, "")
     return CollectiveCall(
-        kind, elements * _size(dtype), members, peer, dtype.lower(), elements, int(args.get("Seq", -1)), axis
-    )
+        kind, elements * _size(dtype), members, peer, dtype.lower(), elements, int(args.get("Seq", -1)), axis, parts
+    )  # fmt: skip
+
+
+def _splits_of(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return how many rows an all-to-all sends to each rank of its group; none if they are equal, or cut short.
+
+    >>> _splits_of({"In split size": "[3, 0, 5]"}), _splits_of({"In split size": "[3, 0, ..., 5]"})
+    ((3, 0, 5), ())
+    """
+    listed = args.get("In split size", "")
+    text = listed if isinstance(listed, str) else json.dumps(listed)
+    if not re.fullmatch(r"\[[0-9]{1,15}(?:, *[0-9]{1,15})*\]", text):
+        return ()
+    return tuple(int(number) for number in re.findall("[0-9]+", text))
 
 
 def members_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

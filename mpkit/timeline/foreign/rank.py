@@ -12,47 +12,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mpkit.timeline.foreign.actions import ProfiledAction, actions_of
 from mpkit.timeline.foreign.bounds import bounds_of
 from mpkit.timeline.foreign.communication import Comm
 from mpkit.timeline.foreign.lanes import DeviceWork, covered_times, length, work_of
+from mpkit.timeline.foreign.op_rows import OpRow, write_rank
 from mpkit.timeline.foreign.phases import place_of
 from mpkit.timeline.foreign.reading.events import Events
 from mpkit.timeline.foreign.waits import longest, waits_of
-from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
+from mpkit.trace import Kind, RankTrace
 
 __all__ = ["MOST", "rank_trace"]
 
-Array = npt.NDArray[Any]
 MOST = 20_000
 """Layers, and likewise waits, of one rank: of more, the shortest are left out."""
 
 _ENGINE = "autograd::engine::evaluate_function: "
-
-
-class OpRow(NamedTuple):
-    """An op in the making; `ref` is the row of the communication that a wait is for."""
-
-    start: int
-    end: int
-    kind: Kind
-    depth: int = 0
-    step: int = -1
-    stage: int = -1
-    microbatch: int = -1
-    name: str = ""
-    group: str = ""
-    number: int = -1
-    peer: int = -1
-    nbytes: int = 0
-    busy: int = 0
-    ref: int = -1
-    still: float = 0.0
 
 
 def rank_trace(
@@ -77,7 +55,7 @@ def rank_trace(
     rows += longest(waits, MOST)
     rows += [*_copies(events), *_loading_times(events)]
     rows += _steps(rows)
-    return _write_rank(events, rows, shift), bounds_of(events, work, actions)
+    return write_rank(events, rows, shift), bounds_of(events, work, actions)
 
 
 # ---- rows
@@ -99,9 +77,18 @@ def _collectives(events: Events, comms: Sequence[Comm], index: Mapping[int, int]
         counted[group] += 1
     return [
         OpRow(comm.start, comm.end, comm.kind, 0, int(where["step"]), int(where["stage"]), int(where["microbatch"]),
-            _spelt(comm), numbers[at][0], numbers[at][1], numbers[at][2], comm.call.nbytes)
+            _spelt(comm), numbers[at][0], numbers[at][1], numbers[at][2], comm.call.nbytes, parts=_parts(comm, index))
         for at, (comm, where) in enumerate(zip(comms, place, strict=True))
     ]  # fmt: skip
+
+
+def _parts(comm: Comm, index: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the bytes for each rank of the group, by its number in the Trace; none if a rank has no file."""
+    call = comm.call
+    if not all(rank in index for rank in call.members):
+        return ()
+    by_number = sorted(zip((index[rank] for rank in call.members), call.parts, strict=False))
+    return tuple(nbytes for _, nbytes in by_number)
 
 
 def _spelt(comm: Comm) -> str:
@@ -206,45 +193,3 @@ def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
             start, end = bounds.get(row.step, (row.start, row.end))
             bounds[row.step] = min(start, row.start), max(end, row.end)
     return [OpRow(start, end, Kind.STEP, step=step) for step, (start, end) in bounds.items()]
-
-
-# ---- records
-
-
-def _write_rank(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
-    def first(at: int) -> tuple[int, bool, bool, int, int]:
-        row = rows[at]
-        return row.start, row.kind != Kind.STEP, row.kind == Kind.WAIT, row.depth, -row.end
-
-    order = sorted(range(len(rows)), key=first)
-    names: dict[str, int] = {"": 0}
-    ops = np.zeros(len(rows), OP)
-    at = {row: number for number, row in enumerate(order)}
-    for number, i in enumerate(order):
-        row = rows[i]
-        start, end = row.start + shift, max(row.end, row.start) + shift
-        ref = at[row.ref] if row.ref >= 0 else -1
-        ops[number] = (
-            row.kind, lane_of(row.kind), row.depth, 0, row.stage, 0, row.microbatch, row.step,
-            names.setdefault(row.name, len(names)), 0, names.setdefault(row.group, len(names)), row.number, row.peer,
-            ref if ref < number else -1, start, end, row.busy, row.nbytes, 0.0,
-            np.nan if row.kind == Kind.STEP else row.still,
-        )  # fmt: skip
-    return RankTrace(ops, _memory(events, ops, shift), list(names))
-
-
-def _memory(events: Events, ops: Array, shift: int) -> Array:
-    """Return the allocator's events, those of the accelerator if it has any; nothing tells what the memory is for."""
-    kinds = events.memory[:, 2].astype(
-        np.int64
-    )  # c10::DeviceType: 0 is the host, 1 CUDA, 6 HIP, 12 XPU, 19 MTIA
-    away = kinds[kinds > 0]
-    changes = events.memory[kinds == (np.bincount(away).argmax() if len(away) else 0)]
-    changes = changes[np.argsort(changes[:, 0], kind="stable")]
-    memory = np.zeros(len(changes), MEMORY)
-    memory["time"], memory["delta"] = changes[:, 0] + shift, changes[:, 1]
-    memory["op"] = np.searchsorted(ops["start"], memory["time"], side="right")
-    memory["category"] = CATEGORIES.index("buffers")
-    if len(changes) and changes[0, 3] >= 0:  # what was held already
-        memory["delta"][0] = changes[0, 3]
-    return memory

@@ -138,6 +138,7 @@ class Replay:
             this.samples = np.concatenate([this.samples, samples])
         if sent_parts is not None and len(sent_parts):
             this.sent_parts = np.concatenate([this.sent_parts, sent_parts])
+            self._network.know_parts(rank, sent_parts)
 
     # ---- out ----------------------------------------------------------------------------------------------
 

@@ -9,13 +9,16 @@ member arrives.
     a message of T seconds on the wire, ready at r, over a link of latency l:
         starts at s = max(r, sender's way out is free, receiver's way in is free - l)
         has left at s + T and has arrived at s + l + T
-    a collective: starts when it is ready and every member's ways are free, and ends everywhere at once
+    a collective: starts when it is ready and every member's ways are free, and ends everywhere at once; an all-to-all
+        of uneven parts takes as long as its busiest rank needs
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.trace import Kind
@@ -25,7 +28,7 @@ __all__ = ["ReplayNetwork", "Settled"]
 Moment = tuple[float, int, int]
 """When which op of which rank asks: time, rank, op. No two are the same."""
 
-_SEND, _RECV = int(Kind.SEND), int(Kind.RECV)
+_SEND, _RECV, _ALL_TO_ALL = int(Kind.SEND), int(Kind.RECV), int(Kind.ALL_TO_ALL)
 
 
 Settled = tuple[int, int, float, float, float]
@@ -43,14 +46,15 @@ class _Route(NamedTuple):
 class _Request:
     """One message or one collective, and which of its members have issued it so far."""
 
-    __slots__ = ("asked", "end", "key", "kind", "nbytes", "route", "start")
+    __slots__ = ("asked", "end", "key", "kind", "nbytes", "payloads", "route", "start")
 
     def __init__(self, kind: int, route: _Route, key: tuple[int, int, int]) -> None:
         self.kind = kind
         self.key = key
         self.route = route
         self.asked: list[Moment] = []
-        self.nbytes = 0
+        self.nbytes = 0  # the largest payload
+        self.payloads: dict[int, int] = {}  # of an all-to-all, by rank
         self.start = -1.0  # of a message that is served before its receiver has asked
         self.end = -1.0
 
@@ -64,6 +68,7 @@ class ReplayNetwork:
         self._routes: dict[int, _Route | None] = {}
         self._open: dict[tuple[int, int, int], _Request] = {}
         self._queue: list[tuple[Moment, _Request]] = []  # when each became ready
+        self._parts: dict[tuple[int, int], dict[int, int]] = {}  # by rank and op, the bytes for each member
         # Until when each way is in use, by link and rank, the node's links first.
         self._out = [0.0] * world_size * 2
         self._in = [0.0] * world_size * 2
@@ -72,6 +77,11 @@ class ReplayNetwork:
         """Record what a group's number stands for: "0,1,2,3" for a collective's group, "0>1#tag" for a message's."""
         if group not in self._routes:
             self._routes[group] = self._parse(text)
+
+    def know_parts(self, rank: int, parts: npt.NDArray[Any]) -> None:
+        """Record what a rank's all-to-alls send to whom, (n,) of `SENT_PART`."""
+        for op, member, nbytes in parts.tolist():
+            self._parts.setdefault((rank, op), {})[member] = nbytes
 
     def ask(
         self, rank: int, op: int, kind: int, group: int, number: int, nbytes: int, now: float
@@ -93,6 +103,8 @@ class ReplayNetwork:
             return None
         if nbytes > request.nbytes:
             request.nbytes = nbytes
+        if kind == _ALL_TO_ALL:
+            request.payloads[rank] = nbytes
         if kind == _SEND:
             heappush(self._queue, (moment, request))
         elif len(request.asked) == len(route.members):
@@ -128,10 +140,22 @@ class ReplayNetwork:
         start = ready
         for way in ways:
             start = max(start, self._out[way], self._in[way])
-        end = start + self._hardware.time(request.kind, request.nbytes, members)
+        end = start + self._hardware.time(request.kind, request.nbytes, members, self._parts_of(request))
         for way in ways:
             self._out[way] = self._in[way] = end
         return [(rank, op, start, end, issued) for issued, rank, op in request.asked]
+
+    def _parts_of(self, request: _Request) -> list[list[float]] | None:
+        """Return what each member sends to each, where any sends uneven parts; who is silent sends equal ones."""
+        uneven = {rank: self._parts.pop((rank, op), {}) for _, rank, op in request.asked}
+        if not any(uneven.values()):
+            return None
+        members, n = request.route.members, len(request.route.members)
+        even = {rank: request.payloads.get(rank, 0) / n for rank in members}
+        return [
+            [uneven[rank].get(to, 0.0) if uneven.get(rank) else even[rank] for to in range(n)]
+            for rank in members
+        ]
 
     def _parse(self, text: str) -> _Route | None:
         ends, is_message, _ = text.partition("#")

@@ -16,45 +16,39 @@ Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import mpkit as mk
+from mpkit.strategies.reference.experts.exchange import exchange
 from mpkit.strategies.reference.experts.mixture_of_experts import combine, experts, permute, route
 
-__all__ = ["expert_parallel"]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(saved: Any, rows: Tensor, ctx: mk.Context, sends: list[int], receives: list[int]) -> Tensor:
-        saved.ctx, saved.sends, saved.receives = ctx, sends, receives
-        return ctx.comm.all_to_all(rows, sends=sends, receives=receives)
-
-    @staticmethod
-    def backward(saved: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        back = saved.ctx.comm.all_to_all(gradient.contiguous(), sends=saved.receives, receives=saved.sends)
-        return back, None, None, None
+__all__ = ["expert_parallel", "visit_experts"]
 
 
 def expert_parallel(ctx: mk.Context, x: Tensor, W: Tensor, A: Tensor, B: Tensor, k: int) -> Tensor:
     """Return the layer's output (T, h) of this rank's tokens. A: (E/n, h, f), B: (E/n, f, h), this rank's experts."""
     # ---- route
     chosen, weights = route(x, W, k)
+    return visit_experts(ctx, x, chosen, weights, A, B)
+
+
+def visit_experts(
+    ctx: mk.Context, x: Tensor, chosen: Tensor, weights: Tensor, A: Tensor, B: Tensor
+) -> Tensor:
+    """Return the layer's output (T, h) of tokens that are routed already. chosen, weights: (T, k)."""
     # ---- permute
-    rows, order, counts = permute(x, chosen, W.shape[1])
+    rows, order, counts = permute(x, chosen, ctx.world_size * len(A))
     # ---- count
     theirs = ctx.comm.all_to_all(counts).view(ctx.world_size, len(A))  # from each rank, for each expert here
     sends, receives = (c.view(ctx.world_size, -1).sum(1).tolist() for c in (counts, theirs))
     # ---- dispatch
-    rows = _Exchange.apply(rows, ctx, sends, receives)
+    rows = exchange(ctx, rows, sends, receives)
     # ---- experts
     by_sender = torch.arange(len(A)).repeat(ctx.world_size)
     by_expert = by_sender.repeat_interleave(theirs.flatten()).argsort(stable=True)
     rows = experts(rows[by_expert], theirs.sum(0), A, B)[by_expert.argsort()]
     # ---- return
-    rows = _Exchange.apply(rows, ctx, receives, sends)
+    rows = exchange(ctx, rows, receives, sends)
     # ---- combine
     return combine(rows, order, weights)
