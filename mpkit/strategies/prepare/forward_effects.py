@@ -30,9 +30,7 @@ __all__ = ["check_forward_effects"]
 
 
 def check_forward_effects(resolved: ResolvedPlan, task: Task) -> Rejection | None:
-    """Reject forwards that transform layers, compute gradients, write into parameters or return them, where ranks hold
-    parts.
-    """
+    """Reject forwards that transform layers, compute gradients, write into parameters or return them, where divided."""
     plan = resolved.plan
     gathers, recomputes = plan.zero == 3, plan.recompute not in ("none", "selective")
     if not (gathers or recomputes or plan.pp > 1):

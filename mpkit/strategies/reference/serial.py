@@ -14,7 +14,6 @@ Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3, f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -75,8 +74,7 @@ class Serial:
         # ---- clip
         if self.limit is not None:
             there = [g for g in gradients.values() if g is not None]
-            wide = reduce(torch.promote_types, (g.dtype for g in there), torch.float32)
-            norm = nn.utils.get_total_norm([g.to(wide) for g in there])
+            norm = nn.utils.get_total_norm([g.to(torch.promote_types(g.dtype, torch.float64)) for g in there])
             nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, norm)
         # ---- update
         for group in self.optimizer.param_groups:

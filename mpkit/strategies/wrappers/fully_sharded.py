@@ -29,7 +29,6 @@ from mpkit.strategies.data_parallel.ddp import DDP
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.layers import find_wrong_embedding
-from mpkit.strategies.prepare.shared_memory import find_shared_memory
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import Masters, narrow
@@ -81,8 +80,7 @@ class FullySharded(ModuleWrapper):
         replicas = replicas_of(context, group, hybrid=True)
         groups = shard_groups_of(context, group, plan)
         self._shard_group = groups.shard if groups else replicas
-        wrong = find_wrong_embedding(module, shared=replicas.size > 1, local=True)
-        raise_rejection(wrong or find_shared_memory(module))
+        raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
         dtype = PRECISIONS.get(plan.precision)
         proof = LoopProof("mk.fully_shard", prove, module, replicas, dtype=dtype, divided=True)
         super().__init__(module)

@@ -102,7 +102,8 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group()
     if mesh.mesh_dim_names:
         return mesh._flatten().get_group()
-    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return group
 
 
 def size_of(module: nn.Module, group: Group) -> int:
