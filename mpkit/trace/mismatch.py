@@ -16,7 +16,15 @@ import numpy as np
 from mpkit.trace.files import RankTrace
 from mpkit.trace.records import LAYER, Kind
 
-__all__ = ["IssuedCall", "find_issued", "fits", "why_not"]
+__all__ = ["SHARDED", "IssuedCall", "find_issued", "fits", "why_not"]
+
+SHARDED = (
+    "ZeRO-3 gathers a layer's parameters when the layer is called, and sums its gradients after its backward: all "
+    "ranks call the same layers in the same order. Where samples decide which layers are called (a branch, an expert "
+    "in a module of its own), zero=2 keeps parameters whole, and so does mk.fully_shard(model, stage=2); or call the "
+    "layer in any case, of no samples, layer(x[:0]), where there are none for it."
+)
+"""What to say if ranks call different layers whose parameters are sharded."""
 
 ROOT_ARGUMENT = {Kind.BROADCAST: "src", Kind.SCATTER: "src", Kind.REDUCE: "dst", Kind.GATHER: "dst"}
 """The name of the argument for the root."""
@@ -37,6 +45,7 @@ class IssuedCall:
         text: the arguments, such as 'float32[4], op="sum"'; "" in a training, which does not record them.
         nbytes: bytes of the payload.
         where: the line that issued it, such as "file.py:12 in function".
+        layer: the layer of which it sends something; "" if that is not known.
     """
 
     rank: int
@@ -47,6 +56,7 @@ class IssuedCall:
     text: str
     nbytes: int
     where: str
+    layer: str = ""
 
     @classmethod
     def from_record(cls, rank: int, trace: RankTrace, op: Any) -> IssuedCall:
@@ -55,6 +65,7 @@ class IssuedCall:
         return cls(
             rank, Kind(int(op["kind"])), trace.name(int(op["group"])), int(op["number"]), int(op["peer"]),
             "" if text.startswith(LAYER) else text, int(op["bytes"]), trace.name(int(op["where"])),
+            text.removeprefix(LAYER) if text.startswith(LAYER) else "",
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -78,7 +89,7 @@ class IssuedCall:
     @property
     def tensor_text(self) -> str:
         """The dtype and shape of its tensor, or at least its size."""
-        return self.text or f"{self.nbytes:,} bytes"
+        return self.text or f"{self.nbytes:,} bytes{f' of {self.layer}' * bool(self.layer)}"
 
     @property
     def call(self) -> str:
@@ -89,6 +100,11 @@ class IssuedCall:
             return "barrier()"
         root = f", {ROOT_ARGUMENT[self.kind]}={self.peer}" if self.kind in ROOT_ARGUMENT else ""
         return f"{self.kind.word}({self.tensor_text}{root})"
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether ZeRO made the call, for a layer."""
+        return "mpkit/strategies/zero/" in self.where
 
     @property
     def line(self) -> str:
@@ -154,6 +170,8 @@ def _message_advice(sent: IssuedCall, received: IssuedCall) -> str:
 
 
 def _collective_advice(a: IssuedCall, b: IssuedCall) -> str:
+    if a.is_sharding and b.is_sharding:
+        return SHARDED
     if Kind.WAIT in (a.kind, b.kind):
         return (
             "Every rank of the run makes the same groups, members or not, in the same order and before or after the "

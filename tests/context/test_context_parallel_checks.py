@@ -135,6 +135,11 @@ def with_a_mask_that_hides_nothing(x: Tensor) -> Tensor:
     )
 
 
+def with_a_memory(x: Tensor) -> Tensor:
+    keys = F.pad(x, (0, 0, 2, 0))
+    return F.scaled_dot_product_attention(x, keys, keys)
+
+
 def dropping(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
@@ -166,6 +171,7 @@ def heads(x: Tensor) -> Tensor:
         (lambda: Attending(classes), r"makes \[1, 8\], so what it says is about the sequence as a whole"),
         (lambda: Attending(windowed), "calls conv1d: a convolution or pooling"),
         (lambda: Attending(masked), r"takes no mask but is_causal, and was given one of shape \[12, 12\]"),
+        (lambda: Attending(with_a_memory), r"12 queries and 14 keys. .*What works: cp=1"),
         (lambda: Attending(dropping), r"dropout_p=0.1: .*attn_pdrop=0"),
         (lambda: Attending(again), r"Plan\(recompute='full'\)"),
         (lambda: Attending(multi), "nn.MultiheadAttention or .* out of sight"),

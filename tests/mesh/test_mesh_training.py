@@ -128,7 +128,9 @@ def test_a_stage_begins_within_a_region(train: Train) -> None:
 # ---- at random -----------------------------------------------------------------------------------------------------
 
 
-STAGES = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2}
+STAGES = {
+    "looped_bfs": 2, "interleaved_1f1b": 2, "overlapped_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2
+}  # fmt: skip
 
 
 def some_mesh(draw: Any) -> dict[str, Any]:

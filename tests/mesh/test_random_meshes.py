@@ -17,7 +17,9 @@ from tests.serial import Train, check_equal
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
 RANKS, HEADS, EXPERTS = 8, 4, 4
-STAGES = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2}
+STAGES = {
+    "looped_bfs": 2, "interleaved_1f1b": 2, "overlapped_1f1b": 2, "interleaved_zb": 2, "zbv": 2, "dualpipev": 2
+}  # fmt: skip
 WHOLE_GROUPS = ("interleaved_zb", "dualpipev")
 HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 3, "max_grad_norm": 0.5}
 
@@ -33,7 +35,7 @@ def some_plan(draw: Random, *, experts: bool) -> mk.Plan:
     dp = degree(draw, pp, 1, 2, 3, 4)
     tp = degree(draw, pp * dp, 1, 2, 2, 3)
     cp = degree(draw, pp * dp * tp, *([1, 2, 4] if pp * dp * tp > 1 else [2, 4]))
-    schedule = draw.choice(["1f1b", "zb_h1", "zb_h2", *STAGES]) if pp > 1 else "gpipe"
+    schedule = draw.choice(["1f1b", "zb_h1", "zb_h2", *STAGES] if pp > 1 else ["gpipe", "overlapped_1f1b"])
     zero, sequence = draw.randrange(4), tp > 1 and draw.random() < 0.7
     methods = {1: ["ring"], 2: ["ring", "ulysses"], 4: ["ring", "ulysses", (2, 2)]}[cp]
     shard = 2 if dp == 4 and zero and draw.random() < 0.7 else None
@@ -44,7 +46,7 @@ def some_plan(draw: Random, *, experts: bool) -> mk.Plan:
     microbatches = 2 * pp if schedule in WHOLE_GROUPS else draw.randint(1, 3)
     order, method = draw.choice(["contiguous", "zigzag"]), draw.choice(methods if tp < 3 else ["ring"])
     return mk.Plan(
-        pp=pp, dp=dp, tp=tp, cp=cp, schedule=schedule, virtual_stages=STAGES.get(schedule, 1),
+        pp=pp, dp=dp, tp=tp, cp=cp, schedule=schedule, virtual_stages=STAGES.get(schedule, 1) if pp > 1 else 1,
         microbatches=microbatches, cp_order="contiguous" if method == "ulysses" else order, cp_method=method,
         sequence_parallel=sequence, zero=zero, dp_shard=shard, ep=ep, etp=etp,
         recompute=draw.choice(["none", "selective", "full"]), prefetch=draw.randrange(3),

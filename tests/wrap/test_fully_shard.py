@@ -445,7 +445,13 @@ MISTAKES = {
     "stage True": (lambda: mk.fully_shard(nn.Linear(2, 2), True), "stage=True"),
     "precision": (lambda: mk.fully_shard(nn.Linear(2, 2), precision="fp8"), "there are 'fp32', 'bf16' and 'fp16'"),
     "twice": (lambda: mk.fully_shard(mk.ddp(nn.Linear(2, 2))), "wrapped already .DataParallel"),
-    "ddp around it": (lambda: mk.ddp(mk.fully_shard(nn.Linear(2, 2))), "wrapped already .FullySharded"),
+    "ddp around it": (lambda: mk.ddp(mk.fully_shard(nn.Linear(2, 2))), "mk.fully_shard has divided the module"),
+    "within it": (
+        lambda: mk.fully_shard(nn.Sequential(mk.fully_shard(nn.Linear(2, 2)).module)), "take a rank's parts for"
+    ),
+    "around parts": (
+        lambda: mk.fully_shard(mk.tensor_parallel(GPT(layers=1, width=4, heads=2))), r"mk.Plan\(dp=2, tp=2, zero=3\)"
+    ),
     "no parameters": (lambda: mk.fully_shard(nn.ReLU()), "it has no parameters"),
     "a class": (lambda: mk.fully_shard(nn.Linear), "takes a module, and was given type"),
     "zero_optimizer": (

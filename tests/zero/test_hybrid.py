@@ -117,10 +117,10 @@ def test_backwards_after_the_last_and_late_gradients_reach_all_groups(clusters: 
 
 def wrapped(ctx: Any) -> list[float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    ways = [{"dp_shard": 2}, {"group": mesh}]
+    ways = [{"dp_shard": 2}, {"group": mesh}, {"group": init_device_mesh("cpu", (2, 2))}]
     return [
         side_by_side(ctx, partial(mk.fully_shard, stage=stage, **way), optimizer=adamw, max_norm=0.5)
-        for stage, way in ((1, ways[1]), (2, ways[0]), (3, ways[0]), (3, ways[1]))
+        for stage, way in ((1, ways[1]), (2, ways[0]), (3, ways[0]), (3, ways[1]), (3, ways[2]))
     ]
 
 

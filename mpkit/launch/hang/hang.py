@@ -20,7 +20,7 @@ from mpkit.launch.hang.progress import FINISHED, Sight
 from mpkit.launch.hang.stragglers import stopped_words
 from mpkit.launch.hang.unmatched_calls import missing_ranks, never, unanswered_calls, waited_for
 from mpkit.trace import Kind, RankTrace, Trace
-from mpkit.trace.mismatch import IssuedCall
+from mpkit.trace.mismatch import SHARDED, IssuedCall
 
 __all__ = ["GRACE", "LIMIT", "LOOK_EVERY", "Patience", "explain", "reasons"]
 
@@ -148,6 +148,9 @@ def explain(
     culprits = held or sorted(set(reasons(trace)))
     if culprits:
         lines += ["Why:", *("  " + line for line in culprits)]
+    calls = [waited_for(number, rank) for number, rank in enumerate(trace.ranks)]
+    if not held and sum(call is not None and call.is_sharding for call in calls) > 1:
+        lines.append(SHARDED)
     if not never(trace):
         lines.append(
             "(A step that is only slow? Give it time: cluster.run(fn, timeout=60), or train(..., timeout=60).)"

@@ -176,17 +176,16 @@ class CallChecks:
 
     def collective(
         self, ranks: tuple[int, ...], number: int, kind: int, tensor: Tensor, root: int, reduction: str,
-        group: str = "", *, uneven: bool = False,
+        group: str = "", *, uneven: bool = False, what: str = "",
     ) -> CheckedCall:  # fmt: skip
         """Return the check of collective number `number` of these ranks; `group` tells several groups of them apart.
 
-        Members of an `uneven` one may pass different numbers of rows.
+        Members of an `uneven` one may pass different numbers of rows. `what`: the parameters of which they pass parts.
         """
         shape = torch.Size((-1, *tensor.shape[1:])) if uneven else tensor.shape
-        return Collective(
-            self, self._table(ranks), number,
-            self._fingerprints.look_up(kind, tensor.dtype, shape, root, reduction, group),
-        )  # fmt: skip
+        fingerprint = self._fingerprints.look_up(kind, tensor.dtype, shape, root, reduction, what or group)
+        fingerprint = fingerprint._replace(text="") if what else fingerprint  # the trace has the layer there
+        return Collective(self, self._table(ranks), number, fingerprint)
 
     def exchange(
         self,

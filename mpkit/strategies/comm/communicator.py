@@ -121,13 +121,14 @@ class Communicator:
         """
         number = self.issued
         self.issued = number + 1
-        checks = self.wire.checks
+        what = self.wire.what
+        checks = self.wire.checks or (self.wire.checks_of_layers if what else None)
         call = None
         if checks is not None and self.size > 1:
             if parts is not None:
                 call = checks.exchange(self.ranks, number, tensor, *parts)
             else:
-                call = checks.collective(self.ranks, number, kind, tensor, root, reduction)
+                call = checks.collective(self.ranks, number, kind, tensor, root, reduction, what=what)
         return CallNumber(kind, self.name, number, root, call)
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:

@@ -77,6 +77,8 @@ class Wire:
         staged: whether tensors live on a GPU and the backend takes only host memory (ranks share a GPU, over gloo).
         before: a function called before each communication, or None. (The classroom uses it to delay ranks.)
         layer: the layer whose parameters or gradients are sent; "" where that is not known.
+        what: the names of the parameters of which all ranks send their parts; "" where ranks cannot differ.
+        checks_of_layers: compares what ranks send parts of, where `checks` compares nothing; None: nothing does.
         pair: the forward and the backward that run as one at the moment, or None.
     """
 
@@ -96,18 +98,19 @@ class Wire:
         self.gloo, self.by_name = backend == "gloo", backend != "nccl"
         self.staged = device.type != "cpu" and self.gloo
         self.before: Callable[[], None] | None = None
-        self.layer = ""
+        self.layer = self.what = ""
+        self.checks_of_layers: CallChecks | None = None
         self.pair: OverlappedPair | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     @contextmanager
-    def sending_for(self, layer: str) -> Iterator[None]:
-        """Within the block, communication is recorded as that of a layer."""
-        self.layer = layer
+    def sending_for(self, layer: str, what: str = "") -> Iterator[None]:
+        """Within the block, communication is recorded as that of a layer, and ranks compare what it is of."""
+        self.layer, self.what = layer, what
         try:
             yield
         finally:
-            self.layer = ""
+            self.layer = self.what = ""
 
     def issue(
         self,

@@ -141,6 +141,12 @@ class ContextParallel(TorchFunctionMode):
             raise ValueError(
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True."
             )
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"Attention over cp={n} ranks: a rank has {query.shape[-2]} queries and {key.shape[-2]} keys. The keys "
+                "of the queries' own tokens come from all ranks; those of other tokens (a memory, a prefix, a part of "
+                "the sequence, another sequence) would be taken for them. What works: cp=1."
+            )
         _check_frames()
         how: dict[str, Any] = {
             "is_causal": is_causal, "scale": scale, "order": self.order, "layout": self._layout,

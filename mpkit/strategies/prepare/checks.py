@@ -31,6 +31,7 @@ from mpkit.strategies.prepare.packed_documents import check_packed_documents
 from mpkit.strategies.prepare.probe import check_parts, check_whole_batch_loss
 from mpkit.strategies.prepare.recompute import check_kept_tensors, check_recomputed_blocks
 from mpkit.strategies.prepare.resume import check_saved_state
+from mpkit.strategies.prepare.shared_memory import check_shared_memory
 from mpkit.strategies.prepare.tensor_plan.compare_shards import check_tensor_plan
 
 __all__ = ["CHECKS", "SET_UP", "Check", "find_rejection"]
@@ -66,6 +67,11 @@ def train(model, plan, data=(x, y), loss=mse_loss, optimizer=torch.optim.SGD, **
 """
 
 CHECKS = (
+    Check("shared memory", check_shared_memory, """
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+model[1].weight = nn.Parameter(model[0].weight.data)
+train(model, mk.Plan.ddp(2))
+"""),
     Check("embeddings", check_embeddings, """
 model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
 train(model, mk.Plan.ddp(2), data=(torch.arange(8), y))

@@ -3,6 +3,7 @@
     transforms   it calls a layer within torch.vmap, torch.func.grad or another transform of torch.func
     gradients    it computes gradients of its own layers, by torch.autograd.grad
     writes       it writes into a parameter
+    returns      it returns a parameter, or a view of one
 
 ZeRO-3 gives a layer its parameters around the layer's own forward and backward, recomputation runs forwards without a
 graph first, and a pipeline's rank has stand-ins for what other ranks hold.
@@ -29,12 +30,12 @@ __all__ = ["check_forward_effects"]
 
 
 def check_forward_effects(resolved: ResolvedPlan, task: Task) -> Rejection | None:
-    """Reject forwards that transform layers, compute gradients or write into parameters, where ranks hold parts."""
+    """Reject forwards that transform layers, compute gradients, write into parameters or return them, where divided."""
     plan = resolved.plan
     gathers, recomputes = plan.zero == 3, plan.recompute not in ("none", "selective")
     if not (gathers or recomputes or plan.pp > 1):
         return None
-    transformed, differentiated, written = _observe(task)
+    transformed, differentiated, written, returned = _observe(task)
     whole = f"Plan.zero(2, {plan.dp})" if plan.dp > 1 else "Plan.serial()"
     if transformed and gathers:
         return Rejection(
@@ -58,12 +59,18 @@ def check_forward_effects(resolved: ResolvedPlan, task: Task) -> Rejection | Non
             "to write between steps, cluster.train(..., on_step=...); to compute with a changed copy, such as "
             f"parameter.clamp(0, 2); or {whole}"
         )
+    if returned and gathers:
+        return Rejection(
+            f"{plan}: the model returns the parameter {returned}, and zero=3 has dropped it when the loss looks at it. "
+            "What works: to compute in the forward what the loss needs of it, such as parameter.square().sum(); weight "
+            f"decay in the optimizer, in place of a penalty; or {whole}, which keeps parameters whole"
+        )
     return None
 
 
-def _observe(task: Task) -> tuple[str, str, str]:
-    """Return a layer that is transformed, one whose output is differentiated, and a parameter that is written into."""
-    transformed, differentiated = list[str](), list[str]()
+def _observe(task: Task) -> tuple[str, str, str, str]:
+    """Return layers that are transformed and differentiated, and parameters that are written into and returned."""
+    transformed, differentiated, made = list[str](), list[str](), list[Any]()
     mode = FakeMode()
     with quiet(), mode:
         model = without_content(task.model, mode)
@@ -73,12 +80,14 @@ def _observe(task: Task) -> tuple[str, str, str]:
         versions = {name: parameter._version for name, parameter in model.named_parameters()}
         inputs = map_tensors(mode.from_tensor, task.batch[0])
         try:
-            call(model, inputs, first=True)
+            made = flatten(call(model, inputs, first=True))[0]
         except Exception as error:
             if not needs_content(error):
                 raise
     written = [name for name, parameter in model.named_parameters() if parameter._version != versions[name]]
-    return tuple(next(iter(found), "") for found in (transformed, differentiated, written))  # type: ignore[return-value]
+    storages = {leaf.untyped_storage()._cdata for leaf in made if isinstance(leaf, Tensor)}
+    returned = [name for name, p in model.named_parameters() if p.untyped_storage()._cdata in storages]
+    return tuple(next(iter(found), "") for found in (transformed, differentiated, written, returned))  # type: ignore[return-value]
 
 
 def _watch_layer(name: str, layer: nn.Module, transformed: list[str], differentiated: list[str]) -> None:

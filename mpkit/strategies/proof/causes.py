@@ -10,6 +10,7 @@ mode         the ranks computed in another mode, training or evaluation
 factor       all gradients are the same number of times as large
 share        the gradients are those of one part of the batch: a reduction is missing
 update       the gradients are right, and the optimizer makes something else of them
+sequence     nothing of these, and ranks share sequences: a layer looks at other tokens
 world        nothing of these
 """
 
@@ -64,7 +65,19 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
             continue
         if found:
             return found
-    return WORLD + (f" (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else "")
+    likely = _sequence(job) if job.plan.cp > 1 else WORLD
+    return likely + (
+        f" (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else ""
+    )
+
+
+def _sequence(job: TrainJob) -> str:
+    return (
+        f"With cp={job.plan.cp} a rank computes its part of each sequence, and only F.scaled_dot_product_attention "
+        "sees the other ranks' tokens. So the likely cause is a layer that looks at other tokens in another way: a "
+        "shift, a cumulative sum, a mean over the sequence, or its length. What works: such a look by "
+        f"F.scaled_dot_product_attention; or cp=1, mk.Plan.ddp({job.plan.ranks})"
+    )
 
 
 WORLD = (

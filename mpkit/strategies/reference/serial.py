@@ -74,7 +74,7 @@ class Serial:
         # ---- clip
         if self.limit is not None:
             there = [g for g in gradients.values() if g is not None]
-            norm = nn.utils.get_total_norm([g.to(torch.promote_types(g.dtype, torch.float32)) for g in there])
+            norm = nn.utils.get_total_norm([g.to(torch.promote_types(g.dtype, torch.float64)) for g in there])
             nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, norm)
         # ---- update
         for group in self.optimizer.param_groups:

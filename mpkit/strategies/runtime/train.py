@@ -68,8 +68,11 @@ __all__ = ["Training", "place_stages", "train", "watch_stages"]
 def train(context: Context, job: TrainJob) -> TrainedState:
     """Run this rank's part of a training; `Cluster.train` calls this on every rank.
 
-    What the user's functions communicate between steps is compared between ranks; the strategies' own calls are not.
+    What the user's functions communicate between steps is compared between ranks. So is, under ZeRO-3, of which layers
+    ranks send parts, since samples may decide which ones a model calls; the strategies' other calls are not.
     """
+    if job.plan.zero == 3:
+        context.comm.wire.checks_of_layers = CallChecks(context.record.folder, context.rank)
     if job.how.on_step is None and job.how.evaluation is None:
         return _train(context, job)
     checks = CallChecks(context.record.folder, context.rank)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mpkit.common.tracebacks import public
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
+from mpkit.strategies.prepare.arguments.task import raise_rejection
+from mpkit.strategies.prepare.shared_memory import find_shared_memory
 from mpkit.strategies.wrappers.fully_sharded import FullySharded
 from mpkit.strategies.wrappers.loop_proof import checked_prove
 from mpkit.strategies.wrappers.replicas import Group, check_module, size_of
@@ -75,6 +77,7 @@ def fully_shard(
         NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
     """
     check_module(module, "mk.fully_shard")
+    raise_rejection(find_shared_memory(module))
     _check(stage, precision, prove)
     dp_shard = _checked_groups(dp_shard, group, ranks := size_of(module, group))
     secondary = _checked_secondary(reshard_after_forward, stage, ranks, dp_shard)

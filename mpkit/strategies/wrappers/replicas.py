@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -72,11 +74,12 @@ def replicas_of(context: Context, group: Group, *, hybrid: bool = False) -> Comm
     comm = context.comm
     if isinstance(group, DeviceMesh):
         if group.ndim != 1 and not hybrid:
+            names = group.mesh_dim_names
+            said, one = (f", {names}", f"[{names[0]!r}]") if names else ("", ".get_group(0)")
             raise ValueError(
-                f"group is a mesh of the axes {group.mesh_dim_names}, and one axis is wanted: "
-                f"group=mesh[{(group.mesh_dim_names or ('dp',))[0]!r}]"
+                f"group is a mesh of {group.ndim} axes{said}, and one axis is wanted: group=mesh{one}"
             )
-        group = (group._flatten() if group.ndim > 1 else group).get_group()
+        group = _group_of_mesh(group)
     if isinstance(group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(group))
         group = comm if len(ranks) == comm.world_size else comm.adopt(ranks, group)
@@ -93,9 +96,19 @@ def replicas_of(context: Context, group: Group, *, hybrid: bool = False) -> Comm
     return group if group.size > 1 else OneRank(comm.wire)
 
 
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of all ranks of a mesh, which may have two axes, with names or without."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.mesh_dim_names:
+        return mesh._flatten().get_group()
+    group: dist.ProcessGroup = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return group
+
+
 def size_of(module: nn.Module, group: Group) -> int:
     """Return the number of ranks in a group, which may be a mesh of two axes."""
-    return replicas_of(context_for(module), group, hybrid=True).size
+    return group.size() if isinstance(group, DeviceMesh) else replicas_of(context_for(module), group).size
 
 
 def shard_groups_of(context: Context, group: Group, plan: Plan) -> ShardGroups | None:
@@ -109,8 +122,8 @@ def shard_groups_of(context: Context, group: Group, plan: Plan) -> ShardGroups |
     if plan.dp_shard is None:
         return None
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        replicate, shard = group.mesh_dim_names or ("", "")
-        return ShardGroups(replicas_of(context, group[shard]), replicas_of(context, group[replicate]))
+        replicate, shard = (replicas_of(context, group.get_group(axis)) for axis in range(2))
+        return ShardGroups(shard, replicate)
     if plan.dp != context.world_size:
         raise ValueError(
             f"mk.fully_shard(dp_shard={plan.dp_shard}) divides all ranks into groups, and here are {plan.dp} of "
@@ -146,14 +159,16 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
         within: wrappers that may be inside of it.
 
     Raises:
-        ValueError: it is no module, has no parameters to train, is wrapped already, or has experts whose routing
-            depends on the whole batch.
+        ValueError: it is no module, has no parameters to train, is wrapped or divided already, or has experts whose
+            routing depends on the whole batch.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"{what} takes a module, and was given {type(module).__name__}: {what}(model), where model is a "
             "torch.nn.Module. In Cluster.run the rank's context is not passed on"
         )
+    allowed = {p for inner in module.modules() if isinstance(inner, within) for p in inner.parameters()}
+    _check_divided([p for p in module.parameters() if p not in allowed], what)
     for name, inner in module.named_modules():
         if isinstance(inner, (ModuleWrapper, DistributedDataParallel)) and not isinstance(inner, within):
             where = f"{name} in it is" if name else "it is"
@@ -176,3 +191,19 @@ def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper]
             "ranks. Call it as it is, or let some train: parameter.requires_grad_()"
         )
     return module
+
+
+def _check_divided(parameters: Iterable[nn.Parameter], what: str) -> None:
+    """Check that no parameter is a rank's part of one; `what` is as in `check_module`.
+
+    Raises:
+        ValueError: a wrapper has divided them.
+    """
+    for parameter in parameters:
+        if hasattr(parameter, "divided"):
+            raise ValueError(
+                f"{what}: {parameter.divided[1]} has divided the module already, and {what} would take a rank's parts "
+                f"for the whole: norms, clipping and state_dict() would be those of parts. What works: {what}(model) "
+                "of a model that no wrapper has divided; with tensor parallelism mk.ddp(mk.tensor_parallel(model, "
+                "group=mesh['tp']), group=mesh['dp']), or cluster.train(model, data, mk.Plan(dp=2, tp=2, zero=3), ...)"
+            )

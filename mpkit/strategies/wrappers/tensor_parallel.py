@@ -21,6 +21,7 @@ from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.layers import find_wrong_embedding
+from mpkit.strategies.prepare.shared_memory import find_shared_memory
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.shard import Shard, put_together
 from mpkit.strategies.tensor import by_hand
@@ -255,7 +256,7 @@ def _wrap_module(
     check_module(module, "mk.tensor_parallel")
     context = context_for(module)
     comm = replicas_of(context, group)
-    raise_rejection(find_wrong_embedding(module, shared=comm.size > 1))
+    raise_rejection(find_wrong_embedding(module, shared=comm.size > 1) or find_shared_memory(module))
     proof = LoopProof("mk.tensor_parallel", prove, module, comm, average=False, divided=True)
     broadcast_all(comm, module)
     shards: list[dict[str, Shard]] = [{}]

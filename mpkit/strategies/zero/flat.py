@@ -125,6 +125,7 @@ class Flat:
         shard: (k,).
         parts: the parameters' parts of the shard, in one dimension.
         layer: the name of the layer whose parameters these are; "" if they are those of several.
+        names: the parameters' names.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Flat:
         first = layout.parameters[0]
         self.layout, self.shard_group = layout, shard_group
         self._record = record
-        self.there, self.layer = True, ""
+        self.there, self.layer, self.names = True, "", ""
         self.whole = torch.empty(layout.n * layout.k, dtype=first.dtype, device=first.device)
         self.views = layout.views(self.whole)
         self._nbytes = self.whole.nbytes

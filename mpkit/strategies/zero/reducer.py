@@ -127,7 +127,7 @@ class Reducer:
     def _reduce(self) -> None:
         """Start the next unit's reduction, and complete the one before."""
         unit = self._queue[self._next]
-        with self._replicas.wire.sending_for(unit.flat.layer):
+        with self._replicas.wire.sending_for(unit.flat.layer, unit.flat.names):
             unit.start_reduce()
         self._next += 1
         if self._next > 1:

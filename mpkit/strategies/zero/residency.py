@@ -108,7 +108,7 @@ class WholeParameters:
     def _start(self, flat: Flat) -> None:
         if flat not in self._whole:
             flat.allocate()
-            with flat.shard_group.wire.sending_for(flat.layer):
+            with flat.shard_group.wire.sending_for(flat.layer, flat.names):
                 self._whole[flat] = flat.start_all_gather()
 
     def _wait(self, flat: Flat) -> None:

@@ -85,7 +85,8 @@ class Zero(GradientSync):
         # ---- divide
         self.pieces_of = self._divide()
         for each in (*self._params, *(grads.flat for grads in self._grads)):
-            each.layer = _layer_of([piece.name for piece in self.pieces_of[each.layout]])
+            held_names = [piece.name for piece in self.pieces_of[each.layout]]
+            each.layer, each.names = _layer_of(held_names), " ".join(held_names)
         self._gradient_of = self._pair([grads.flat.parts for grads in self._grads])
         names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
         self._reducer = Reducer(

@@ -46,12 +46,15 @@ def differ(
     try:
         wide = compared(trial.wide())
     except Exception as error:
-        apart = are_apart(whole, parts, SINGLE)
+        with _Coarsest() as seen:
+            compared(trial)
+        tolerance = max(SINGLE, 64 * seen.eps)
+        apart = are_apart(whole, parts, tolerance)
         if not apart:
             report(
                 "Loss or gradients of a few samples differ from those of the same samples in parts, by at most "
-                f"{SINGLE:.0e} of their size. That may be rounding, or a loss or layer that looks at other samples of "
-                f"its batch; in float64, which would tell, it raises {one_line(error)}."
+                f"{tolerance:.0e} of their size. That may be rounding, or a loss or layer that looks at other samples "
+                f"of its batch; in float64, which would tell, it raises {one_line(error)}."
             )
         return whole, parts, apart
     if not are_apart(*wide, ROUNDING):
