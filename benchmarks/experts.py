@@ -135,7 +135,9 @@ def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
         top_k=int(row["topk"]),
     )
     machine = mk.hardware("8x-h100-nvlink")
-    stack = stack_of("megatron", fp8="fp8" in case, scaling="block", deduplicates="deepep" in case)
+    stack = stack_of(
+        "megatron", fp8="fp8" in case, scaling="block128", deduplicates="a2a" not in case, gradient=2
+    )
     kernels = kernels_of(machine.device, stack, preset_for(machine.device.name, stack.name).constants)
     layout, network, sequence = Layout(dp=8, ep=8, etp=1), network_of(machine), int(row["seq"])
     both = layer_time(model, 0, layout, sequence, kernels, network)

@@ -98,10 +98,9 @@ def layer_time(
         attention = attention[0] + cross[0], attention[1] + cross[1]
 
     visits = model.visits(layer)
-    whole = 22 * h / (t if layout.sequence_parallel else 1)
-    inside = (8 if model.gated else 4) * _mlp_width(model, layer, layout)
-    permuted = 8 * h * visits
-    elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
+    elementwise, back_elementwise = (
+        kernels.elementwise(nbytes * tokens) for nbytes in _moved_per_token(model, layer, layout, stack)
+    )
 
     fixed = kernels.constants.fixed
     sent = [
@@ -113,7 +112,7 @@ def layer_time(
 
     forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
     backward = (
-        products[1], attention[1], 2 * elementwise, 2 * fixed, tensor, back_context, experts,
+        products[1], attention[1], back_elementwise, 2 * fixed, tensor, back_context, experts,
     )  # fmt: skip
     computed = sum(forward) - (last if stack.early_stop else 0.0)
     return LayerTime(forward, backward, computed)
@@ -176,6 +175,28 @@ def _tile_share(layout: Layout) -> float:
     (0.5625, 1.0)
     """
     return 1.0 if layout.cp_order == CONTIGUOUS else 0.5 + 0.25 / layout.ring
+
+
+def _moved_per_token(model: Architecture, layer: int, layout: Layout, stack: Stack) -> tuple[float, float]:
+    """Return the bytes per token that elementwise operators move in a layer's forward and backward.
+
+    Twice as many in the backward, except of copies. Tokens are copied into the order of experts and back, and, where a
+    rank has several that get theirs from several ranks, once more on arrival and before they leave; DeepEP sends them
+    in one order. In 8 or 4 bits, groups are copied once more, to be padded. Megatron multiplies what an expert's
+    activation returns with the router's weight: without a gate in 32 bits and not fused, where PyTorch moves 12 bytes
+    more per element, and in the backward 32 more than twice the activation's 4 (experts.py, fused_bias_swiglu.py).
+    """
+    h, visits = model.hidden, model.visits(layer)
+    whole = 22 * h / (layout.tp if layout.sequence_parallel else 1)
+    inside = (8 if model.gated else 4) * (width := _mlp_width(model, layer, layout))
+    rows = visits * (layout.expert_tp / layout.expert_parts if stack.grouped else 1)
+    sorts = model.experts > layout.ep > 1 and not (stack.deduplicates or stack.played)
+    copied = 8 * h * rows * (1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4)))
+    weighed = width if visits and stack.weighs_inside and not model.gated else 0.0
+    scale = stack.element / 2
+    return scale * (whole + inside + copied) + 12 * weighed, scale * (
+        2 * (whole + inside) + copied
+    ) + 32 * weighed
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:

@@ -58,7 +58,8 @@ class Stack:
         fp8: whether products with weights run in 8 bits.
         fp4: whether they run in 4 bits (NVFP4).
         converts_once: whether weights are converted to 8 or 4 bits once per step and not once per micro-batch.
-        scaling: what shares a scale where they do: a whole "tensor", a "row", or a "block" of 16 or 32 (MXFP8, NVFP4).
+        scaling: what shares a scale where they do: a whole "tensor", a "row", a "block" of 16 or 32 (MXFP8, NVFP4), or
+            a "block128" of 128 (DeepSeek-V3's on Hopper).
         eager: whether each elementwise operator is a kernel of its own, as without torch.compile or special ones.
         fused: whether attention is fused (FlashAttention: Dao et al. 2022), so that its s x s scores never leave the
             chip.
@@ -89,8 +90,8 @@ class Stack:
             loss 4, the order of all pairs 8 and their mask 1 (moe_utils.py).
         weighs_inside: whether the router's weight multiplies what an expert's activation returns, so that without a
             gate one tensor more is kept (Megatron's experts.py).
-        grouped: whether the experts of a rank multiply at once, with four workspaces more (Transformer Engine's
-            GroupedLinear).
+        grouped: whether the experts of a rank multiply at once (Transformer Engine's GroupedLinear), with four
+            workspaces more; in 8 bits they are padded before.
         attention_outputs: tensors of an attention's output that are kept: two where the attention and the product after
             it read it in different layouts (FlashAttention 2 in Megatron).
         copies: bytes per parameter of DDP's buckets where gradients are not views of them.
