@@ -1,6 +1,6 @@
 """Memory of Megatron's published cases with experts: `python -m benchmarks.golden_experts`.
 
-`golden_rows/` has the bytes that Megatron-LM's tests recorded on the last rank (tests/functional_tests/test_cases/moe
+`expert_rows/` has the bytes that Megatron-LM's tests recorded on the last rank (tests/functional_tests/test_cases/moe
 at d98e8a6, BSD-3), between steps and at the peak, and each case's options. Nothing is fitted to them. Half of the
 cases, by the checksum of their names, were kept apart while the formulas were written.
 """
@@ -8,7 +8,6 @@ cases, by the checksum of their names, were kept apart while the formulas were w
 from __future__ import annotations
 
 import csv
-import re
 import shlex
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ from zlib import crc32
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.experts import EXPERT_ROWS
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
@@ -32,7 +32,6 @@ from mpkit.prediction.cost_model.stack import MIB, Stack, stack_of
 
 __all__ = ["ExpertCase", "main", "read_expert_cases"]
 
-ROWS = Path(__file__).with_name("golden_rows")
 GPT2_TOKENS = 50257
 LARGE = 0.05
 NOT_MODELLED = {
@@ -89,26 +88,15 @@ class ExpertCase:
     def model(self) -> Architecture:
         """The model, whose vocabulary is padded."""
         on, tp, hidden = self.options, self._size("tensor-model-parallel-size", 1), self._size("hidden-size")
-        multiple = self._size("make-vocab-size-divisible-by", 128) * tp
-        gated, latent = "swiglu" in on, "multi-latent-attention" in on
-        ffn = self._size("ffn-hidden-size") or (8 * hidden // 3 // 64 * 64 if gated else 4 * hidden)
-        dense = re.match(r"\(\[0\]\*(\d+)", on.get("moe-layer-freq", ""))
-        ranks = {
-            field: self._size(option)
-            for field, option in (
-                ("q_rank", "q-lora-rank"), ("kv_rank", "kv-lora-rank"), ("rope_dim", "qk-pos-emb-head-dim"),
-                ("v_dim", "v-head-dim"),
-            )
-            if latent
-        }  # fmt: skip
+        multiple, gated = self._size("make-vocab-size-divisible-by", 128) * tp, "swiglu" in on
         return Architecture(
-            self._size("num-layers"), hidden, self._size("num-attention-heads"), ffn=ffn, gated=gated,
+            self._size("num-layers"), hidden, self._size("num-attention-heads"), gated=gated,
+            ffn=self._size("ffn-hidden-size") or (8 * hidden // 3 // 64 * 64 if gated else 4 * hidden),
             vocabulary=-(-GPT2_TOKENS // multiple) * multiple, tied="untie-embeddings-and-output-weights" not in on,
-            head_dim=self._size("qk-head-dim" if latent else "kv-channels"),
             positions=0 if "position-embedding-type" in on else self._size("max-position-embeddings"),
             experts=self._size("num-experts"), top_k=self._size("moe-router-topk"),
-            expert_ffn=self._size("moe-ffn-hidden-size"), dense=int(dense[1]) if dense else 0,
-            shared_ffn=self._size("moe-shared-expert-intermediate-size"), **ranks,
+            expert_ffn=self._size("moe-ffn-hidden-size"),
+            shared_ffn=self._size("moe-shared-expert-intermediate-size"),
         )  # fmt: skip
 
     @cached_property
@@ -192,7 +180,7 @@ class ExpertCase:
         return int(self.options.get(option, otherwise))
 
 
-def read_expert_cases(folder: Path = ROWS) -> list[ExpertCase]:
+def read_expert_cases(folder: Path = EXPERT_ROWS) -> list[ExpertCase]:
     """Return all recordings of a folder's two tables."""
     with (folder / "megatron_experts_options.csv").open(encoding="utf-8") as file:
         options = {row["case"]: _read_options(row["options"]) for row in csv.DictReader(file)}

@@ -98,9 +98,8 @@ def layer_time(
         attention = attention[0] + cross[0], attention[1] + cross[1]
 
     visits = model.visits(layer)
-    elementwise, back_elementwise = (
-        kernels.elementwise(nbytes * tokens) for nbytes in _moved_per_token(model, layer, layout, stack)
-    )
+    moved = _moved_per_token(model, layer, layout, stack)
+    elementwise = [kernels.elementwise(nbytes * tokens) for nbytes in moved]
 
     fixed = kernels.constants.fixed
     sent = [
@@ -110,9 +109,9 @@ def layer_time(
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
     experts = 2 * _dispatch_time(tokens * h * stack.element, visits, layout, network, stack)
 
-    forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
+    forward = (products[0], attention[0], elementwise[0], fixed, tensor, context, experts)
     backward = (
-        products[1], attention[1], back_elementwise, 2 * fixed, tensor, back_context, experts,
+        products[1], attention[1], elementwise[1], 2 * fixed, tensor, back_context, experts,
     )  # fmt: skip
     computed = sum(forward) - (last if stack.early_stop else 0.0)
     return LayerTime(forward, backward, computed)
@@ -180,23 +179,18 @@ def _tile_share(layout: Layout) -> float:
 def _moved_per_token(model: Architecture, layer: int, layout: Layout, stack: Stack) -> tuple[float, float]:
     """Return the bytes per token that elementwise operators move in a layer's forward and backward.
 
-    Twice as many in the backward, except of copies. Tokens are copied into the order of experts and back, and, where a
-    rank has several that get theirs from several ranks, once more on arrival and before they leave; DeepEP sends them
-    in one order. In 8 or 4 bits, groups are copied once more, to be padded. Megatron multiplies what an expert's
-    activation returns with the router's weight: without a gate in 32 bits and not fused, where PyTorch moves 12 bytes
-    more per element, and in the backward 32 more than twice the activation's 4 (experts.py, fused_bias_swiglu.py).
+    Tokens are copied into the order of experts and back; on arrival again, where a rank has several experts, but for
+    DeepEP; and in 8 or 4 bits to be padded. Megatron multiplies what an expert's activation returns with the router's
+    weight: without a gate it does so in 32 bits, which moves 12 bytes per element, and 32 in the backward (experts.py).
     """
-    h, visits = model.hidden, model.visits(layer)
+    h, width, visits = model.hidden, _mlp_width(model, layer, layout), model.visits(layer)
     whole = 22 * h / (layout.tp if layout.sequence_parallel else 1)
-    inside = (8 if model.gated else 4) * (width := _mlp_width(model, layer, layout))
-    rows = visits * (layout.expert_tp / layout.expert_parts if stack.grouped else 1)
     sorts = model.experts > layout.ep > 1 and not (stack.deduplicates or stack.played)
-    copied = 8 * h * rows * (1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4)))
+    copies = 1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4))
+    copied = 4 * stack.element * h * copies * visits * layout.expert_tp / layout.expert_parts
     weighed = width if visits and stack.weighs_inside and not model.gated else 0.0
-    scale = stack.element / 2
-    return scale * (whole + inside + copied) + 12 * weighed, scale * (
-        2 * (whole + inside) + copied
-    ) + 32 * weighed
+    once = stack.element / 2 * (whole + (8 if model.gated else 4) * width)
+    return once + copied + 12 * weighed, 2 * once + copied + 32 * weighed
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
