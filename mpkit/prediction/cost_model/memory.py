@@ -81,7 +81,7 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     mask = 1 if stack.dropout else 0
 
     routed = 0.0  # of experts
-    outside = 2 * e * h + 2 * e * h + 2 * mask * h  # inputs of norms and of products; dropout masks
+    outside = 2.0 * e * h + 2 * e * h + 2 * mask * h  # inputs of norms and of products; dropout masks
     if model.kv_rank:
         latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
         outside += e * latent
@@ -100,14 +100,14 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     )  # an MLP without a gate keeps what its activation reads and returns
     if model.visits(layer):
         inside += e * widths * model.shared_ffn
-        routed = _routed(model, layout, stack)
+        routed = _expert_activations(model, layout, stack)
         outside += stack.routing * model.experts
     else:
         inside += e * widths * model.ffn
     return tokens * (outside / whole + inside / t + routed)
 
 
-def _routed(model: Architecture, layout: Layout, stack: Stack) -> float:
+def _expert_activations(model: Architecture, layout: Layout, stack: Stack) -> float:
     """Return the bytes that the experts which a token visits keep of it."""
     e, wide = stack.element, model.expert_ffn or model.ffn
     widths = (stack.gates if model.gated else 2) + (stack.weighs_inside and not model.gated)
