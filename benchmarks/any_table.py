@@ -197,7 +197,8 @@ def _narrow(row: Row) -> dict[str, object]:
     if "fp4" in said:
         return {"fp4": True, "scaling": "block"}
     eight = "fp8" in said or row.get("float8", row.get("fp8", "")) in {"1", "true"}
-    return {"fp8": eight, "scaling": "block" if "mx" in said else "row" if "row" in said else "tensor"}
+    scalings = {"mx": "block", "block": "block128", "row": "row"}
+    return {"fp8": eight, "scaling": next((how for word, how in scalings.items() if word in said), "tensor")}
 
 
 def _seconds(given: _Given, model: Architecture, layout: Layout, sequence: int, machine: Hardware) -> float:

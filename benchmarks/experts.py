@@ -1,9 +1,9 @@
-"""Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts FOLDER`.
+"""Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts [FOLDER]`.
 
-FOLDER has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the peak by Megatron-Core
-on H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf`: forward and backward of one layer on 8 H100). Nothing is
-fitted to either. The first does not tell micro-batches and recomputation: it is read with one sample per micro-batch,
-and as many stages per rank and as little recomputation as is fastest and fits.
+FOLDER, or `expert_rows/`, has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the
+peak by Megatron-Core on H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf` at d98e8a6: forward and backward of
+one layer on 8 H100). Nothing is fitted to either. The first does not tell micro-batches and recomputation: it is read
+with one sample per micro-batch, and as many stages per rank and as little recomputation as is fastest and fits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.table import Table
 
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
+from mpkit.prediction.advice.advice import Advice
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import network_of
 from mpkit.prediction.cost_model.kernels import kernels_of, peak_of
@@ -31,8 +32,9 @@ from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.prediction.cost_model.step import step_time
 
-__all__ = ["FoldingRow", "main", "read_rows", "seconds_of_layer"]
+__all__ = ["EXPERT_ROWS", "FoldingRow", "advised_for", "main", "read_rows", "seconds_of_layer"]
 
+EXPERT_ROWS = Path(__file__).with_name("expert_rows")
 FOLDING, LAYER = "moe_folding_T3.csv", "moe_layer_h100.csv"
 MIXTRAL = Architecture(56, 6144, 48, kv_heads=8, ffn=16384, vocabulary=32768, gated=True, experts=8, top_k=2)
 MODELS = {
@@ -109,7 +111,7 @@ def _sizes(layout: Layout, layers: int, batch: int) -> Iterator[Layout]:
     """Yield what the table does not tell: samples of a micro-batch, stages per rank, recomputation."""
     samples, stages = max(1, batch // layout.dp), [1]
     if layout.pp > 1:
-        stages += [v for v in (2, 4) if layers % (v * layout.pp) == 0]
+        stages += [v for v in range(2, layers // layout.pp + 1) if layers % (v * layout.pp) == 0]
     for size, v, recompute in product((1,), stages, ("none", "full")):
         m = samples // size
         if samples % size == 0 and (v == 1 or m % layout.pp == 0):
@@ -135,7 +137,9 @@ def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
         top_k=int(row["topk"]),
     )
     machine = mk.hardware("8x-h100-nvlink")
-    stack = stack_of("megatron", fp8="fp8" in case, scaling="block", deduplicates="deepep" in case)
+    stack = stack_of(
+        "megatron", fp8="fp8" in case, scaling="block128", deduplicates="a2a" not in case, gradient=2
+    )
     kernels = kernels_of(machine.device, stack, preset_for(machine.device.name, stack.name).constants)
     layout, network, sequence = Layout(dp=8, ep=8, etp=1), network_of(machine), int(row["seq"])
     both = layer_time(model, 0, layout, sequence, kernels, network)
@@ -147,18 +151,18 @@ def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
-    folders = list(sys.argv[1:] if argv is None else argv)
-    if len(folders) != 1 or not (Path(folders[0]) / FOLDING).is_file():
+    folders = [Path(each) for each in (sys.argv[1:] if argv is None else argv)] or [EXPERT_ROWS]
+    if len(folders) != 1 or not (folders[0] / FOLDING).is_file():
         print(__doc__)
         return 2
-    console, rows = Console(width=120), read_rows(Path(folders[0]) / FOLDING)
+    console, rows = Console(width=120), read_rows(folders[0] / FOLDING)
     predicted = [row.predicted for row in rows]
     table = Table(title="Utilization of the peak", title_justify="left")
     for name in ("model", "method", "measured", "predicted"):
         table.add_column(name, justify="left" if name in ("model", "method") else "right")
     for row, share in zip(rows, predicted, strict=True):
         table.add_row(row.model, row.method, f"{row.utilization:.1%}", f"{share:.1%}")
-    console.print(table, _pairs(rows, predicted), _advised(rows), _layers(Path(folders[0]) / LAYER))
+    console.print(table, _pairs(rows, predicted), _advised(rows), _layers(folders[0] / LAYER))
     return 0
 
 
@@ -174,6 +178,17 @@ def _pairs(rows: Sequence[FoldingRow], predicted: Sequence[float]) -> str:
     return f"{right} of {right + len(wrong)} pairs are in the right order. Not: {'; '.join(wrong) or 'none'}"
 
 
+def advised_for(row: FoldingRow) -> Advice:
+    """Return the advice for a row's model, batch and machine, with what Megatron had when the table was published.
+
+    Forwards and backwards that run in pairs, to hide the all-to-alls of each other, came later.
+    """
+    return mk.advise(
+        MODELS[row.model], row.machine, global_batch=row.layouts[0].global_batch, sequence=row.sequence,
+        stack=stack_of("megatron", overlaps_pairs=False),
+    )  # fmt: skip
+
+
 def _advised(rows: Sequence[FoldingRow]) -> Table:
     """Return the best plan of a search beside the best published row."""
     table = Table(
@@ -183,10 +198,7 @@ def _advised(rows: Sequence[FoldingRow]) -> Table:
         table.add_column(name, justify="left" if name in ("model", "plan") else "right")
     for model in dict.fromkeys(row.model for row in rows):
         best = max((row for row in rows if row.model == model), key=lambda row: row.utilization)
-        advice = mk.advise(
-            MODELS[model], best.machine, global_batch=best.layouts[0].global_batch, sequence=best.sequence,
-            stack="megatron",
-        )  # fmt: skip
+        advice = advised_for(best)
         table.add_row(
             model,
             f"{best.utilization:.1%}",

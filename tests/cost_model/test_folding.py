@@ -1,117 +1,89 @@
-"""Folding of experts beside attention, as published: it is faster, since their tokens stay inside the node."""
+"""Experts as published: methods in order, the best plan, one layer in 16 and 8 bits."""
 
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
 import mpkit as mk
-from benchmarks.experts import read_rows, seconds_of_layer
-from mpkit.prediction.cost_model.architecture import Architecture
+from benchmarks.experts import EXPERT_ROWS, MODELS, FoldingRow, advised_for, main, read_rows, seconds_of_layer
 from mpkit.prediction.cost_model.communication import network_of
+from mpkit.prediction.cost_model.kernels import PACE, kernels_of
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.memory import FRAGMENTATION, stage_memory
 from mpkit.prediction.cost_model.preset import preset_for
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.prediction.cost_model.step import step_time
 from mpkit.trace import Kind
 
-MIXTRAL = Architecture(56, 6144, 48, kv_heads=8, ffn=16384, vocabulary=32768, gated=True, experts=8, top_k=2)
-FINE = replace(MIXTRAL, experts=64, top_k=8, expert_ffn=2048)
-LLAMA = Architecture(80, 8192, 64, kv_heads=8, ffn=28672, vocabulary=128256, gated=True, experts=8, top_k=2)
-QWEN = Architecture(
-    28, 3584, 28, kv_heads=4, vocabulary=151936, gated=True, experts=64, top_k=8, expert_ffn=2560, shared_ffn=20480
-)  # fmt: skip
-PUBLISHED = {
-    "8x22B": (MIXTRAL, 128, [(4, 8, 1), (2, 4, 8), (2, 8, 8)], [36.6, 46.3, 49.3]),
-    "G8T8": (FINE, 128, [(8, 8, 1), (2, 8, 8), (4, 8, 8)], [8.7, 17.1, 28.8]),
-    "57B-A14B": (QWEN, 64, [(4, 4, 1), (2, 4, 4), (2, 4, 4)], [23.1, 35.3, 39.0]),
-    "8x70B": (LLAMA, 256, [(8, 4, 8), (8, 8, 16)], [38.8, 41.6]),
-}
-"""By model: GPUs; (tp, ep, pp) of TP+EP+DP where it fits, of MCore, and of MCore with folding (etp = 1); their model
-FLOPs utilization in %. Megatron-Core on H100, 256 samples of 4,096 tokens (Liu et al. 2025, arXiv 2504.14960, table 3;
-micro-batches and recomputation are not given)."""
+
+@pytest.fixture(scope="module")
+def rows() -> list[FoldingRow]:
+    return read_rows(EXPERT_ROWS / "moe_folding_T3.csv")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_methods_are_in_the_published_order(name: str) -> None:
-    model, gpus, meshes, utilization = PUBLISHED[name]
-    found = []
-    for tp, ep, pp in meshes:
-        found.append(best_step(model, gpus, tp, ep, pp, etp=1 if len(found) == len(meshes) - 1 else tp))
-    assert utilization == sorted(utilization) and found == sorted(found, reverse=True)
-
-
-def best_step(model: Architecture, gpus: int, tp: int, ep: int, pp: int, *, etp: int) -> float:
-    """Return the seconds of the fastest step that fits, over sizes of micro-batches, with and without recomputation."""
-    machine, stack, dp = (
-        mk.hardware("h100", nodes=gpus // 8, nic="ndr"),
-        stack_of("megatron"),
-        gpus // tp // pp,
-    )
-    constants, steps = preset_for(machine.device.name, "megatron").constants, []
-    for size in (size for size in (1, 2, 4) if 256 % (dp * size) == 0):
-        for recompute in ("none", "full"):
-            layout = Layout(
-                pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, zero=1, sequence_parallel=True, microbatch=size,
-                microbatches=256 // dp // size, recompute=recompute,
-            )  # fmt: skip
-            shares = ParameterShares(model, layout, stack)
-            stages = stage_memory(model, layout, 4096, stack, shares, device=machine.device)
-            needed = max(sum(held.values()) for held in stages) * (1 + FRAGMENTATION)
-            if needed <= machine.device.memory:
-                steps.append(step_time(model, layout, 4096, machine, stack, constants).seconds)
-    return min(steps)
-
-
-FOLDING = """model,method,gpus,seq,gbs,cp,tp,ep,pp,etp,mfu_percent
-Mixtral-8x22B,FSDP,128,4096,256,1,8,,,,4.3
-Mixtral-8x22B,FSDP+EP,128,4096,256,1,2,8,,,23.4
-Mixtral-8x22B,TP+EP+DP,128,4096,256,1,4,8,,,36.6
-Mixtral-8x22B,MCore,128,4096,256,1,2,4,8,,46.3
-Mixtral-8x22B,MCore+Folding,128,4096,256,1,2,8,8,1,49.3
-Mixtral-8x22B-G8T8,FSDP,128,4096,256,1,8,1,,,2.2
-Mixtral-8x22B-G8T8,FSDP+EP,128,4096,256,1,4,8,,,9.0
-Mixtral-8x22B-G8T8,TP+EP+DP,128,4096,256,1,8,8,,,8.7
-Mixtral-8x22B-G8T8,MCore,128,4096,256,1,2,8,8,,17.1
-Mixtral-8x22B-G8T8,MCore+Folding,128,4096,256,1,4,8,8,1,28.8
-"""
-"""Two models of the same table, every method."""
-LAYER = """case,seq,hidden,expert_ffn,experts,topk,shared_ffn,forward_ms,backward_ms,max_allocated_bytes
-deepseek_a2a_tp1ep8_bf16,4096,7168,2048,32,8,2048,7.1192,10.4827,3442750464
-mixtral_a2a_tp1ep8_bf16,4096,4096,14336,8,2,0,4.3269,7.6843,2890180198
-"""
-"""One layer on 8 H100 (Megatron-LM, tests/functional_tests/test_cases/common/moe_perf)."""
-
-
-def test_all_methods_of_two_models_are_in_the_published_order(tmp_path: Path) -> None:
+def test_methods_are_in_the_published_order(rows: list[FoldingRow]) -> None:
     """ZeRO-3 gathers all experts, and replicas of an expert are on other nodes: slow rows wait for both.
 
-    One pair of 20 is not: FSDP+EP with fine-grained experts, published at 9.0 %, and TP+EP+DP, at 8.7 %. Where tp
-    divides experts too, a rank dispatches the tokens of its part of the sequence, and the group gathers what arrives.
+    Two pairs of 39 are not in order: FSDP+EP is predicted too slow beside TP+EP+DP with fine-grained experts, and with
+    the largest model, where TP+EP+DP is predicted to fit with recomputation.
     """
-    (tmp_path / "rows.csv").write_text(FOLDING)
-    rows = read_rows(tmp_path / "rows.csv")
-    pairs = [pair for pair in combinations(rows, 2) if pair[0].model == pair[1].model]
+    pairs = [
+        (a, b) for a, b in combinations(rows, 2) if a.model == b.model and a.utilization != b.utilization
+    ]
     wrong = [
-        (a.utilization, b.utilization)
+        (a.model, a.method, b.method)
         for a, b in pairs
         if (a.predicted > b.predicted) != (a.utilization > b.utilization)
     ]
-    assert len(pairs) == 20 and wrong == [(0.09, 0.087)]
-    divided = [row for row in rows if row.method in ("TP+EP+DP", "MCore")]
-    assert [row.predicted for row in divided] == pytest.approx([row.utilization for row in divided], rel=0.16)
+    assert len(pairs) == 39
+    assert wrong == [(model, "FSDP+EP", "TP+EP+DP") for model in ("Mixtral-8x22B-G8T8", "Llama3-8x70B")]
+
+
+def test_rows_of_megatron_are_within_16_percent(rows: list[FoldingRow]) -> None:
+    of_megatron = [row for row in rows if "FSDP" not in row.method and row.utilization]
+    assert len(of_megatron) == 11
+    assert [row.predicted for row in of_megatron] == pytest.approx(
+        [row.utilization for row in of_megatron], rel=0.16
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_best_advised_plan_is_as_good_as_the_best_published(model: str, rows: list[FoldingRow]) -> None:
+    """For fine-grained experts it is better: a plan without tensor parallelism, which the table has no row of."""
+    best = max((row for row in rows if row.model == model), key=lambda row: row.utilization)
+    better = 0.2 if model.endswith("G8T8") else 0.1
+    assert -0.1 <= advised_for(best).answer.mfu / best.utilization - 1 <= better
 
 
 def test_one_layer_takes_what_was_measured() -> None:
-    for row in csv.DictReader(LAYER.splitlines()):
-        for name, seconds in zip(("forward_ms", "backward_ms"), seconds_of_layer(row), strict=True):
-            assert 1e3 * seconds == pytest.approx(float(row[name]), rel=0.15)
+    """One of 24 times is not within 15 %: where tokens are few, DeepEP takes longer than the links account for."""
+    wrong = []
+    with (EXPERT_ROWS / "moe_layer_h100.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for name, seconds in zip(("forward_ms", "backward_ms"), seconds_of_layer(row), strict=True):
+                if abs(1e3 * seconds / float(row[name]) - 1) > 0.15:
+                    wrong.append((row["case"], name))
+    assert wrong == [("mixtral_deepep_tp1ep8_fp8", "forward_ms")]
+
+
+def test_products_of_blocks_of_128_are_slower_the_more_so_for_weights() -> None:
+    device, constants = mk.hardware("h100").device, preset_for("H100 SXM", "megatron").constants
+    forward, back = (
+        [kernels_of(device, stack_of("megatron", fp8=True, scaling=scaling), constants).product(8192, 4096, 14336,
+         can_narrow=True)[way] for scaling in ("block", "block128")]
+        for way in (0, 1)
+    )  # fmt: skip
+    at_rate = 2 * 8192 * 4096 * 14336 / (device.peak["float8"] * constants.matmul)
+    with_weight, of_weight = PACE["block128"]
+    assert forward[1] - forward[0] == pytest.approx(at_rate * (1 / with_weight - 1))
+    assert back[1] - back[0] == pytest.approx(at_rate * (1 / with_weight + 1 / of_weight - 2))
+
+
+def test_the_report_reads_the_rows_of_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere"]) == 2
+    assert "expert_rows" in capsys.readouterr().out
 
 
 def test_an_all_to_all_across_nodes_is_as_fast_as_a_ranks_own_network_card() -> None:
@@ -131,5 +103,9 @@ def test_a_token_is_sent_once_to_each_rank_that_it_visits_where_the_software_doe
     for deduplicates in (False, True):
         stack = stack_of("megatron", deduplicates=deduplicates)
         constants = preset_for(machine.device.name, "megatron").constants
-        took.append(step_time(FINE, layout, 4096, machine, stack, constants).because["experts"])
+        took.append(
+            step_time(MODELS["Mixtral-8x22B-G8T8"], layout, 4096, machine, stack, constants).because[
+                "experts"
+            ]
+        )
     assert took[1] / took[0] == pytest.approx(5.25 / 8, rel=0.05)  # and latencies

@@ -84,7 +84,7 @@ TORCHTITAN = Offers(
     cp_orders=(CONTIGUOUS, ZIGZAG), inner_experts=True,
 )  # fmt: skip
 
-MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (1, 2, 3, 4, 6, 8))
+MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (*range(1, 9), 10, 12, 14, 16))
 
 OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(

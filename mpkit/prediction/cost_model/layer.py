@@ -89,10 +89,8 @@ def layer_time(
         products[1] += back * (1 + layout.trainable) / 2  # frozen weights need no gradient
 
     attention = _attention(model, layer, layout, sequence, kernels)
-    whole = 22 * h / (t if layout.sequence_parallel else 1)
-    inside = (8 if model.gated else 4) * _mlp_width(model, layer, layout)
-    permuted = 8 * h * visited
-    elementwise = kernels.elementwise((whole + inside + permuted) * tokens * stack.element / 2)
+    moved = _moved_per_token(model, layer, layout, stack)
+    elementwise = [kernels.elementwise(nbytes * tokens) for nbytes in moved]
 
     fixed = kernels.constants.fixed
     sent = [
@@ -103,9 +101,9 @@ def layer_time(
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
     experts = 2 * _dispatch_time(tokens * h * stack.element, model.visits(layer), layout, network, stack)
 
-    forward = (products[0], attention[0], elementwise, fixed, tensor, context, experts)
+    forward = (products[0], attention[0], elementwise[0], fixed, tensor, context, experts)
     backward = (
-        products[1], attention[1], 2 * elementwise, 2 * fixed, tensor, back_context, experts,
+        products[1], attention[1], elementwise[1], 2 * fixed, tensor, back_context, experts,
     )  # fmt: skip
     computed = sum(forward) - (last if stack.early_stop else 0.0)
     return LayerTime(forward, backward, computed)
@@ -183,6 +181,23 @@ def _score_share(layout: Layout, *, causal: bool) -> float:
     if not causal:
         return 1.0
     return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
+
+
+def _moved_per_token(model: Architecture, layer: int, layout: Layout, stack: Stack) -> tuple[float, float]:
+    """Return the bytes per token that elementwise operators move in a layer's forward and backward.
+
+    Tokens are copied into the order of experts and back; on arrival again, where a rank has several experts, but for
+    DeepEP; and in 8 or 4 bits to be padded. Megatron multiplies what an expert's activation returns with the router's
+    weight: without a gate it does so in 32 bits, which moves 12 bytes per element, and 32 in the backward (experts.py).
+    """
+    h, width, visits = model.hidden, _mlp_width(model, layer, layout), model.visits(layer) * layout.busiest
+    whole = 22 * h / (layout.tp if layout.sequence_parallel else 1)
+    sorts = model.experts > layout.ep > 1 and not (stack.deduplicates or stack.played)
+    copies = 1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4))
+    copied = 4 * stack.element * h * copies * visits * layout.expert_tp / layout.expert_parts
+    weighed = width if visits and stack.weighs_inside and not model.gated else 0.0
+    once = stack.element / 2 * (whole + (8 if model.gated else 4) * width)
+    return once + copied + 12 * weighed, 2 * once + copied + 32 * weighed
 
 
 def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:

@@ -81,7 +81,7 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     dropped = 1 if stack.dropout else 0
 
     routed = 0.0  # of experts
-    outside = 2 * e * h + 2 * e * h + 2 * dropped * h  # inputs of norms and of products; dropout masks
+    outside = 2.0 * e * h + 2 * e * h + 2 * dropped * h  # inputs of norms and of products; dropout masks
     if model.kv_rank:
         latent = 2 * (model.q_rank + model.kv_rank) + model.rope_dim  # before and after their norms
         outside += e * latent
@@ -98,17 +98,33 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
     widths = (
         stack.gates if model.gated else 2
     )  # an MLP without a gate keeps what its activation reads and returns
-    if model.experts and layer >= model.dense:
-        each = e * widths * (model.expert_ffn or model.ffn) + 2 * e * h  # and the tokens as they were sent
+    if model.visits(layer):
         inside += e * widths * model.shared_ffn
-        routed = model.top_k * each * layout.busiest / layout.expert_parts
-        outside += 4 * model.experts
+        routed = _expert_activations(model, layout, stack)
+        outside += stack.routing * model.experts
     else:
         inside += e * widths * model.ffn
     mask = (
         e * sequence if stack.played and layout.documents and layout.cp == 1 else 0.0
     )  # which keys, as numbers
     return tokens * (outside / whole + inside / t + routed + mask)
+
+
+def _expert_activations(model: Architecture, layout: Layout, stack: Stack) -> float:
+    """Return the bytes that the experts which a token visits keep of it."""
+    e, wide = stack.element, model.expert_ffn or model.ffn
+    widths = (stack.gates if model.gated else 2) + (stack.weighs_inside and not model.gated)
+    each = e * widths * wide + _gathering_ranks(layout, stack) * stack.sent * e * model.hidden
+    return model.top_k * each * layout.busiest / layout.expert_parts
+
+
+def _gathering_ranks(layout: Layout, stack: Stack) -> int:
+    """Return on how many ranks a token is whole in front of each expert it visits.
+
+    Where ranks along tp divide an expert, each gathers what the others have received (Liu et al. 2025, arXiv
+    2504.14960, section 3). In mpkit they gather the tokens before, and once for all experts.
+    """
+    return 1 if stack.played else layout.expert_tp
 
 
 def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
@@ -251,7 +267,7 @@ def state_memory(
     if layout.zero >= 2 and n > 1 and stack.played:  # units of gradients are layers, or buckets of these
         unit = stack.reduced * shares.layer
         gathered += unit if layout.zero == 3 else 2 * min(unit, stack.bucket)
-    kept_by_libraries = workspaces(stack, device) if device else 0.0
+    kept_by_libraries = workspaces(stack, device, grouped=bool(model.experts)) if device else 0.0
     grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
     copied = shares.borrowed * shares.experts[stage] * stack.element  # weights of experts that others own
     missing = shares.layer + (shares.edge if stage == 0 else 0.0)
@@ -299,8 +315,16 @@ def stage_memory(
 
 def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack: Stack) -> float:
     """Return the bytes of gradients that are alive within a layer's backward: of the widest part of its MLP."""
-    gate = 2 if model.gated else 1
-    return stack.element * tokens * ((gate + 1) * model.ffn / layout.tp + 2 * model.hidden)
+    gate, widest = 2 if model.gated else 1, 0.0
+    for first, _ in model.kinds():
+        inside, rows = model.ffn / layout.tp, 0.0
+        if visits := model.visits(first):
+            inside = (
+                visits * (model.expert_ffn or model.ffn) / layout.expert_parts + model.shared_ffn / layout.tp
+            )
+            rows = visits * _gathering_ranks(layout, stack) / layout.expert_parts
+        widest = max(widest, (gate + 1) * inside + 2 * max(1.0, rows) * model.hidden)
+    return stack.element * tokens * widest
 
 
 def _buffers(model: Architecture, layout: Layout, stack: Stack, shares: ParameterShares, stage: int) -> float:

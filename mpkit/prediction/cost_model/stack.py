@@ -58,7 +58,8 @@ class Stack:
         fp8: whether products with weights run in 8 bits.
         fp4: whether they run in 4 bits (NVFP4).
         converts_once: whether weights are converted to 8 or 4 bits once per step and not once per micro-batch.
-        scaling: what shares a scale where they do: a whole "tensor", a "row", or a "block" of 16 or 32 (MXFP8, NVFP4).
+        scaling: what shares a scale where they do: a whole "tensor", a "row", a "block" of 16 or 32 (MXFP8, NVFP4), or
+            a "block128" of 128 (DeepSeek-V3's on Hopper).
         eager: whether each elementwise operator is a kernel of its own, as without torch.compile or special ones.
         fused: whether attention is fused (FlashAttention: Dao et al. 2022), so that its s x s scores never leave the
             chip.
@@ -84,6 +85,13 @@ class Stack:
         loss: bytes per logit that the loss moves, forward and backward; 16 where it is fused.
         gates: tensors of the MLP's width that a gated MLP keeps: the gate, what it is multiplied with and the product;
             eager code keeps the gate's activation as well.
+        sent: copies of a token that are kept for each expert it visits: as it was sent, and as the expert reads it.
+        routing: bytes per token and expert that the router keeps: its scores; Megatron the softmax of its auxiliary
+            loss 4, the order of all pairs 8 and their mask 1 (moe_utils.py).
+        weighs_inside: whether the router's weight multiplies what an expert's activation returns, so that without a
+            gate one tensor more is kept (Megatron's experts.py).
+        grouped: whether the experts of a rank multiply at once (Transformer Engine's GroupedLinear), with four
+            workspaces more; in 8 bits they are padded before.
         attention_outputs: tensors of an attention's output that are kept: two where the attention and the product after
             it read it in different layouts (FlashAttention 2 in Megatron).
         copies: bytes per parameter of DDP's buckets where gradients are not views of them.
@@ -132,6 +140,10 @@ class Stack:
     deferred: int = 0
     loss: float = 16.0
     gates: int = 4
+    sent: int = 2
+    routing: float = 4.0
+    weighs_inside: bool = False
+    grouped: bool = False
     attention_outputs: int = 1
     copies: float = 0.0
     views: bool = False
@@ -218,6 +230,10 @@ STACKS = {
             posts_ahead=True,
             logits=6,
             gates=3,
+            sent=1,
+            routing=13,
+            weighs_inside=True,
+            grouped=True,
             placeholders=True,
             transformer_engine=True,
             divides_experts=True,
@@ -269,12 +285,13 @@ def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
 
 
 @cache
-def workspaces(stack: Stack, device: Device) -> float:
+def workspaces(stack: Stack, device: Device, *, grouped: bool = False) -> float:
     """Return the bytes that cuBLAS and Transformer Engine keep within torch's allocator.
 
     cuBLAS keeps one workspace for each of the two threads that multiply, of the forward and of the backward: what
     CUBLAS_WORKSPACE_CONFIG says (:4096:8 is 32 MiB), else 32 MiB on Hopper and 8.1 MiB on other GPUs of NVIDIA.
-    Transformer Engine keeps another one: 32 MiB, or 4 before Hopper.
+    Transformer Engine keeps another one: 32 MiB, or 4 before Hopper; and four more for the streams in which the
+    products of experts run (`get_multi_stream_cublas_workspace`).
 
     Source: torch/aten/src/ATen/cuda/CublasHandlePool.cpp; transformer_engine/pytorch/module/base.py.
 
@@ -286,4 +303,4 @@ def workspaces(stack: Stack, device: Device) -> float:
         return 0.0
     cublas = stack.cublas_workspace or (32 if re.match(r"G?H\d", device.name) else 8.125) * MIB
     engine = (32 if "float8" in device.peak else 4) * MIB if stack.transformer_engine else 0.0
-    return 2 * cublas + engine
+    return 2 * cublas + engine * (5 if grouped and stack.grouped else 1)
