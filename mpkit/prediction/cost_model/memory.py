@@ -318,7 +318,7 @@ def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack:
     gate, widest = 2 if model.gated else 1, 0.0
     for first, _ in model.kinds():
         inside, rows = model.ffn / layout.tp, 0.0
-        if visits := model.visits(first):
+        if (visits := model.visits(first)) and not stack.played:  # mpkit computes one expert after the other
             inside = (
                 visits * (model.expert_ffn or model.ffn) / layout.expert_parts + model.shared_ffn / layout.tp
             )
