@@ -4,8 +4,8 @@
     place          what another rank should have, transposed, in another order, one step late
     only           wrong on some ranks, in some parts, from some step on, or only in cases with other sizes
 
-A relation is told if it holds for all that is wrong, to the tolerance by which results are compared. An exercise lists
-the mistakes that are common in it; this finds a word for those that nobody has foreseen.
+A relation is told if it holds for all that is wrong, within the tolerance of results. An exercise lists the mistakes
+that are common in it; this finds a word for those that nobody has foreseen.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ __all__ = ["Relation", "find_relation"]
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation that holds.
-
-    Attributes:
-        name: its name, such as "a-constant-factor".
-        words: what holds, in a sentence.
-    """
+    """A relation that holds: its name, such as "a-constant-factor", and what holds, in a sentence."""
 
     name: str
     words: str

@@ -169,9 +169,8 @@ class Demo:
     def table(self, outcomes: list[Outcome]) -> Table:
         """Return a table of what each strategy cost, with a column per strategy."""
         serial = outcomes[0]
-        table = Table(
-            title="What it cost (a typical step)", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
-        )
+        title = "What it cost (a typical step)"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         table.add_column("", style="dim", no_wrap=True)
         for outcome in outcomes:
             table.add_column(outcome.name, justify="right")
