@@ -66,7 +66,8 @@ def test_views_of_one_memory_that_do_not_overlap_are_separate() -> None:
 def test_wrappers_that_divide_reject_it(clusters: Callable[[int], mk.Cluster]) -> None:
     def wrap(ctx: mk.Context) -> list[str]:
         messages = []
-        for wrapper in (mk.fully_shard, mk.tensor_parallel):
+        own = lambda model: mk.zero_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)  # noqa: E731
+        for wrapper in (mk.fully_shard, mk.tensor_parallel, own):
             try:
                 wrapper(transposed())
             except ValueError as error:
@@ -74,4 +75,4 @@ def test_wrappers_that_divide_reject_it(clusters: Callable[[int], mk.Cluster]) -
         return messages
 
     for messages in clusters(2).run(wrap):
-        assert len(messages) == 2 and all("in the same memory" in message for message in messages)
+        assert len(messages) == 3 and all("in the same memory" in message for message in messages)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 
-__all__ = ["check_shared_memory", "find_shared_memory"]
+__all__ = ["check_shared_memory", "find_overlap", "find_shared_memory"]
+
+Key = TypeVar("Key", str, int)
 
 
 def check_shared_memory(resolved: ResolvedPlan, task: Task) -> Rejection | None:
@@ -28,14 +32,27 @@ def find_shared_memory(model: nn.Module) -> Rejection | None:
     >>> str(find_shared_memory(model)).split(":")[0]
     '1.weight and 0.weight of the model are different tensors in the same memory'
     """
-    storages: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    pair = find_overlap(named)
+    return pair and _rejection(pair[0], named[pair[0]], pair[1], named[pair[1]])
+
+
+def find_overlap(named: Mapping[Key, Tensor]) -> tuple[Key, Key] | None:
+    """Return the names of two tensors, one of them trained, that share an element; None if no two do.
+
+    >>> flat = torch.zeros(8, requires_grad=True)
+    >>> find_overlap({"a": flat[:4], "b": flat[4:]}), find_overlap({"a": flat[:4], "b": flat[3:]})
+    (None, ('a', 'b'))
+    """
+    storages: dict[int, list[Key]] = {}
+    for name, tensor in named.items():
         if tensor.layout is torch.strided and tensor.numel():
-            storages.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
-    for tensors in storages.values():
-        for (name, tensor), (other_name, other) in combinations(tensors, 2):
-            if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
-                return _rejection(name, tensor, other_name, other)
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in storages.values():
+        for one, other in combinations(names, 2):
+            trained = named[one].requires_grad or named[other].requires_grad
+            if trained and _overlap(named[one], named[other]):
+                return one, other
     return None
 
 

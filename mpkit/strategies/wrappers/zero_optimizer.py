@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mpkit.common.tracebacks import public
 from mpkit.strategies.data_parallel.broadcast import broadcast_tensors
+from mpkit.strategies.prepare.shared_memory import find_overlap
 from mpkit.strategies.wrappers.divided_optimizer import check_optimizers
 from mpkit.strategies.wrappers.replicas import Group, context_on, replicas_of
 from mpkit.trace.record.hooks import watch_optimizer
@@ -114,6 +115,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "mk.zero_optimizer was given shares of mk.fully_shard, which divides the optimizer's states already: "
                 "torch.optim.AdamW(model.parameters()) does there"
+            )
+        if pair := find_overlap(dict(enumerate(self._every()))):
+            raise ValueError(
+                f"mk.zero_optimizer: parameters {pair[0]} and {pair[1]} are different tensors in the same memory, and "
+                "two ranks would update it. What works: one parameter in both places of the model; or "
+                ".detach().clone(), if they are to be separate"
             )
         for parameter in sorted(parameters, key=lambda each: -each.numel()):
             owner = min(range(self._replicas.size), key=self._held.__getitem__)
