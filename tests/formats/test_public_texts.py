@@ -183,6 +183,7 @@ LEFT_OPEN = {
 def test_ranks_that_a_file_leaves_open_are_said(what: str) -> None:
     text, plan = LEFT_OPEN[what]
     assert Plan.read(text + "\n", ranks=16) == plan
+    assert " --" not in text or Plan.read(text, ranks=16) == plan, "a command may be one line"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def read(
 
 def _is_text(source: Any) -> bool:
     return isinstance(source, Config) or (
-        isinstance(source, str) and ("\n" in source or source.lstrip("\ufeff \t")[:1] == "{")
+        isinstance(source, str)
+        and ("\n" in source or " --" in source or source.lstrip("\ufeff \t")[:1] == "{")
     )
 
 
