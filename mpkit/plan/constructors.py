@@ -141,7 +141,7 @@ ELSEWHERE = {
     "mics": "Plan.zero(3, 8, dp_shard=4)", "hpz": "Plan.zero(3, 8, dp_secondary=4)",
     "ulysses": "Plan.cp(4, cp_method='ulysses')", "ring": "Plan.cp(4, cp_method='ring')",
     "megatron": "Plan.tp(4, sequence_parallel=True)", "sp": "Plan.tp(4, sequence_parallel=True)",
-    "moe": "Plan.ep(4)", "naive": "Plan.naive_mp(4)",
+    "moe": "Plan.ep(4)",
 }  # fmt: skip
 """For what other libraries call a strategy, the call that makes its Plan."""
 
