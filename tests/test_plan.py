@@ -168,7 +168,9 @@ def test_constructors_of_other_libraries_are_answered_with_a_call_that_works(nam
     assert eval(ELSEWHERE[name], {"Plan": Plan}).ranks > 1
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("naive", "naive_mp"), ("gpip", "gpipe"), ("Zero", "zero"), ("pipelin", "pipeline")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("naive", "naive_mp"), ("gpip", "gpipe"), ("Zero", "zero"), ("pipelin", "pipeline")]
+)
 def test_mistyped_constructors(typed: str, meant: str) -> None:
     with pytest.raises(mk.errors.UnknownName, match=f"did you mean Plan.{meant}?"):
         getattr(Plan, typed)
