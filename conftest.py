@@ -1,9 +1,8 @@
-"""What holds for every test: which are soak or slow by name, how long one may take, the doctests' fork server."""
+"""What holds for every test: which are soak by name, how long one may take, the doctests' fork server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ from tests import limits
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark whole notebooks as soak, the tests named in tests/slow.txt as slow, and scale pytest's own limit."""
-    slow = set((Path(__file__).parent / "tests/slow.txt").read_text(encoding="utf-8").splitlines())
+    """Mark whole notebooks as soak, and scale pytest's own limit."""
     for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.soak)
         if limits.SCALE != 1:

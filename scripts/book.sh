@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs into .venv, once, what `make book` and `make test-book` need besides what the set-up holds: Sphinx, its reader
+# Installs into .venv, once, what `make book` needs besides what the set-up holds: Sphinx, its reader
 # of notebooks and its theme.
 set -eu
 cd "$(dirname "$0")/.."

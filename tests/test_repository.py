@@ -199,13 +199,11 @@ def test_every_target_of_the_makefile_is_written_once_and_declared() -> None:
 
 
 def test_every_way_to_install_takes_versions_from_constraints_and_a_cpu_build_of_torch() -> None:
-    """README's lines, environment.yml and the script that measures them are one line."""
+    """README's line and environment.yml's are one."""
     line = "uv pip install --torch-backend=cpu -c constraints.txt -e '.[notebook]'"
     for name in ("README.md", "environment.yml"):
         assert line in (ROOT / name).read_text(encoding="utf-8"), name
     assert PYPROJECT["tool"]["uv"]["pip"] == {"torch-backend": "auto"}
-    measured = (ROOT / "scripts" / "measure_install.py").read_text(encoding="utf-8")
-    assert "--torch-backend={torch} -c constraints.txt -e .[notebook]" in measured
 
 
 def test_no_lock_is_committed_and_git_ignores_the_one_that_make_writes() -> None:

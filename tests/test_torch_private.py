@@ -1,6 +1,6 @@
 """Private names of torch: all in one module, each there in the torch that runs the tests, each missing one named.
 
-`python -m scripts.gate.torch_versions` runs this with the oldest and the newest torch.
+`python -m scripts.torch_versions` runs this with the oldest and the newest torch.
 """
 
 from __future__ import annotations

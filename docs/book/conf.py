@@ -1,7 +1,7 @@
 """How Sphinx builds the book. `scripts/book` copies the pages into one folder beside this file, and then calls it.
 
 Notebooks are shown with their stored outputs and never run. A warning is an error, links within the book included.
-Nothing is loaded from another server: formulas are MathML, and the theme brings its fonts.
+Formulas need MathJax, which readers load from its own server; everything else is in the site.
 """
 
 from mpkit import __version__
@@ -17,7 +17,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
-    "scripts.book.mathml",
     "scripts.book.docstrings",
 ]
 
@@ -26,7 +25,6 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # headings are linked as on GitHub
-html_math_renderer = "mathml"
 
 # The API reference
 default_role = "code"  # docstrings write `code` as Markdown does
@@ -48,12 +46,10 @@ html_theme = "pydata_sphinx_theme"
 html_title = "mpkit"
 html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
-html_extra_path = ["_extra"]  # the recorded timelines, each a page of its own
 html_css_files = ["book.css"]
-html_js_files = [("timelines.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_sourcelink = False
-html_sidebars = {"index": [], "timelines": []}
+html_sidebars = {"index": []}
 html_context = {"default_mode": "auto"}  # light or dark as the system prefers, until the reader chooses
 html_theme_options = {
     "logo": {"text": "mpkit"},

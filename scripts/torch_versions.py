@@ -1,4 +1,4 @@
-"""`python -m scripts.gate.torch_versions`: the core of the tests with the oldest torch that mpkit takes and the newest.
+"""`python -m scripts.torch_versions`: the core of the tests with the oldest torch that mpkit takes and the newest.
 
 Each has an environment of its own in build/, which holds that torch and what it needs; everything else is that of the
 environment that runs this. A torch that cannot be installed here is named, and is no failure. `make soak` runs this.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mpkit.common.torch_private import SEEN
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 REQUIREMENTS = (f"torch=={SEEN[0]}.*", f"torch>={SEEN[-2]}")
 """The oldest, and the newest that this machine's index and constraints give."""
@@ -62,7 +62,7 @@ def environment(requirement: str) -> Path | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests with each torch, and return the exit status: 1 if a test failed."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.gate.torch_versions", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.torch_versions", description=__doc__)
     parser.add_argument("--torch", action="append", metavar="torch==VERSION")
     options, others = parser.parse_known_args(arguments)
     status = 0
