@@ -67,7 +67,7 @@ def peak_memory(make: Callable[[], Step]) -> int:
 
 
 def compared_peaks(
-    name: str, against: str, cluster: mk.Cluster, peak: Callable[..., int], which: str
+    name: str, against: str, cluster: mk.Cluster, peak: Callable[..., int], which: Any
 ) -> dict[str, Any]:
     """Return a row of the table: the peak memory of the rank that holds the most, for both sides.
 
