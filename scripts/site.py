@@ -74,22 +74,8 @@ GALLERY = (
         'mk.compare(gpipe=mk.simulate(mk.Plan.gpipe(4, 8)), zb_h1=mk.simulate(mk.Plan.pipeline("zb_h1", 4, 8)))',
     ),
     Shown(
-        "path", "What decides a step", "The critical path: operations without which the step would be shorter.",
-        "mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25).critical_path()",
-    ),
-    Shown(
         "fits", "Will it fit?", "Each rank's memory by category beside the device's, before you have the GPUs.",
         'mk.fits("llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), "8x-a100-nvlink", global_batch=8, sequence=4096)',
-    ),
-    Shown(
-        "estimate", "How long will it take?", "A step by cause, with the band that the prediction keeps within.",
-        'mk.estimate(\n    "llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), "8x-a100-nvlink", '
-        "global_batch=8, sequence=4096\n)",
-    ),
-    Shown(
-        "placement", "Who talks to whom", "Which rank holds which part of the model, and over which link it talks.",
-        'mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4)'
-        '.placement(GPT(layers=8), hardware="8x-a100-nvlink")',
     ),
 )  # fmt: skip
 
