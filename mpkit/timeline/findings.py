@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mpkit.common.display import DrawnResult, data_frame, draw, write_text
+from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.timeline.dependencies.critical_path import CriticalPath
+from mpkit.timeline.idleness import CAUSES, SCHEDULED, causes_of
 
 __all__ = ["Diagnosis", "Finding"]
+
+WAITED_FOR = ("imbalance", "message", "other")
+"""What a straggler adds to: others wait for its result, and if its host is late, itself for no known reason."""
+
+LARGE = 0.05
+"""The share of a step above which a cause of idle time must be explained, or is printed as not explained."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,29 @@ class Diagnosis(DrawnResult):
     path: CriticalPath
     findings: tuple[Finding, ...]
     why: str = ""
+
+    @cached_property
+    def idle(self) -> dict[str, float]:
+        """Seconds per rank, averaged, of idle time by cause (`mpkit.timeline.idleness.CAUSES`)."""
+        mean = causes_of(self.path.graph, self.path.timeline.spans).mean(axis=0).tolist()
+        return dict(zip(CAUSES, mean, strict=True))
+
+    @property
+    def not_explained(self) -> tuple[str, ...]:
+        """The causes of more than 5 % of the step of which findings explain less than half.
+
+        What a pipeline's schedule leaves idle is the schedule's own, which no finding need explain.
+        """
+        gains = dict.fromkeys(CAUSES, 0.0)
+        for finding in self.findings:
+            for cause in WAITED_FOR if finding.kind == "straggler" else (finding.idle,):
+                gains[cause] = gains.get(cause, 0.0) + finding.gain
+        plan = mesh_of(self.path.timeline.meta, self.path.timeline.world_size)
+        known = SCHEDULED if plan is not None and plan.pp > 1 else ()
+        return tuple(
+            cause for cause, seconds in self.idle.items()
+            if seconds > LARGE * self.step_time and gains[cause] < seconds / 2 and cause not in known
+        )  # fmt: skip
 
     @property
     def step(self) -> int:

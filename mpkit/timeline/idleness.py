@@ -35,12 +35,15 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CAUSES", "causes_of", "idle_by_cause", "parts_of_step"]
+__all__ = ["CAUSES", "SCHEDULED", "causes_of", "idle_by_cause", "parts_of_step"]
 
 Array = npt.NDArray[Any]
 
 CAUSES = ("warm-up", "message", "imbalance", "communication", "data", "cool-down", "other")
 WARM_UP, MESSAGE, IMBALANCE, COMMUNICATION, DATA, COOL_DOWN, OTHER = range(len(CAUSES))
+SCHEDULED = ("warm-up", "message", "cool-down")
+"""The causes that a pipeline's schedule decides, of which theory speaks."""
+
 CHARGED = (DATA, IMBALANCE, COMMUNICATION)
 
 

@@ -18,7 +18,6 @@ from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
-from mpkit.timeline.breakdown import Breakdown, breakdown
 from mpkit.timeline.figures import Figures
 from mpkit.timeline.notes import clock_notes, failure_notes, placement_notes, proof_notes, sample_notes
 from mpkit.timeline.replay import ReplayResult, replay
@@ -199,26 +198,6 @@ class Timeline(ReplayResult, Figures, Answer):
 
         number = self.steps[-1] if step is None and self.steps else step
         return critical_path(self if number is None else self.step(number), -1 if number is None else number)
-
-    def breakdown(self, step: int | None = None, *, tick: float = 0.0) -> Breakdown:
-        """Return how long each rank computes, only moves data, or is idle, as HolisticTraceAnalysis counts it.
-
-        Args:
-            step: of this step; None: of everything, from each rank's first kernel to its last.
-            tick: seconds; 1e-6 shrinks what runs to whole microseconds, as HTA does.
-
-        Raises:
-            ValueError: there is no such step.
-
-        >>> import mpkit as mk
-        >>> print(mk.simulate(mk.Plan.gpipe(2, 2), hop=0.5).breakdown())
-        rank   total          compute           other            idle  overlap
-           0  10.0 s  6.00 s (60.0 %)  500 ms (5.0 %)  3.50 s (35.0 %)   50.0 %
-           1  6.50 s  6.00 s (92.3 %)  500 ms (7.7 %)      0 s (0.0 %)   50.0 %
-        """
-        spans = self.spans if step is None else self.step(step).spans
-        numbers = tuple(self.rank_number(rank) for rank in range(self.world_size))
-        return replace(breakdown(spans, self.world_size, tick), numbers=numbers)
 
     def diagnose(self, step: int | None = None, *, hardware: Hardware | str | None = None) -> Diagnosis:
         """Say why a step takes as long as it does: findings by what they cost, with reasons and what to try.

@@ -13,10 +13,6 @@ RENDERERS = {
         "widget": "mpkit.views.timeline.widget:TimelineView",
         "bundle": "mpkit.views.timeline.fallback:static_bundle",
     },
-    "Breakdown": {
-        "text": "mpkit.views.timeline.table:breakdown_text",
-        "html": "mpkit.views.timeline.table:breakdown_html",
-    },
     "CriticalPath": {
         "text": "mpkit.views.timeline.critical_path:critical_text",
         "svg": "mpkit.views.timeline.critical_path:critical_svg",

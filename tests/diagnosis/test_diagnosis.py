@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,39 @@ def test_a_sound_pipeline_has_no_finding_of_more_than_its_bubble() -> None:
     assert {each.kind for each in mk.Timeline.of(pipeline()).diagnose()} <= {"schedule's bubble"}
 
 
+def slower(factor: float) -> Callable[[np.ndarray], np.ndarray]:
+    def change(ops: np.ndarray) -> np.ndarray:
+        works = ops["kind"] < Kind.WAIT
+        ops["cpu"][works] = (ops["cpu"][works] * factor).astype(ops["cpu"].dtype)
+        return ops
+
+    return change
+
+
+@pytest.mark.parametrize("ranks", [[2, 3], [1, 2, 3], [0, 2]])
+def test_ranks_that_are_slow_together_are_one_finding(ranks: list[int]) -> None:
+    trace = ddp()
+    for rank in ranks:
+        trace = with_ops(trace, rank, slower(1.7))
+    found, sound = mk.Timeline.of(trace).diagnose(), mk.Timeline.of(ddp())
+    first = found[0]
+    assert (first.kind, first.ranks) == ("straggler", tuple(ranks))
+    assert re.match(
+        f"{list_ranks(map(str, ranks))} take 1.[67]. times as long for forward and backward", first.words
+    )
+    assert first.gain == pytest.approx(found.step_time - sound.step_time, rel=0.1)
+    assert not found.not_explained and "not explained" not in str(found)
+
+
+def test_a_large_cause_without_a_finding_is_printed_as_not_explained() -> None:
+    """Stages of a program that says nothing of its plan: no rule knows why ranks wait for messages."""
+    timeline = mk.simulate(mk.Plan.gpipe(4, 4))
+    assert timeline.diagnose().not_explained == ()  # the schedule's own
+    alone = replace(timeline, meta={})
+    assert set(alone.diagnose().not_explained) == {"message", "warm-up", "cool-down"}
+    assert "message 21.4 % (not explained)" in str(alone.diagnose())
+
+
 # ---- what a finding says ----------------------------------------------------------------------------------------
 
 
@@ -114,18 +149,8 @@ def test_waiting_is_charged_to_the_rank_that_came_last() -> None:
 
 
 def test_the_larger_of_two_causes_is_first() -> None:
-    trace = ddp()
-
-    def slower(factor: float) -> mk.Trace:
-        def change(ops: np.ndarray) -> np.ndarray:
-            works = ops["kind"] < Kind.WAIT
-            ops["cpu"][works] = (ops["cpu"][works] * factor).astype(ops["cpu"].dtype)
-            return ops
-
-        return with_ops(trace, 2, change)
-
     for factor, share, first in ((1.2, 0.6, "data loading"), (1.8, 0.15, "straggler")):
-        found = slow_loader(slower(factor), range(4), share).diagnose()
+        found = slow_loader(with_ops(ddp(), 2, slower(factor)), range(4), share).diagnose()
         assert [each.kind for each in found] == [first, *({"data loading", "straggler"} - {first})]
 
 

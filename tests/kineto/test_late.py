@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
+from mpkit.timeline.diagnosis.evidence import list_ranks
 from mpkit.timeline.findings import Diagnosis
 from tests.kineto.program import ENGINE, Program, write_ranks
 
@@ -54,7 +55,7 @@ def diagnosed(folder: Path, where: str) -> Diagnosis:
         ),
         ("host", "straggler", "its device stands still between operations for 5.0"),
         ("data", "data loading", "Rank 2 loads data for 5.05 ms per step"),
-        ("kernels", "straggler", "takes 1.63 times as long"),
+        ("kernels", "straggler", "takes 1.62 times as long"),
     ],
 )
 def test_a_late_rank_is_named_with_what_is_late(tmp_path: Path, where: str, kind: str, says: str) -> None:
@@ -68,6 +69,30 @@ def test_a_late_rank_is_named_with_what_is_late(tmp_path: Path, where: str, kind
     assert first.gain == pytest.approx(5e-3, rel=0.02)
     assert not [each for each in found if each is not first and "straggler" in each.kind]
     assert not found.of("host-bound")
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (1, 2, 3), (0, 2)])
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("start", "{late} come 5.00 ms after {others}: they begin the step later"),
+        ("host", "{late} come 5.00 ms per step after {others}: their hosts are late"),
+        ("data", "{late} load data for 5.05 ms per step"),
+        ("kernels", "{late} take 2.67 times as long for forward as {others}"),
+    ],
+)
+def test_ranks_that_are_late_together_are_one_finding(
+    tmp_path: Path, where: str, says: str, ranks: tuple[int, ...]
+) -> None:
+    programs = [rank(number, LATE * (number in ranks), where) for number in range(4)]
+    found = mk.open(write_ranks(tmp_path, programs)).timeline().diagnose()
+    named = [list_ranks(str(each) for each in range(4) if (each in ranks) == late) for late in (True, False)]
+    words = says.format(late=named[0], others=named[1][:1].lower() + named[1][1:])
+    first = found[0]
+    assert first.ranks == ranks and first.kind == ("data loading" if where == "data" else "straggler")
+    assert first.words.startswith(words)
+    assert first.gain == pytest.approx(5e-3, rel=0.03)
+    assert not found.not_explained
 
 
 def test_ranks_that_come_together_are_no_stragglers(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def check(path: Path, what: str, data: bytes, unheard_of: bool) -> None:
     try:
         trace = mk.open(path)
         timeline = trace.timeline()
-        shown = [str(timeline), str(timeline.diagnose()), str(timeline.breakdown()), str(trace.inferred)]
+        shown = [str(timeline), str(timeline.diagnose()), str(trace.inferred)]
         replayed = trace.timeline("8x-h100-nvlink")
     except TraceError as error:
         assert str(path) in str(error) or path.name in str(error), (what, error)

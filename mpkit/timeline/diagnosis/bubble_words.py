@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mpkit.common.units import percent
 from mpkit.plan.mesh_of_trace import axis_of
 from mpkit.timeline import metrics
-from mpkit.timeline.idleness import CAUSES, idle_by_cause
+from mpkit.timeline.idleness import CAUSES, SCHEDULED, idle_by_cause
 from mpkit.timeline.traffic import members_of
 from mpkit.trace import Kind, Lane
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = ["bubble_words"]
-
-SCHEDULE = ("warm-up", "message", "cool-down")
-"""The causes that a schedule decides, of which theory speaks."""
 
 APART = 0.02
 """How far a bubble may be from theory without a word."""
@@ -52,7 +49,7 @@ def bubble_words(theory: float, timeline: Timeline | None = None) -> str:
     mean = idle_by_cause(timeline).mean(axis=0) / whole if whole else np.zeros(len(CAUSES))
     shares: dict[str, float] = defaultdict(float)
     for cause, share in zip(CAUSES, mean.tolist(), strict=True):
-        shares["schedule" if cause in SCHEDULE else cause] += share
+        shares["schedule" if cause in SCHEDULED else cause] += share
     axes = _axes(timeline) if shares["communication"] >= LEAST else ""
     named = [
         f"{percent(share)} {cause}{f' ({axes})' if cause == 'communication' and axes else ''}"
@@ -63,16 +60,26 @@ def bubble_words(theory: float, timeline: Timeline | None = None) -> str:
 
 
 def _axes(timeline: Timeline) -> str:
-    """Return the axes whose communication nothing hides, that which takes longest first, each a tenth of it or more."""
+    """Return the axes whose communication nothing hides, that which takes longest first, each a tenth of it or more.
+
+    A wait inside an action exposes the communication that it waits for, and no other.
+    """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
-    comm = metrics.active(one.spans)
-    comm = comm[comm["lane"] == Lane.COMM]
+    spans = one.spans
+    calls = np.flatnonzero(spans["lane"] == Lane.COMM)
+    axis_of_row = dict(zip(calls.tolist(), (_axis(one, spans[row]) for row in calls), strict=True))
+    axes = np.array([axis_of_row.get(row, "") for row in range(len(spans))])
+    compute = spans["lane"] == Lane.COMPUTE
+    causes = np.where(spans["cause"] >= 0, axes[spans["cause"]], "") if len(spans) else axes
+    awaits_other = (spans["kind"] == Kind.WAIT) & (causes != "")
     exposed: dict[str, float] = defaultdict(float)
-    for rank in np.unique(comm["rank"]).tolist():
-        mine, works = comm[comm["rank"] == rank], metrics.work(one.spans[one.spans["rank"] == rank])
-        axes = np.array([_axis(one, call) for call in mine])
-        for axis in set(axes.tolist()):
-            exposed[axis] += metrics.exposed_seconds(mine[axes == axis], works)
+    for rank in np.unique(spans["rank"][calls]).tolist():
+        mine = spans["rank"] == rank
+        for axis in {axis_of_row[row] for row in calls[mine[calls]].tolist()}:
+            comm = spans[mine & (spans["lane"] == Lane.COMM) & (axes == axis)]
+            exposed[axis] += metrics.exposed_seconds(
+                comm, spans[mine & compute & ~(awaits_other & (causes != axis))]
+            )
     total = sum(exposed.values())
     ordered = sorted(exposed.items(), key=lambda each: -each[1])
     return ", ".join(axis for axis, time in ordered if axis and time >= 0.1 * total)

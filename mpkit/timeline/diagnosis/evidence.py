@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.common.units import percent
+from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
@@ -125,6 +127,10 @@ class Evidence:
         """Return by how many seconds the step would be shorter with other durations, (n,) by piece of the graph."""
         return self.path.step_time - self.graph.time_with(took)
 
+    def gain_without(self, rows: Array) -> float:
+        """Return by how many seconds the step would be shorter without the operations of some spans."""
+        return self.gain(self.graph.durations_without(self.graph.nodes_of(rows)))
+
     def scale_durations(
         self, rows: Iterable[int], factors: Iterable[float], took: Array | None = None
     ) -> Array:
@@ -155,21 +161,56 @@ class Evidence:
         return gain >= WORTH * self.path.step_time and gain > 0
 
     def make_finding(
-        self, kind: str, words: str, *, reason: str, remedy: str, gain: float, rows: Iterable[int] = (),
-        ranks: Iterable[int] | None = None, check: str = "", by: str = "replay", urgent: bool = False,
+        self, kind: str, case: str = "", *, gain: float, rows: Iterable[int] = (), ranks: Iterable[int] | None = None,
+        by: str = "replay", urgent: bool = False, remedy: str = "", reason: str = "", **values: object,
     ) -> Finding:  # fmt: skip
-        """Return a finding in this step; `check` may name the step as {step}."""
+        """Return a finding in this step, in the words of `findings.toml`.
+
+        Args:
+            kind: of the finding.
+            case: of the kind, whose texts go before those of the kind; "": none.
+            gain: seconds by which the step would be shorter.
+            rows: of the spans in which it is seen.
+            ranks: where it is seen; None: those of the spans.
+            by: how the gain is known.
+            urgent: whether it is about to end the run.
+            remedy, reason: in place of those in the file.
+            values: what the texts name in braces; gain, share (of the step), step, ranks and Ranks are known.
+        """
         ops = tuple(int(row) for row in rows)
-        where = sorted({int(self.spans["rank"][row]) for row in ops}) if ranks is None else ranks
-        number = "" if self.step < 0 else str(self.step)
+        where = tuple(sorted({int(self.spans["rank"][row]) for row in ops}) if ranks is None else ranks)
+        names = self.name_ranks(where) if where else ""
+        known = {
+            "gain": seconds(gain), "share": self.share(gain), "step": "" if self.step < 0 else self.step,
+            "Ranks": names, "ranks": names[:1].lower() + names[1:], **values,
+        }  # fmt: skip
+        texts = _texts()[kind] | _texts().get(f"{kind}: {case}", {}) | ({"reason": reason} if reason else {})
+        texts |= {"remedy": remedy} if remedy else {}
+        said = {name: text.format_map(known) for name, text in texts.items()}
         return Finding(
-            kind, words, reason, remedy, gain, by, self.step, tuple(where), ops, check.replace("{step}", number), urgent
-        )  # fmt: skip
+            kind,
+            said["words"],
+            said["reason"],
+            said["remedy"],
+            gain,
+            by,
+            self.step,
+            where,
+            ops,
+            said["check"],
+            urgent,
+        )
 
     def explained_seconds(self, rows: Iterable[int], before: Sequence[Finding]) -> float:
         """Return the most seconds that an earlier finding on any of these operations explains."""
         mine = set(map(int, rows))
         return max((each.gain for each in before if mine & set(each.ops)), default=0.0)
+
+
+@cache
+def _texts() -> dict[str, dict[str, str]]:
+    """Return what findings say, by kind and by "kind: case"."""
+    return tomllib.loads(files(__package__).joinpath("findings.toml").read_text(encoding="utf-8"))
 
 
 Rule = Callable[[Evidence, Sequence[Finding]], Iterable[Finding]]

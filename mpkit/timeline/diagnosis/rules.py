@@ -6,22 +6,85 @@ as well, and a slow rank alone in its stage makes that the longest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
-from mpkit.timeline.diagnosis.buckets import late_buckets
+from mpkit.timeline.diagnosis.communication import late_buckets, slow_links, small_messages
 from mpkit.timeline.diagnosis.evidence import Evidence, Rule
-from mpkit.timeline.diagnosis.exposed_communication import exposed_communication
-from mpkit.timeline.diagnosis.host import copies, host_bound, slow_loading, synchronizing_calls
-from mpkit.timeline.diagnosis.links import slow_links, small_messages
-from mpkit.timeline.diagnosis.memory import memory_near_limit, useless_recomputation
 from mpkit.timeline.diagnosis.stages import bubble, imbalance
 from mpkit.timeline.diagnosis.stragglers import stragglers
+from mpkit.timeline.diagnosis.without import (
+    FULL,
+    copies,
+    exposed_communication,
+    host_bound,
+    slow_loading,
+    synchronizing_calls,
+    useless_recomputation,
+)
 from mpkit.timeline.findings import Diagnosis, Finding
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace import CATEGORIES
 
 __all__ = ["RULES", "diagnose"]
+
+MEDIAN_OF = 9
+"""The last steps at most, of whose times the median is named where the diagnosed step's is another."""
+
+UNUSUAL = 1.1
+"""How many times as long as the median step the diagnosed one must take, or the other way round, to say so."""
+
+
+def diagnose(timeline: Timeline, step: int | None, hardware: Hardware | str | None) -> Diagnosis:
+    """Return why a step takes as long as it does; `Timeline.diagnose` says more."""
+    number, why = (step, "as asked") if step is not None else _last(timeline)
+    given = catalogue(hardware) if hardware is not None else None
+    evidence = Evidence(timeline, timeline.critical_path(number), given)
+    found: list[Finding] = []
+    if timeline.meta.get("imported", {}).get("processes"):
+        why += "; its spans are of another tool, and what they do is not known"
+    else:
+        for rule, idle in RULES.values():
+            found += [replace(each, idle=idle) for each in rule(evidence, tuple(found))]
+    found.sort(key=lambda each: (not each.urgent, -each.gain))
+    return Diagnosis(evidence.path, tuple(found), why)
+
+
+def _last(timeline: Timeline) -> tuple[int | None, str]:
+    """Return the last complete step, which the timeline's own figures are of, and what to know about the choice."""
+    if not timeline.steps:
+        return None, "the whole timeline: it has no complete step"
+    last = timeline.steps[-1]
+    times = [timeline.step(number).step_time for number in timeline.steps[1:][-MEDIAN_OF:] or [last]]
+    median = sorted(times)[(len(times) - 1) // 2]
+    unusual = median and not 1 / UNUSUAL < times[-1] / median < UNUSUAL
+    return last, "the last complete step" + (
+        f"; the median of {len(times)} takes {seconds(median)}" if unusual else ""
+    )
+
+
+def memory_near_limit(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding for the rank with the least memory left, if that is little."""
+    machine, peaks = evidence.machine, evidence.whole.peak_memory_of_run
+    if machine is None:
+        return
+    memory = [machine.device_of(rank).memory for rank in range(len(peaks))]
+    shares = [peak["total"] / most if most else 0.0 for peak, most in zip(peaks, memory, strict=True)]
+    rank = int(np.argmax(shares))
+    if shares[rank] < FULL:
+        return
+    largest = max(CATEGORIES, key=lambda name: peaks[rank][name])
+    yield evidence.make_finding(
+        "memory near the limit", largest, gain=0.0, by="", ranks=(rank,), urgent=True, category=largest,
+        held=memory_text(peaks[rank]["total"]), memory=memory_text(memory[rank]),
+        full=percent(shares[rank]), most=memory_text(peaks[rank][largest]),
+    )  # fmt: skip
+
 
 RULES: dict[str, tuple[Rule, str]] = {
     "memory near the limit": (memory_near_limit, ""),
@@ -40,33 +103,3 @@ RULES: dict[str, tuple[Rule, str]] = {
 }
 """By the kind of finding, in order: the rule, and the cause of idle time that such a finding adds to; "" for work that
 takes too long. A schedule's bubble is warm-up and cool-down as well as waiting for messages."""
-
-STEPS = 9
-"""The last steps of a run, at most, of which the one of median length is diagnosed."""
-
-
-def diagnose(timeline: Timeline, step: int | None, hardware: Hardware | str | None) -> Diagnosis:
-    """Return why a step takes as long as it does; `Timeline.diagnose` says more."""
-    number, why = (step, "as asked") if step is not None else _median(timeline)
-    given = catalogue(hardware) if hardware is not None else None
-    evidence = Evidence(timeline, timeline.critical_path(number), given)
-    found: list[Finding] = []
-    if timeline.meta.get("imported", {}).get("processes"):
-        why += "; its spans are of another tool, and what they do is not known"
-    else:
-        for rule, idle in RULES.values():
-            found += [replace(each, idle=idle) for each in rule(evidence, tuple(found))]
-    found.sort(key=lambda each: (not each.urgent, -each.gain))
-    return Diagnosis(evidence.path, tuple(found), why)
-
-
-def _median(timeline: Timeline) -> tuple[int | None, str]:
-    """Return the step of median length among the last ones; the first is left out, since it sets up."""
-    steps = timeline.steps
-    later = steps[1:][-STEPS:] if len(steps) > 1 else steps
-    if not later:
-        return None, "the whole timeline: it has no complete step"
-    if len(later) == 1:
-        return later[0], "the last complete step"
-    ordered = sorted(later, key=lambda number: timeline.step(number).step_time)
-    return ordered[(len(ordered) - 1) // 2], f"of median length among the last {len(later)}"

@@ -64,14 +64,11 @@ def imbalance(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding
     named = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     unit = "FLOPs" if by_flops else "time"
     seconds_of = np.bincount(work.rank[staged], work.took[staged], minlength=evidence.graph.world_size)
+    works = float(seconds_of[largest])
+    others = float(np.delete(seconds_of[there], np.argmax(total[there])).mean())
     yield evidence.make_finding(
-        "unbalanced stages",
-        f"{evidence.name_ranks([largest])} with {named} has {over:.2f} times the mean {unit} of a rank: it works "
-        f"{percent(float(seconds_of[largest]) / evidence.path.step_time)} of the step, the others "
-        f"{percent(float(np.delete(seconds_of[there], np.argmax(total[there])).mean()) / evidence.path.step_time)}.",
-        reason="A pipeline runs at the pace of its largest stage; all others wait for it in each micro-batch.",
-        remedy="Cut the model elsewhere: mk.find_cut(...) balances times, Plan(cut=[...]) takes the result.",
-        gain=gain, rows=rows, ranks=(largest,), check="timeline.step({step}).busy",
+        "unbalanced stages", gain=gain, rows=rows, ranks=(largest,), stages=named, over=f"{over:.2f}", unit=unit,
+        works=evidence.share(works), others=evidence.share(others),
     )  # fmt: skip
 
 
@@ -107,16 +104,9 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
         f"{percent(float(theory))} by the theory of {plan.schedule}" if theory is not None else plan.schedule
     )
     yield evidence.make_finding(
-        "schedule's bubble",
-        f"With equal stages ranks are idle for {percent(even.bubble)}, {expects} with {p} ranks and {m} "
-        f"micro-batch{'es' * (m > 1)}; {more}{f' of {schedule}' * (schedule != plan.schedule)} would "
-        f"take {evidence.share(now - then)} of the step less.",
-        reason="A pipeline fills at the begin and drains at the end; both take as long as a few micro-batches, so they "
-        "count less if there are more of them.",
-        remedy=f"microbatches={more}, each {more / m:g} times smaller (as long as their kernels still fill the "
-        f"device); "
-        "or a schedule with a smaller bubble, such as zb_h1 or interleaved_1f1b.",
-        gain=now - then, by="simulation", ranks=range(evidence.graph.world_size), check="timeline.step({step}).bubble",
+        "schedule's bubble", gain=now - then, by="simulation", ranks=range(evidence.graph.world_size),
+        idle_share=percent(even.bubble), expects=expects, p=p, m=m, es="es" * (m > 1), more=more,
+        of=f" of {schedule}" * (schedule != plan.schedule), smaller=f"{more / m:g}",
     )  # fmt: skip
 
 

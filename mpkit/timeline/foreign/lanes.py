@@ -1,4 +1,4 @@
-"""The lanes of one rank: what computes, what communicates, what copies; and how busy a GPU is.
+"""The lanes of one rank: what computes, what communicates, what copies.
 
 On a GPU, kernels compute except for those of NCCL, RCCL and oneCCL, on whatever stream they run. Without a GPU the
 operators compute, the outermost ones on the threads of the program, while the backend's own threads communicate.
@@ -13,15 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline.foreign.collectives import communicates
-from mpkit.timeline.foreign.reading.events import DEVICE, Events, EventTable
+from mpkit.timeline.foreign.reading.events import Events, EventTable
 
 __all__ = [
     "DeviceWork",
-    "GpuTime",
-    "common",
     "communication_kernels",
     "covered_times",
-    "gpu_time",
     "length",
     "lies_within",
     "work_of",
@@ -51,75 +48,10 @@ class DeviceWork:
     row: Array
 
 
-@dataclass(frozen=True)
-class GpuTime:
-    """How a GPU's time is spent, as HolisticTraceAnalysis divides it, in ns.
-
-    Attributes:
-        whole: from the first event on the GPU to the end of the last one.
-        compute: while at least one kernel computes.
-        other: while only communication, copies and memory sets are under way.
-        idle: while nothing is.
-        communication, hidden: while something communicates; and how much of that computes as well.
-    """
-
-    whole: int
-    compute: int
-    other: int
-    idle: int
-    communication: int
-    hidden: int
-
-    @property
-    def overlap(self) -> float:
-        """The fraction of communication that compute hides; 1 if there is none."""
-        return self.hidden / self.communication if self.communication else 1.0
-
-
 def communication_kernels(events: Events) -> Array:
     """Return, for each kernel, whether it communicates."""
     of_name = np.array([communicates(name) for name in events.names] + [False])
     return of_name[events["kernel"].name]
-
-
-def gpu_time(events: Events, *, as_hta: bool = False) -> GpuTime | None:
-    """Return how the GPU's time is spent; None without a GPU.
-
-    Args:
-        events: a rank's events.
-        as_hta: whether to count as HolisticTraceAnalysis does: without what was launched from the last profiled step
-            on, and from the first to the last whole microsecond of each event (so it loses up to 2 us of each).
-
-    Raises:
-        ValueError: `as_hta`, and nothing is left without the last profiled step.
-    """
-    if not events.on_device:
-        return None
-    parts = []
-    steps = [name.startswith("ProfilerStep#") for name in events.names]
-    said = events["annotation"]
-    begins = said.start[np.array([*steps, False])[said.name]].tolist()
-    for word in DEVICE:
-        table, launch = events[word], events.launches(word)
-        apart = communication_kernels(events) if word == "kernel" else np.full(len(table), True)
-        start, end = table.start, table.end
-        if as_hta:
-            asked = np.where(launch >= 0, np.append(events["call"].start, 0)[launch], 0)
-            kept = asked < max(begins, default=np.inf)
-            apart, rest = apart[kept], events.origin % 1000
-            start, end = -(-(start[kept] + rest) // 1000) * 1000, (end[kept] + rest) // 1000 * 1000
-        parts.append((start, np.maximum(start, end), apart, np.full(len(start), word == "kernel")))
-    if not any(len(start) for start, *_ in parts):
-        raise ValueError(
-            f"gpu_time(as_hta=True): HolisticTraceAnalysis leaves out the last profiled step, and this trace has "
-            f"{len(begins)}. gpu_time(events) counts it; or profile two steps: schedule(wait=1, warmup=1, active=2)"
-        )
-    start, end, apart, is_kernel = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    compute, all_of_it = covered_times(start[~apart], end[~apart]), covered_times(start, end)
-    comm = covered_times(start[apart & is_kernel], end[apart & is_kernel])
-    whole = int(all_of_it[-1, 1] - all_of_it[0, 0])
-    busy, computing, communicating = length(all_of_it), length(compute), length(comm)
-    return GpuTime(whole, computing, busy - computing, whole - busy, communicating, common(comm, compute))
 
 
 def work_of(events: Events) -> DeviceWork:
@@ -198,9 +130,3 @@ def covered_times(start: Array, end: Array) -> Array:
 def length(intervals: Array) -> int:
     """Return the total length of intervals that do not overlap."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
-
-
-def common(a: Array, b: Array) -> int:
-    """Return for how long both cover; each is (k, 2), disjoint intervals."""
-    both = np.concatenate([a, b])
-    return length(a) + length(b) - length(covered_times(both[:, 0], both[:, 1]))

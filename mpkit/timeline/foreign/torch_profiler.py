@@ -20,7 +20,6 @@ from mpkit.errors import TraceError
 from mpkit.timeline.foreign.chrome import plain_trace
 from mpkit.timeline.foreign.clocks import ClockAlignment, align
 from mpkit.timeline.foreign.communication import Comm, communications
-from mpkit.timeline.foreign.lanes import gpu_time
 from mpkit.timeline.foreign.library_evidence import said_by
 from mpkit.timeline.foreign.notes import host_of, host_or_unknown, notes_on, without_layers
 from mpkit.timeline.foreign.rank import rank_trace
@@ -135,7 +134,6 @@ def _meta(
 ) -> dict[str, Any]:  # fmt: skip
     first, on_device = parts[0][0], any(events.on_device for _, events in parts)
     device = next((who.device for who, events in parts if events.on_device and who.device), "")
-    times = [gpu_time(events) for _, events in parts]
     world = max((who.world_size or 0 for who, _ in parts), default=0)
     index = {rank: at for at, rank in enumerate(numbers)}
     axes: dict[str, str] = {}
@@ -152,7 +150,6 @@ def _meta(
         "gpu": device,
         "repairs": [events.repairs for _, events in parts],
         "clocks": [asdict(clock) for clock in clocks],
-        "gpu_time": [asdict(time) if time else None for time in times],
         "groups": [_groups(mine, index, at) for at, mine in enumerate(comms)],
         "said": [said_by(events) for _, events in parts],
         "reserved": [int(events.memory[:, 4].max(initial=-1)) for _, events in parts],

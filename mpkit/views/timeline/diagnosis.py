@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.timeline.idleness import CAUSES, causes_of
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
@@ -49,9 +48,12 @@ def heading(found: Diagnosis) -> str:
 def idle_time(found: Diagnosis) -> list[tuple[str, str]]:
     """Return the causes of at least a percent of idle time, and their share of the step, the largest first."""
     whole = found.step_time
-    mean = causes_of(found.path.graph, found.path.timeline.spans).mean(axis=0).tolist()
-    ordered = sorted(zip(mean, CAUSES, strict=True), reverse=True)
-    return [(cause, percent(time / whole)) for time, cause in ordered if whole and time >= 0.01 * whole]
+    ordered = sorted(found.idle.items(), key=lambda each: -each[1])
+    return [
+        (cause, percent(time / whole) + " (not explained)" * (cause in found.not_explained))
+        for cause, time in ordered
+        if whole and time >= 0.01 * whole
+    ]
 
 
 def diagnosis_text(found: Diagnosis, width: int = 110) -> str:

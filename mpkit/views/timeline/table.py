@@ -1,11 +1,8 @@
-"""The figures of a timeline as a table, one line per rank: for screen readers, and for readers who want numbers.
-
-A breakdown is one too: seconds and shares of idle time, computation and the rest, by rank.
-"""
+"""The figures of a timeline as a table, one line per rank: for screen readers, and for readers who want numbers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +13,7 @@ from mpkit.views.drawing.colours import INKS, Key, key_of
 from mpkit.views.drawing.lanes import rank_label
 from mpkit.views.memory.series import held_text
 
-if TYPE_CHECKING:
-    from mpkit.timeline.breakdown import Breakdown
-
-__all__ = ["breakdown_html", "breakdown_text", "rank_table"]
+__all__ = ["rank_table"]
 
 
 def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
@@ -58,38 +52,3 @@ def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
         row += [seconds(exposed[rank])] * any(exposed) + [bytes_text(sent[rank])] * any(sent)
         rows.append(row + [held_text(timeline, peak[rank], max(like, *peak))] * any(peak))
     return {"head": head, "rows": rows}
-
-
-HEADS = ("rank", "total", "compute", "other", "idle", "overlap")
-
-
-def _rows(found: Breakdown) -> list[tuple[str, ...]]:
-    rows = []
-    for rank, total in enumerate(found.total.tolist()):
-        parts = (float(part[rank]) for part in (found.compute, found.other, found.idle))
-        shares = (f"{seconds(part)} ({percent(part / total if total else 0.0)})" for part in parts)
-        rows.append(
-            (
-                found.numbers[rank] if found.numbers else str(rank),
-                seconds(total),
-                *shares,
-                percent(float(found.overlap[rank])),
-            )
-        )
-    return rows
-
-
-def breakdown_text(found: Breakdown) -> str:
-    """Return a line per rank."""
-    rows = [HEADS, *_rows(found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    return "\n".join(
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
-    )
-
-
-def breakdown_html(found: Breakdown) -> str:
-    """Return the same as an HTML table."""
-    head = "".join(f"<th scope='col'>{name}</th>" for name in HEADS)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in _rows(found))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

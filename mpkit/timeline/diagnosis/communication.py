@@ -1,7 +1,11 @@
-"""Links: one that is slower than others; and collectives so small that they are all latency.
+"""Communication that could be faster: over a slow link, in small messages, or begun earlier.
 
 slow link        seconds of the same kind and about the same bytes, between other ranks
 small messages   time at zero bytes, from the machine's link or the shortest one seen, against the time that they take
+late bucket      backward makes gradients in the order in which their buckets are issued, so that a bucket can begin
+                 about when the backward has made as large a share of its time as this bucket and those before it have
+                 of all bytes (Li et al. 2020, section 3.2.3); it is late if it is issued only once the backward has
+                 ended, though it is not the last one
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from mpkit.timeline.diagnosis.evidence import Evidence
 from mpkit.timeline.findings import Finding
 from mpkit.trace import Kind
 
-__all__ = ["SLOW", "slow_links", "small_messages"]
+__all__ = ["late_buckets", "slow_links", "small_messages"]
 
 Array = npt.NDArray[Any]
 
@@ -35,13 +39,9 @@ of them are merged into one in the replay."""
 LARGER = 2
 """Collectives between layers cannot be merged; the replay takes micro-batches that are so many times as large."""
 
-OF_GRADIENTS = "Merge them: larger buckets (bucket_mb, bucket_cap_mb), parameters flattened into one tensor."
-OF_LAYERS = (
-    "Each layer waits for its own, so they cannot be merged: put more into each, by fewer and larger micro-batches, or "
-    "let fewer ranks share a layer, a sequence or experts (tp, cp, ep)."
-)
-
 MESSAGES = (int(Kind.SEND), int(Kind.RECV))
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+REDUCES = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 
 
 class _Meeting(NamedTuple):
@@ -95,17 +95,10 @@ def _slow(
     rows: Sequence[int],
 ) -> Finding:  # fmt: skip
     nodes = {evidence.machine.node_of(rank) for rank in link} if evidence.machine is not None else set()
-    across = " They are on different nodes." if len(nodes) > 1 else ""
-    named = evidence.name_ranks(link)
-    size = float(np.mean([met.nbytes for met in mets]))
     return evidence.make_finding(
-        "slow link",
-        f"Between {named[0].lower()}{named[1:]}, {bytes_text(size)} take {seconds(took / len(mets))}, "
-        f"{took / should:.1f} times as long as between other ranks.{across}",
-        reason="Those who need what comes over the slow link wait for it, and those who need theirs wait as well.",
-        remedy="Look at this link alone (mpkit doctor; nvidia-smi topo -m; a cable, a switch, another job), and place "
-        "the ranks so that the axis with the most bytes stays on fast links (plan.placement(model, hardware=...)).",
-        gain=gain, rows=rows, ranks=link, check=f"timeline.step({{step}}).comm_time[{link[-1]}]",
+        "slow link", gain=gain, rows=rows, ranks=link, size=bytes_text(float(np.mean([met.nbytes for met in mets]))),
+        each=seconds(took / len(mets)), ratio=f"{took / should:.1f}", rank=link[-1],
+        across=" They are on different nodes." if len(nodes) > 1 else "",
     )  # fmt: skip
 
 
@@ -123,21 +116,16 @@ def small_messages(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Fi
         if share < LATENCY:
             continue
         within = _are_of_layers(evidence, ranks, exchange=kind == Kind.ALL_TO_ALL)
-        merged, remedy = (LARGER, OF_LAYERS) if within else (MERGED, OF_GRADIENTS)
+        merged = LARGER if within else MERGED
         saved = share * float(np.mean(taking)) * (1 - 1 / merged)
         rows = [row for met in mets for row in met.rows]
         factors = [max(1 - saved / met.took, 0.0) if met.took else 1.0 for met in mets for _ in met.rows]
         gain = evidence.gain(evidence.scale_durations(rows, factors))
         if evidence.worth(gain):
-            word = Kind(kind).word.replace("_", "-")
             yield evidence.make_finding(
-                "small messages",
-                f"{len(mets)} {word}s per step of {bytes_text(float(np.mean([met.nbytes for met in mets])))} on "
-                f"average take "
-                f"{seconds(float(np.mean(taking)))} each, of which {percent(share)} is latency.",
-                reason="Each collective takes at least the link's latency, however few bytes it has.",
-                remedy=f"{remedy} The replay merges {merged} into one.",
-                gain=gain, rows=rows, check="timeline.step({step}).comm_bytes",
+                "small messages", "layers" if within else "gradients", gain=gain, rows=rows, count=len(mets),
+                word=Kind(kind).word.replace("_", "-"), merged=merged, each=seconds(float(np.mean(taking))),
+                size=bytes_text(float(np.mean([met.nbytes for met in mets]))), share=percent(share),
             )  # fmt: skip
 
 
@@ -195,3 +183,87 @@ def _meetings(evidence: Evidence) -> list[_Meeting]:
             )
         )
     return mets
+
+
+class _Late(NamedTuple):
+    """A bucket that a rank issued late.
+
+    Attributes:
+        row: of its span.
+        number, of: its place among the rank's buckets of one group, from 1, and how many there are.
+        seconds: how much later it was issued than its gradients were there.
+        backward: the row of the backward that made them.
+        made: seconds of that backward until they were there.
+    """
+
+    row: int
+    number: int
+    of: int
+    seconds: float
+    backward: int
+    made: float
+
+
+def late_buckets(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if buckets are issued after the backward although their gradients were there before."""
+    graph, late = evidence.graph, _late(evidence)
+    if not late:
+        return
+    took, instead = graph.took.copy(), dict[int, tuple[int, ...]]()
+    for each in late:
+        for node in graph.of_row.get(each.row, []):
+            if (ready := graph.ready_of.get(node)) is not None:
+                begin = graph.of_row[each.backward][0]
+                instead[ready] = instead.get(ready, ()) + graph.needs[begin]
+                took[ready] = max(took[ready], each.made)
+    gain = evidence.path.step_time - float(graph.play(took, instead=instead).max(initial=0.0))
+    if not evidence.worth(gain):
+        return
+    first = max(late, key=lambda each: (each.seconds, -each.number))
+    same = [each for each in late if each.number == first.number]
+    behind = len({each.number for each in late}) - 1
+    more = f", and so do {behind} others" if behind > 1 else ", and so does another one" if behind else ""
+    yield evidence.make_finding(
+        "late bucket", gain=gain, rows=[each.row for each in same] + [each.row for each in late if each not in same],
+        number=first.number, of=first.of, more=more, late=seconds(first.seconds),
+        word=Kind(int(evidence.spans["kind"][first.row])).word,
+    )  # fmt: skip
+
+
+def _late(evidence: Evidence) -> list[_Late]:
+    spans, found = evidence.spans, []
+    actions = (spans["depth"] == 0) & np.isin(spans["kind"], BACKWARDS)
+    reduces = np.isin(spans["kind"], REDUCES)
+    for rank in range(evidence.graph.world_size):
+        backwards = np.flatnonzero(actions & (spans["rank"] == rank) & (spans["end"] > spans["start"]))
+        rows = np.flatnonzero(reduces & (spans["rank"] == rank))
+        if not len(backwards) or len(rows) < 2:
+            continue
+        last = int(backwards[np.argmax(spans["end"][backwards])])
+        for group in np.unique(spans["group"][rows]).tolist():
+            mine = rows[spans["group"][rows] == group]
+            found += _late_of(spans, mine[np.argsort(spans["issued"][mine], kind="stable")], last)
+    return found
+
+
+def _late_of(spans: Array, rows: Array, backward: int) -> list[_Late]:
+    """Return the late ones of a rank's buckets of one group, in the order in which they were issued."""
+    start, end = float(spans["start"][backward]), float(spans["end"][backward])
+    rows = rows[spans["issued"][rows] >= start]  # those before belong to earlier backwards
+    size = spans["bytes"][rows].astype(float)
+    if len(rows) < 2 or not size.sum():
+        return []
+    ready = start + (end - start) * np.cumsum(size) / size.sum()
+    issued, close = spans["issued"][rows], 1e-6 * (end - start)
+    return [
+        _Late(
+            row,
+            number + 1,
+            len(rows),
+            float(issued[number] - ready[number]),
+            backward,
+            float(ready[number] - start),
+        )
+        for number, row in enumerate(rows.tolist()[:-1])
+        if issued[number] >= end - close
+    ]

@@ -1,0 +1,244 @@
+"""What the step would gain without some of its pieces: each rule chooses them, and the step is played again.
+
+data loading            with each rank's samples there at once
+synchronizing call      without barriers, copies of a few bytes to the host (loss.item(), print(loss)), and the gaps
+                        behind them, in which the host launches everything anew
+host-bound              without all other gaps between operations
+copies                  without copies of more bytes between device and host
+exposed communication   without all communication of a kind; waiting for a late rank stays
+useless recomputation   without recomputed forwards, where there was room for what they make
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.units import bytes_text, memory_text, percent, seconds
+from mpkit.timeline.dependencies.graph import Node
+from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
+from mpkit.timeline.diagnosis.stragglers import later_host_removed, lost_time, split_at_gap
+from mpkit.timeline.findings import Finding
+from mpkit.trace import CATEGORIES, Kind, Lane, PartFlag
+
+__all__ = [
+    "FULL",
+    "copies",
+    "exposed_communication",
+    "host_bound",
+    "slow_loading",
+    "synchronizing_calls",
+    "useless_recomputation",
+]
+
+Array = npt.NDArray[Any]
+
+FEW = 1024
+"""Bytes up to which a copy to the host is a number that the program looks at, and not data."""
+
+UNLIKE = 2.0
+"""How many times as long as the others ranks must load to be named alone."""
+
+FULL = 0.9
+"""The share of a device's memory from which on an allocator has to search, and a longer batch ends the run: what CUDA's
+context, the libraries' workspaces and fragments take is not counted here, and comes to some percent."""
+
+GROWS = 0.1
+"""The share of the peak by which keeping activations may raise it, where the memory of the device is not known."""
+
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+
+
+def slow_loading(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if ranks wait for their share of the batch."""
+    rows = evidence.rows(Kind.DATA)
+    gain = evidence.gain_without(rows)
+    if not evidence.worth(gain):
+        return
+    times = np.array(evidence.one.data_time)
+    others, longer = split_at_gap(times, WORTH * evidence.path.step_time)
+    apart = len(longer) > 0 and times[longer].min() >= UNLIKE * times[others].max()
+    ranks = tuple(longer.tolist()) if apart else tuple(np.flatnonzero(times > 0).tolist())
+    beside = (
+        f"; the median of the others loads for {seconds(float(np.median(times[others])))}" if apart else ""
+    )
+    beside += f"; {lost_time(evidence, ranks[0])}" if apart and len(ranks) == 1 else ""
+    yield evidence.make_finding(
+        "data loading", gain=gain, rows=rows, ranks=ranks, load="loads" if len(ranks) == 1 else "load",
+        each=seconds(float(times[list(ranks)].mean())), others=beside,
+    )  # fmt: skip
+
+
+def synchronizing_calls(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if calls in the loop wait for the device, or for all ranks."""
+    graph, spans = evidence.graph, evidence.spans
+    rows = _synchronizing(evidence)
+    if not len(rows):
+        return
+    barriers = rows[spans["kind"][rows] == Kind.BARRIER]
+    nodes = np.concatenate([graph.nodes_of(rows), _gaps_behind(evidence, rows)]).astype(int)
+    dropped = set(graph.nodes_of(barriers).tolist())
+    without = graph.play(graph.durations_without(nodes), without=dropped)
+    gain = evidence.path.step_time - float(without.max(initial=0.0))
+    if evidence.worth(gain):
+        what = "barriers" if len(barriers) else "copies of a few bytes to the host"
+        count = f"{len(rows) / len(np.unique(spans['rank'][rows])):g}"
+        yield evidence.make_finding("synchronizing call", what, gain=gain, rows=rows, what=what, count=count)
+
+
+def _synchronizing(evidence: Evidence) -> Array:
+    """Return the rows of spans that make the host wait for its device, or all ranks for each other."""
+    spans, rows = evidence.spans, evidence.rows(Kind.BARRIER, Kind.COPY_TO_HOST)
+    return np.asarray(rows[(spans["kind"][rows] == Kind.BARRIER) | (spans["bytes"][rows] <= FEW)])
+
+
+def _gaps_behind(evidence: Evidence, rows: Array) -> list[int]:
+    """Return the gaps that begin when one of these spans ends."""
+    graph = evidence.graph
+    own = {node for row in rows.tolist() for node in graph.of_row.get(row, ())}
+    gaps = np.flatnonzero(graph.kind == Node.GAP).tolist()
+    return [gap for gap in gaps if own.intersection(graph.needs[gap])]
+
+
+def host_bound(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if devices stand still between operations for no other reason than their host."""
+    graph = evidence.graph
+    behind = _gaps_behind(evidence, _synchronizing(evidence))
+    gaps = np.setdiff1d(np.flatnonzero(graph.kind == Node.GAP), behind).astype(int)
+    even = later_host_removed(evidence)
+    without = even.copy()
+    without[gaps] = 0.0
+    gain = graph.time_with(even) - graph.time_with(without)
+    if not len(gaps) or not evidence.worth(gain):
+        return
+    ranks = np.unique(graph.rank[gaps]).tolist()
+    idle = float(graph.took[gaps].sum()) / len(ranks)
+    trains = bool(np.isin(evidence.spans["kind"], (Kind.BACKWARD, Kind.OPTIMIZER)).any())
+    yield evidence.make_finding(
+        "host-bound", gain=gain, rows=graph.row[gaps].tolist(), ranks=ranks,
+        each=seconds(idle), idle_share=evidence.share(idle), count=f"{len(gaps) / len(ranks):.0f}",
+        gap=seconds(float(graph.took[gaps].mean())),
+        larger="larger micro-batches, fused optimizers" if trains else "larger batches",
+    )  # fmt: skip
+
+
+def copies(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if ranks wait for copies between device and host."""
+    rows = np.setdiff1d(evidence.rows(Kind.COPY_TO_DEVICE, Kind.COPY_TO_HOST), _synchronizing(evidence))
+    gain = evidence.gain_without(rows)
+    if not evidence.worth(gain):
+        return
+    spans = evidence.spans[rows]
+    ranks = np.unique(spans["rank"]).tolist()
+    each = float((spans["end"] - spans["start"]).sum()) / len(ranks)
+    yield evidence.make_finding(
+        "copies", gain=gain, rows=rows, y="y" if len(ranks) > 1 else "ies",
+        size=bytes_text(float(spans["bytes"].sum()) / len(ranks)), each=seconds(each) + " each" * (len(ranks) > 1),
+    )  # fmt: skip
+
+
+def exposed_communication(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding for each kind of communication that the step would be shorter without, and no rule explains."""
+    spans = evidence.spans
+    kinds = {Kind(int(kind)) for kind in np.unique(spans["kind"][spans["lane"] == Lane.COMM])}
+    for kind in sorted(kinds - {Kind.SEND, Kind.BARRIER}):
+        rows = evidence.rows(*((Kind.SEND, Kind.RECV) if kind == Kind.RECV else (kind,)))
+        whole = evidence.gain_without(rows)
+        gain = whole - evidence.explained_seconds(rows, before)
+        if not evidence.worth(gain):
+            continue
+        busy, exposed = float(np.mean(evidence.one.comm_time)), float(np.mean(evidence.one.exposed_comm))
+        yield evidence.make_finding(
+            "exposed communication", kind.word, gain=gain, rows=rows, reason=_late_reason(evidence, rows),
+            whole=evidence.share(whole), time=seconds(whole), count=len(rows), word=kind.word,
+            what="messages between stages" if kind == Kind.RECV else kind.word.replace("_", "-"),
+            busy=seconds(busy), hidden=seconds(busy - exposed),
+        )  # fmt: skip
+
+
+def _late_reason(evidence: Evidence, rows: Array) -> str:
+    """Say how much of it ran while its own rank had nothing left to compute in the step's backward; "" if little."""
+    spans = evidence.spans
+    back = np.isin(spans["kind"], BACKWARDS) & (spans["depth"] == 0)
+    last = np.full(evidence.graph.world_size, -np.inf)
+    np.maximum.at(last, spans["rank"][back], spans["end"][back])
+    last[np.isinf(last)] = np.inf
+    times = spans["end"][rows] - spans["start"][rows]
+    late = spans["start"][rows] >= last[spans["rank"][rows]]
+    share = float(times[late].sum()) / max(float(times.sum()), 1e-30)
+    begins = "of its time begins when the backward has ended, so there is nothing to hide it behind."
+    return f"{share:.0%} {begins}" if share > 0.5 else ""
+
+
+def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
+    """Yield a finding if what is recomputed could have been kept."""
+    took = _without_recomputation(evidence)
+    if took is None:
+        return
+    gain = evidence.gain(took)
+    if not evidence.worth(gain):
+        return
+    peaks = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
+    if not all(peaks):  # an imported trace without the allocator's events: nothing is known of memory
+        return
+    kept = [_kept_bytes(evidence, rank) for rank in range(evidence.graph.world_size)]
+    memory = [evidence.machine.device_of(r).memory if evidence.machine else 0 for r in range(len(peaks))]
+    fits = [
+        peak + more <= FULL * most if most else more <= GROWS * peak
+        for peak, more, most in zip(peaks, kept, memory, strict=True)
+    ]
+    if not all(fits):
+        return
+    rank = int(np.argmax(np.add(peaks, kept)))
+    more = f", {percent(kept[rank] / max(peaks[rank], 1))} more"
+    yield evidence.make_finding(
+        "useless recomputation", gain=gain, rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE),
+        number=evidence.whole.rank_number(rank), would=memory_text(peaks[rank] + kept[rank]),
+        room=f" of {memory_text(memory[rank])}" if memory[rank] else more, held=memory_text(peaks[rank]),
+    )  # fmt: skip
+
+
+def _without_recomputation(evidence: Evidence) -> Array | None:
+    """Return the durations without recomputation; None if there is none. Within a backward, it is taken off that."""
+    spans, graph = evidence.spans, evidence.graph
+    again = np.flatnonzero((spans["kind"] == Kind.RECOMPUTE) & (spans["lane"] == Lane.COMPUTE))
+    if not len(again):
+        return None
+    outer = again[spans["depth"][again] == 0]
+    took = graph.durations_without(graph.nodes_of(outer))
+    back = evidence.work.row[np.isin(evidence.work.kind, BACKWARDS)]
+    for row in again[spans["depth"][again] > 0].tolist():
+        length = float(spans["end"][row] - spans["start"][row])
+        around = (spans["rank"][back] == spans["rank"][row]) & (spans["start"][back] <= spans["start"][row])
+        for node in graph.of_row.get(int(back[around][-1]), []) if around.any() else []:
+            less = min(length, float(took[node]))
+            took[node] -= less
+            length -= less
+    return took
+
+
+def _kept_bytes(evidence: Evidence, rank: int) -> float:
+    """Return the bytes that a rank would hold more at its peak if it recomputed nothing."""
+    spans, held = evidence.spans, evidence.one.held
+    own = spans[spans["rank"] == rank]
+    again = own[own["kind"] == Kind.RECOMPUTE]
+    changes = held[(held["rank"] == rank) & (held["category"] == CATEGORIES.index("activations"))]
+    if not len(again) or not len(changes):
+        return 0.0
+
+    def total_at(times: Array) -> Array:
+        rows = np.searchsorted(changes["time"], times, side="right") - 1
+        return np.asarray(changes["total"][np.maximum(rows, 0)])
+
+    makes = float(np.maximum(total_at(again["end"]).astype(float) - total_at(again["start"]), 0.0).sum())
+    forwards = own[(own["kind"] == Kind.FORWARD) & (own["depth"] == 0)]
+    backs = own[np.isin(own["kind"], (Kind.BACKWARD, Kind.INPUT_GRAD)) & (own["depth"] == 0)]
+    # Of an action in several parts the last one counts.
+    forwards, backs = (own[own["flags"] & PartFlag.GOES_ON == 0] for own in (forwards, backs))
+    times = np.concatenate([forwards["end"], backs["end"]])
+    change = np.concatenate([np.ones(len(forwards)), -np.ones(len(backs))])
+    most = float(np.cumsum(change[np.argsort(times, kind="stable")]).max(initial=1.0))
+    return makes * min(most / max(len(forwards), 1), 1.0)
