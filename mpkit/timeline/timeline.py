@@ -205,7 +205,7 @@ class Timeline(ReplayResult, Figures, Answer):
         Each wait is charged to the rank that came last, and each gain is the step played again without its cause.
 
         Args:
-            step: its number; None: the one of median length among the last nine, the first left out.
+            step: its number; None: the last complete one, which the figures are of.
             hardware: the machine that it ran on, for the memory of its devices and the latency of its links, where the
                 timeline does not name one of the catalogue.
 

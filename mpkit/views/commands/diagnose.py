@@ -26,7 +26,7 @@ def add_diagnose(commands: Commands) -> None:
         metavar="PATH",
         help="what `mpkit open` reads: files, or a folder with one per rank",
     )
-    command.add_argument("--step", type=int, metavar="N", help="the step (default: one of median length)")
+    command.add_argument("--step", type=int, metavar="N", help="the step (default: the last complete one)")
     command.add_argument(
         "--hardware", metavar="MACHINE",
         help="the machine that it ran on, such as 8x-a100-nvlink (default: the one that the trace names)",
