@@ -3,7 +3,7 @@
 examine   run the exercise's own checks, up to the first that fails
 tell      find the mistake: the first one that shows in the results
 hint      choose the mistake's next hint, by how many different answers of the student's were wrong before
-show      draw the answer's timeline beside the solution's
+show      draw the answer's timeline beside the solution's; where that is the answer, only once it is found
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.exercise import CheckRow, Exercise
 from mpkit.course.framework.observation import Seen
 from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.schedules import Schedules
 from mpkit.course.framework.source import run_cell
 from mpkit.course.sandbox.allowance import TooBusy
 from mpkit.course.tell import SLIP, STUB, lesson, tell
@@ -204,12 +205,16 @@ def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
 
 
 def _timelines(exercise: Exercise, row: CheckRow, room: Room) -> dict[str, Timeline] | None:
-    """Return the timelines of the answer and the solution in the last case; None if neither communicates."""
+    """Return the timelines of the answer and the solution in the last case; None if neither communicates.
+
+    The solution's schedule is the answer to an exercise that asks for one: it is drawn beside a right answer only.
+    """
     seen = row.seen
     if seen is None or seen.trace is None:
         return None
-    target = seen.target or exercise.try_again(PackedAnswer.pack(exercise.solution), seen, room)
-    traces = {"yours": seen, "target": target}
+    traces: dict[str, Seen | None] = {"yours": seen}
+    if row.ok or not isinstance(exercise, Schedules):
+        traces["target"] = seen.target or exercise.try_again(PackedAnswer.pack(exercise.solution), seen, room)
     shown = {
         name: one.waits if one.hang else one.timeline
         for name, one in traces.items()

@@ -178,6 +178,38 @@ def pass_the_token(ctx, token):
     assert "never ends" in html and "The solution" in html
 
 
+def test_a_wrong_schedule_is_drawn_without_the_right_one(room: Room) -> None:
+    """The solution's timeline, with its numbers, is the answer: it is drawn beside a right one."""
+    entry = find("gpipe")
+    wrong = judge(entry, answer(entry, entry.exercise.mistakes[0].wrong, "1F1B"), room)
+    right = judge(entry, answer(entry, entry.source.solution, "solution"), room)
+    assert not wrong.passed and "target" not in (wrong.timelines or {})
+    assert right.passed and list(right.timelines or {}) == ["yours", "target"]
+
+
+FORGETS_THE_MASK = """
+def ulysses(ctx, q, k, v):
+    n = ctx.world_size
+
+    def to_heads(x):
+        b, s, H, d = x.shape
+        parts = x.reshape(b, s, n, H // n, d).permute(2, 0, 1, 3, 4).contiguous()
+        return exchange(ctx, parts).permute(1, 0, 2, 3, 4).reshape(b, n * s, H // n, d)
+
+    q, k, v = map(to_heads, (q, k, v))
+    o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    b, s, h, d = o.shape
+    got = exchange(ctx, o.reshape(b, n, s // n, h, d).transpose(0, 1).contiguous())
+    return got.permute(1, 2, 0, 3, 4).reshape(b, s // n, n * h, d)
+"""
+
+
+def test_a_forgotten_mask_is_told_in_another_style(room: Room) -> None:
+    entry = find("ulysses")
+    checked = judge(entry, answer(entry, FORGETS_THE_MASK, "no mask"), room, draw=False)
+    assert checked.mistake == "not-causal" and "position 0" in checked.hint, str(checked)
+
+
 TEXT = """# Add
 
 Add {N} numbers.

@@ -51,6 +51,26 @@ MALFORMED: dict[str, bytes] = {
 }
 
 
+def test_a_broken_notebook_has_as_many_possible_points_as_the_others(tmp_path: Path) -> None:
+    """Predictions count for everybody who has the same exercises: also without the cell that asks."""
+    ask, check, other = (
+        'mk.predict("1f1b-live")',
+        'mk.check("gpipe", gpipe)',
+        'mk.check("ring-all-reduce", f)',
+    )
+    for student in ("ada", "eve"):
+        (tmp_path / student).mkdir()
+        (tmp_path / student / "1-ranks.ipynb").write_bytes(book(other))
+        (tmp_path / student / "4-pipelines.ipynb").write_bytes(book(ask, check))
+    for student, data in {"broken": b"{", "without": book(check), "empty": book()}.items():
+        (tmp_path / student).mkdir()
+        (tmp_path / student / "4-pipelines.ipynb").write_bytes(data)
+    found = {each.name: Grade(each, {}).most for each in handed_in(tmp_path)}
+    whole = found["ada/4-pipelines.ipynb"]
+    assert {found[f"{student}/4-pipelines.ipynb"] for student in ("broken", "without", "empty")} == {whole}
+    assert whole % 10 == 2, "two points for the prediction"
+
+
 def test_no_file_stops_a_class_from_being_read(tmp_path: Path) -> None:
     for number, data in enumerate(MALFORMED.values()):
         (tmp_path / f"bad-{number}.ipynb").write_bytes(data)

@@ -18,6 +18,7 @@ from mpkit.course.predictions.amounts import amount
 from mpkit.course.predictions.predict import PREDICTED, box
 from mpkit.course.predictions.questions import QUESTIONS, question
 from mpkit.course.progress import FILE, Progress, StudentPrediction
+from mpkit.views.theme import STATUS
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +31,29 @@ def test_the_first_number_counts() -> None:
     assert mk.predict("bubble", 0.25).value == 0.25
     again = mk.predict("bubble", "30 %")
     assert again.value == 0.25 and "25.0 % was locked in first, and stays" in str(again)
-    compared = again.against(0.3)
-    assert compared.gap == pytest.approx(-0.05)
-    assert "5.0 percentage points too low" in str(compared)
-    assert Progress.read().predictions == {"bubble": StudentPrediction(0.25, 0.3)}
+    compared = again.against(0.323)
+    assert compared.gap == pytest.approx(0.25 - 3 / 11)
+    assert Progress.read().predictions == {"bubble": StudentPrediction(0.25, 0.323)}
+
+
+@pytest.mark.parametrize(
+    "value, words, points", [("3/11", "just right", 2), ("32.3 %", "5.0 percentage points too high", 1)]
+)
+def test_theory_judges_in_words_in_colour_and_in_points(value: str, words: str, points: int) -> None:
+    """A measurement is told beside it: words spoke of the measurement once, and colour and points of theory."""
+    guess = mk.predict("bubble", 3 / 11 if value == "3/11" else value)
+    compared = guess.against(0.323)
+    said = str(compared).splitlines()[0]
+    assert f"theory says 27.3 %: {words}. Measured here: 32.3 %." in said
+    assert (STATUS["good"] in compared._repr_mimebundle_()["text/html"]) == (points == 2)
+    assert 1 + question("bubble").close(guess.value or 0) == points
 
 
 def test_what_came_is_not_told_before_a_prediction() -> None:
     said = str(mk.predict("bubble").against(0.3141))
     assert "Predict it first" in said and "31.4" not in said
     assert not Path(FILE).exists(), "nothing is kept for those who only read"
-    assert mk.predict("bubble", 0.3).against(0.3141).gap == pytest.approx(-0.0141)
+    assert mk.predict("bubble", 0.3).against(0.3141).gap == pytest.approx(0.3 - 3 / 11)
 
 
 def test_progress_in_exercises_stays() -> None:

@@ -14,7 +14,7 @@ import base64
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -120,10 +120,30 @@ def handed_in(folder: Path, exercises: tuple[str, ...] = (), course: str = "") -
     submissions = [_read(folder, path, students[path.relative_to(folder).parts[0]], asked) for path in paths]
     if any(entry.is_sealed for each in submissions for entry in each.exercises):
         raise ValueError(MISSING)
-    known = next((each.exercises for each in submissions if each.exercises), ())
-    # A notebook that cannot be read, or has no check left, should have answered the same exercises as the others.
-    asked_of = [each if each.exercises else replace(each, exercises=known) for each in submissions]
-    return [_with_numbers(each, course) for each in asked_of]
+    asked_of = [_with_exercises(each, submissions) for each in submissions]
+    return [_with_numbers(_with_questions(each, asked_of), course) for each in asked_of]
+
+
+def _with_exercises(each: HandedIn, submissions: Sequence[HandedIn]) -> HandedIn:
+    """Return a notebook that cannot be read, or has no check left, with the exercises of most others of its name."""
+    if each.exercises:
+        return each
+    others = [other for other in submissions if other.exercises]
+    same_name = [other for other in others if Path(other.name).name == Path(each.name).name]
+    most = Counter(other.exercises for other in same_name or others).most_common(1)
+    return replace(each, exercises=most[0][0] if most else ())
+
+
+def _with_questions(each: HandedIn, submissions: Sequence[HandedIn]) -> HandedIn:
+    """Return a notebook with the questions that at least half of the readable ones with its exercises ask.
+
+    So a notebook that is broken, or lacks the cell of a question, has as many possible points as the others.
+    """
+    others = [
+        other.questions for other in submissions if other.exercises == each.exercises and not other.broken
+    ]
+    counts = Counter(name for questions in others for name in questions)
+    return replace(each, questions=tuple(name for name, many in counts.items() if 2 * many >= len(others)))
 
 
 def _with_numbers(each: HandedIn, course: str) -> HandedIn:

@@ -1,7 +1,7 @@
 """mk.predict: a number that is locked in before the cell that shows it runs.
 
 lock       the first number counts; it is kept in the student's file of progress
-against    compare it with what came, which is not told before a number is locked in
+against    compare it with theory, beside what was measured; neither is told before a number is locked in
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def predict(name: str, value: float | str | None = None) -> Prediction:
     >>> import mpkit as mk
     >>> guess = mk.predict("bubble", "25 %")
     >>> print(guess.against(mk.simulate(mk.Plan.gpipe(4, 8)).bubble))
-    You predicted 25.0 %, and it is 27.3 %: 2.3 percentage points too low.
+    You predicted 25.0 %, and theory says 27.3 %: 2.3 percentage points too low.
     Each GPU is idle for p-1 micro-batches' time out of m+p-1: the bubble is (p-1)/(m+p-1), here 3/11.
 
     Args:
@@ -80,18 +80,20 @@ class Prediction:
             self.said = f"{self._spell(kept.value)} was locked in first, and stays."
 
     def against(self, shown: float | None = None) -> PredictionOutcome:
-        """Compare the prediction with what came; before a number is locked in, only ask for one.
+        """Compare the prediction with theory; before a number is locked in, only ask for one.
 
         Args:
-            shown: the number that came, such as `run.timeline().bubble`; None: what theory says.
+            shown: the number that a run measured, such as `run.timeline().bubble`. It is told beside theory's, by
+                which the prediction is judged here and in grading. None: only theory's is told.
         """
         kept = self._stored_prediction
-        shown = self.question.truth() if shown is None else amount(shown, self.question.unit)
+        theory = self.question.truth()
+        shown = theory if shown is None else amount(shown, self.question.unit)
         if kept is None:
-            return PredictionOutcome(self.question, None, shown)
+            return PredictionOutcome(self.question, None, theory, shown)
         if kept.shown is None:
             Progress.read().add_prediction(self.question.name, StudentPrediction(kept.value, shown)).write()
-        return PredictionOutcome(self.question, kept.value, shown)
+        return PredictionOutcome(self.question, kept.value, theory, shown)
 
     def __str__(self) -> str:
         if self.value is None:
@@ -123,30 +125,33 @@ class Prediction:
 
 @dataclass(frozen=True, repr=False)
 class PredictionOutcome:
-    """A prediction beside what came.
+    """A prediction beside what theory says, by which it is judged, and what was measured.
 
     Attributes:
         question: what was predicted.
         value: the prediction; None if there was none.
-        shown: what came.
+        theory: what theory says.
+        shown: what was measured; the same as `theory` if nothing was.
     """
 
     question: PredictionQuestion
     value: float | None
+    theory: float
     shown: float
 
     @property
     def gap(self) -> float | None:
-        """The prediction less what came; None if there was no prediction."""
-        return self.value - self.shown if self.value is not None else None
+        """The prediction less what theory says; None if there was no prediction."""
+        return self.value - self.theory if self.value is not None else None
 
     def __str__(self) -> str:
-        shown = spell_amount(self.shown, self.question.unit)
+        theory, shown = (spell_amount(each, self.question.unit) for each in (self.theory, self.shown))
         if self.value is None:
             call = f"mk.predict({self.question.name!r}, ...), such as {EXAMPLES[self.question.unit]}"
             return f"Predict it first: in the box, or with {call}. Then run this again.\n{self.question.text}"
-        said = f"You predicted {spell_amount(self.value, self.question.unit)}, and it is {shown}"
-        return f"{said}: {self.question.gap(self.value, self.shown)}.\n{self.question.why}"
+        said = f"You predicted {spell_amount(self.value, self.question.unit)}, and theory says {theory}"
+        measured = f" Measured here: {shown}." if shown != theory else ""
+        return f"{said}: {self.question.gap(self.value, self.theory)}.{measured}\n{self.question.why}"
 
     __repr__ = __str__
 

@@ -187,7 +187,7 @@ class Advice(HasChart, DelegatedAnswer):
     def try_out(
         self, best: int, cluster: Cluster, model: torch.nn.Module, data: Any, *,
         loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-        clock: str = "virtual",
+        clock: str = "virtual", say: Callable[[str], object] = print,
     ) -> PlanTrials:  # fmt: skip
         """Train the best few plans and a bad one on the ranks at hand, and set predicted beside measured.
 
@@ -199,6 +199,7 @@ class Advice(HasChart, DelegatedAnswer):
             model: what to train: the model of the advice, or a small one that stands for it.
             data, loss, optimizer: as for `mk.profile`; `data` has the samples of a step.
             clock: as in `Profile.predict`.
+            say: called with a line as the profile and each training begin, since all of them take a minute or more.
 
         Raises:
             ValueError: the cluster has another number of ranks than the advice has devices, or no plan fits.
@@ -219,8 +220,9 @@ class Advice(HasChart, DelegatedAnswer):
             raise ValueError("no plan fits, so there is none to try")
         chosen = dict.fromkeys(each.layout for each in [*self.found[:best], self.found[-1]])
         plans = [replace(self.priced.plan_of(layout), precision="full") for layout in chosen]
+        say(f"profiling the model on this machine, then training {len(plans)} plans")
         measured = profile(model, data, loss=loss, optimizer=optimizer, cluster=cluster)
-        return try_plans(measured, plans, cluster, clock=clock)
+        return try_plans(measured, plans, cluster, clock=clock, say=say)
 
     def again(self, *, hardware: Hardware | str) -> Advice:
         """Return the advice for the same training on other hardware.

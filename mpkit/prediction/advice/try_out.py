@@ -8,7 +8,7 @@ compare     predicted beside measured, and whether the order is right (Spearman'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -76,7 +76,12 @@ class PlanTrials:
 
 
 def try_plans(
-    profile: Profile, plans: Sequence[Plan], cluster: Cluster, *, clock: str = "virtual"
+    profile: Profile,
+    plans: Sequence[Plan],
+    cluster: Cluster,
+    *,
+    clock: str = "virtual",
+    say: Callable[[str], object] = print,
 ) -> PlanTrials:
     """Predict each plan, run it, and compare.
 
@@ -85,6 +90,7 @@ def try_plans(
         plans: those that the model or the batch cannot have are refused with the reason.
         cluster: CPU ranks, as many as the plans have.
         clock: as in `Profile.predict`.
+        say: called with a line as each training begins.
     """
     guesses: dict[Plan, float] = {}
     refused: dict[Plan, str] = {}
@@ -97,7 +103,8 @@ def try_plans(
     # ---- run
     chosen = sorted(guesses, key=guesses.__getitem__)
     ran = []
-    for plan in chosen:
+    for number, plan in enumerate(chosen, 1):
+        say(f"training {number} of {len(chosen)}, {STEPS} steps: {plan!r}")
         timeline = profile.train(plan, cluster, steps=STEPS).wait().timeline(clock=clock)
         ran.append(median(timeline.step(step).step_time for step in timeline.steps[1:]))
     # ---- compare
