@@ -7,6 +7,7 @@ from mpkit import models as models
 from mpkit.course.check import check as check
 from mpkit.course.check import progress as progress
 from mpkit.course.predictions.predict import predict as predict
+from mpkit.course.serial_comparison import beside_serial as beside_serial
 from mpkit.devices.catalogue import hardware as hardware
 from mpkit.errors import RankFailed as RankFailed
 from mpkit.launch import watch as watch

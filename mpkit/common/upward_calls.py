@@ -14,7 +14,6 @@ __all__ = ["METHODS", "provide_method"]
 
 METHODS = {
     "Cluster.warn_of_memory": "mpkit.prediction.memory_ahead:warn_of_memory",
-    "compare": "mpkit.course.serial_comparison:beside_serial",
     "ExpertLoad.balance": "mpkit.prediction.experts.expert_balance:balance_load",
     "Plan.placement": "mpkit.strategies.placement.placement:placement",
     "Run.measured_step": "mpkit.prediction.cost_model.measured_run:observe_run",

@@ -2,7 +2,7 @@
 
 In     an answer, from a notebook cell or a student's notebook.
 Out    a verdict with the rows that were checked and one hint; the grades of a class (`grading`).
-Begin  with `framework/on_ranks.py`, then any exercise: `ranks/pass_the_token.md` and `.py`.
+Begin  with `framework/kinds.py`, then any exercise: `ranks/pass_the_token.md` and `.py`.
 May import  all rooms.
 
 exercise       Exercise, Case, Mistake, Budget: what an author writes, a file of code and one of text per exercise
@@ -12,8 +12,7 @@ catalogue      finds exercises by name
 observation    Seen: what an answer did in one case; budgets measure it, and mistakes are recognized in it
 on_ranks       exercises whose answer runs on ranks
 room           ranks for a check, with seeded delays, limits, and an explanation of every hang
-local_trial    in place of ranks this process, where there is no torch, such as in a browser
-tell           a failure on ranks, as a lesson, and the mistake that shows in what a wrong answer did
-judge          from an answer to a verdict: the rows, and the hint
+judge          from an answer to a verdict: the rows, the mistake that shows, and the hint
+verdict        the verdict as text, HTML and JSON
 check          mk.check and mk.progress
 """

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.disk import check_folder
 from mpkit.common.tracebacks import public
-from mpkit.course.catalogue import families, find, of_family
-from mpkit.course.check_call import check_arguments, listen_to_cells
-from mpkit.course.framework.local_trial import shared_room
-from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.judge import UNCOUNTED, Checked, is_stub, judge, look
+from mpkit.course.catalogue import ExerciseEntry, families, find, of_family
+from mpkit.course.framework.room import PackedAnswer, Room, shared_room
+from mpkit.course.judge import UNCOUNTED, is_stub, judge
 from mpkit.course.progress import ExerciseProgress, Overview, Progress
-from mpkit.errors import NeedsTorch
+from mpkit.course.verdict import Checked
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
 
-__all__ = ["check", "progress"]
-
-listen_to_cells()  # here: Python evaluates the arguments of `mk.check`, and fails, before it calls it
+__all__ = ["check", "check_arguments", "progress"]
 
 
 @public
-def check(
-    name: str, answer: Any = None, *, variant: str = "", exam: bool = False, cluster: Cluster | None = None
-) -> Checked:
+def check(name: str, answer: Any = None, *, cluster: Cluster | None = None) -> Checked:
     """Check an answer to an exercise, on real ranks, with inputs that you have not seen.
 
     The first check in a notebook takes a few seconds longer: a helper process imports torch, and stays for the next.
@@ -40,8 +33,6 @@ def check(
     Args:
         name: the name of the exercise, as its notebook has it; `mk.progress()` lists all.
         answer: what the exercise asks for: a function, a class, a schedule, values.
-        variant: whose numbers the exercise has, as `VARIANT` in a notebook of your own says; "": the same for all.
-        exam: whether to say only if there is an answer that runs: no verdict, no hint, and no try.
         cluster: the cluster whose helper process is used; None: one that all checks share.
 
     Returns:
@@ -49,45 +40,45 @@ def check(
         machine that is too busy to run the ranks gives "not judged: busy", which is no try.
 
     Raises:
-        ValueError: There is no such exercise, the variant is not yours, or the answer is not a function or class where
-            one is asked for, or cannot be sent to ranks.
-        NeedsTorch: The exercise needs PyTorch, and this Python has none, such as in a browser.
+        ValueError: There is no such exercise, or the answer is not a function or class where one is asked for, or
+            cannot be sent to ranks.
     """
-    entry = find(name, variant)
-    if not entry.runs_here:
-        raise NeedsTorch(
-            f"mk.check({name!r}, ...) runs answers with PyTorch, most of them on several ranks, and this Python has no "
-            "PyTorch (in a browser there is none to install). mk.progress() lists the exercises that work here. On a "
-            "computer of your own, pip install mpkit brings PyTorch."
-        )
+    entry = find(name)
     check_arguments(entry, answer)
     packed = PackedAnswer.pack(answer)
     done = Progress.read()
-    if entry.varies:
-        done = _of_student(done, name, variant)
-    if exam or entry.is_sealed:
-        done.write()
-        return look(entry, packed, shared_room() if cluster is None else Room(cluster))
-    before = done.done.get(name, ExerciseProgress())
     room = shared_room() if cluster is None else Room(cluster)
     stub = is_stub(entry, packed)
+    before = done.done.get(name, ExerciseProgress())
     checked = judge(entry, packed, room, 0 if stub else before.earlier(packed.print))
-    if packed.print in before.wrong and not checked.passed:
-        checked = replace(checked, again=True)
     counts = not stub and checked.mistake not in UNCOUNTED
-    done.add_check(name, checked.passed, packed.print, counts=counts, score=checked.score).write()
+    done.add_check(name, checked.passed, packed.print, counts=counts).write()
     return checked
 
 
-def _of_student(done: Progress, name: str, variant: str) -> Progress:
-    """Return the progress, which is one student's from the first check of a variant on."""
-    if done.variant and done.variant != variant:
-        raise ValueError(
-            f"check({name!r}, ..., variant={variant!r}): the progress in this folder is that of {done.variant!r}, and "
-            f"everybody has numbers of their own. Check it with variant={done.variant!r}; to work on another "
-            f"notebook, put it into a folder of its own"
-        )
-    return replace(done, variant=variant)
+def check_arguments(entry: ExerciseEntry, answer: object) -> None:
+    """Reject what cannot be an answer to an exercise that asks for a function or a class.
+
+    >>> check_arguments(find("pass-the-token"), "pass_the_token")
+    Traceback (most recent call last):
+        ...
+    ValueError: mk.check('pass-the-token', 'pass_the_token'): the answer is the function pass_the_token itself, not of \
+the type str; write mk.check('pass-the-token', pass_the_token), without quotes and parentheses
+
+    Raises:
+        ValueError: The answer cannot be called.
+    """
+    if entry.exercise.called or callable(answer):
+        return
+    wanted = entry.exercise.name_of_answer
+    kind = "class" if wanted[0].isupper() else "function"
+    got = f"{answer!r}"
+    short = got if len(got) <= 30 else f"{got[:27]}..."
+    what = "None" if answer is None else f"of the type {type(answer).__name__}"
+    raise ValueError(
+        f"mk.check({entry.name!r}, {short}): the answer is the {kind} {wanted} itself, not {what}; write "
+        f"mk.check({entry.name!r}, {wanted}), without quotes and parentheses"
+    )
 
 
 @public

@@ -1,129 +1,49 @@
 """From an answer to a verdict.
 
 examine   run the exercise's own checks, up to the first that fails
-tell      find the mistake: the first one that shows in the results
+tell      find what happened: the lesson of a hang or an error, and the mistake that shows in what the answer did
 hint      choose the mistake's next hint, by how many different answers of the student's were wrong before
 show      draw the answer's timeline beside the solution's; where that is the answer, only once it is found
+
+A failure is one of these, the first that fits:
+
+stub       nothing is written yet
+slip       an error of typing, in the student's own line
+mistake    one that the exercise lists, or one of those that use too much
+relation   how the results are related to the right ones, whatever led to them
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mpkit.course.answer_status import answered_row
 from mpkit.course.catalogue import ExerciseEntry
-from mpkit.course.framework.exercise import CheckRow, Exercise
-from mpkit.course.framework.observation import Seen
+from mpkit.course.detectors.relations import Relation, find_relation
+from mpkit.course.framework.exercise import UNFORESEEN, Case, CheckRow, Exercise, Mistake, Seen
+from mpkit.course.framework.kinds import OnRanks
+from mpkit.course.framework.measures import LOOP, WASTEFUL
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.schedules import Schedules
 from mpkit.course.framework.source import run_cell
 from mpkit.course.sandbox.allowance import TooBusy
-from mpkit.course.tell import SLIP, STUB, lesson, tell
-from mpkit.errors import MpkitError
+from mpkit.course.verdict import NOT_JUDGED, Checked
 from mpkit.trace import Lane
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = [
-    "CHECKED",
-    "NOT_JUDGED",
-    "SLIP",
-    "UNCOUNTED",
-    "Checked",
-    "NotSolved",
-    "is_stub",
-    "judge",
-    "look",
-    "not_judged",
-]
+__all__ = ["SLIP", "STUB", "UNCOUNTED", "is_stub", "judge", "lesson", "not_judged", "tell"]
 
-CHECKED = "application/vnd.mpkit.checked+json"
-"""The type of the part of a check's output that a notebook keeps for the class report; browsers do not show it."""
+STUB, SLIP = "not-written", "an-error"
+"""What is told of programs that are no answers yet."""
 
-NOT_JUDGED = "not-judged"
 UNCOUNTED = (STUB, SLIP, NOT_JUDGED)
 """What is found in programs that are no answers yet, and where nothing can be found: no hint is spent, and no try."""
 
 RUNS = 2
 """How often an answer is run before the machine counts as too busy to judge it."""
-
-
-class NotSolved(MpkitError):
-    """An answer that was required to be right is wrong."""
-
-
-@dataclass(frozen=True, repr=False)
-class Checked:
-    """The verdict of `mk.check`: printed as text, and shown as a table and a picture in a notebook.
-
-    Attributes:
-        name: the name of the exercise.
-        title: the title of the exercise.
-        rows: what was checked, up to the first check that failed.
-        passed: whether all checks passed.
-        mistake: the name of the mistake that shows; "" if none is known, or the answer is right.
-        lesson: paragraphs on what happened on the ranks, if they hang or failed.
-        hint: a hint; "" if the answer is right.
-        tries: how many different answers to this exercise were checked, this one included.
-        printed: what the ranks printed in the last case.
-        timelines: the timelines "yours" and "target", if there is something to see.
-        again: whether this very answer was checked before, and was wrong.
-        exam: whether only an answer was looked for: the one row says whether there is one that runs.
-    """
-
-    name: str
-    title: str
-    rows: tuple[CheckRow, ...]
-    passed: bool
-    mistake: str = ""
-    lesson: tuple[str, ...] = ()
-    hint: str = ""
-    tries: int = 1
-    printed: tuple[str, ...] = ()
-    timelines: dict[str, Timeline] | None = None
-    again: bool = False
-    exam: bool = False
-
-    @property
-    def not_judged(self) -> bool:
-        """Whether the machine was too busy to say whether the answer is right."""
-        return self.mistake == NOT_JUDGED
-
-    @property
-    def score(self) -> float | None:
-        """The number by which the leaderboard ranks a right answer, in the last case; None if it is not ranked."""
-        scores = [row.score for row in self.rows if row.score is not None]
-        return scores[-1] if scores and self.passed else None
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether there is an answer that runs."""
-        return self.rows[-1].ok
-
-    def require(self) -> Checked:
-        """Return this verdict if the answer is right.
-
-        Raises:
-            NotSolved: The answer is wrong, or was not judged; the message has the table and the hint.
-        """
-        if not self.passed:
-            raise NotSolved(str(self))
-        return self
-
-    def __str__(self) -> str:
-        from mpkit.course.checked_text import checked_text
-
-        return checked_text(self)
-
-    __repr__ = __str__
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        from mpkit.course.checked_html import checked_html
-
-        kept = {"name": self.name, "passed": self.passed, "tries": self.tries, "mistake": self.mistake}
-        return {"text/html": checked_html(self), "text/plain": str(self), CHECKED: kept}
 
 
 def judge(
@@ -180,22 +100,6 @@ def _judge_once(
     )  # fmt: skip
 
 
-def look(entry: ExerciseEntry, answer: PackedAnswer, room: Room) -> Checked:
-    """Say whether there is an answer that runs, and nothing of whether it is right: a check in an exam."""
-    exercise = entry.exercise
-    try:
-        seen = exercise.try_answer(answer, room)
-    except TooBusy as error:
-        return replace(not_judged(entry, str(error)), exam=True)
-    stub = run_cell(entry.source.stub, exercise.name_of_answer, "stub", entry.given_code)
-    untouched = exercise.is_untouched(seen) or PackedAnswer.pack(stub).print == answer.print
-    row = answered_row(seen, untouched, exercise.questions_of(stub))
-    lines = () if untouched or row.ok else tuple(lesson(seen))
-    return Checked(
-        entry.name, entry.text.title, (row,), False, lesson=lines, printed=tuple(seen.printed), exam=True
-    )
-
-
 def is_stub(entry: ExerciseEntry, answer: PackedAnswer) -> bool:
     """Return whether an answer is the program that the student was given to fix."""
     if not entry.source.has_instead:
@@ -228,3 +132,104 @@ def _drawable(seen: Seen) -> bool:
     if seen.schedule is not None:
         return True
     return seen.trace is not None and any((rank.ops["lane"] == Lane.COMM).any() for rank in seen.trace.ranks)
+
+
+RULES = (
+    (
+        r"never came to (\w+)",
+        "A collective is complete only when every rank of its group has called it, as often as the others. Look for "
+        "the branch, or the loop, that keeps a rank from calling it.",
+    ),
+    (
+        r"never sent it",
+        "A receive waits until the other rank sends, with the same tag, and as often. Either that send is missing, or "
+        "the sender waits for something itself, before it comes to it.",
+    ),
+    (
+        r"never received it",
+        "A send is complete only when the other rank receives (no buffer in between is promised). If two ranks first "
+        "send to each other and then receive, both wait for ever: let one receive first, or start the sends with "
+        "isend and wait for them after the receives.",
+    ),
+    (
+        r"is not waiting",
+        "A rank was still busy when the time was up: an endless loop, most likely. The report shows the line.",
+    ),
+)
+
+
+def lesson(seen: Seen) -> list[str]:
+    """Return paragraphs on what happened, and on the rule behind it; none if the ranks finished without an error.
+
+    >>> from mpkit.course.framework.exercise import Case
+    >>> lesson(Seen(Case(2), error="rank 1: ValueError: too many", where="line 3 of the cell, in f: g()"))
+    ['rank 1: ValueError: too many', 'It comes from line 3 of the cell, in f: g()']
+    """
+    if seen.hang:
+        rule = next((words for pattern, words in RULES if re.search(pattern, seen.hang)), "")
+        return [seen.hang, *([rule] if rule else [])]
+    if seen.error:
+        where = [f"It comes from {seen.where}"] if seen.where else []
+        return [seen.error, *where]
+    return []
+
+
+SLIPS = (
+    "NameError", "UnboundLocalError", "SyntaxError", "ImportError", "ModuleNotFoundError", "AttributeError",
+)  # fmt: skip
+"""Errors of typing, which say nothing of what the student has understood."""
+
+
+def tell(
+    entry: ExerciseEntry, row: CheckRow, room: Room, right: Sequence[Case] = ()
+) -> tuple[str, Sequence[str]]:
+    """Return the name of the mistake that shows, and its hints; else of a relation to the right results.
+
+    Args:
+        entry: the exercise.
+        row: the check that failed.
+        room: the ranks to run wrong answers on.
+        right: the cases of the checks that passed.
+    """
+    exercise, seen = entry.exercise, row.seen
+    if seen is not None:
+        if exercise.is_untouched(seen):
+            return STUB, (exercise.start,)
+        if _is_typing_error(seen):
+            return SLIP, ()
+        for mistake in (LOOP, *exercise.mistakes, *WASTEFUL):
+            if _shows(entry, mistake, seen, room):
+                return mistake.name, mistake.hints
+        if seen.error and seen.where and not seen.mismatch:
+            return SLIP, ()
+        if isinstance(exercise, OnRanks):
+            cases = [case for case in right if case != seen.case]
+            relation = _over_budget(row, seen) or find_relation(seen, cases)
+            if relation is not None:
+                return relation.name, [f"{relation.words} {hint}" for hint in exercise.otherwise]
+    return "", exercise.otherwise
+
+
+def _over_budget(row: CheckRow, seen: Seen) -> Relation | None:
+    """Return by how much the answer exceeds a budget, if it does: its results are right then."""
+    if not seen.budget:
+        return None
+    said = f"The results are right on {seen.case}. Counted: {seen.budget}: {row.got}, and {row.expected} is allowed."
+    return Relation("over-budget", said)
+
+
+def _is_typing_error(seen: Seen) -> bool:
+    """Return whether the student's own line ended in an error of typing."""
+    kind = re.search(r"(?:rank \d+: )?(\w+): ", seen.error)
+    return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error
+
+
+def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
+    if mistake.when is None:
+        wrong = run_cell(mistake.wrong, entry.exercise.name_of_answer, mistake.name, entry.given_code)
+        other = entry.exercise.try_again(PackedAnswer.pack(wrong), seen, room) if seen.is_finished else None
+        return other is not None and entry.exercise.same_result(seen, other)
+    try:
+        return bool(mistake.when(seen))
+    except (*UNFORESEEN, AssertionError):  # there is nothing to look at: no results, no trace
+        return False

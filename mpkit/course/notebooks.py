@@ -4,14 +4,14 @@
     solved     the solution in place of the stub; the check has to pass
     nbgrader   a source notebook: solutions and hidden tests between nbgrader's markers, and its metadata
 
-Each family has one notebook of each kind. The notebooks depend on the exercises only, so that a test can compare them.
-Each tutorial gets a last cell with links to the exercises that it prepares for.
+Each family has one notebook of each kind. The notebooks depend on the exercises only, so that a test can compare them;
+the repository has the students' notebooks, and `mpkit exercises` writes all. Each tutorial gets a last cell with links
+to the exercises that it prepares for.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from inspect import getsource
 from pathlib import Path
 from types import ModuleType
@@ -19,19 +19,8 @@ from typing import Any, Literal
 
 from mpkit.course.catalogue import ExerciseEntry, families, of_family
 from mpkit.course.framework.source import BEGIN, END, IMPORTS, given_in
-from mpkit.course.framework.variants import NOT_IN_FILES, Variant, plainly
 
-__all__ = [
-    "METADATA",
-    "NBGRADER",
-    "Kind",
-    "link_tutorials",
-    "notebook",
-    "notebooks",
-    "write_notebooks",
-    "write_variants",
-    "your_turn",
-]
+__all__ = ["NBGRADER", "Kind", "link_tutorials", "notebook", "notebooks", "write_notebooks", "your_turn"]
 
 Kind = Literal["student", "solved", "nbgrader"]
 HIDDEN = ("### BEGIN HIDDEN TESTS", "### END HIDDEN TESTS")
@@ -44,10 +33,6 @@ WORDS = {
     "solved": "These are the solutions. Look at them once your answer passes, or if it has failed for too long.",
     "nbgrader": "Write your answer in the cells that say so, and run the check below each.",
 }
-IN_AN_EXAM = (
-    "Run the first cell. Then write your answers in the cells that say so. The check below each says whether there "
-    "is an answer that runs, but not whether it is right."
-)
 NBGRADER = '''\
 """nbgrader's configuration for the notebooks in source/, written by `mpkit exercises`."""
 
@@ -61,37 +46,20 @@ c.ExecutePreprocessor.timeout = 600
 '''
 TURN = "your-turn"
 """The id of the tutorials' last cell."""
-JUSTIFICATION = "justification"
-"""The tag of a cell in which a student says why the answer is right."""
-ASKED = "*Why is your answer right, and why within its budgets? Some sentences, in place of this one.*"
-"""What is in such a cell when it is handed out."""
-KINDS_OF_A_STUDENT: tuple[tuple[Kind, str], ...] = (("student", "students"), ("solved", "solved"))
-"""The kinds of notebooks that each student of a roster has, and the folder of each."""
-METADATA = "mpkit"
-"""The key of the metadata that say whose numbers a notebook has."""
 UP = {"student": "../", "solved": "../../"}
 """The path from the notebook's folder to the tutorials."""
 
 
-def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) -> list[Path]:
+def write_notebooks(folder: Path) -> list[Path]:
     """Write all notebooks below a folder, and return their paths.
 
     Student notebooks lie in the folder itself, solved ones in `solved/`, nbgrader's in `nbgrader/source/`, below its
     configuration.
-
-    Args:
-        folder: the folder.
-        justify: whether students' notebooks ask for a justification after each check.
-        exam: whether their checks say only if there is an answer.
     """
     import nbformat
 
     written = []
     for path, book in notebooks():
-        if exam and path.parent == Path("."):
-            _for_exam(book)
-        if justify and path.parent == Path("."):
-            book.cells = list(_add_justifications(book.cells))
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(book, target)
@@ -99,76 +67,6 @@ def write_notebooks(folder: Path, *, justify: bool = False, exam: bool = False) 
     written.append(folder / "nbgrader" / "nbgrader_config.py")
     written[-1].write_text(NBGRADER, encoding="utf-8")
     return written
-
-
-def write_variants(
-    folder: Path, course: str, students: Sequence[str], *, justify: bool = False, exam: bool = False
-) -> list[Path]:
-    """Write notebooks for each student of a course, with numbers of their own; return their paths.
-
-    What is handed out lies in `students/NAME/`, the solutions of it in `solved/NAME/`.
-
-    Args:
-        folder: the folder.
-        course: the course; whoever knows this text can compute everybody's numbers.
-        students: the names of the students.
-        justify: whether the notebooks ask for a justification after each check.
-        exam: whether their checks say only if there is an answer.
-
-    Raises:
-        ValueError: The course has no name, or two students' names are the same but for case and underscores.
-    """
-    import nbformat
-
-    if not course.strip():
-        raise ValueError(
-            "--roster needs --course TEXT too, from which everybody's numbers follow: keep it for grading"
-        )
-    folders = {plainly(name): re.sub(NOT_IN_FILES, "_", name) for name in students}
-    if len(folders) < len(students) or len(set(folders.values())) < len(folders):
-        twice = sorted(name for name in students if [*map(plainly, students)].count(plainly(name)) > 1)
-        raise ValueError(
-            f"--roster: {', '.join(map(repr, twice or students))} would share a folder and its numbers; give each a "
-            "name of their own, such as 'kim lee 2'"
-        )
-    written = []
-    for name in students:
-        for kind, home in KINDS_OF_A_STUDENT:
-            target = folder / home / folders[plainly(name)]
-            target.mkdir(parents=True, exist_ok=True)
-            for package in families():
-                book = notebook(package, kind, str(Variant.for_student(course, name)))
-                if exam and kind == "student":
-                    _for_exam(book)
-                if justify and kind == "student":
-                    book.cells = list(_add_justifications(book.cells))
-                written.append(target / f"{_name(package)}.ipynb")
-                nbformat.write(book, written[-1])
-    return written
-
-
-def _for_exam(book: Any) -> None:
-    """Change a student's notebook into one for an exam: its metadata say so, and its checks give no verdict."""
-    book.metadata.setdefault(METADATA, {})["exam"] = True
-    for cell in book.cells:
-        if cell.id == "start-text":
-            cell.source = cell.source.replace(WORDS["student"], IN_AN_EXAM)
-        if cell.id.endswith("-check"):
-            cell.source = cell.source.removesuffix(")") + ", exam=True)"
-    tells = ("end-text", "progress", "-predict", "-predicted")  # the last shows what is right
-    book.cells = [cell for cell in book.cells if not cell.id.endswith(tells)]
-
-
-def _add_justifications(cells: list[Any]) -> Iterator[Any]:
-    """Yield the cells, and after each check one for a justification."""
-    import nbformat
-
-    for cell in cells:
-        yield cell
-        if cell.id.endswith("-check"):
-            name = cell.id.removesuffix("-check")
-            tags = {"tags": [JUSTIFICATION, f"for:{name}"]}
-            yield nbformat.v4.new_markdown_cell(ASKED, id=f"{name[:50]}-why", metadata=tags)
 
 
 def notebooks() -> Iterator[tuple[Path, Any]]:
@@ -211,12 +109,12 @@ def your_turn(tutorial: str) -> str:
     return "\n".join(["## Your turn", "", words, "", *lines])
 
 
-def notebook(package: ModuleType, kind: Kind, variant: str = "") -> Any:
-    """Return one family's notebook of one kind; `variant` says whose numbers it has, "" those of everybody."""
+def notebook(package: ModuleType, kind: Kind) -> Any:
+    """Return one family's notebook of one kind."""
     import nbformat
 
     cells = []
-    for name, source, graded in _cells(package, kind, variant):
+    for name, source, graded in _cells(package, kind):
         markdown = not source.lstrip("\n") or name.endswith("-text")
         make = nbformat.v4.new_markdown_cell if markdown else nbformat.v4.new_code_cell
         cell = make(source.strip("\n"), id=name[:64])
@@ -224,24 +122,18 @@ def notebook(package: ModuleType, kind: Kind, variant: str = "") -> Any:
             cell.metadata["nbgrader"] = graded
         cells.append(cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata: dict[str, Any] = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    if variant:
-        metadata[METADATA] = {"student": Variant.read(variant).student, "variant": variant}
-    return nbformat.v4.new_notebook(cells=cells, metadata=metadata)
+    return nbformat.v4.new_notebook(
+        cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}}
+    )
 
 
-def _cells(package: ModuleType, kind: Kind, variant: str) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
+def _cells(package: ModuleType, kind: Kind) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     """Yield the id, source and nbgrader metadata of each cell."""
-    entries = of_family(_family(package), variant)
+    entries = of_family(_family(package))
     title, _, text = (package.__doc__ or "").strip().partition("\n")
     contents = "\n".join(f"{i}. {entry.text.title}" for i, entry in enumerate(entries, 1))
     yield "start-text", f"# {title.rstrip('.')}\n\n{text.strip()}\n\n{WORDS[kind]}\n\n{contents}", None
-    varied = variant and any(entry.varies for entry in entries)
-    yield (
-        "imports",
-        IMPORTS + (f"\nVARIANT = {variant!r}  # whose numbers these are\n" if varied else ""),
-        None,
-    )
+    yield "imports", IMPORTS, None
     if given := given_in(getsource(package)):
         yield "given", given, None
     for i, entry in enumerate(entries, 1):
@@ -270,36 +162,25 @@ def _exercise(
     answer = {"student": source.stub, "solved": source.plain, "nbgrader": source.solution}[kind]
     if broken:  # nbgrader puts its own stub in place of what is between the markers
         answer = f"{BEGIN}\n{source.plain}\n\n{END}\n"  # two empty lines, as the formatter has them
-    yield entry.name, answer, _nbgrader_metadata(entry.name, solution=True) if graded else None
-    variant = ", variant=VARIANT" if entry.varies and entry.variant else ""
-    check = f'mk.check("{entry.name}", {exercise.name_of_answer}{variant})'
+    yield entry.name, answer, _nbgrader_metadata(entry.name) if graded else None
+    check = f'mk.check("{entry.name}", {exercise.name_of_answer})'
     if kind == "solved":
         check += ".require()"
     if graded:  # by name, since `mk` is what the student has made of it
         apart = "from mpkit.course.grading.hidden_tests import require"
         required = f'require("{entry.name}", {exercise.name_of_answer})'
         check += f"\n{HIDDEN[0]}\n{apart}\n\n{required}\n{HIDDEN[1]}"
-    points = exercise.points
-    yield (
-        f"{entry.name}-check",
-        check,
-        _nbgrader_metadata(f"{entry.name}-check", points=points) if graded else None,
-    )
+    name = f"{entry.name}-check"
+    yield name, check, _nbgrader_metadata(name, exercise.points) if graded else None
     if asks:
         yield f"{entry.name}-predicted", f'mk.predict("{asks}").against()', None
 
 
-def _nbgrader_metadata(name: str, *, solution: bool = False, points: int = 0) -> dict[str, Any]:
-    """Return a cell's metadata in nbgrader's schema 3."""
-    metadata: dict[str, Any] = {
-        "grade": bool(points),
-        "grade_id": name,
-        "locked": bool(points),
-        "schema_version": 3,
-        "solution": solution,
-        "task": False,
-    }
-    return metadata | ({"points": points} if points else {})
+def _nbgrader_metadata(name: str, points: int = 0) -> dict[str, Any]:
+    """Return the metadata of a cell that is graded, or of an answer's cell, in nbgrader's schema 3."""
+    graded = bool(points)
+    metadata = {"grade": graded, "grade_id": name, "locked": graded, "schema_version": 3, "task": False}
+    return metadata | ({"solution": False, "points": points} if graded else {"solution": True})
 
 
 def _family(package: ModuleType) -> str:

@@ -30,14 +30,12 @@ class ExerciseProgress:
         failures: how many different answers in a row were wrong since it was last solved.
         passed: whether it was ever solved.
         wrong: the fingerprints of these wrong answers, in their order.
-        best: the smallest score of a right answer, where a leaderboard ranks them; None if there is none.
     """
 
     tries: int = 0
     failures: int = 0
     passed: bool = False
     wrong: Sequence[str] = field(default_factory=list)
-    best: float | None = None
 
     def earlier(self, answer: str) -> int:
         """Return how many other wrong answers came before this one; a second check of it counts for nothing.
@@ -69,13 +67,11 @@ class Progress:
         path: the path of the file.
         done: the progress in each exercise, by name.
         predictions: the predictions, by name.
-        variant: whose numbers the exercises have; "" as long as none was checked whose numbers vary.
     """
 
     path: Path
     done: Mapping[str, ExerciseProgress]
     predictions: Mapping[str, StudentPrediction] = field(default_factory=dict)
-    variant: str = ""
 
     @classmethod
     def read(cls, folder: Path | None = None) -> Progress:
@@ -92,15 +88,13 @@ class Progress:
                 name: StudentPrediction(**one) for name, one in told.get("predictions", {}).items()
             }
             done = {name: ExerciseProgress(**one) for name, one in told["exercises"].items()}
-            return cls(path, done, predictions, str(told.get("variant", "")))
+            return cls(path, done, predictions)
         except FileNotFoundError:
             return cls(path, {})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             return cls(_put_aside(path, error), {})
 
-    def add_check(
-        self, name: str, passed: bool, answer: str = "", *, counts: bool = True, score: float | None = None
-    ) -> Progress:
+    def add_check(self, name: str, passed: bool, answer: str = "", *, counts: bool = True) -> Progress:
         """Return the progress after one more check of an exercise.
 
         Args:
@@ -108,7 +102,6 @@ class Progress:
             passed: whether the answer is right.
             answer: its fingerprint; a wrong answer that was checked before changes nothing. "": it is a new one.
             counts: whether it is an answer at all, and not the stub or a program that raises an error.
-            score: the number by which the leaderboard ranks it; the smallest is kept.
         """
         before = self.done.get(name, ExerciseProgress())
         if not passed and (not counts or (answer and answer in before.wrong)):
@@ -116,8 +109,7 @@ class Progress:
         wrong = [] if passed else [*before.wrong, *([answer] if answer else [])]
         failures = 0 if passed else before.failures + 1
         tries, ever = before.tries + 1, before.passed or passed
-        best = min((each for each in (before.best, score) if each is not None), default=None)
-        now = replace(before, tries=tries, failures=failures, passed=ever, wrong=wrong, best=best)
+        now = ExerciseProgress(tries, failures, ever, wrong)
         return replace(self, done={**self.done, name: now})
 
     def add_prediction(self, name: str, predicted: StudentPrediction) -> Progress:
@@ -127,12 +119,7 @@ class Progress:
     def write(self) -> None:
         """Write the file atomically; warn if it cannot be written."""
         told: dict[str, object] = {"version": VERSION}
-        told["exercises"] = {
-            name: {key: value for key, value in vars(one).items() if value is not None}
-            for name, one in sorted(self.done.items())
-        }
-        if self.variant:
-            told["variant"] = self.variant
+        told["exercises"] = {name: vars(one) for name, one in sorted(self.done.items())}
         if self.predictions:
             told["predictions"] = {name: vars(one) for name, one in sorted(self.predictions.items())}
         partial = self.path.with_suffix(f".{os.getpid()}.partial")

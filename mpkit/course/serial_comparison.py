@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import data_frame
+from mpkit.common.tracebacks import public
 from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.framework.kinds import OnRanks
 from mpkit.course.framework.serial import Outcome
 from mpkit.errors import Deadlock, RankFailed
 
@@ -40,8 +41,9 @@ class BesideSerial:
             return str(self.frame.to_html())
 
 
+@public
 def beside_serial(name: str, answer: Any = None) -> BesideSerial:
-    """Compare the answer's training with serial training, one row per step; this is `mk.compare(name, answer)`.
+    """Compare an answer's training with serial training, on real ranks, one row per step.
 
     A row has serial training's loss, the answer's loss on each rank, and the weights that are no longer equal. Of
     these it also says how far they have moved since the beginning, as a multiple of how far they should have. The
@@ -51,24 +53,28 @@ def beside_serial(name: str, answer: Any = None) -> BesideSerial:
         name: the name of the exercise; its results are `Outcome`s, and its cases have the size "steps".
         answer: the student's function.
 
+    >>> import mpkit as mk
+    >>> mk.beside_serial("the-loader")
+    Traceback (most recent call last):
+    ValueError: beside_serial('the-loader', None): give your function too: mk.beside_serial('the-loader', train)
+
     Raises:
         ValueError: There is no such exercise, it trains nothing, or there is no answer.
         RankFailed: The answer raised an error.
         Deadlock: The answer hangs.
     """
     from mpkit.course.catalogue import find
-    from mpkit.course.framework.local_trial import shared_room
-    from mpkit.course.framework.room import PackedAnswer
+    from mpkit.course.framework.room import PackedAnswer, shared_room
 
     exercise = find(name).exercise
     if not isinstance(exercise, OnRanks) or "steps" not in exercise.cases[0].sizes:
         raise ValueError(
-            f"compare({name!r}, ...): that exercise trains nothing; mk.check({name!r}, answer) says what is wrong. "
-            "Exercises of the silent-bug lab can be compared, such as mk.compare('the-loader', train)"
+            f"beside_serial({name!r}, ...): that exercise trains nothing; mk.check({name!r}, answer) says what is "
+            "wrong. Exercises of the silent-bug lab can be compared, such as mk.beside_serial('the-loader', train)"
         )
     if not callable(answer):
         raise ValueError(
-            f"compare({name!r}, {answer!r}): give your function too: mk.compare({name!r}, train)"
+            f"beside_serial({name!r}, {answer!r}): give your function too: mk.beside_serial({name!r}, train)"
         )
     case = replace(exercise.cases[0], seed=0)
     packed, begin = PackedAnswer.pack(answer), exercise.expected(_limit_steps(case, 0))

@@ -1,12 +1,10 @@
-"""mk.compare: compare timelines with each other, or a student's training with serial training."""
+"""mk.compare: compare timelines with each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 from mpkit.common.tracebacks import public
-from mpkit.common.upward_calls import provide_method
 from mpkit.timeline.comparison import Comparison, compare_timelines
 
 if TYPE_CHECKING:
@@ -17,30 +15,21 @@ __all__ = ["compare"]
 
 
 @public
-@overload
-def compare(exercise: str, answer: Callable[..., Any], /) -> Any: ...
-@overload
-def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison: ...
-def compare(*timelines: Any, **named: Any) -> Any:
+def compare(*timelines: Timeline | Run, **named: Timeline | Run) -> Comparison:
     """Put timelines below each other on one axis, and say what takes the time in each.
 
     A single run of a pipeline is compared with its prediction: the same schedule simulated with the mean times of
     its last step.
 
-    `compare("the-loader", train)` takes the name of an exercise of the silent-bug lab and an answer to it. It compares
-    the losses and weights of the answer, on real ranks, with those of serial training, step by step.
-
     Args:
-        timelines: Timelines, or Runs, each on its own clock; they are named after their schedule and clock. Or an
-            exercise's name and an answer.
+        timelines: Timelines, or Runs, each on its own clock; they are named after their schedule and clock.
         named: more timelines, under names of your own.
 
     Returns:
         An object that prints as a table and shows itself in a notebook.
 
     Raises:
-        ValueError: nothing to compare, an argument that is neither a Timeline nor a Run, or no such exercise.
-        RankFailed, Deadlock: the answer failed in this way.
+        ValueError: nothing to compare, or an argument that is neither a Timeline nor a Run.
 
     >>> import mpkit as mk
     >>> times = dict(forward=1, input_grad=1, weight_grad=1)
@@ -56,11 +45,4 @@ def compare(*timelines: Any, **named: Any) -> Any:
         idle: message    -3.00 s
         idle: cool-down  -3.00 s
     """
-    if timelines and isinstance(timelines[0], str):
-        if len(timelines) > 2 or named:
-            raise ValueError(
-                f"compare({timelines[0]!r}, ...) takes the name of an exercise and an answer, and nothing else: "
-                f"compare({timelines[0]!r}, train)"
-            )
-        return provide_method("compare")(*timelines, **named)
     return compare_timelines([*(("", each) for each in timelines), *named.items()])

@@ -34,7 +34,7 @@ from jupyter_client.manager import KernelManager
 
 from mpkit.course.catalogue import find
 
-EXERCISE = "split-and-average"
+EXERCISE = "naive-ddp"
 BEGIN = """
 import torch
 import mpkit as mk

@@ -8,17 +8,18 @@ import mpkit as mk
 from mpkit.course.catalogue import ExerciseEntry, of_family
 from mpkit.course.framework.source import run_cell
 from mpkit.course.serial_comparison import BesideSerial
-from tests.classroom.due import marks
 
 ENTRIES = of_family("silent_bugs")
 BUGS = [
-    pytest.param(entry, id=entry.name, marks=marks(entry, "beside") if entry is not ENTRIES[0] else ())
+    pytest.param(entry, id=entry.name, marks=() if entry is ENTRIES[0] else pytest.mark.soak)
     for entry in ENTRIES
 ]
 
 
 def table(entry: ExerciseEntry, code: str) -> BesideSerial:
-    return mk.compare(entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given_code))
+    return mk.beside_serial(
+        entry.name, run_cell(code, entry.exercise.name_of_answer, "cell", entry.given_code)
+    )
 
 
 @pytest.mark.parametrize("entry", BUGS)
@@ -44,12 +45,12 @@ def test_the_table_is_not_cut_off_in_a_notebook() -> None:
 
 def test_what_can_not_be_compared_says_what_can() -> None:
     with pytest.raises(ValueError, match="did you mean 'the-loader'"):
-        mk.compare("the-lodaer", print)
-    with pytest.raises(ValueError, match=r"mk.compare\('the-loader', train\)"):
-        mk.compare("the-loader")  # type: ignore[call-overload]
+        mk.beside_serial("the-lodaer", print)
+    with pytest.raises(ValueError, match=r"mk.beside_serial\('the-loader', train\)"):
+        mk.beside_serial("the-loader")
     with pytest.raises(ValueError, match="trains nothing"):
-        mk.compare("pass-the-token", print)
+        mk.beside_serial("pass-the-token", print)
     with pytest.raises(mk.RankFailed, match="ZeroDivisionError"):
-        mk.compare("the-loader", lambda *_: 1 / 0)
+        mk.beside_serial("the-loader", lambda *_: 1 / 0)
     with pytest.raises(mk.errors.Deadlock, match="wait"):
-        mk.compare("the-loader", lambda ctx, *_: ctx.comm.barrier() if ctx.rank else [])
+        mk.beside_serial("the-loader", lambda ctx, *_: ctx.comm.barrier() if ctx.rank else [])

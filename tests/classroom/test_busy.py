@@ -9,18 +9,17 @@ import pytest
 
 from mpkit.course import check as checking
 from mpkit.course.catalogue import find
-from mpkit.course.framework.exercise import Case, CheckRow
-from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.exercise import Case, CheckRow, Seen
 from mpkit.course.framework.room import PackedAnswer, Play, Room
-from mpkit.course.grading.grade_file import Grade, GradeStore, key_of
-from mpkit.course.grading.gradescope import results
-from mpkit.course.grading.handed_in import HandedIn, handed_in
-from mpkit.course.grading.report import GradeReport
-from mpkit.course.judge import RUNS, Checked, NotSolved, judge, not_judged
+from mpkit.course.grading.grade import GradeStore, key_of
+from mpkit.course.grading.report import Grade, GradeReport, results
+from mpkit.course.grading.submissions import HandedIn, handed_in
+from mpkit.course.judge import RUNS, judge, not_judged
 from mpkit.course.notebooks import write_notebooks
 from mpkit.course.progress import Progress
 from mpkit.course.sandbox.allowance import BUSY, HANGS, STILL, Allowance, Limits, TooBusy
 from mpkit.course.sandbox.guard import Guard
+from mpkit.course.verdict import Checked, NotSolved
 
 ENTRY = find("pass-the-token")
 RIGHT_VERDICT = Checked(ENTRY.name, ENTRY.text.title, (CheckRow("all", "right", "right", True),), True)
@@ -54,7 +53,7 @@ def test_ranks_that_had_no_time_are_not_judged() -> None:
     room = Room(limits=Limits(patience=0.0))
     try:
         with pytest.raises(TooBusy, match="too busy"):
-            ENTRY.exercise.try_answer(PackedAnswer.pack(for_ever), room)
+            next(iter(ENTRY.exercise.examine(PackedAnswer.pack(for_ever), room)))
     finally:
         room.close()
 
@@ -118,21 +117,21 @@ def notebook(tmp_path: Path) -> HandedIn:
     folder = tmp_path / "in"
     folder.mkdir()
     (tmp_path / "all" / "1-ranks.ipynb").rename(folder / "ada.ipynb")
-    (each,) = handed_in(folder, (ENTRY.name, "broadcast-by-a-tree"))
+    (each,) = handed_in(folder, (ENTRY.name, "ring-all-reduce"))
     return each
 
 
 def test_a_grade_has_no_zero_for_it(notebook: HandedIn, tmp_path: Path) -> None:
     busy = not_judged(ENTRY, "no core was free")
-    grade = Grade(notebook, {ENTRY.name: busy, "broadcast-by-a-tree": None})
+    grade = Grade(notebook, {ENTRY.name: busy, "ring-all-reduce": None})
     table = tmp_path / "grades.csv"
     report = GradeReport([notebook], table, tmp_path / "pages")
     report.add(grade)
     (row,) = csv.DictReader(table.read_text().splitlines())
-    assert (row[ENTRY.name], row["broadcast-by-a-tree"]) == ("not judged", "0")
+    assert (row[ENTRY.name], row["ring-all-reduce"]) == ("not judged", "0")
     assert "not judged: busy" in (tmp_path / "pages" / "ada.html").read_text()
     (hardness,) = [each for each in report.of_class().exercises if each.name == ENTRY.name]
-    assert hardness.answered == 0 and not hardness.mistakes
+    assert hardness.solved == 0 and not hardness.mistakes
     tests = {each["name"]: each for each in results([grade])["tests"]}
     assert "score" not in tests[ENTRY.text.title] and "not judged" in tests[ENTRY.text.title]["output"]
 

@@ -18,10 +18,10 @@ from mpkit.course.framework.room import PackedAnswer
 from mpkit.course.framework.source import run_cell
 from mpkit.course.grading import grader
 from mpkit.course.grading.judge_process import Judges
-from mpkit.course.judge import Checked, NotSolved
 from mpkit.course.notebooks import notebook
 from mpkit.course.sandbox import enclose, guard
 from mpkit.course.sandbox.guard import Guard, enclose_command, list_descendants
+from mpkit.course.verdict import Checked, NotSolved
 from mpkit.launch.process import fair_clock
 from mpkit.launch.process.fair_clock import FairClock
 from tests.classroom.attacks import TOGETHER, TRIED, answer
@@ -102,7 +102,7 @@ def test_what_is_hidden_cannot_be_read_and_the_rest_can(tmp_path: Path) -> None:
     assert (tmp_path / "hidden" / "own" / "mine").exists()
 
 
-@pytest.mark.parametrize("name", ["pass-the-token", "broadcast-by-a-tree"])
+@pytest.mark.parametrize("name", ["pass-the-token", "micro-batches"])
 def test_a_function_is_sent_to_ranks_without_the_module_that_has_the_solution(name: str) -> None:
     """A `play` of the exercise's own, and one that `call_with` makes of the inputs."""
     from mpkit.course.framework.room import _send_exercises_by_value

@@ -13,19 +13,17 @@ import pytest
 import mpkit
 from mpkit.course.catalogue import ExerciseEntry, families, find, of_family
 from mpkit.course.exercise_text import read_text
-from mpkit.course.framework.exercise import UNFORESEEN, Mistake
-from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.exercise import UNFORESEEN, Mistake, Seen
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge
-from tests.classroom.due import marks
 
 KIT = Path(mpkit.__file__).parent
 ENTRIES = [entry for package in families() for entry in of_family(package.__name__.rsplit(".", 1)[1])]
 MISTAKES = [
-    pytest.param(entry, mistake, marks=marks(entry, mistake.name))
+    pytest.param(entry, mistake, marks=() if number < 2 else pytest.mark.soak)
     for entry in ENTRIES
-    for mistake in entry.exercise.mistakes
+    for number, mistake in enumerate(entry.exercise.mistakes)
 ]
 
 
@@ -96,17 +94,20 @@ def test_an_exercise_is_whole(entry: ExerciseEntry) -> None:
     assert exercise.start and exercise.otherwise and entry.text.title and entry.text.task
 
 
-TWICE = """
+PLAIN = """
 import torch.distributed as dist
 
-def split_and_average(ctx, model, inputs, targets):
-    k = len(inputs) // ctx.world_size
-    mine = slice(ctx.rank * k, (ctx.rank + 1) * k)
-    F.mse_loss(model(inputs[mine]), targets[mine]).backward()
+def naive_ddp(ctx, model, optimizer, batches):
     for parameter in model.parameters():
-        for _ in range(many):
-            dist.all_reduce(parameter.grad)
-        parameter.grad /= ctx.world_size**many
+        dist.broadcast(parameter.data, 0)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            for _ in range(many):
+                dist.all_reduce(parameter.grad)
+            parameter.grad /= ctx.world_size**many
+        optimizer.step()
 """
 
 
@@ -119,12 +120,12 @@ def test_an_answer_that_ends_in_an_error_gets_a_verdict(room: Room) -> None:
 
 
 def test_communication_of_plain_torch_counts(room: Room) -> None:
-    entry = next(entry for entry in ENTRIES if entry.name == "split-and-average")
+    entry = next(entry for entry in ENTRIES if entry.name == "naive-ddp")
     once, twice = (
-        judge(entry, answer(entry, TWICE.replace("many", many), "plain torch"), room) for many in "12"
+        judge(entry, answer(entry, PLAIN.replace("many", many), "plain torch"), room) for many in "12"
     )
     assert once.passed, str(once)
-    assert not twice.passed and "bytes" in twice.rows[-1].what, str(twice)
+    assert not twice.passed and "all-reduces" in twice.rows[-2].what, str(twice)
 
 
 OTHER_WAYS = {
@@ -150,7 +151,7 @@ OTHER_WAYS = {
 the solution calls, and so keep more."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(find(name), "ways")) for name in OTHER_WAYS])
+@pytest.mark.parametrize("name", OTHER_WAYS)
 def test_other_ways_are_right(room: Room, name: str) -> None:
     entry = next(entry for entry in ENTRIES if entry.name == name)
     code = entry.source.plain

@@ -13,8 +13,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from mpkit.course.notebooks import write_notebooks
+
 NBGRADER = str(getattr(find_spec("nbgrader"), "origin", ""))  # not imported: SQLAlchemy warns of its tables
-COURSE = Path(__file__).parents[2] / "notebooks" / "exercises" / "nbgrader"
 NAME = "1-ranks"
 
 
@@ -31,8 +32,10 @@ def run(course: Path, *words: str) -> None:
 @pytest.mark.timeout(400)
 def test_it_generates_and_grades(tmp_path: Path) -> None:
     """With the configuration that ships: its stub is one that a check knows."""
-    shutil.copytree(COURSE / "source" / NAME, tmp_path / "source" / NAME)
-    shutil.copy(COURSE / "nbgrader_config.py", tmp_path)
+    write_notebooks(tmp_path / "all")
+    course = tmp_path / "all" / "nbgrader"
+    shutil.copytree(course / "source" / NAME, tmp_path / "source" / NAME)
+    shutil.copy(course / "nbgrader_config.py", tmp_path)
     run(tmp_path, "generate_assignment", NAME, "--create")
     released = tmp_path / "release" / NAME / f"{NAME}.ipynb"
     text = "\n".join(cell.source for cell in nbformat.read(released, as_version=4).cells)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from pathlib import Path
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.utils.capture import capture_output
 
 import mpkit as mk
-from mpkit.course.check_call import listen_to_cells
-from mpkit.course.framework.fingerprint import fingerprint
+from mpkit.course.framework.room import fingerprint
 from mpkit.course.progress import FILE, ExerciseProgress, Progress
 
 
@@ -51,7 +49,10 @@ def test_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def box(rows: str, note: str = "") -> object:
     """Return what a cell of a notebook defines that returns these rows."""
     space: dict[str, object] = {"__name__": "__main__"}
-    exec(f'{note}\ndef gpipe(p, m):\n    """{note}"""\n    return {rows}\n', space)
+    code = f"{note}\ndef gpipe(p, m):\n    return {rows}  {note}\n"
+    name = f"<cell {len(linecache.cache)}>"  # a notebook's cells have a source, too
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    exec(compile(code, name, "exec"), space)
     return space["gpipe"]
 
 
@@ -88,11 +89,6 @@ def test_the_same_answer_again_is_no_new_try() -> None:
     again = mk.check("gpipe", box(one_at_a_time, "# the same program in a cell that was run again"))
     other = mk.check("gpipe", box(one_at_a_time.replace("p", "(p + 0)")))
     assert (first.tries, again.tries, other.tries) == (1, 1, 2)
-    assert ["the same answer as before" in str(each) for each in (first, again, other)] == [
-        False,
-        True,
-        False,
-    ]
     assert first.hint == again.hint != other.hint
     assert Progress.read().done["gpipe"].failures == 2
 
@@ -108,14 +104,9 @@ def test_the_stub_and_a_typing_error_are_no_tries() -> None:
     assert right.passed and right.tries == 1
 
 
-def test_two_programs_differ_by_what_they_do() -> None:
+def test_two_programs_differ_by_their_code() -> None:
     assert fingerprint(box("['F0']")) == fingerprint(box("['F0']", "# a note"))
     assert fingerprint(box("['F0']")) != fingerprint(box("['F1']"))
-    assert fingerprint(lambda: "F0") != fingerprint(lambda: "F1")
-    spaces: list[dict[str, object]] = [{"__name__": "__main__", "rows": [rows]} for rows in ("F0", "F1")]
-    for space in spaces:
-        exec("def gpipe(p, m):\n    return rows", space)
-    assert fingerprint(spaces[0]["gpipe"]) != fingerprint(spaces[1]["gpipe"])
 
 
 MISTYPED = {
@@ -124,7 +115,10 @@ MISTYPED = {
         "not of the type str; write mk.check('pass-the-token', pass",
     ),
     "no answer": (("pass-the-token",), "the answer is the function pass_the_token itself, not None"),
-    "an instance": (("which-rank-am-i", 3), "the answer is the class Mesh itself, not of the type int"),
+    "an instance": (
+        ("groups-of-a-mesh", 3),
+        "the answer is the function groups_of_a_mesh itself, not of the type int",
+    ),
     "the answer first": ((print, "pass-the-token"), "the exercise's name comes first, in quotes"),
     "an underscore": (("pass_the_token", print), "did you mean 'pass-the-token'"),
 }
@@ -139,28 +133,3 @@ def test_a_mistyped_check_says_what_to_write(
     with pytest.raises(ValueError, match=re.escape(said)):
         mk.check(*arguments)
     assert not (tmp_path / FILE).exists(), "it is no try"
-
-
-def test_a_cell_with_a_syntax_error_defines_no_answer() -> None:
-    """Python evaluates the arguments of `mk.check` first; the notebook says what that NameError means."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("VIRTUAL_ENV", raising=False)  # another one, of which IPython would warn
-        shell = InteractiveShell.instance()
-    shell.run_line_magic("colors", "nocolor")
-    try:
-        listen_to_cells()
-        check = 'mk.check("pass-the-token", pass_the_token)'
-        for cell, said in (
-            ("def pass_the_token(ctx, token)\n    return token", "SyntaxError"),
-            (check, "No cell has defined pass_the_token yet"),
-            ("def pass_the_tokn(ctx, token): ...", ""),
-            (check, "A cell defines pass_the_tokn: name it pass_the_token there"),
-            (check.replace("pass_the_token)", "token)"), "No cell has defined pass_the_token yet"),
-            ("token", "NameError"),
-        ):
-            with capture_output() as shown:
-                shell.run_cell(f"import mpkit as mk\n{cell}")
-            assert said in " ".join(shown.stdout.split())
-            assert ("No cell" in shown.stdout) == (cell.startswith("mk.check")), shown.stdout
-    finally:
-        InteractiveShell.clear_instance()

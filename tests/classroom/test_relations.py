@@ -10,8 +10,7 @@ import torch
 
 from mpkit.course.catalogue import find
 from mpkit.course.detectors.relations import find_relation
-from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.exercise import Case, Seen
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge

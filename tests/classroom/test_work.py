@@ -38,19 +38,6 @@ SERIAL = {
                 losses.append(loss.item())
             return losses
         """,
-    "clipped-shards": f"""
-        def train(ctx, model, batches, max_norm):
-            {SGD}
-            losses = []
-            for inputs, targets in batches:
-                loss = F.mse_loss(model(inputs), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()
-                losses.append(loss.item())
-            return losses
-        """,
     "hang-last-batch": """
         def train(ctx, model, batches):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,8 +41,6 @@ def parts_of(rank: int, at: str, expected: Any, got: Any) -> Iterator[Part]:
 
 def _flat(value: Any) -> Tensor | None:
     """Return a part's numbers, float64; None if it is something else."""
-    if "torch" not in sys.modules:  # in a browser
-        return None
     import torch
 
     if is_tensor(value):

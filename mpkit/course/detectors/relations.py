@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from mpkit.course.detectors.parts import Part, name_of, numbers_of, parts_of
 from mpkit.course.framework.equal import difference, is_tensor
-from mpkit.course.framework.exercise import Case
-from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.exercise import Case, Seen
 
 __all__ = ["Relation", "find_relation"]
 

@@ -103,7 +103,7 @@ def _gave(call: str, expected: Any, got: Any) -> str:
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor; there is none before torch is imported, which a browser never does.
+    """Return whether a value is a tensor; there is none before torch is imported.
 
     >>> is_tensor(1.0)
     False

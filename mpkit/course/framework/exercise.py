@@ -1,6 +1,7 @@
 """An exercise, as its author writes it: the task, the cases in which an answer is tried, and what students get wrong.
 
 Case       one set of hidden inputs: the number of ranks, a seed, sizes
+Seen       what an answer did in a case; budgets measure it, and mistakes are recognized in it
 Budget     the most that an answer may use: bytes, messages, seconds on the virtual clock
 Mistake    a misconception: a wrong answer that has it, how to recognize it, and hints, each more specific
 Exercise   all of these together; kinds of exercises differ in how an answer is examined
@@ -11,23 +12,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpkit.course.framework.equal import difference
+from mpkit.trace import Lane, Trace
 
 if TYPE_CHECKING:
     import torch
 
-    from mpkit.course.framework.observation import Seen
     from mpkit.course.framework.room import PackedAnswer, Room
+    from mpkit.plan.schedule import Schedule
+    from mpkit.timeline.timeline import Timeline
 
 __all__ = [
-    "HOMES", "SOLUTIONS", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Recognizer",
+    "HOME", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Recognizer", "Seen",
 ]  # fmt: skip
 
-SOLUTIONS = "mpkit_solutions"
-"""The package of the distribution mpkit-solutions."""
-
-HOMES = (SOLUTIONS, "mpkit.course.exercises")
-"""The packages in which exercises are, with their solutions."""
+HOME = "mpkit.course.exercises"
+"""The package of the exercises."""
 
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What looking at results raises where they have another form than the exercise asks for, such as None or a tensor of
@@ -85,6 +90,98 @@ def _words(name: str, value: Any) -> str:
     return f"{name} {value}"
 
 
+MACHINE = "8x-a100-nvlink"
+"""The machine on whose virtual clock answers are timed: the same for everybody."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an answer did in one case.
+
+    Attributes:
+        case: the case.
+        expected: the right results, by rank.
+        got: the answer's results, by rank; None if the ranks did not finish.
+        error: the error that a rank ended with, such as "IndexError: ..."; "" if there was none.
+        where: the line of the answer that raised the error.
+        mismatch: the same as `error` if two ranks' calls of one communication do not match; "" otherwise.
+        hang: the report of which rank waits where, if the ranks hang; "" otherwise.
+        trace: what the ranks recorded.
+        printed: the lines that the ranks printed.
+        schedule: the answer's schedule, if the answer is one.
+        simulated: the schedule's simulated timeline.
+        budget: the budget that is exceeded, as `Budget.what`; "" if none is.
+        used: by rank, the FLOPs of its matrix products, and the most bytes that its tensors held.
+        target: what the solution did in the same case; None if it did not run.
+    """
+
+    case: Case
+    expected: Sequence[Any] = ()
+    got: list[Any] | None = None
+    error: str = ""
+    where: str = ""
+    mismatch: str = ""
+    hang: str = ""
+    trace: Trace | None = None
+    printed: list[str] = field(default_factory=list)
+    schedule: Schedule | None = None
+    simulated: Timeline | None = None
+    budget: str = ""
+    used: Sequence[tuple[float, float]] = ()
+    target: Seen | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The timeline on a machine of 8 GPUs, the same for everybody; for a schedule, the simulated one."""
+        if self.simulated is not None:
+            return self.simulated
+        from mpkit.timeline.timeline import Timeline
+
+        assert self.trace is not None, "nothing was recorded"
+        return Timeline.of(self.trace, MACHINE)
+
+    @cached_property
+    def waits(self) -> Timeline:
+        """The timeline of ranks that hang, on their own clock: what they wait in goes on for as long as all before."""
+        from mpkit.timeline.timeline import Timeline
+
+        assert self.trace is not None, "nothing was recorded"
+        times = np.concatenate([rank.ops[name] for rank in self.trace.ranks for name in ("start", "end")])
+        times = times[times > 0]
+        last = int(times.max() + max(times.max() - times.min(), 1_000_000))  # ns
+        ranks = []
+        for rank in self.trace.ranks:
+            ops = rank.ops.copy()
+            ops["end"][ops["end"] == 0] = last
+            ranks.append(replace(rank, ops=ops))
+        return Timeline.of(replace(self.trace, ranks=ranks), clock="measured")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all ranks finished without an error."""
+        return self.got is not None
+
+    def close(self, wrong: Sequence[Any]) -> bool:
+        """Return whether the results are equal to these, by rank."""
+        return self.got is not None and difference(list(wrong), self.got) is None
+
+    def matches(self, other: Seen) -> bool:
+        """Return whether another answer did the same: same results and, if a budget is exceeded, same communication."""
+        if self.schedule is not None:
+            return other.schedule is not None and self.schedule.rows == other.schedule.rows
+        if not (self.is_finished and other.got is not None and self.close(other.got)):
+            return False
+        return not self.budget or self._shape() == other._shape()
+
+    def _shape(self) -> list[list[tuple[int, int]]]:
+        """Return, by rank, the kinds and bytes of its communication, in order."""
+        assert self.trace is not None
+        return [
+            [(int(op["kind"]), int(op["bytes"])) for op in rank.ops if op["lane"] == Lane.COMM]
+            for rank in self.trace.ranks
+        ]
+
+
 @dataclass(frozen=True)
 class Budget:
     """The most that a right answer may use.
@@ -94,14 +191,12 @@ class Budget:
         measure: the function that measures it in what an answer did.
         limit: the limit, a number or a function of the case.
         unit: "bytes", "seconds", or "" if there is no unit.
-        ranked: whether the leaderboard of a class lists right answers by it, the smallest first.
     """
 
     what: str
     measure: Callable[[Seen], float]
     limit: float | Callable[[Case], float]
     unit: str = ""
-    ranked: bool = False
 
     def limit_for(self, case: Case) -> float:
         """Return the limit in a case."""
@@ -112,9 +207,7 @@ class Budget:
         limit, used = self.limit_for(seen.case), self.measure(seen)
         ok = used <= limit * (1 + 1e-9)
         what, most = f"{self.what}, on {seen.case}", f"at most {self._spell(limit)}"
-        return CheckRow(
-            what, most, self._spell(used), ok, replace(seen, budget=self.what), used if self.ranked else None
-        )
+        return CheckRow(what, most, self._spell(used), ok, replace(seen, budget=self.what))
 
     def _spell(self, amount: float) -> str:
         from mpkit.common.units import bytes_text, seconds
@@ -150,7 +243,6 @@ class CheckRow:
         got: the answer's result, in words.
         ok: whether the check passed.
         seen: what the answer did in the case; None if no rank ran.
-        score: the number by which a class's leaderboard ranks the answer; None if it is not ranked.
     """
 
     what: str
@@ -158,7 +250,6 @@ class CheckRow:
     got: str
     ok: bool
     seen: Seen | None = None
-    score: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,22 +290,9 @@ class Exercise(ABC):
         """The name that the student's cell gives to the answer."""
         return self.called or str(self.solution.__name__)
 
-    @property
-    def needs_ranks(self) -> bool:
-        """Whether an answer runs on several ranks; in a browser there are none."""
-        return False
-
     @abstractmethod
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer; yield a row for each thing checked, up to the first that is wrong."""
-
-    @abstractmethod
-    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
-        """Run the answer in the first case, without saying whether it is right."""
-
-    def questions_of(self, stub: Any) -> tuple[str, ...]:
-        """Return the questions that an answer has to have a value for, by the cell that is handed out."""
-        return ()
 
     def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen | None:
         """Return what another answer does in the same case; None if there is nothing to run."""

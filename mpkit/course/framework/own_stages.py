@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
-    from mpkit.course.framework.observation import Seen
+    from mpkit.course.framework.exercise import Seen
     from mpkit.strategies.rank_context import Context
 
 __all__ = ["calls_library", "checkpoint_by_hand", "record_stage"]

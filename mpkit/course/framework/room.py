@@ -9,26 +9,32 @@ On a rank:
     play      call the exercise's own function with the answer and the case
 
 The answer arrives as bytes and is unpacked on ranks only, so that its code runs only there. Its results return as plain
-data (`mpkit.course.framework.result_data`).
+data: reading a pickle can call anything that the pickle names, and a rank that ran student code may have written
+anything. So a result is bytes that `torch.load(weights_only=True)` reads, inside a pickle that may not name anything.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
+import inspect
+import io
 import pickle
 import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
+import numpy as np
 
 from mpkit.common.launch_folder import part
-from mpkit.course.framework.exercise import HOMES, Case
-from mpkit.course.framework.fingerprint import fingerprint
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.result_data import pack_result, unpack_result
+from mpkit.course.framework.equal import is_tensor
+from mpkit.course.framework.exercise import HOME, Case, Seen
 from mpkit.course.sandbox.allowance import BEGAN, Limits, run_within
 from mpkit.errors import CommMismatch, Deadlock, RankFailed
 
@@ -36,11 +42,22 @@ if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["PackedAnswer", "Play", "Room", "error_and_line", "limit_memory", "name_cell_lines"]
+__all__ = [
+    "PackedAnswer",
+    "Play",
+    "Room",
+    "error_and_line",
+    "fingerprint",
+    "limit_memory",
+    "name_cell_lines",
+    "pack_result",
+    "plain",
+    "shared_room",
+    "unpack_result",
+]
 
 Play = Callable[[Any, Any, Case], Any]
-"""The function that runs on a rank: takes the rank's context (None in `Here`), the answer and the case;
-returns the result to check."""
+"""The function that runs on a rank: takes the rank's context, the answer and the case; returns the result to check."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,25 @@ class PackedAnswer:
             ) from None
 
 
+def fingerprint(answer: Any) -> str:
+    """Return a short text that is the same for a function or class of the same code, whatever its layout and comments.
+
+    Other values are the same if they are equal. What an answer calls in other cells is not looked at.
+
+    >>> fingerprint({"a": 1}) == fingerprint({"a": 1}), fingerprint({"a": 1}) == fingerprint({"a": 2})
+    (True, False)
+    """
+    functions = (
+        [f for f in vars(answer).values() if inspect.isfunction(f)] if inspect.isclass(answer) else [answer]
+    )
+    try:
+        sources = [textwrap.dedent(inspect.getsource(function)) for function in functions]
+        said = "".join(ast.dump(ast.parse(source)) for source in sources).encode()
+    except (OSError, TypeError, SyntaxError):  # no function or class, or one without a source
+        said = cloudpickle.dumps(answer)
+    return hashlib.sha256(said).hexdigest()[:16]
+
+
 class Room:
     """Ranks to try answers on.
 
@@ -81,9 +117,6 @@ class Room:
         cluster: the cluster whose helper process is used; None: the room starts its own.
         limits: the limits on each case.
     """
-
-    has_ranks = True
-    """Whether there are ranks at all."""
 
     def __init__(self, cluster: Cluster | None = None, limits: Limits | None = None) -> None:
         from mpkit.launch.session.cluster import Cluster
@@ -152,11 +185,16 @@ class Room:
             return Seen(error=f"its result cannot be read: {type(error).__name__}: {error}", **evidence)
 
 
+@functools.cache
+def shared_room() -> Room:
+    """Return the default room; its helper process stays warm from check to check, until Python ends."""
+    return Room()
+
+
 def _send_exercises_by_value() -> None:
     """Send an exercise's functions to ranks with what they use, and not their module, which has the solution."""
-    for home in HOMES:
-        if home in sys.modules:
-            cloudpickle.register_pickle_by_value(sys.modules[home])
+    if HOME in sys.modules:
+        cloudpickle.register_pickle_by_value(sys.modules[HOME])
 
 
 def on_rank(ctx: Context, play: Play, packed: bytes, case: Case, limits: Limits) -> Any:
@@ -235,3 +273,73 @@ def error_and_line(rank: str, frames: str) -> dict[str, str]:
         _, line, function, text = own[-1]
         where = f"line {line} of the cell, in {function}" + (f": {text.strip()}" if text else "")
     return {"error": f"{rank}{last}", "where": where}
+
+
+# ---- results as plain data
+
+_KINDS: tuple[Any, ...] = (bool, int, float, str, bytes)
+
+
+def pack_result(value: Any) -> bytes:
+    """Return a result, made plain, as bytes.
+
+    >>> import torch
+    >>> unpack_result(io.BytesIO(pickle.dumps(pack_result({"sum": torch.ones(2), "odd": object}))))
+    {'sum': tensor([1., 1.]), 'odd': '<type>'}
+    >>> numbers = {np.int64(1): np.float64(0.5), "all": np.arange(2), "r": range(2)}
+    >>> unpack_result(io.BytesIO(pickle.dumps(pack_result(numbers))))
+    {1: 0.5, 'all': [0, 1], 'r': [0, 1]}
+    """
+    import torch
+
+    file = io.BytesIO()
+    torch.save(plain(value), file)
+    return file.getvalue()
+
+
+def unpack_result(file: IO[bytes]) -> Any:
+    """Return the result that `pack_result` packed.
+
+    Raises:
+        pickle.UnpicklingError: The file was not made by `pack_result`.
+    """
+    import torch
+
+    content = _NamesNothing(file).load()
+    if not isinstance(content, bytes):
+        raise pickle.UnpicklingError("a rank left something else than a sealed result")
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+class _NamesNothing(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a result that wants {module}.{name}")
+
+
+def plain(value: Any) -> Any:
+    """Return a result as tensors, numbers, strings, lists, tuples and dicts; of anything else the type's name.
+
+    NumPy's numbers and arrays become Python's, as do ranges, so that values from a data frame are accepted.
+    """
+    if is_tensor(value):
+        from torch import Tensor
+
+        return value.detach().cpu().clone().as_subclass(Tensor)
+    if isinstance(value, np.generic):
+        number = value.item()
+        return f"<{type(value).__name__}>" if isinstance(number, np.generic) else plain(number)
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | range):
+        items = [plain(each) for each in value]
+        return tuple(items) if type(value) is tuple else items
+    if isinstance(value, bool | int | float | str | bytes):
+        # An instance of a subclass is reduced to its plain value: the pickle may not name a class.
+        return next(kind(value) for kind in _KINDS if isinstance(value, kind))
+    if value is None:
+        return value
+    if value is ...:
+        return "..."
+    return f"<{type(value).__name__}>"

@@ -6,7 +6,7 @@ For each case:
     validate   check that it does every forward and backward, in an order that can finish, within the cap on memory
     shape      check that it is the schedule that the text names, where that is asked for
     budgets    check the budgets on the simulated clock
-    train      train a model with it on real ranks, if there are any; the losses must equal those of serial training
+    train      train a model with it on real ranks; the losses must equal those of serial training
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import difference, spell
-from mpkit.course.framework.exercise import Budget, Case, CheckRow, Exercise
-from mpkit.course.framework.observation import Seen
+from mpkit.course.framework.exercise import Budget, Case, CheckRow, Exercise, Seen
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.errors import RankFailed
 from mpkit.plan.plan import Plan
@@ -112,15 +111,10 @@ class Schedules(Exercise):
             if not all(row.ok for row in rows):
                 return
             # ---- train
-            if room.has_ranks:
-                row = _train_with(seen, room)
-                yield row
-                if not row.ok:
-                    return
-
-    def try_answer(self, answer: PackedAnswer, room: Room) -> Seen:
-        """Read the rows of the schedule for the first case."""
-        return self._read(answer, self.cases[0], room)
+            row = _train_with(seen, room)
+            yield row
+            if not row.ok:
+                return
 
     def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
         """Try another answer on the same case."""

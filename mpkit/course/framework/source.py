@@ -11,7 +11,6 @@ from __future__ import annotations
 import linecache
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["BEGIN", "END", "ExerciseSource", "given_in", "run_cell"]
@@ -19,22 +18,20 @@ __all__ = ["BEGIN", "END", "ExerciseSource", "given_in", "run_cell"]
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 """nbgrader's own markers."""
 
-OF_TORCH = """\
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-"""
-IMPORTS = f"""\
+IMPORTS = """\
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-{OF_TORCH if find_spec("torch") is not None else ""}import mpkit as mk
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
 """
-"""The first cell of every exercise notebook: all imports that cells use, torch's where there is torch. (Annotations are
-never evaluated, because IPython applies the `from __future__` of one cell to the cells after it.)"""
+"""The first cell of every exercise notebook: all imports that cells use. (Annotations are never evaluated, because
+IPython applies the `from __future__` of one cell to the cells after it.)"""
 
 
 @dataclass(frozen=True)

@@ -75,13 +75,6 @@ def _about_students(grade: argparse.ArgumentParser) -> None:
         "handed_in and due say when a student handed in, and until when they may",
     )
     grade.add_argument(
-        "--course",
-        default="",
-        metavar="TEXT",
-        help="the text that `mpkit exercises --course` was given. Each student's answers are judged with their own "
-        "numbers, and notebooks of another student are reported",
-    )
-    grade.add_argument(
         "--due",
         metavar="TIME",
         help="when the notebooks were due, such as 2026-11-20 or 2026-11-20T18:00. Late ones are marked, by the "
@@ -92,40 +85,10 @@ def _about_students(grade: argparse.ArgumentParser) -> None:
 def _add_exercises(commands: Commands) -> None:
     write = add_command(
         commands, "exercises", "write the exercise notebooks",
-        "Students' notebooks go to FOLDER, solved ones to FOLDER/solved, and nbgrader's to FOLDER/nbgrader/source. "
-        "With --roster and --course, each student gets notebooks with their own numbers: FOLDER/students/NAME, solved "
-        "in FOLDER/solved/NAME.",
-        example="mpkit exercises class/ --roster class.csv --course pp-2026-x7", run=_exercises,
+        "Students' notebooks go to FOLDER, solved ones to FOLDER/solved, and nbgrader's to FOLDER/nbgrader/source.",
+        example="mpkit exercises class/", run=_exercises,
     )  # fmt: skip
     write.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write to")
-    write.add_argument(
-        "--roster",
-        type=Path,
-        metavar="FILE",
-        help="names of all students, as `mpkit grade --roster` reads them",
-    )
-    write.add_argument(
-        "--course",
-        default="",
-        metavar="TEXT",
-        help="any text, such as pp-2026-x7. Each student's numbers follow from it and their name. Keep it from "
-        "students; grading needs it",
-    )
-    write.add_argument(
-        "--justify",
-        action="store_true",
-        help="ask for a justification after each check of students' notebooks",
-    )
-    write.add_argument(
-        "--exam",
-        action="store_true",
-        help="let checks in students' notebooks say only whether an answer runs, without verdict or hints",
-    )
-    write.add_argument(
-        "--otter",
-        action="store_true",
-        help="write only source notebooks for `otter assign`, to FOLDER/otter/NAME",
-    )
 
 
 def _grade(options: argparse.Namespace) -> None:
@@ -133,7 +96,7 @@ def _grade(options: argparse.Namespace) -> None:
         import IPython  # noqa: F401  # the notebooks' processes need it
 
         from mpkit.course.grading.grade import grade
-        from mpkit.course.grading.gradescope import write_gradescope
+        from mpkit.course.grading.report import write_gradescope
         from mpkit.course.grading.roster import due_date, read_roster
         from mpkit.course.sandbox.guard import Guard
     except ImportError as error:
@@ -150,8 +113,8 @@ def _grade(options: argparse.Namespace) -> None:
     due = due_date(options.due) if options.due is not None else None
     try:
         graded = grade(
-            options.folder, names, output=options.output, pages=pages, roster=roster, course=options.course,
-            due=due, again=options.again, guard=guard, jobs=options.jobs,
+            options.folder, names, output=options.output, pages=pages, roster=roster, due=due,
+            again=options.again, guard=guard, jobs=options.jobs,
         )  # fmt: skip
     except KeyboardInterrupt:
         said = f"interrupted; {options.output} has what is graded, and the same command goes on from there"
@@ -166,30 +129,7 @@ def _grade(options: argparse.Namespace) -> None:
 
 
 def _exercises(options: argparse.Namespace) -> None:
-    from mpkit.course.grading.roster import read_roster
-    from mpkit.course.notebooks import link_tutorials, write_notebooks, write_variants
-    from mpkit.course.otter import write_otter
+    from mpkit.course.notebooks import link_tutorials, write_notebooks
 
-    if options.otter:
-        if options.roster is not None or options.exam or options.justify:
-            raise ValueError(
-                "--otter writes one notebook per family for all, with hints: exercises FOLDER --otter, without "
-                "--roster, --exam and --justify"
-            )
-        for path in write_otter(options.folder):
-            print(path)
-        return
-    if options.roster is not None:
-        names = read_roster(options.roster).names
-        many = len(
-            write_variants(options.folder, options.course, names, justify=options.justify, exam=options.exam)
-        )
-        print(f"{options.folder}: {many} notebooks; students/NAME is for handing out, solved/NAME for you")
-        return
-    if options.course:
-        raise ValueError(
-            "--course is for numbers by student: exercises FOLDER --course TEXT --roster ROSTER.csv"
-        )
-    written = write_notebooks(options.folder, justify=options.justify, exam=options.exam)
-    for path in (*written, *link_tutorials(options.folder)):
+    for path in (*write_notebooks(options.folder), *link_tutorials(options.folder)):
         print(path)

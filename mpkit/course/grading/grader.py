@@ -23,32 +23,18 @@ from typing import Self
 from mpkit.course.catalogue import solution_folders
 from mpkit.course.framework.room import name_cell_lines
 from mpkit.course.grading.collect import ENDED, STARTED
-from mpkit.course.grading.grade_file import Grade
-from mpkit.course.grading.handed_in import HandedIn
 from mpkit.course.grading.judge_process import Judges
-from mpkit.course.grading.notebook_record import predictions_kept
-from mpkit.course.grading.reading import NoNotebook, read_file
-from mpkit.course.grading.same import suspicion
-from mpkit.course.judge import Checked, not_judged
+from mpkit.course.grading.report import Grade
+from mpkit.course.grading.submissions import HandedIn, NoNotebook, predictions_kept, read_file
+from mpkit.course.judge import not_judged
 from mpkit.course.progress import FILE
 from mpkit.course.sandbox.guard import TOO_BUSY, Guard, answers_are_apart, sweep
+from mpkit.course.verdict import Checked
 
 __all__ = ["Grader", "environment"]
 
 AGAIN = "not judged, since this machine was too busy: the same command judges it again"
-
 NOT_APART = "this system keeps no answer from the process that judges it: look at the answers yourself"
-
-
-@dataclass
-class _NotebookAnswers:
-    """The answers of a notebook, and what went wrong while it ran."""
-
-    answers: dict[str, bytes] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    remarks: dict[str, str] = field(default_factory=dict)
-    predictions: dict[str, float] = field(default_factory=dict)
-    too_busy: str = ""
 
 
 class Grader:
@@ -110,10 +96,21 @@ def environment(place: Path) -> dict[str, str]:
     }
 
 
+@dataclass
+class _NotebookAnswers:
+    """The answers of a notebook, and what went wrong while it ran."""
+
+    answers: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    remarks: dict[str, str] = field(default_factory=dict)
+    predictions: dict[str, float] = field(default_factory=dict)
+    too_busy: str = ""
+
+
 def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _NotebookAnswers:
     """Run a notebook, and collect its answers."""
     if each.broken:
-        return _NotebookAnswers(notes=[each.broken, *each.odd])
+        return _NotebookAnswers(notes=[each.broken])
     with tempfile.TemporaryDirectory(dir=base, ignore_cleanup_errors=True) as name:
         place = Path(name)
         out, work, cells = place / "answers", place / "work", place / "cells.json"
@@ -133,7 +130,6 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Noteb
         if why.endswith(TOO_BUSY):
             collected.too_busy = why
         collected.notes += [] if answers_are_apart() else [NOT_APART]
-        collected.notes += each.odd
         collected.notes += _errors(_read_left_file(out / "cells.jsonl"))
         collected.predictions = _read_predictions(_read_left_file(work / FILE))
         for entry in each.exercises:
@@ -141,9 +137,8 @@ def _collect(each: HandedIn, guard: Guard, judges: Judges, base: Path) -> _Noteb
             if answer is not None:
                 collected.answers[entry.name] = answer
             elif (reason := _read_left_file(out / f"{entry.name}.why")) is not None:
-                collected.remarks[entry.name] = (
-                    f"no answer was found ({reason.decode('utf-8', 'replace')[:300]})"
-                )
+                said = reason.decode("utf-8", "replace")[:300]
+                collected.remarks[entry.name] = f"no answer was found ({said})"
         return collected
 
 
@@ -168,13 +163,11 @@ def _judge(each: HandedIn, collected: _NotebookAnswers, judges: Judges) -> Grade
         one = checked[entry.name]
         if one is not None and one.not_judged:
             why = AGAIN
-        elif one is not None and answer is not None and one.passed:
-            why = suspicion(entry, answer, each.cells)
         if why:
             collected.remarks[entry.name] = why
     predicted = collected.predictions | dict(
         each.predicted
-    )  # what was locked in when the student ran it, counts
+    )  # a number that the student locked in counts first
     predictions = {name: predicted.get(name) for name in each.questions}
     return Grade(each, checked, collected.notes, collected.remarks, predictions)
 

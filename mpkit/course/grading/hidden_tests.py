@@ -1,4 +1,4 @@
-"""An answer judged apart from the student's code: what the hidden tests of nbgrader and Otter call.
+"""An answer judged apart from the student's code: what the hidden tests of nbgrader call.
 
 Such a test runs in the student's own kernel, where `mk` and `mk.check` may be the student's by then. This module is
 imported anew by name, and the verdict comes from a process that has never run the student's code (`judge_process`).
@@ -17,24 +17,23 @@ from mpkit.course.catalogue import find
 from mpkit.course.framework.room import PackedAnswer
 from mpkit.course.grading.grader import environment
 from mpkit.course.grading.judge_process import Judges
-from mpkit.course.judge import NotSolved
 from mpkit.course.sandbox.guard import Guard
+from mpkit.course.verdict import NotSolved
 
 __all__ = ["require"]
 
 
-def require(name: str, answer: Any, *, variant: str = "") -> bool:
+def require(name: str, answer: Any) -> bool:
     """Return True if an answer to an exercise is right.
 
     Args:
         name: the name of the exercise.
         answer: the answer, as `mk.check` takes it.
-        variant: whose numbers the exercise has; "": those of everybody.
 
     Raises:
         NotSolved: the answer is wrong, or there is no verdict; the message has the table, or says why.
     """
-    entry = find(name, variant)
+    entry = find(name)
     checked, why = _judges().judge(entry, PackedAnswer.pack(answer).packed)
     if checked is None:
         raise NotSolved(f"{entry.text.title}: no verdict, since {why}")

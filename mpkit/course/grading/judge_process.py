@@ -2,7 +2,7 @@
 
     python -m mpkit.course.grading.judge_process FOLDER WAY
 
-    in    one JSON line per answer: the exercise, whose numbers it has, the file with the packed answer, a token
+    in    one JSON line per answer: the exercise, the file with the packed answer, a token
     out   one JSON line per verdict, with the token; an empty line each second shows that the process is alive
 
 `Judges` is the other end: it starts the process, and restarts it if an answer has ended it. A verdict is plain data;
@@ -33,7 +33,7 @@ import psutil
 from mpkit.common.this_process import make_undumpable
 from mpkit.course.catalogue import ExerciseEntry, find, solution_folders
 from mpkit.course.framework.room import PackedAnswer, Room
-from mpkit.course.judge import Checked, judge
+from mpkit.course.judge import judge
 from mpkit.course.sandbox.allowance import Limits
 from mpkit.course.sandbox.guard import (
     Guard,
@@ -44,7 +44,7 @@ from mpkit.course.sandbox.guard import (
     way_to_enclose,
 )
 from mpkit.course.sandbox.ranks_apart import RanksApart
-from mpkit.course.verdict_data import checked_of, verdict_json
+from mpkit.course.verdict import Checked, checked_of, verdict_json
 from mpkit.launch.process.fair_clock import FairClock
 
 __all__ = ["Judges"]
@@ -101,7 +101,7 @@ class Judges:
         token = secrets.token_hex()
         file = self._place / "answer"
         file.write_bytes(packed)  # not into the pipe, which would block if nobody reads it any more
-        request = {"token": token, "exercise": entry.name, "variant": entry.variant, "packed": str(file)}
+        request = {"token": token, "exercise": entry.name, "packed": str(file)}
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             verdict, why = self._verdict(process, token)
@@ -205,7 +205,7 @@ def main(folder: str, way: str) -> None:
         for line in sys.stdin:
             linecache.clearcache()  # of wrong answers to an earlier exercise: ranks get what is in it
             request = json.loads(line)
-            entry = find(request["exercise"], request["variant"])
+            entry = find(request["exercise"])
             answer = PackedAnswer(Path(request["packed"]).read_bytes(), entry.exercise.name_of_answer)
             verdict = verdict_json(judge(entry, answer, room, FAILURES, draw=False))
             cluster.clear()

@@ -1,5 +1,5 @@
-"""Reports for instructors: a table of the class (CSV), a page per student (HTML) with hints, and a page on the class.
-All grow notebook by notebook.
+"""Reports for instructors: a table of the class (CSV), a page per student (HTML) with hints, a page on the class, and
+Gradescope's `results.json`. All but the last grow notebook by notebook.
 
 The table is replaced as a whole by a longer one, so that it is complete whenever somebody opens it. No two students
 share a row or a page: if two names would give the same file name, each file name also has a part of its name's digest.
@@ -10,23 +10,124 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
-from mpkit.common.safe_text import visible
+from mpkit.common.disk import write_whole
+from mpkit.common.safe_text import escape, visible
 from mpkit.course.catalogue import ExerciseEntry
-from mpkit.course.framework.variants import plainly
-from mpkit.course.grading.class_report import ClassReport, class_report
-from mpkit.course.grading.grade_file import Grade
-from mpkit.course.grading.handed_in import HandedIn
-from mpkit.course.grading.roster import Roster, late_text
-from mpkit.course.grading.student_page import student_page
-from mpkit.course.predictions.questions import POINTS
+from mpkit.course.framework.measures import LOOP, WASTEFUL
+from mpkit.course.grading.roster import Roster, late_text, plainly
+from mpkit.course.grading.submissions import HandedIn
+from mpkit.course.judge import UNCOUNTED
+from mpkit.course.predictions.amounts import spell_amount
+from mpkit.course.predictions.questions import POINTS, question
+from mpkit.course.verdict import Checked, checked_html, checked_of, verdict_json
+from mpkit.views.theme import ACCENT, STATUS, page_style
 
-__all__ = ["HEAD", "GradeReport", "leaderboard", "page_names"]
+__all__ = ["ClassReport", "Grade", "GradeReport", "Hardness", "page_names", "results", "write_gradescope"]
+
+
+class Grade:
+    """The grade of one notebook.
+
+    Attributes:
+        handed_in: the notebook.
+        checked: the verdict on each exercise; None if there was none.
+        notes: what went wrong with the notebook as a whole, or with its cells.
+        remarks: by exercise, why there was no verdict.
+        predictions: by question, the prediction; None if there was none.
+    """
+
+    def __init__(
+        self, handed_in: HandedIn, checked: Mapping[str, Checked | None], notes: Sequence[str] = (),
+        remarks: Mapping[str, str] | None = None, predictions: Mapping[str, float | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.handed_in = handed_in
+        self.checked = dict(checked)
+        self.notes = tuple(notes)
+        self.remarks = dict(remarks or {})
+        self.predictions = dict(predictions or dict.fromkeys(handed_in.questions))
+
+    def points(self, name: str) -> int:
+        """Return the points for one exercise."""
+        checked = self.checked.get(name)
+        entry = next((entry for entry in self.handed_in.exercises if entry.name == name), None)
+        return entry.exercise.points if entry is not None and checked is not None and checked.passed else 0
+
+    def points_predicted(self, name: str) -> int:
+        """Return the points for a prediction: one for each that is made, one more if it is close."""
+        value = self.predictions.get(name)
+        return 0 if value is None else 1 + question(name).close(value)
+
+    def is_judged(self, name: str) -> bool:
+        """Return whether the machine let an exercise be judged; what has no answer counts as judged."""
+        checked = self.checked.get(name)
+        return checked is None or not checked.not_judged
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all exercises were judged."""
+        return all(map(self.is_judged, self.checked))
+
+    @property
+    def total(self) -> int:
+        """The points for all exercises and predictions together."""
+        return _totals([self])[0]
+
+    @property
+    def most(self) -> int:
+        """The highest possible number of points."""
+        return _totals([self])[1]
+
+    @property
+    def all_notes(self) -> list[str]:
+        """The notes on the notebook, then the remarks on its exercises."""
+        return [*self.notes, *(f"{name}: {remark}" for name, remark in self.remarks.items())]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the grade as JSON's types."""
+        checked = {name: verdict_json(one) if one is not None else None for name, one in self.checked.items()}
+        said = {"notes": list(self.notes), "remarks": self.remarks, "predictions": self.predictions}
+        return {"checked": checked, **said}
+
+    @classmethod
+    def of_json(cls, handed_in: HandedIn, values: dict[str, Any]) -> Grade:
+        """Return the grade of a notebook from what `to_json` returned for it.
+
+        Raises:
+            KeyError, TypeError, ValueError: The values were not made by `to_json`.
+        """
+        known = {entry.name: entry for entry in handed_in.exercises}
+        checked = {
+            str(name): checked_of(known[name], one) if one is not None else None
+            for name, one in values["checked"].items()
+        }
+        remarks = {str(name): str(remark) for name, remark in values["remarks"].items()}
+        predictions = {
+            name: float(value) if (value := values["predictions"].get(name)) is not None else None
+            for name in handed_in.questions
+        }
+        return cls(handed_in, checked, tuple(map(str, values["notes"])), remarks, predictions)
+
+
+def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
+    """Return the points and the highest possible number; of an exercise in several notebooks the best counts."""
+    entries = {entry.name: entry for grade in grades for entry in grade.handed_in.exercises}
+    questions = dict.fromkeys(name for grade in grades for name in grade.predictions)
+    best = sum(max(grade.points(name) for grade in grades) for name in entries)
+    best += sum(max(grade.points_predicted(name) for grade in grades) for name in questions)
+    return best, sum(entry.exercise.points for entry in entries.values()) + POINTS * len(questions)
+
+
+# ---- the table, and a page per student
 
 
 class GradeReport:
@@ -72,7 +173,8 @@ class GradeReport:
         theirs = self._theirs()
         shares = [points / most if most else 0.0 for points, most in map(_totals, theirs.values())]
         late = sum(bool(self._late(student, grades)) for student, grades in theirs.items())
-        return class_report(list(self._entries.values()), theirs, shares, len(self._missing), late)
+        hard = tuple(_hardness(entry, theirs) for entry in self._entries.values())
+        return ClassReport(tuple(shares), len(self._missing), late, hard)
 
     def _theirs(self) -> dict[str, list[Grade]]:
         """Return the grades so far, by student."""
@@ -87,17 +189,11 @@ class GradeReport:
         if self._table is not None:
             _replace(self._table, self._rows(theirs))
             _replace(self._table.with_suffix(".class.html"), self.of_class().html())
-            if board := list(leaderboard(self._entries.values(), theirs)):
-                text = io.StringIO(newline="")
-                rows = ((name, at, _plain(visible(who)), f"{score:.6g}") for name, at, who, score in board)
-                csv.writer(text).writerows([HEAD, *rows])
-                _replace(self._table.with_suffix(".leaderboard.csv"), text.getvalue())
         if self._pages is not None:
             self._pages.mkdir(parents=True, exist_ok=True)
             for student in students:
                 grades = theirs[student]
-                notes, late = self._odd(student, grades), self._late(student, grades)
-                page = student_page(student, _totals(grades), grades, notes, late)
+                page = _student_page(student, grades, self._odd(student, grades), self._late(student, grades))
                 _replace(self._pages / self._files[student], page)
 
     def _rows(self, theirs: dict[str, list[Grade]]) -> str:
@@ -128,19 +224,11 @@ class GradeReport:
     def _odd(self, student: str, grades: Sequence[Grade]) -> list[str]:
         """Return notes on what is odd about a student's name and notebooks."""
         notes = []
-        names = [grade.handed_in.name for grade in grades]
         answers = Counter(entry.name for grade in grades for entry in grade.handed_in.exercises)
         if max(answers.values(), default=0) > 1:
+            names = ", ".join(grade.handed_in.name for grade in grades)
             notes.append(
-                f"{len(names)} notebooks answer the same exercises, of each the best counts: {', '.join(names)}"
-            )
-        others = dict.fromkeys(
-            each.student for each in self._found if plainly(each.student) == plainly(student)
-        )
-        alike = [name for name in others if name != student]
-        if alike:
-            notes.append(
-                f"perhaps the same student as {', '.join(map(repr, alike))}, who has a row of their own"
+                f"{len(grades)} notebooks answer the same exercises, of each the best counts: {names}"
             )
         if self._roster.names and student not in self._roster:
             notes.append("not in the roster")
@@ -170,15 +258,6 @@ def _replace(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
-    """Return the points and the highest possible number; of an exercise in several notebooks the best counts."""
-    entries = {entry.name: entry for grade in grades for entry in grade.handed_in.exercises}
-    questions = dict.fromkeys(name for grade in grades for name in grade.predictions)
-    best = sum(max(grade.points(name) for grade in grades) for name in entries)
-    best += sum(max(grade.points_predicted(name) for grade in grades) for name in questions)
-    return best, sum(entry.exercise.points for entry in entries.values()) + POINTS * len(questions)
-
-
 def _points(grades: Sequence[Grade], entry: ExerciseEntry) -> int | str:
     asked = [grade for grade in grades if entry.name in grade.checked]
     most = max(grade.points(entry.name) for grade in asked) if asked else ""
@@ -195,26 +274,250 @@ def _plain(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
-HEAD = ("exercise", "place", "student", "score")
+STYLE = (
+    "section{border-top:1px solid var(--jp-border-color2);padding:12px 0}h1{font-size:22px}h2{font-size:17px}"
+    f".late{{background:{STATUS['bad']};color:#fff;border-radius:9px;padding:1px 9px;font-size:13px}}"
+    "table{border-collapse:collapse;margin:1em 0}th,td{text-align:left;padding:3px 14px 3px 0;font-weight:400}"
+    f".bar{{display:inline-block;height:11px;background:{ACCENT}}}"
+    "thead th{color:var(--jp-ui-font-color2);border-bottom:1px solid var(--jp-border-color2)}"
+)
 
 
-def leaderboard(
-    entries: Iterable[ExerciseEntry], theirs: Mapping[str, Sequence[Grade]]
-) -> Iterator[tuple[str, int, str, float]]:
-    """Yield exercise, place, student and score, the best first; equal scores share a place.
+def _page(title: str, body: str) -> str:
+    """Return a page as HTML; `body` has every string escaped."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{page_style()}{STYLE}</style></head><body><main>{body}</main></body></html>"
+    )
+
+
+def _student_page(student: str, grades: Sequence[Grade], notes: Sequence[str], late: timedelta) -> str:
+    """Return a student's page: points, what each answer did, and hints."""
+    points, most = _totals(grades)
+    mark = f' <span class="late">{late_text(late)}</span>' if late else ""
+    parts = [f"<h1>{escape(student)}: {points} of {most} points{mark}</h1>"]
+    parts += [f"<p><b>{escape(note)}</b></p>" for note in notes]
+    for grade in grades:
+        parts.append(f"<h2>{escape(grade.handed_in.name)}: {grade.total} of {grade.most}</h2>")
+        parts += [f"<p><b>{escape(note)}</b></p>" for note in grade.notes]
+        parts += [f"<section>{_exercise_html(grade, entry)}</section>" for entry in grade.handed_in.exercises]
+        parts += [f"<section>{_prediction_html(grade, name)}</section>" for name in grade.predictions]
+    return _page(student, "".join(parts))
+
+
+def _exercise_html(grade: Grade, entry: ExerciseEntry) -> str:
+    """Return the verdict on one answer; how many tries it took is said only if it is known."""
+    checked, remark = grade.checked.get(entry.name), grade.remarks.get(entry.name, "")
+    tries = grade.handed_in.tries.get(entry.name, 0)
+    if checked is None:
+        return f"<b>{escape(entry.text.title)}</b>: {escape(remark or 'no answer was found')}"
+    said = checked_html(replace(checked, tries=max(tries, 1)))
+    if tries > 1 and not checked.passed:
+        said += f"<p>After {tries} tries, as the notebook says.</p>"
+    return said + (f"<p><b>{escape(remark)}</b></p>" if remark else "")
+
+
+def _prediction_html(grade: Grade, name: str) -> str:
+    asked, value = question(name), grade.predictions[name]
+    head = f"<b>Prediction of {escape(name)}: {grade.points_predicted(name)} of {POINTS} points</b>"
+    truth = asked.truth()
+    said = (
+        "none was made" if value is None else f"{spell_amount(value, asked.unit)}, {asked.gap(value, truth)}"
+    )
+    right = spell_amount(truth, asked.unit)
+    return f"{head}<p>{escape(asked.text)}<br>Predicted: {escape(said)}; it is {escape(right)}.</p>"
+
+
+# ---- the class: which exercise costs most tries, which misconception is most common, how points spread
+
+STEPS = 10
+"""The number of parts in which points are counted: 0 to 9 %, 10 to 19 %, ..., and all points."""
+CLASS_HEADS = ("exercise", "solved", "tries on average", "mistakes")
+
+
+@dataclass(frozen=True)
+class Hardness:
+    """How a class did in one exercise; each student counts once, with the best of several notebooks.
+
+    Attributes:
+        name: the exercise's name.
+        asked: how many students should have answered it.
+        solved: how many answers were right.
+        tries: the tries of each student of whom they are known, as the notebook says.
+        mistakes: how often each misconception shows, the most common first.
+        hints: the first hint for each misconception.
+    """
+
+    name: str
+    asked: int
+    solved: int
+    tries: tuple[int, ...]
+    mistakes: tuple[tuple[str, int], ...]
+    hints: Mapping[str, str]
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """The row of the table."""
+        tries = f"{mean(self.tries):.1f} (of {len(self.tries)} students)" if self.tries else "unknown"
+        mistakes = ", ".join(f"{name} ({many})" for name, many in self.mistakes[:3]) or "none seen"
+        return self.name, f"{self.solved} of {self.asked}", tries, mistakes
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """A class in a page; `str()` gives it as text.
+
+    Attributes:
+        shares: each student's share of the points, from 0 to 1.
+        missing: how many of the roster have handed in nothing.
+        late: how many were late.
+        exercises: the exercises in their order.
+    """
+
+    shares: tuple[float, ...]
+    missing: int
+    late: int
+    exercises: tuple[Hardness, ...]
+
+    @property
+    def spread(self) -> list[tuple[str, int]]:
+        """The number of students by their share of the points."""
+        parts = Counter(min(int(share * STEPS + 1e-9), STEPS) for share in self.shares)
+        words = [f"{100 * i // STEPS} to {100 * (i + 1) // STEPS - 1} %" for i in range(STEPS)]
+        return [(word, parts[i]) for i, word in enumerate([*words, "all points"])]
+
+    @property
+    def summary(self) -> list[str]:
+        """What an instructor asks first, in sentences."""
+        many = len(self.shares)
+        first = f"{many} student{'s have' if many != 1 else ' has'} handed in"
+        not_yet, late = "has" if self.missing == 1 else "have", "was" if self.late == 1 else "were"
+        said = [f"{first}, {self.missing} {not_yet} not, {self.late} {late} late."]
+        if self.shares:
+            shares = [100 * share for share in self.shares]
+            said.append(f"Points: {mean(shares):.0f} % on average, median {median(shares):.0f} %.")
+        known = [each for each in self.exercises if each.tries]
+        if known:
+            most = max(known, key=lambda each: mean(each.tries))
+            said.append(f"{most.name} costs most tries: {mean(most.tries):.1f} on average.")
+        made = [(many, each, name) for each in self.exercises for name, many in each.mistakes]
+        if made:
+            many, each, name = max(made, key=lambda one: one[0])
+            answers = f"{many} answer{'s' if many > 1 else ''}"
+            said.append(
+                f"The most common misconception is {name}, in {answers} to {each.name}: {each.hints[name]}"
+            )
+        return said
+
+    def __str__(self) -> str:
+        rows = [CLASS_HEADS, *(each.cells for each in self.exercises)]
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        table = ["  ".join([*(row[i].ljust(wide[i]) for i in range(3)), row[3]]) for row in rows]
+        spread = [f"{word:>10}  {'█' * many} {many}" for word, many in self.spread]
+        return "\n".join([*self.summary, "", *spread, "", *table])
+
+    def html(self) -> str:
+        """Return the report as a page."""
+        said = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
+        most = max([many for _, many in self.spread], default=1) or 1
+        bars = "".join(
+            f'<tr><th scope="row">{escape(word)}</th><td><span class="bar" style="width:{300 * many // most}px">'
+            f"</span> {many}</td></tr>"
+            for word, many in self.spread
+        )
+        heads = "".join(f'<th scope="col">{word}</th>' for word in CLASS_HEADS)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(visible(cell))}</td>" for cell in each.cells) + "</tr>"
+            for each in self.exercises
+        )
+        return _page(
+            "The class",
+            f"<h1>The class</h1>{said}<h2>Points</h2><table><tbody>{bars}</tbody></table><h2>Exercises</h2>"
+            f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>",
+        )
+
+
+def _hardness(entry: ExerciseEntry, theirs: Mapping[str, Sequence[Grade]]) -> Hardness:
+    asked = [[grade for grade in grades if entry.name in grade.checked] for grades in theirs.values()]
+    asked = [grades for grades in asked if grades]
+    best = [_best(grades, entry.name).checked[entry.name] for grades in asked]
+    judged = [checked for checked in best if checked is not None and not checked.not_judged]
+    tries = [max(grade.handed_in.tries.get(entry.name, 0) for grade in grades) for grades in asked]
+    mistakes = Counter(
+        checked.mistake
+        for checked in judged
+        if not checked.passed and checked.mistake not in ("", *UNCOUNTED)
+    )
+    first = {mistake.name: mistake.hints[0] for mistake in (*entry.exercise.mistakes, *WASTEFUL, LOOP)}
+    hints = {name: first.get(name, entry.exercise.start) for name in mistakes}
+    return Hardness(
+        entry.name, len(asked), sum(checked.passed for checked in judged),
+        tuple(many for many in tries if many), tuple(mistakes.most_common()), hints,
+    )  # fmt: skip
+
+
+def _best(grades: Sequence[Grade], name: str) -> Grade:
+    """Return the grade with the best answer to an exercise: a right one, else a judged one, else any."""
+
+    def rank(grade: Grade) -> tuple[bool, bool]:
+        checked = grade.checked.get(name)
+        return checked is not None and checked.passed, checked is not None and not checked.not_judged
+
+    return max(grades, key=rank)
+
+
+# ---- Gradescope, as its documentation has it ("Autograder specifications", results.json)
+
+
+def write_gradescope(path: Path, grades: Sequence[Grade]) -> list[Path]:
+    """Write the grades, and return what was written.
 
     Args:
-        entries: the exercises in their order.
-        theirs: the grades of each student's notebooks, of which the best counts.
+        path: a file that ends in .json takes all grades as those of one student; a folder gets a file per student.
+        grades: the grades of the notebooks.
+
+    Raises:
+        ValueError: The path is a file of another kind.
     """
-    for entry in entries:
-        scores = {student: _scores(grades, entry.name) for student, grades in theirs.items()}
-        best = {student: min(each) for student, each in scores.items() if each}
-        for student, score in sorted(best.items(), key=lambda each: (each[1], each[0])):
-            place = 1 + sum(other < score * (1 - 1e-9) for other in best.values())
-            yield entry.name, place, student, score
+    theirs: dict[str, list[Grade]] = {}
+    for grade in grades:
+        theirs.setdefault(grade.handed_in.student, []).append(grade)
+    names = page_names(list(theirs))
+    files = {path / names[name].replace(".html", ".json"): mine for name, mine in theirs.items()}
+    if path.suffix == ".json" and not path.is_dir():
+        files = {path: list(grades)}
+    elif path.exists() and not path.is_dir():
+        raise ValueError(f"--gradescope {path}: a folder is asked for, or a file that ends in .json")
+    for file, mine in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(results(mine), indent=1).encode())
+    return list(files)
 
 
-def _scores(grades: Sequence[Grade], name: str) -> list[float]:
-    checked = [grade.checked.get(name) for grade in grades]
-    return [each.score for each in checked if each is not None and each.score is not None]
+def results(grades: Sequence[Grade]) -> dict[str, Any]:
+    """Return one student's grades as Gradescope reads them: a list of tests, whose scores it adds up."""
+    entries = {entry.name: entry for grade in grades for entry in grade.handed_in.exercises}
+    tests = [_exercise_test(entry, _best(grades, entry.name)) for entry in entries.values()]
+    for name in dict.fromkeys(name for grade in grades for name in grade.predictions):
+        score = max(grade.points_predicted(name) for grade in grades)
+        tests.append(_test(f"prediction: {name}", score, POINTS, ""))
+    notes = "\n".join(visible(note) for grade in grades for note in grade.notes)
+    return {"output": notes, "output_format": "text", "stdout_visibility": "hidden", "tests": tests}
+
+
+def _exercise_test(entry: ExerciseEntry, grade: Grade) -> dict[str, Any]:
+    checked = grade.checked.get(entry.name)
+    said = grade.remarks.get(entry.name) or "no answer was found"
+    said = said if checked is None else str(replace(checked, tries=1))
+    made = _test(entry.text.title, grade.points(entry.name), entry.exercise.points, visible(said))
+    if not grade.is_judged(entry.name):  # no zero
+        del made["score"], made["status"]
+    return made
+
+
+def _test(name: str, score: int, most: int, output: str) -> dict[str, Any]:
+    status = "passed" if score == most else "failed"
+    return {
+        "name": name, "score": score, "max_score": most, "status": status,
+        "output": output, "output_format": "text", "visibility": "visible",
+    }  # fmt: skip

@@ -18,9 +18,8 @@ from datetime import datetime, time, timedelta
 from pathlib import Path
 
 from mpkit.common.size_limits import read_text
-from mpkit.course.framework.variants import plainly
 
-__all__ = ["Roster", "due_date", "late_text", "moment", "read_roster"]
+__all__ = ["Roster", "due_date", "late_text", "moment", "plainly", "read_roster"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,11 @@ class Roster:
         name = plainly(student)
         due, at = self.extended.get(name, due), self.handed_in.get(name, at)
         return max(at - due, timedelta()) if at is not None and due is not None else timedelta()
+
+
+def plainly(name: str) -> str:
+    """Return a name as names are compared: "Kim_Lee" and "Kim Lee.ipynb" are "kim lee"."""
+    return " ".join(name.removesuffix(".ipynb").replace("_", " ").split()).casefold()
 
 
 def read_roster(path: Path) -> Roster:

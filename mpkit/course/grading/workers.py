@@ -29,9 +29,9 @@ from dataclasses import asdict, replace
 import psutil
 
 from mpkit.common.this_process import make_undumpable
-from mpkit.course.grading.grade_file import Grade
 from mpkit.course.grading.grader import Grader
-from mpkit.course.grading.handed_in import HandedIn
+from mpkit.course.grading.report import Grade
+from mpkit.course.grading.submissions import HandedIn
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, list_descendants, sweep
 
 __all__ = ["in_parallel"]

@@ -1,18 +1,15 @@
 """The timelines of the reading lab, also on machines with a faster link.
 
 Runs use tensors without content (`mpkit.prediction.dry_run`) and are replayed on catalogued machines, so they take a
-second, and have the same result each time. Without torch they cannot be played; the browser edition has their traces
-(`save_runs`).
+second, and have the same result each time.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.missing_packages import needs_torch
 from mpkit.devices.catalogue import hardware
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
@@ -22,11 +19,11 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpkit.course.framework.observation import Seen
+    from mpkit.course.framework.exercise import Seen
     from mpkit.course.framework.room import Room
     from mpkit.devices.hardware import Hardware
 
-__all__ = ["PUZZLES", "RUNS", "SAVED", "is_near", "puzzle", "read_answer", "save_runs", "timeline"]
+__all__ = ["PUZZLES", "RUNS", "is_near", "puzzle", "read_answer", "timeline"]
 
 WIDTH = 4096
 
@@ -60,7 +57,7 @@ def puzzle(exercise: str, letter: str, sheet: str, **more: Any) -> Timeline:
     Args:
         exercise: the exercise.
         letter: the letter.
-        sheet: the letters in the order of the exercise's runs, which differs from student to student.
+        sheet: the letters in the order of the exercise's runs.
         more: arguments of `timeline`.
 
     Raises:
@@ -118,34 +115,17 @@ def is_near(seen: Seen, question: str, value: float, within: float = 0.02) -> bo
     )
 
 
-SAVED = "traces"
-"""The folder beside a notebook that has the runs' traces, where there is no torch."""
-
-_TRACES: dict[str, Trace] = {}
-
-
-def save_runs(folder: Path) -> None:
-    """Save the traces of all runs that were played so far, for a place without torch."""
-    for name, trace in _TRACES.items():
-        trace.save(folder / name)
+_TRACES: dict[tuple[str, int, float], Trace] = {}
 
 
 def _play_run(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
-    from mpkit.course.framework.local_trial import shared_room
+    from mpkit.course.framework.room import shared_room
 
-    room, layers = room or shared_room(), layers or RUNS[name][1]
-    file = f"{name}-{layers}-{host:g}.mpkit".replace(" ", "-")
-    if file not in _TRACES:
-        _TRACES[file] = _play(name, layers, host, room) if room.has_ranks else _save_trace(file)
-    return _TRACES[file]
-
-
-def _save_trace(file: str) -> Trace:
-    path = Path(SAVED, file)
-    if not path.is_file():
-        raise needs_torch(f"this run, whose trace would be {path},")
-    return Trace.load(path)
+    layers, key = layers or RUNS[name][1], (name, layers or RUNS[name][1], host)
+    if key not in _TRACES:
+        _TRACES[key] = _play(name, layers, host, room or shared_room())
+    return _TRACES[key]
 
 
 def _play(name: str, layers: int, host: float, room: Room) -> Trace:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% given

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 from mpkit.plan.mesh import Mesh
 
 
@@ -37,15 +35,6 @@ def groups_of_a_mesh(ctx: mk.Context, pp: int, dp: int, tp: int) -> dict[str, ob
 
 # %% checks
 SHAPES = ((1, 2, 1), (1, 2, 2), (3, 1, 2), (2, 2, 2))  # pp, dp, tp
-VARIES = {
-    "SHAPES": (
-        ((1, 2, 1), (1, 2, 2), (3, 1, 2), (2, 2, 2)),
-        ((1, 2, 1), (1, 2, 3), (2, 1, 2), (2, 2, 2)),
-        ((1, 3, 1), (1, 2, 2), (2, 1, 3), (2, 2, 2)),
-        ((1, 2, 1), (1, 3, 2), (3, 1, 2), (2, 2, 2)),
-        ((1, 3, 1), (1, 3, 2), (2, 1, 3), (2, 2, 2)),
-    )
-}
 
 
 def play(ctx: mk.Context, answer: Answer, case: Case) -> object:

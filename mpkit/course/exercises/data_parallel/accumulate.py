@@ -7,12 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import calls, payload, peak
-from mpkit.course.framework.memory import Memory
-from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.trace import Kind
+from mpkit.course.author import *
 
 
 # %% given

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% answer
@@ -81,9 +80,6 @@ EXERCISE = OnRanks(
     after="02-data-parallel",
     place=90,
     when={
-        "the-seed-does-not-count": lambda seen: any(
-            one["shuffled"] and not one["another order for another seed"] for one in seen.got
-        ),
         "shuffles-within-a-fixed-shard": lambda seen: (
             all(one["shuffled"] and not one["other samples in every epoch"] for one in seen.got)
             and all(one["another order in every epoch"] for one in seen.got)

@@ -7,10 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks, call_with
-from mpkit.trace import Kind, Lane
+from mpkit.course.author import *
 
 
 # %% answer

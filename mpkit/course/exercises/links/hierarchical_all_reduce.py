@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.measures import bytes_between_nodes, bytes_inside_nodes
-from mpkit.course.framework.on_ranks import OnRanks, call_with
+from mpkit.course.author import *
 
 
 # %% answer
@@ -81,9 +79,6 @@ EXERCISE = OnRanks(
             and not bytes_inside_nodes(seen)
         ),
         "one-rank-for-the-node": lambda seen: seen.budget and bytes_inside_nodes(seen) > inside(seen.case),
-        "nodes-and-others-swapped": lambda seen: (
-            seen.budget == BETWEEN and bytes_inside_nodes(seen) < inside(seen.case)
-        ),
         "everybody-sends-the-node-s-sum": lambda seen: (
             seen.budget == BETWEEN and bytes_between_nodes(seen) == seen.case["a_node"] * between(seen.case)
         ),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% answer
@@ -32,16 +31,9 @@ BANDWIDTH = 25.0  # GB/s
 FEW = 4  # ranks
 SOME = 8
 MANY = 64
-VARIES = {
-    "LATENCY": (3.0, 6.0, 10.0, 15.0),
-    "BANDWIDTH": (12.5, 25.0, 50.0),
-    "FEW": (4, 5, 6),
-    "SOME": (8, 9, 12),
-    "MANY": (48, 64, 100),
-}
 
 
-def ring(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
+def seconds_of_a_ring(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
     """Return the seconds of a ring, played: in each round every rank waits for its neighbour's part."""
     clock = [0.0] * n
     for _ in range(2 * (n - 1)):
@@ -79,7 +71,9 @@ def expected(case: Case) -> list[list[float]]:
 
 
 def _ring_less_tree(n: int, latency: float, bandwidth: float) -> Callable[[float], float]:
-    return lambda nbytes: ring(nbytes, n, latency, bandwidth) - tree(nbytes, n, latency, bandwidth)
+    return lambda nbytes: (
+        seconds_of_a_ring(nbytes, n, latency, bandwidth) - tree(nbytes, n, latency, bandwidth)
+    )
 
 
 EXERCISE = OnRanks(

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% answer

@@ -7,9 +7,7 @@ import re
 from itertools import combinations, pairwise
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% answer

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.schedules import Schedules, bubble, live
+from mpkit.course.author import *
 
 # %% answer
 ### BEGIN SOLUTION
@@ -39,7 +37,7 @@ EXERCISE = Schedules(
     cases=(Case(P, 1, {"microbatches": M}),),
     budgets=(
         Budget("live micro-batches of a rank", live, CAP),
-        Budget("bubble", bubble, 0.2999, ranked=True),
+        Budget("bubble", bubble, 0.2999),
     ),
     after="04-schedules",
     place=80,

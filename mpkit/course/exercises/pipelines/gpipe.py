@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.schedules import ONE_ROW, SHAPE, Schedules, bubble
+from mpkit.course.author import *
 
 
 # %% answer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from mpkit.course.author import *
 from mpkit.course.exercises.pipelines import one_by_one
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.schedules import Schedules, bubble, in_turns, live
 
 
 # %% answer

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.schedules import Schedules, bubble, live
+from mpkit.course.author import *
 
 
 # %% answer

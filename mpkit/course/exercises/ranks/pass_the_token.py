@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Budget, Case
-from mpkit.course.framework.measures import collectives, messages
-from mpkit.course.framework.on_ranks import OnRanks, call_with
+from mpkit.course.author import *
 
 
 # %% answer

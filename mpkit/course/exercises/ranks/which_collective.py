@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import mpkit as mk
-from mpkit.course.framework.questions import Questions
-from mpkit.course.framework.room import Room
+from mpkit.course.author import *
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,12 +107,7 @@ def _after(ctx: mk.Context, mine: Tensor) -> dict[str, list[float]]:
 
 
 def truth(room: Room) -> Mapping[str, str]:
-    """Run every collective on ranks, and return for each question the one whose outcome is in the table.
-
-    Where there are no ranks, the solution is right: a test compares it with what ranks do.
-    """
-    if not room.has_ranks:
-        return answers
+    """Run every collective on ranks, and return for each question the one whose outcome is in the table."""
     asked = tables()
     done = room.cluster(RANKS).run(every_collective, [before for before, _ in asked.values()])
     right = {}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import permutations
 
 import mpkit as mk
-from mpkit.course.framework.questions import Questions
-from mpkit.course.framework.room import Room
+from mpkit.course.author import *
 from mpkit.course.lab import is_near, puzzle
 
 # %% given
@@ -39,7 +37,6 @@ seconds_of_a_step = {
 
 
 # %% checks
-VARIES = {"SHEET": tuple(map("".join, permutations("ABC"))), "FACTOR": (1.5, 1.75, 2)}
 PCIE, NVLINK, PIPELINE = tuple(SHEET)
 SAVED = 1 - 1 / FACTOR  # share of a message's time
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import mpkit as mk
-from mpkit.course.framework.questions import Questions
-from mpkit.course.framework.room import Room
+from mpkit.course.author import *
 from mpkit.course.lab import is_near, read_answer
 from mpkit.course.lab.profiles import arrivals
 
@@ -54,7 +53,6 @@ straggler = {
 
 
 # %% checks
-VARIES = {"SHEET": tuple(range(8))}
 SENDING = 0.0007  # seconds of an all-reduce, once all ranks have come
 RANK, WAITED, SHARE, LATE = straggler
 
@@ -89,9 +87,6 @@ EXERCISE = Questions(
         "once-is-no-straggler": lambda seen: read_answer(seen, RANK) == late,
         "the-straggler-twice": lambda seen: read_answer(seen, LATE) == rank,
         "sending-is-no-waiting": lambda seen: is_near(seen, WAITED, seconds + 9 * 7 * SENDING),
-        "seven-ranks-wait": lambda seen: is_near(seen, WAITED, seconds / 7),
-        "one-step-only": lambda seen: is_near(seen, WAITED, seconds / 3, 0.05),
-        "percent": lambda seen: is_near(seen, SHARE, 100 * share) or read_answer(seen, SHARE) > 1,
         "share-of-the-all-reduces": lambda seen: is_near(
             seen, SHARE, seconds / (seconds / share + 12 * 8 * SENDING), 0.03
         ),

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import permutations
 
 import mpkit as mk
-from mpkit.course.framework.questions import Questions
-from mpkit.course.framework.room import Room
+from mpkit.course.author import *
 from mpkit.course.lab import puzzle, read_answer
-from mpkit.trace import Lane
 
 # %% given
 SHEET = "ABCDE"  # which run has which letter
@@ -40,7 +37,6 @@ causes = {
 
 
 # %% checks
-VARIES = {"SHEET": tuple(map("".join, permutations("ABCDE")))}
 BUBBLE, EXPOSED, NOTHING, COPY, UNEVEN = tuple(SHEET)
 
 

@@ -7,10 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.sequences_and_experts import exchange
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, payload
-from mpkit.course.framework.on_ranks import OnRanks
 
 
 # %% answer

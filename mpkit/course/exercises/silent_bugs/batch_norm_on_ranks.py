@@ -1,4 +1,4 @@
-"""Silent bug 6: batch norm on ranks."""
+"""Silent bug 4: batch norm on ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import payload
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% given

@@ -7,11 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.measures import collectives
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% answer

@@ -1,4 +1,4 @@
-"""Silent bug 5: dropout in a tensor-parallel group."""
+"""Silent bug 3: dropout in a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Answer, Case
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% given

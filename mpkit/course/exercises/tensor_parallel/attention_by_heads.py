@@ -7,10 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, payload
-from mpkit.course.framework.on_ranks import OnRanks
 
 
 # %% given
@@ -66,7 +64,7 @@ def whole(case: Case) -> tuple[Tensor, Tensor, Linears]:
     return x.requires_grad_(), dz, (qkv, out)
 
 
-def serial(x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
+def attend_serially(x: Tensor, qkv: nn.Linear, out: nn.Linear, heads: int) -> Tensor:
     """Compute all heads on one rank."""
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -97,7 +95,7 @@ def play(ctx: mk.Context, answer: Answer, case: Case) -> object:
 def expected(case: Case) -> list[dict[str, Tensor | int | None]]:
     """Return the results of all heads on one rank, and how many rows of `qkv.weight` are a rank's."""
     x, dz, layers = whole(case)
-    z = serial(x, *layers, case["heads"])
+    z = attend_serially(x, *layers, case["heads"])
     z.backward(dz)
     return [{"result": z.detach(), **gradients(x, layers), WORKED: 3 * H // case.ranks}] * case.ranks
 

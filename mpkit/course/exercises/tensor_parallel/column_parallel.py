@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, payload
-from mpkit.course.framework.on_ranks import OnRanks
 
 
 # %% answer

@@ -7,12 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.tensor_parallel import operator
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, ring
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.trace import Kind
 
 
 # %% given

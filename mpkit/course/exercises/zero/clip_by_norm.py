@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, payload
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% answer
@@ -93,7 +90,6 @@ EXERCISE = OnRanks(
     place=70,
     when={
         "copies-counted-n-times": lambda seen: norm_of(seen, seen.case.ranks),
-        "copies-left-out": lambda seen: norm_of(seen, 0),
         "a-collective-a-gradient": lambda seen: seen.budget == "collectives",
         "gathers-the-gradients": lambda seen: seen.budget == SENT,
     },

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import mpkit as mk
-from mpkit.course.framework.equal import difference, spell
-from mpkit.course.framework.exercise import Answer, Case, CheckRow
-from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.author import *
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +35,6 @@ WIDTH, LAYERS = 32, 6
 PSI = 1_000_000
 N = 4  # ranks
 GPT_2_XL = 1_557_611_200
-VARIES = {"PSI": (1_000_000, 2_000_000, 3_500_000, 7_000_000), "N": (4, 5, 8, 10)}
 
 
 def formula(psi: int, n: int, stage: int) -> dict[str, float]:
@@ -96,8 +92,6 @@ class Formula(OnRanks):
             yield row
             if not row.ok:
                 return
-        if not room.has_ranks:
-            return
         psi = sum(weight.numel() for weight in small().parameters())
         for n, stage in ((2, 1), (4, 2), (4, 3)):
             case = Case(1, sizes={"psi": psi, "n": n, "stage": stage})

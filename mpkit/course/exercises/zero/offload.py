@@ -9,13 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat, unflat
-from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import copied_bytes, peak, ring
-from mpkit.course.framework.memory import Host, Memory
-from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.trace import Kind
 
 
 # %% answer

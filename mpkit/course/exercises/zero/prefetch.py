@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, count_exposed_layers, gathers_and_layers, peak
-from mpkit.course.framework.memory import Memory
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
+from mpkit.course.author import *
 
 
 # %% given

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, messages
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
 
 
 # %% answer

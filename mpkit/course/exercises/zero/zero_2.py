@@ -9,14 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat, unflat
-from mpkit.course.framework import serial
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import collectives, peak, ring
-from mpkit.course.framework.memory import Memory
-from mpkit.course.framework.observation import Seen
-from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.trace import Kind
 
 
 # %% answer

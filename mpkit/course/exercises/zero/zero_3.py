@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 import mpkit as mk
-from mpkit.course.framework.exercise import Answer, Budget, Case
-from mpkit.course.framework.measures import calls, peak, ring
-from mpkit.course.framework.memory import Memory
-from mpkit.course.framework.on_ranks import OnRanks
-from mpkit.trace import Kind
+from mpkit.course.author import *
 
 
 # %% given
