@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.data_parallel.sync_batchnorm import over_whole_batch
+from mpkit.strategies.data_parallel.sync_batchnorm import Alone, over_whole_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -152,3 +152,11 @@ def test_a_run_says_that_it_synchronizes_and_what_it_costs(
         printed = capsys.readouterr().out
         assert ("batchnorm='local' in the Plan" in printed) == says
         assert bool(re.search(r"BatchNorm's synchronization took \d+% of rank 0's time", printed)) == says
+
+
+def test_one_value_per_channel_on_all_ranks_together_has_no_variance() -> None:
+    norm = nn.BatchNorm1d(3)
+    over_whole_batch(norm, Alone())
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        norm(torch.randn(1, 3))
+    assert torch.isfinite(norm(torch.randn(2, 3))).all()

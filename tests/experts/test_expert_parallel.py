@@ -425,3 +425,11 @@ def test_the_ratio_of_a_rank_says_how_busy_its_experts_are(train: Train) -> None
         volume
     )
     assert "rank 0 received" in volume._repr_html_()
+
+
+def test_a_router_learns_if_a_token_visits_one_expert() -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(width=8, experts=4, top_k=1)
+    layer(torch.randn(16, 8)).square().sum().backward()
+    assert layer.router.weight.grad is not None
+    assert layer.router.weight.grad.abs().max() > 1e-6

@@ -9,6 +9,7 @@ import linecache
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -312,3 +313,16 @@ def test_the_nearest_message_explains_a_deadlock(clusters: Callable[[int], mk.Cl
         clusters(2).run(fn)
     assert "Instead it sent float32[3] to rank 1 with tag F3" in str(caught.value)
     assert "only slow" not in str(caught.value)
+
+
+def two_groups(ctx: Any, crossed: bool) -> list[float]:
+    first, second = ctx.comm.group([0, 1]), ctx.comm.group([0, 1])
+    order = (second, first) if crossed and ctx.rank else (first, second)
+    numbers = {id(first): 1.0, id(second): 10.0}
+    return [group.all_reduce(torch.tensor(numbers[id(group)])).item() for group in order]
+
+
+def test_two_groups_of_the_same_ranks_are_two_groups(clusters: Callable[[int], mk.Cluster]) -> None:
+    assert clusters(2).run(two_groups, False) == [[2.0, 20.0]] * 2
+    with pytest.raises(mk.errors.CommMismatch, match="number 2"):
+        clusters(2).run(two_groups, True)

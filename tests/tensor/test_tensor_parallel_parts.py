@@ -23,6 +23,7 @@ from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.tensor import shard_model
 from mpkit.strategies.tensor.logits import DividedLogits
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
+from mpkit.strategies.tensor.vocabulary import divide_embedding
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import count
 from mpkit.trace.record.hooks import watch
@@ -533,3 +534,17 @@ def test_a_dry_run_with_fake_tensors() -> None:
                 assert (logits * 2).shape == logits.shape
                 weight = model.get_submodule("block0.attention.qkv").weight
                 assert weight.grad.shape == weight.shape == (3 * 4 * (2 - index), 12)
+
+
+def test_tokens_and_targets_outside_of_the_vocabulary_are_rejected_as_in_torch() -> None:
+    group, parts = FakeGroup(2), tuple(evenly(5, 2))
+    embedding = nn.Embedding(3, 4)
+    divide_embedding(group, embedding, parts[0], 5)
+    assert embedding(torch.tensor([0, 4])).shape == (2, 4)
+    logits = DividedLogits.make(group, parts, normal(2, 3))
+    F.cross_entropy(logits, torch.tensor([4, -100]))
+    for wrong in (5, 99, -1):
+        with pytest.raises(IndexError, match=f"Token {wrong} is out of bounds.* 0 to 4"):
+            embedding(torch.tensor([0, wrong]))
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            F.cross_entropy(logits, torch.tensor([0, wrong]))

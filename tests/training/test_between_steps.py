@@ -358,3 +358,19 @@ def test_what_cannot_work_is_refused_with_what_would(train: Train, wrong: dict[s
 def test_a_value_that_on_step_returns_is_no_answer(train: Train, returned: Any, says: str) -> None:
     with pytest.raises(mk.RankFailed, match=says):
         train(gpt(), DATA, mk.Plan.serial(), **HOW, on_step=lambda ctx, step: returned)
+
+
+@pytest.mark.parametrize("plan", [mk.Plan.serial(), mk.Plan.ddp(2), mk.Plan.gpipe(2, 2)], ids=repr)
+def test_the_loss_of_unevenly_masked_batches_weighs_targets(train: Train, plan: mk.Plan) -> None:
+    """Whatever the plan makes of the training's loss, and although nothing is masked in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    data = [(torch.randn(8, 6).double(), torch.randint(0, 3, (8,))) for _ in range(2)]
+    held_out = [(torch.randn(8, 6).double(), torch.randint(0, 3, (8,))) for _ in range(3)]
+    held_out[0][1][1:] = -100
+    held_out[1][1][:3] = -100
+    run = train(model, data, plan, loss=F.cross_entropy, optimizer=adamw, steps=1, evaluate=held_out)
+    trained = copy.deepcopy(model)
+    trained.load_state_dict(run.state_dict())
+    outputs, targets = trained(torch.cat([x for x, _ in held_out])), torch.cat([y for _, y in held_out])
+    assert run.metrics["eval loss"] == {0: pytest.approx(F.cross_entropy(outputs, targets).item())}

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.prepare.shared_memory import find_shared_memory
-from tests.recipes import sgd
+from tests.recipes import adamw, sgd
+from tests.serial import Train
 
 
 class Reads(nn.Module):
@@ -76,3 +77,28 @@ def test_wrappers_that_divide_reject_it(clusters: Callable[[int], mk.Cluster]) -
 
     for messages in clusters(2).run(wrap):
         assert len(messages) == 3 and all("in the same memory" in message for message in messages)
+
+
+class KeepsTensors(nn.Module):
+    """A tensor as a plain attribute, and views of it in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.scale = torch.rand(2, 8)
+        self.rows = [self.scale[0], {"second": self.scale[1]}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x)) * self.scale[0]
+        return self.second(y * self.rows[1]["second"])
+
+
+@pytest.mark.parametrize("plan", [mk.Plan.zero(3, 2), mk.Plan.zero(3, 4, dp_shard=2), mk.Plan.gpipe(2, 2)], ids=repr)
+def test_tensors_in_plain_attributes(train: Train, plan: mk.Plan) -> None:
+    torch.manual_seed(0)
+    model, data = KeepsTensors().double(), [(torch.randn(8, 6).double(), torch.randn(8, 3).double())]
+    model.scale = model.scale.double()
+    model.rows = [model.scale[0], {"second": model.scale[1]}]
+    how = {"loss": nn.functional.mse_loss, "optimizer": adamw, "steps": 2}
+    serial, run = (train(model, data, each, **how) for each in (mk.Plan.serial(), plan))
+    assert run.losses == pytest.approx(serial.losses, rel=1e-12)

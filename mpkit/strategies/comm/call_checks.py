@@ -194,11 +194,12 @@ class CallChecks:
         tensor: Tensor,
         sends: Sequence[int],
         receives: Sequence[int],
+        group: str = "",
     ) -> CheckedCall:
         """Return the check of an all-to-all with so many rows for each of these ranks, and from each."""
         name = ",".join(map(str, ranks))
         channel = ROWS | crc32(name.encode())
-        whole = self.collective(ranks, number, Kind.ALL_TO_ALL, tensor, -1, "", uneven=True)
+        whole = self.collective(ranks, number, Kind.ALL_TO_ALL, tensor, -1, "", group, uneven=True)
         rows = [
             MessageEnd(self, channel | direction, peer, name, number, Fingerprint(count + 1, ""))
             for direction, counts in ((SENT, sends), (0, receives))

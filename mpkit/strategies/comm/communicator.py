@@ -26,6 +26,7 @@ Source: the communicators of the MPI standard, chapter 7, which torch.distribute
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch.distributed as dist
 from torch import Tensor
@@ -65,6 +66,8 @@ class Communicator:
         index: this rank's place among the members, 0 to n - 1; -1: it is no member.
         name: the members as the trace spells them: "0,1,2,3".
         issued: the number of collectives so far, which is the number of the next one.
+        label: tells communicators of the same ranks apart, "" for the first one: ranks that use them in different
+            orders get an error, and not each other's numbers.
     """
 
     def __init__(
@@ -79,10 +82,27 @@ class Communicator:
         self.size = len(ranks)
         self.index = ranks.index(wire.rank) if wire.rank in ranks else -1
         self.name = ",".join(map(str, ranks))
-        self.issued = 0
+        self.label = ""
+        self._counts = {"issued": 0, "siblings": 0}  # shared with the other communicators of these ranks
 
     def __repr__(self) -> str:
         return f"Communicator(ranks {list(self.ranks)}, this is rank {self.rank})"
+
+    @property
+    def issued(self) -> int:
+        """The number of collectives of these ranks so far."""
+        return self._counts["issued"]
+
+    @issued.setter
+    def issued(self, number: int) -> None:
+        self._counts["issued"] = number
+
+    def sibling(self) -> Communicator:
+        """Return another communicator of the same ranks, whose calls match only its own."""
+        self._counts["siblings"] += 1
+        made = copy(self)
+        made.label = f"{self.name}, number {self._counts['siblings'] + 1}"
+        return made
 
     # ---- collectives
     all_reduce = collectives.all_reduce
@@ -126,9 +146,11 @@ class Communicator:
         call = None
         if checks is not None and self.size > 1:
             if parts is not None:
-                call = checks.exchange(self.ranks, number, tensor, *parts)
+                call = checks.exchange(self.ranks, number, tensor, *parts, self.label)
             else:
-                call = checks.collective(self.ranks, number, kind, tensor, root, reduction, what=what)
+                call = checks.collective(
+                    self.ranks, number, kind, tensor, root, reduction, self.label, what=what
+                )
         return CallNumber(kind, self.name, number, root, call)
 
     def subgroup(self, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:

@@ -27,7 +27,8 @@ __all__ = ["adopt", "device_mesh", "group"]
 def group(self: Communicator, ranks: Sequence[int]) -> Communicator:
     """Return the communicator of these global ranks: pass it as `group`, or call its methods.
 
-    Every rank of the run makes this call in the same order, whether it is a member or not.
+    Every rank of the run makes this call in the same order, whether it is a member or not. Two groups of the same ranks
+    are two groups: a call of one of them does not match a call of the other.
 
     Raises:
         ValueError: there are no ranks, a rank does not exist, or a rank is given twice.
@@ -40,7 +41,8 @@ def group(self: Communicator, ranks: Sequence[int]) -> Communicator:
             f"group({list(ranks)}) needs different ranks out of 0 to {self.world_size - 1}, at least one; "
             f"for all of them leave group=None"
         )
-    return self.wire.communicators.get(members) or self.adopt(members, _torch_group(self, members))
+    known = self.wire.communicators.get(members)
+    return self.adopt(members, _torch_group(self, members)) if known is None else known.sibling()
 
 
 def adopt(self: Communicator, ranks: tuple[int, ...], handle: dist.ProcessGroup | None) -> Communicator:

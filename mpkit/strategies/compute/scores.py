@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.compute.stage_forward import PartForward, StageForward, loss_share
+from mpkit.strategies.compute.stage_forward import PartForward, StageForward
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.guard import GuardedLoss
+from mpkit.strategies.loss.mean import MeanLoss, SummedMeans
 from mpkit.strategies.loss.quotient import Quotient, as_pair
+from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.randomness import Draws
 from mpkit.strategies.stage.stage import cast, onto_device
 
@@ -41,24 +44,44 @@ def scores(job: TrainJob, output: Any, targets: Value, weight: float, size: int)
     """
     evaluation = job.how.evaluation
     assert evaluation is not None
+    if job.plan.precision != "full":
+        output = cast(output, torch.float32)  # a loss is a long sum, for which 16 bits are too few
     # ---- loss
-    total, *count = loss_share(job, output, targets, weight)
-    if isinstance(job.what.loss, Quotient) and job.what.loss.count is not None:  # of a whole batch
-        total, count = total * job.what.loss.count, [torch.as_tensor(job.what.loss.count)]
-    pairs = [(total, count[0]) if count else (total * size, weight * size)]
+    value = _counted_loss(job.what.loss, output, targets, weight)
+    pairs: list[tuple[Any, Any]] = [
+        value if isinstance(value, tuple) else (value * weight * size, weight * size)
+    ]
     # ---- metrics
     if evaluation.metric is not None:
-        if job.plan.precision != "full":
-            output = cast(output, torch.float32)
         values = measure_scores(evaluation.metric, output, targets)
         _check(tuple(values), evaluation.names[1:])
         for value in values.values():
             counted = as_pair(value)
             pairs.append(counted if counted is not None else (value * weight * size, weight * size))
     there = 1.0 if weight else 0.0
-    device = total.device
+    device = pairs[0][0].device
     flat = (torch.as_tensor(number, dtype=torch.float64, device=device) for pair in pairs for number in pair)
     return tuple(number.detach().reshape(()) if there else torch.zeros_like(number) for number in flat)
+
+
+def _counted_loss(loss: Any, output: Any, targets: Value, weight: float) -> Any:
+    """Return the (total, count) of a loss, also of a mean of torch's; its value if what it divides by is not known.
+
+    A batch that is computed in one part trains with the mean itself. Of an evaluation's several batches, each counts by
+    its targets that count, as in `mk.mean_loss`, and not by its samples.
+    """
+    if isinstance(loss, WholeBatchLoss):
+        return loss(output, targets, counts=weight > 0)
+    if isinstance(loss, GuardedLoss):
+        loss = loss.loss
+    if isinstance(loss, Quotient):
+        loss = loss.loss
+    if isinstance(owner := getattr(loss, "__self__", None), MeanLoss):  # `MeanLoss.mean`
+        loss = owner
+    with SummedMeans() as means:
+        value = loss(output, targets)
+    pair = means.pair_of(value) or as_pair(value)
+    return loss(output, targets) if pair is None and means.calls else pair or value
 
 
 def _check(names: tuple[str, ...], expected: tuple[str, ...]) -> None:

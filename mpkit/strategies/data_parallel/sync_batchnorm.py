@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.torch_private import _BatchNorm, _get_dispatch_mode, _TorchDispatchModeKey
+from mpkit.common.torch_private import FakeTensor, _BatchNorm, _get_dispatch_mode, _TorchDispatchModeKey
 from mpkit.strategies.comm.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -119,6 +119,11 @@ class _Normalize(torch.autograd.Function):
         ranks = comm.all_gather(mine[None])
         means, deviations, counts = ranks.split([x.shape[1], x.shape[1], 1], 1)
         total = counts.sum()
+        if n <= 1 and not isinstance(total, FakeTensor) and total.item() <= 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {list(x.shape)} over all ranks: "
+                "one value has no variance. Take a larger batch, or module.eval()"
+            )
         mu = (counts * means).sum(0) / total
         var = (deviations + counts * (means - mu).square()).sum(0) / total
         # ---- normalize

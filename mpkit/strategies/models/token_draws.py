@@ -2,7 +2,8 @@
 
 A rank with a part of each sequence draws for its own tokens. Whatever has no dimension of tokens is drawn for all of
 them at once, such as the path that DropPath drops for a sample, or noise on a weight. So in a span that divides tokens
-(`mpkit.strategies.models.own_draws`) the shape of what is drawn decides.
+(`mpkit.strategies.models.own_draws`) the shape of what is drawn decides, and nothing is drawn for the tokens of a
+parameter. Noise on a weight in the shape of a batch of tokens (`torch.randn(batch, tokens)`) would be taken for theirs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import _disable_current_modes
@@ -54,16 +55,25 @@ def drawn_by(draws: OwnDraws, func: Any, args: tuple[Any, ...], kwargs: dict[str
             shape = func(*args, **(kwargs | {"device": "meta", "generator": None})).shape
     else:
         shape = first.shape
-    if _has_tokens(shape, *tokens):
+    if not isinstance(first, nn.Parameter) and _has_tokens(shape, *tokens):
         return func(*args, **kwargs)
     with draws.share_draws():
         return func(*args, **kwargs)
 
 
 def _has_tokens(shape: Sequence[int], batch: int, count: int) -> bool:
-    """Return whether a tensor has something of each token: [batch, tokens, ...], or tokens in one dimension.
+    """Return whether a tensor has something of each token of each sample.
 
-    >>> _has_tokens((2, 8, 5), 2, 8), _has_tokens((16, 4), 2, 8), _has_tokens((2, 1, 1), 2, 8), _has_tokens((), 2, 8)
-    (True, True, False, False)
+    That is [batch, ..., tokens, ...], [tokens, batch, ...], both in the first dimension, or, in attentions that fold
+    heads into the batch, [batch heads, tokens, ...]. A weight that is as wide as the tokens are many is none of these.
+
+    >>> [_has_tokens(shape, 2, 8) for shape in ((2, 8, 5), (16, 4), (8, 2, 5), (6, 8, 8))]
+    [True, True, True, True]
+    >>> [_has_tokens(shape, 2, 8) for shape in ((2, 1, 1), (), (8, 8), (8,))]
+    [False, False, False, False]
     """
-    return count in shape[1:] or (bool(shape) and shape[0] in {batch * count, count} - {batch})
+    if not shape:
+        return False
+    folded = len(shape) == 3 and shape[0] % batch == 0 and shape[1] == count
+    in_front = shape[0] == batch * count or tuple(shape[:2]) == (count, batch)
+    return in_front or folded or (shape[0] == batch and count in shape[1:])

@@ -60,7 +60,6 @@ class Evaluation:
     def __init__(self, context: Context, job: TrainJob, axes: MeshAxes, sync: GradientSync) -> None:
         assert job.how.evaluation is not None
         self._context, self._sync, self._names = context, sync, job.how.evaluation.names
-        self._nominal = job.what.nominal
         self._job = job.for_evaluation()
         self._is_dp = isinstance(sync, DP)
         self._forwards: ScoredShares | ForwardPass = (
@@ -90,8 +89,6 @@ class Evaluation:
         # ---- sum
         total, weight = self._context.comm.all_reduce(sums).view(-1, 2).unbind(1)
         values: list[float] = (total / weight).tolist()
-        if self._nominal is not None:
-            values[0] *= self._nominal
         return dict(zip(self._names, values, strict=True))
 
     def _feed(self) -> Feed:

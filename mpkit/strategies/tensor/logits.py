@@ -181,8 +181,9 @@ def _cross_entropy(
     if not rows or special or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
         return None
     mine = logits.parts[logits.group.index]
+    V = logits.shape[-1]
     return cross_entropy(
-        logits.group, logits.part, target, mine, ignore_index=ignore_index, reduction=reduction
+        logits.group, logits.part, target, mine, V, ignore_index=ignore_index, reduction=reduction
     )
 
 

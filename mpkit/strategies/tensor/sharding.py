@@ -127,7 +127,8 @@ def _divide_vocabulary(
     """Divide the embeddings, and the head with its logits."""
     for name in plan.embeddings:
         embedding: Any = modules[name]
-        divide_embedding(group, embedding, shards.of_weight(name).ranges[0])
+        shard = shards.of_weight(name)
+        divide_embedding(group, embedding, shard.ranges[0], shard.whole[0])
     if plan.head is None:
         return
     head = modules[plan.head]

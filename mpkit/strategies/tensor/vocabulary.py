@@ -21,19 +21,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.tensor.operators import g
 
 __all__ = ["cross_entropy", "divide_embedding"]
 
 
-def divide_embedding(group: ProcessGroup, embedding: nn.Embedding, mine: range) -> None:
+def divide_embedding(group: ProcessGroup, embedding: nn.Embedding, mine: range, vocabulary: int) -> None:
     """Let an embedding look up tokens of this rank's part of the vocabulary, whose vectors it holds already."""
-    embedding.forward = partial(_look_up, group, embedding, mine)  # type: ignore[method-assign]
+    embedding.forward = partial(_look_up, group, embedding, mine, vocabulary)  # type: ignore[method-assign]
 
 
-def _look_up(group: ProcessGroup, embedding: nn.Embedding, mine: range, tokens: Tensor) -> Tensor:
-    """Look up tokens: [...] -> [..., width]."""
+def _look_up(
+    group: ProcessGroup, embedding: nn.Embedding, mine: range, vocabulary: int, tokens: Tensor
+) -> Tensor:
+    """Look up tokens: [...] -> [..., width].
+
+    Raises:
+        IndexError: a token is not in the vocabulary, as in `torch.nn.Embedding`.
+    """
+    _check_in_vocabulary(tokens, vocabulary, "Token")
     here = (tokens >= mine.start) & (tokens < mine.stop)
     local = torch.where(here, tokens - mine.start, 0)
     nowhere = embedding.padding_idx  # whose vector has no gradient
@@ -42,8 +50,31 @@ def _look_up(group: ProcessGroup, embedding: nn.Embedding, mine: range, tokens: 
     return g(group, torch.where(here[..., None], vectors, 0))
 
 
+def _check_in_vocabulary(tokens: Tensor, vocabulary: int, what: str, counts: Tensor | None = None) -> None:
+    """Reject tokens that no rank has: their vectors would be 0, and so the logits of such targets.
+
+    On a GPU the device stops the program, as torch's own lookup does, since looking at values would wait for it.
+    """
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if counts is not None:
+        outside &= counts
+    if tokens.device.type == "cuda":
+        torch._assert_async(~outside.any(), f"{what}s are out of bounds: the vocabulary has {vocabulary}")
+    elif not (isinstance(tokens, FakeTensor) or tokens.is_meta) and bool(outside.any()):
+        raise IndexError(
+            f"{what} {int(tokens[outside][0])} is out of bounds: the vocabulary has the tokens 0 to {vocabulary - 1}"
+        )
+
+
 def cross_entropy(
-    group: ProcessGroup, logits: Tensor, targets: Tensor, mine: range, *, ignore_index: int, reduction: str
+    group: ProcessGroup,
+    logits: Tensor,
+    targets: Tensor,
+    mine: range,
+    vocabulary: int,
+    *,
+    ignore_index: int,
+    reduction: str,
 ) -> Tensor:
     """Return what `torch.nn.functional.cross_entropy` returns for the whole logits.
 
@@ -52,11 +83,16 @@ def cross_entropy(
         logits: [n, V_i], this rank's part.
         targets: [n], tokens of the whole vocabulary.
         mine: this rank's part of the vocabulary.
+        vocabulary: V, the size of the whole vocabulary.
         ignore_index: the target that does not count.
         reduction: "mean" (over those that count), "sum" or "none".
+
+    Raises:
+        IndexError: a target that counts is not in the vocabulary.
     """
-    losses = _CrossEntropy.apply(group, logits, targets, mine)  # type: ignore[no-untyped-call]
     counts = targets != ignore_index
+    _check_in_vocabulary(targets, vocabulary, "Target", counts)
+    losses = _CrossEntropy.apply(group, logits, targets, mine)  # type: ignore[no-untyped-call]
     losses = torch.where(counts, losses, 0)
     if reduction == "none":
         return losses

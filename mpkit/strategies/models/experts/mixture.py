@@ -1,6 +1,7 @@
 """A mixture of experts as a layer: a router, and experts whose weights lie side by side in one tensor.
 
-    route       a token's experts are those of its k largest probabilities, which are their weights
+    route       a token's experts are those of its k largest probabilities, which are their weights: for k > 1 divided
+                by their sum, for k = 1 as they are
     balance     what keeps experts equally busy, if wanted (`mpkit.strategies.models.experts.routing`)
     experts     each computes the tokens that chose it; none is dropped, unless experts have a capacity
     combine     the weighted sum over each token's experts
@@ -10,7 +11,8 @@
 one description holds for both, and `Plan(ep=n)` divides the first dimension (`mpkit.strategies.experts`).
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", ICLR 2017;
-Dai et al., "DeepSeekMoE", 2024, section 3.2, for shared experts.
+Fedus et al., "Switch Transformers", JMLR 2022, section 2.1, for k = 1; Dai et al., "DeepSeekMoE", 2024, section 3.2,
+for shared experts.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class MixtureOfExperts(nn.Module):
         if share is not None and (self.aux_loss or self.z_loss):
             p = RouterLosses.apply(p, logits, share, self.aux_loss, self.z_loss)  # type: ignore[no-untyped-call]
         weights = p.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True)
+        if self.top_k > 1:  # of a single one the quotient is 1, from which a router learns nothing
+            weights = weights / weights.sum(-1, keepdim=True)
         if share is not None and self.capacity is not None:
             places = share.places()
             chosen = chosen.masked_fill(places > self.capacity_of(share.choices), self.experts_in_all)

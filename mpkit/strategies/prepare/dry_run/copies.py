@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mpkit.common.exceptions import one_line
 from mpkit.common.torch_private import (
@@ -124,6 +125,28 @@ def without_graphs(model: nn.Module) -> nn.Module:
     return model
 
 
+class _DropContent(TorchFunctionMode):
+    """Lets `copy.deepcopy` make fakes of the plain tensors that modules keep in attributes, lists and objects.
+
+    The mode converts storages once, so that tensors that share memory share it in the copy.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function; of a tensor that is copied, return a fake."""
+        if func is not Tensor.__deepcopy__ or isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._mode.from_tensor(tensor)
+        return memo[id(tensor)]
+
+
 def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of the model whose tensors have no content."""
     memo: dict[int, Any] = {}
@@ -133,7 +156,8 @@ def without_content(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(mode.from_tensor(tensor), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
-    return copy_model(model, memo)
+    with _DropContent(mode):
+        return copy_model(model, memo)
 
 
 def freeze_unshared_norms(model: nn.Module, microbatches: int, replicas: int) -> nn.Module:

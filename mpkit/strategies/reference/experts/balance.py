@@ -37,7 +37,7 @@ def route_with_bias(p: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # ---- bias
     chosen = (p + bias).topk(k).indices
     weights = p.gather(1, chosen)
-    return chosen, weights / weights.sum(-1, keepdim=True)
+    return chosen, weights / weights.sum(-1, keepdim=True) if k > 1 else weights
 
 
 def move_bias(bias: Tensor, counts: Tensor, rate: float = 0.001) -> Tensor:

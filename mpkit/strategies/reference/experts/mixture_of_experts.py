@@ -24,7 +24,7 @@ __all__ = ["combine", "experts", "mixture_of_experts", "permute", "route"]
 def route(x: Tensor, W: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return each token's experts and their weights, (T, k) each. x: (T, h), W: (h, E)."""
     weights, chosen = (x @ W).softmax(-1).topk(k)
-    return chosen, weights / weights.sum(-1, keepdim=True)
+    return chosen, weights / weights.sum(-1, keepdim=True) if k > 1 else weights
 
 
 def permute(x: Tensor, chosen: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
