@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
+from mpkit.strategies.stage.selective_recompute import AttentionAgain
 from tests.serial import Train, check_equal
 
 
@@ -295,3 +297,52 @@ class Cached(Model):
 
 def test_a_cache_that_blocks_fill_crosses_no_cut(train: Train) -> None:
     check_equal(train, Cached(Fills), data(), mk.Plan.gpipe(2, 2, cut=["b.1"]), **HOW)
+
+
+TABLE = torch.ones(1, dtype=torch.float64)
+
+
+class HandsOn(Block):
+    """Hands on, beside its output, a constant: a global table, its own buffer, or what it was given."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, state: Any) -> Any:
+        x, scale = state
+        y = super().forward(x * scale)
+        if self.what == "made":
+            return y, torch.ones(1).double()
+        return y, TABLE if self.what == "global" else self.mean if self.what == "buffer" else scale
+
+
+class HandedOn(Model):
+    def __init__(self, what: str) -> None:
+        super().__init__(lambda: HandsOn(what))  # type: ignore[arg-type]
+
+    def blocks(self, x: Tensor) -> Tensor:
+        state: Any = (x, torch.ones(1).double())
+        for block in self.b:
+            state = block(state)
+        y: Tensor = state[0]
+        return y
+
+
+@pytest.mark.parametrize("what", ["global", "buffer", "made", "given"])
+def test_a_constant_that_a_recomputed_block_hands_on(train: Train, what: str) -> None:
+    """Its backward once led back into itself, without an end."""
+    check_equal(train, HandedOn(what), data(), mk.Plan.zero(1, 2, recompute="full"), **HOW)
+    assert TABLE.grad_fn is None
+
+
+def test_a_selective_recomputation_computes_under_the_forwards_autocast() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 8, 4, requires_grad=True) for _ in range(3))
+    found = []
+    for again in (nullcontext(), AttentionAgain()):
+        with torch.autocast("cpu", torch.bfloat16), again:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found.append(torch.autograd.grad(y.float().square().sum(), (q, k, v)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -142,7 +142,9 @@ class BlockCall:
             else MADE
             for leaf in leaves
         ]
-        made = self._select_made(leaves)
+        # Aliases, since autograd makes what a Function returns its output: a constant that the block hands on (a global
+        # table, its own buffer) would lead into this call from then on, and the backward of the next one back here.
+        made = [tensor.detach() for tensor in self._select_made(leaves)]
         if self._key not in self.block._checked and not any(
             isinstance(tensor, FakeTensor) for tensor in made
         ):

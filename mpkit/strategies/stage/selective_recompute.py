@@ -70,6 +70,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         # ---- forward
         ctx.how = how
+        kind = q.device.type
+        ctx.cast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.random = _random_state(q.device) if how.get("dropout_p") else None
         ctx.save_for_backward(q, k, v, mask)
         return scaled_dot_product_attention(q, k, v, mask, **how)
@@ -87,7 +89,7 @@ class _Attention(torch.autograd.Function):
         if ctx.random is not None:
             before = _random_state(gradient.device)
             _set_random_state(gradient.device, ctx.random)
-        with torch.enable_grad():
+        with torch.enable_grad(), ctx.cast:
             output = scaled_dot_product_attention(*inputs, **ctx.how)
         if before is not None:
             _set_random_state(gradient.device, before)
