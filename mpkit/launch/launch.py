@@ -101,11 +101,6 @@ class Launch:
         return self._processes.pids
 
     @property
-    def feeds(self) -> int:
-        """The number of ranks that this process reads streamed data for."""
-        return self.ranks
-
-    @property
     def losses(self) -> list[float]:
         """The loss of every step so far."""
         return self.trace.losses

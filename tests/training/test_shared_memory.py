@@ -93,7 +93,9 @@ class KeepsTensors(nn.Module):
         return self.second(y * self.rows[1]["second"])
 
 
-@pytest.mark.parametrize("plan", [mk.Plan.zero(3, 2), mk.Plan.zero(3, 4, dp_shard=2), mk.Plan.gpipe(2, 2)], ids=repr)
+@pytest.mark.parametrize(
+    "plan", [mk.Plan.zero(3, 2), mk.Plan.zero(3, 4, dp_shard=2), mk.Plan.gpipe(2, 2)], ids=repr
+)
 def test_tensors_in_plain_attributes(train: Train, plan: mk.Plan) -> None:
     torch.manual_seed(0)
     model, data = KeepsTensors().double(), [(torch.randn(8, 6).double(), torch.randn(8, 3).double())]

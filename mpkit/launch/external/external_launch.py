@@ -50,7 +50,6 @@ class ExternalLaunch:
 
     Attributes:
         folder: where this rank writes; on rank 0, where all traces come together.
-        feeds: the number of ranks that this process reads streamed data for.
         leads: whether this is rank 0, which has the trace of all ranks.
         apart: whether some ranks write into another folder than rank 0.
     """
@@ -75,7 +74,7 @@ class ExternalLaunch:
         # ---- agree
         self._store = session.part("launch")
         self._folders = open_folders(session, self._store)
-        self.folder, self.feeds = self._folders.folder, len(self._folders.local)
+        self.folder = self._folders.folder
         self.apart = bool(self._folders.remote)
         (self.folder / LAUNCHED).write_text(APART if self.apart else TOGETHER)
         self._results = Results(session.seal)

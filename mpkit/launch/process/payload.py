@@ -17,7 +17,7 @@ from mpkit.common.launch_folder import Settings
 from mpkit.common.this_process import cores
 from mpkit.strategies.packing.edited_modules import edited_functions
 from mpkit.strategies.packing.packing import Packer
-from mpkit.strategies.packing.world import World, pack_world
+from mpkit.strategies.packing.world import enter_world, pack_world
 
 __all__ = ["pack", "settings_here", "unpack"]
 
@@ -25,7 +25,7 @@ __all__ = ["pack", "settings_here", "unpack"]
 def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[str] = ()) -> bytes:
     """Pickle a function and its arguments; objects from a notebook, script or REPL are pickled by value.
 
-    What this process has changed for all of its code goes before them (`mpkit.strategies.packing.world`).
+    This process's settings go before them (`mpkit.strategies.packing.world`).
 
     Args:
         function, args: what ranks call.
@@ -56,9 +56,9 @@ def pack(function: Callable[..., Any], args: Sequence[Any], modules: Sequence[st
 
 def unpack(file: IO[bytes], *, enter: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the function and its arguments; `enter`: after changing this process as the launching one was."""
-    world: World = pickle.load(file)
+    settings = pickle.load(file)
     if enter:
-        world.enter()
+        enter_world(settings)
     function, args = pickle.load(file)
     return function, args
 

@@ -16,7 +16,6 @@ from mpkit.common.units import percent, seconds
 from mpkit.devices.placement_notes import spans_nodes
 from mpkit.launch.external.rendezvous import wait_for
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data.stream import Stream
 
 if TYPE_CHECKING:
     from mpkit.launch.external.external_launch import ExternalLaunch
@@ -54,10 +53,10 @@ def facts_in_common(job: TrainJob) -> dict[str, Any]:
         "seed": job.how.seed,
         "weights": weights.hexdigest(),
     }
-    if not isinstance(job.what.batches, Stream) and len(job.what.batches):
+    if len(job.what.batches):
         from mpkit.strategies.data.digest import data_digest
 
-        facts["data"] = data_digest(*job.what.batches[0])  # type: ignore[index]
+        facts["data"] = data_digest(*job.what.batches[0])
     return facts
 
 

@@ -27,7 +27,6 @@ from mpkit.trace.proof import Proof
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
-    from mpkit.strategies.data.feeder import Feeder
     from mpkit.strategies.prepare.prepare import TrainJob
 
 __all__ = ["Observer", "Run"]
@@ -92,7 +91,6 @@ class Run(RunResults):
             if isinstance(launch, ExternalLaunch):
                 job = provable_here(job, launch)
             self._proving = ProofThread(job, launch.folder, lambda: launch.losses)
-            self._feeder = self._fed_by(job)
             if isinstance(launch, ExternalLaunch):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
                     self._observers.add(ProgressLine())
@@ -195,7 +193,6 @@ class Run(RunResults):
 
         def tick() -> None:
             nonlocal looked
-            self._look_at_data()
             self._look_at_proof()
             if time.monotonic() - looked >= TICK:
                 looked = time.monotonic()
@@ -208,8 +205,6 @@ class Run(RunResults):
         finally:
             atexit.unregister(self._abandon)
             try:
-                if self._feeder is not None:
-                    self._feeder.close()
                 self._proving.finish()
                 self._look_at_proof()
                 if self._launch.error is not None:
@@ -226,24 +221,6 @@ class Run(RunResults):
                     keep(self)
             finally:
                 self._over.set()
-
-    def _fed_by(self, job: TrainJob) -> Feeder | None:
-        """Start a reader that feeds streamed data to the ranks; None if the data is no stream."""
-        from mpkit.strategies.data.stream import Stream
-
-        if not isinstance(job.what.batches, Stream) or not self._launch.feeds:
-            return None
-        from mpkit.strategies.data.feeder import Feeder
-
-        steps = range(job.how.first_step, job.how.steps)
-        return Feeder(job.what.batches, self._launch.folder, steps, self._launch.feeds)
-
-    def _look_at_data(self) -> None:
-        """End the run with the data's error if the stream failed or ran out."""
-        error = self._feeder.error if self._feeder is not None else None
-        if error is not None and self._launch.error is None:
-            self._launch.error = error
-            self._launch.kill()
 
     def _look_at_proof(self) -> None:
         """End the run if a step was found that is not that of serial training."""

@@ -23,7 +23,6 @@ from mpkit.prediction.cost_model.calibrate import calibrate
 from mpkit.prediction.cost_model.estimate import Estimate, estimate
 from mpkit.prediction.cost_model.known_models import NoArchitecture, architecture_of
 from mpkit.prediction.cost_model.preset import UNFITTED, Preset, preset_as_played
-from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.prepare.arguments.batches import take_batches
 
 if TYPE_CHECKING:
@@ -106,11 +105,6 @@ def larger_machine(
             "Any model, from a profile: mk.profile(model, data, loss=..., optimizer=...).predict(mk.Plan.ddp(8))"
         ) from error
     batches = take_batches(data, 1)
-    if isinstance(batches, Stream):
-        raise ValueError(
-            "scaling(beyond=...) reads the size of a batch first, and these data come one after the other, once: give "
-            "a list of batches, such as list(itertools.islice(data, 4))"
-        )
     samples, sequence = _sizes(batches[0])
     least = min(plan.ranks for plan in measured)
     if hardware is None and on_gpus:

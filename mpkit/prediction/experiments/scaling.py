@@ -258,7 +258,6 @@ def _plan_of(plan: Any, asked: str = "plans") -> Plan:
 def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
     """Enlarge the batches by the ratio of the numbers of ranks, by repeating the same samples."""
     from mpkit.strategies.data.microbatch import map_tensors
-    from mpkit.strategies.data.stream import Stream
     from mpkit.strategies.prepare.arguments.batches import take_batches
 
     if ranks % least:
@@ -268,11 +267,6 @@ def _grow_batches(data: Any, ranks: int, least: int, steps: int) -> list[Any]:
         )
     times = ranks // least
     batches = take_batches(data, steps)
-    if isinstance(batches, Stream):
-        raise ValueError(
-            "weak scaling makes larger batches of the same samples, and these data come one after the other, "
-            "once: give a list of batches, such as list(itertools.islice(data, 4))"
-        )
     return [
         tuple(map_tensors(lambda t: t.repeat(times, *[1] * (t.dim() - 1)), value) for value in batches[i])
         for i in range(min(steps, len(batches)))

@@ -1,4 +1,4 @@
-"""Training data: small datasets that need no download, loaders on ranks, and streams.
+"""Training data: small datasets that need no download, and loaders on ranks.
 
 The functions below create data for examples; training accepts any sequence of (inputs, targets).
 """

@@ -19,7 +19,6 @@ from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
 from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.data.digest import SampleLog
-from mpkit.strategies.data.fed_batches import FedBatches
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
 from mpkit.strategies.job.loader import Loader, Parts
 
@@ -117,8 +116,6 @@ class Feed:
 
     def __init__(self, context: Context, job: TrainJob, *, needed: bool, accounts: bool = True) -> None:
         self._source = cast(BatchSource, job.what.batches)
-        if isinstance(job.what.batches, FedBatches):
-            job.what.batches.connect(context.record.folder, context.rank)
         self._known = job.where.numbers
         self._m, self._n = job.plan.microbatches, job.plan.dp
         place = job.plan.mesh.place(context.rank)

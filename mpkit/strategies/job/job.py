@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,6 @@ from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.hooks import Hook
-
-if TYPE_CHECKING:
-    from mpkit.strategies.data.fed_batches import FedBatches
-    from mpkit.strategies.data.stream import Stream
 
 __all__ = ["EvaluationData", "Problem", "Procedure", "TrainJob", "due"]
 
@@ -47,7 +43,7 @@ class Problem:
     """
 
     model: nn.Module
-    batches: WholeBatches | Batches | Stream | FedBatches
+    batches: WholeBatches | Batches
     loss: Callable[[Any, Any], Tensor]
     names: list[str]
     nominal: float | None = None

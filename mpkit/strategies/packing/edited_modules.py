@@ -5,18 +5,18 @@ The installed modules that define a model do not change while a notebook is open
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
 
-from mpkit.strategies.packing.patches import is_installed
-
-__all__ = ["edited_functions", "installed_modules"]
+__all__ = ["edited_functions", "installed_modules", "is_installed"]
 
 
 def edited_functions(names: Iterable[str | None]) -> list[str]:
@@ -68,6 +68,17 @@ def _content(code: CodeType) -> object:
     """Return what a function does, wherever in its file it is."""
     parts = [_content(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return code.co_code, code.co_names, parts
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is Python's or an installed package's, and not the user's own."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and file.startswith(_installed_files())
+
+
+@cache
+def _installed_files() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")})
 
 
 WARM = ("torch", "mpkit")

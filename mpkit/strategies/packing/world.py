@@ -1,30 +1,29 @@
-"""What a process has changed for all of its code, carried to the ranks: settings of torch, and patched libraries.
+"""What a process has changed for all of its code: settings of torch and NumPy go to the ranks, patches are named.
 
 Ranks are fresh processes, and code that is imported there is what its files say. So a notebook that has set a default
-dtype, or put a method of its own into a class of a library, would train something else on ranks than in its own loop.
+dtype would train something else on ranks than in its own loop.
 
     settings    default dtype, precision of matrix products, deterministic algorithms, and so on: `SETTINGS`
-    patches     functions and classes that were put into libraries (`mpkit.strategies.packing.patches`)
-
-What cannot be carried is reported by name.
+    patches     the user's own functions and classes in torch's layers and functions, or in the modules that define
+                the model's classes (`nn.SiLU.forward = mine`): a warning names them, and ranks do without
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from mpkit.common.exceptions import one_line, report
+from mpkit.common.exceptions import report
+from mpkit.strategies.packing.edited_modules import is_installed
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.packing.patches import Patch, find_patches
 
-__all__ = ["World", "pack_world"]
+__all__ = ["enter_world", "pack_world"]
 
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -68,48 +67,48 @@ SETTINGS: dict[str, Setting] = {
 """How each setting is read, and set."""
 
 
-@dataclass(frozen=True)
-class World:
-    """A process's settings and patches.
-
-    Attributes:
-        settings: the values of `SETTINGS`.
-        patches: the patches, their values pickled.
-    """
-
-    settings: dict[str, Any]
-    patches: list[Patch]
-
-    def enter(self) -> None:
-        """Make a rank's process the same."""
-        for name, value in self.settings.items():
-            read, write = SETTINGS[name]
-            if read() != value:
-                write(value)
-        for patch in self.patches:
-            patch.apply()
-
-
 def pack_world(modules: Collection[str] = ()) -> bytes:
-    """Pickle what this process has changed; report patches that cannot be sent.
+    """Pickle this process's settings; report what ranks will not have.
 
     Args:
         modules: the modules that define the model's classes.
     """
-    settings = {name: read() for name, (read, _) in SETTINGS.items()}
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         report(
             "torch.autocast is on here and not on the ranks: mk.Plan(..., precision='bf16') trains in 16 bits."
         )
-    patches, lost = [], []
-    for patch in find_patches(modules):
-        try:
-            patches.append(replace(patch, value=dumps(patch.value)))
-        except Exception as error:  # a closure may hold anything
-            lost.append(f"{patch} ({one_line(error)})")
-    if lost:
+    if patches := sorted(_users_patches(modules)):
         report(
-            f"Ranks run {', '.join(lost)} as the library has it, and not what this process has put in its place, since "
-            "that cannot be sent to other processes."
+            f"Ranks run {', '.join(patches[:5])} as the library has it, and not what this process has put in its "
+            "place: they import the library anew. Make it a module of the model's own, such as class MySiLU(nn.Module)"
         )
-    return dumps(World(settings, patches))
+    return dumps({name: read() for name, (read, _) in SETTINGS.items()})
+
+
+def enter_world(settings: dict[str, Any]) -> None:
+    """Give a rank's process the settings of the process that launched it."""
+    for name, value in settings.items():
+        read, write = SETTINGS[name]
+        if read() != value:
+            write(value)
+
+
+def _users_patches(modules: Collection[str]) -> Iterator[str]:
+    """Yield the names of the user's functions and classes in libraries."""
+    layers = (name for name in list(sys.modules) if name.startswith("torch.nn.modules."))
+    for name in ("torch.nn", "torch.nn.functional", *layers, *modules):
+        for key, value in list(vars(sys.modules[name]).items()):
+            if isinstance(value, type) and value.__module__ == name:
+                inner = (f"{key}.{each}" for each, held in list(vars(value).items()) if _is_users(held))
+                yield from (f"{name}.{each}" for each in inner)
+            elif _is_users(value):
+                yield f"{name}.{key}"
+
+
+def _is_users(value: Any) -> bool:
+    value = getattr(value, "__func__", value)
+    if not isinstance(value, (FunctionType, type)):
+        return False
+    home = value.__globals__.get("__name__") if isinstance(value, FunctionType) else value.__module__
+    library = home and (home.partition(".")[0] in ("torch", "mpkit") or is_installed(home))
+    return bool(home == "__main__" or (home in sys.modules and not library))

@@ -18,7 +18,6 @@ from torch import nn
 from mpkit.plan.plan import Plan
 from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
 from mpkit.strategies.context.layout import packed_lengths
-from mpkit.strategies.data.stream import Stream, is_stream
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
@@ -33,7 +32,7 @@ from mpkit.strategies.prepare.arguments.arguments import (
     check_surroundings,
     check_update,
 )
-from mpkit.strategies.prepare.arguments.batches import check_split, of_every_size, take_batches
+from mpkit.strategies.prepare.arguments.batches import check_split, is_stream, of_every_size, take_batches
 from mpkit.strategies.prepare.arguments.step_hooks import check_ema, check_on_step, take_evaluation
 from mpkit.strategies.prepare.arguments.task import Task, TrainOptions, raise_rejection
 from mpkit.strategies.prepare.checks import find_rejection
@@ -65,9 +64,8 @@ def prepare(
 
     Args:
         model: any module; it is not changed. `mpkit.strategies.prepare.partition` cuts what is no chain of layers.
-        data: a sequence of (inputs, targets) or a DataLoader, of which `steps` batches are taken; or a stream such as a
-            generator, of which only the first batches are taken (`mpkit.strategies.data.stream`); or `mpkit.Batches`
-            of a dataset. Inputs and targets are a tensor, a tuple or a dict of tensors, batch first.
+        data: a sequence of (inputs, targets), a DataLoader or a generator, of which `steps` batches are taken; or
+            `mpkit.Batches` of a dataset. Inputs and targets are a tensor, a tuple or a dict of tensors, batch first.
         plan: how to train; None: `Plan.serial()`.
         ranks: the number of ranks.
         by_name: whether messages between the ranks are matched by name; otherwise by order (nccl).
@@ -84,11 +82,11 @@ def prepare(
     check_plan(plan, ranks)
     asked, special = _check_options(options), SpecialValues(options["loss"])
     sent = ready_to_travel(model)
-    # A stream is read with the caller's own random state, not a copy of it, since reading continues there later.
+    # Generators are read with the caller's own random state, not a copy of it.
     data = take_batches(data, asked.steps) if is_stream(data) else data
     # One core is left to the fork server, which imports torch while the first training is prepared.
     with quiet(), on_threads(torch.get_num_threads() - 1):
-        batches = data if isinstance(data, Stream) else take_batches(data, asked.steps)
+        batches = take_batches(data, asked.steps)
         sizes = of_every_size(batches, asked.steps)
         check_split(sizes, plan)
         evaluation = take_evaluation(options.get("evaluate"), options.get("every"), sent)

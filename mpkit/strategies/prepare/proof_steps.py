@@ -15,14 +15,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.common.units import memory_text
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.feed import BatchSource, WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
@@ -86,12 +85,6 @@ def with_proof(
         every = None if how.evaluation is None else how.evaluation.every
         steps = range(how.first_step, how.steps)
         wanted = tuple(sorted({*wanted, *telling_steps(what.batches, steps, special, every)}))
-    if isinstance(what.batches, Stream):
-        known = tuple(step for step in wanted if step < len(what.batches.first))
-        late = (
-            "" if known == wanted or verify == "first" else "of a stream, only the first steps are compared"
-        )
-        return replace(how, verified=known, unverified=late)
     return replace(how, verified=wanted)
 
 
@@ -175,7 +168,7 @@ class _DrawListener(TorchDispatchMode):
 
 
 def telling_steps(
-    batches: WholeBatches | BatchSource | Stream, steps: range, special: set[float], every: int | None
+    batches: WholeBatches | BatchSource, steps: range, special: set[float], every: int | None
 ) -> tuple[int, ...]:
     """Return the telling steps, counted from 0.
 
@@ -192,8 +185,8 @@ def telling_steps(
     """
     found = []
     seen: set[Hashable] = set()
-    for step in steps if not isinstance(batches, Stream) else ():
-        if step - steps.start >= len(cast(BatchSource, batches)):
+    for step in steps:
+        if step - steps.start >= len(batches):
             break  # from here on the batches repeat
         facts = set(_facts(batches, step, special))
         if seen and not facts <= seen:

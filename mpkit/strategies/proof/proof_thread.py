@@ -15,7 +15,6 @@ from mpkit.common.exceptions import one_line
 from mpkit.common.launch_folder import part, write_difference
 from mpkit.common.process_wide import LOCK, silent
 from mpkit.errors import MpkitError, NotSerial
-from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.proof.prover import Prover
@@ -95,8 +94,6 @@ class ProofThread:
         return [step for step in self._job.how.verified if step < done]
 
     def _compares(self, step: int) -> str:
-        if isinstance(self._job.what.batches, Stream):
-            return "of a stream, only the first steps can be compared"
         return f"train(..., verify=({step},)) compares that step"
 
     def _work(self) -> None:

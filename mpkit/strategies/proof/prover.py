@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from mpkit.errors import NotSerial
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
-from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.job.feed import BatchSource
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import CannotReplay
@@ -171,10 +170,6 @@ class Prover:
 
     def _batch(self, step: int) -> tuple[Value, Value]:
         source = self._job.what.batches
-        if isinstance(
-            source, Stream
-        ):  # of which `mpkit.strategies.prepare.proof_steps` asks for no other steps
-            return source.first[step]
         return cast(BatchSource, source).part(step, slice(0, source.size(step)))
 
     def _start(self, step: int, found: WholeStep) -> tuple[Value, Value]:

@@ -8,17 +8,20 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value, batch_size, part
 from mpkit.strategies.data.pairs import WANTED, checked_batch
-from mpkit.strategies.data.stream import Stream, is_stream
 from mpkit.strategies.job.feed import WholeBatches
+from mpkit.strategies.models.nested_values import flatten
 
-__all__ = ["check_split", "check_undivided", "of_every_size", "take_batches"]
+__all__ = ["check_split", "check_undivided", "is_stream", "of_every_size", "take_batches"]
+
+MOST_READ = 2**31
+"""Bytes that are read of data without a length before the start; a batch counts at least 4 KiB."""
 
 SHARES = ("num_replicas", "num_processes", "num_shards", "world_size")
 """Names of samplers' attributes for the number of ranks: in torch, Accelerate, datasets and other libraries."""
@@ -26,13 +29,31 @@ SHARES = ("num_replicas", "num_processes", "num_shards", "world_size")
 WITHIN = ("sampler", "batch_sampler", "base_sampler", "dataset", "loader", "dataloader", "base_dataloader")
 
 
-def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
-    """Return the batches that the steps use, on the CPU; of a sized iterable such as a DataLoader, the first ones.
+def is_stream(data: Any) -> bool:
+    """Return whether the data yields batches one after the other, in unknown number.
 
-    Of `Batches` only one sample is loaded at this point, and of a stream (`is_stream`) only the first batches.
+    >>> is_stream(iter([])), is_stream([]), is_stream(DataLoader([1, 2]))
+    (True, False, False)
+    """
+    if isinstance(data, DataLoader):
+        return isinstance(data.dataset, IterableDataset)
+    if isinstance(data, IterableDataset):
+        return True
+    return (
+        isinstance(data, Iterable)
+        and not isinstance(data, (Tensor, str, bytes, Mapping))
+        and not hasattr(data, "__len__")
+    )
+
+
+def take_batches(data: Any, steps: int) -> WholeBatches | Batches:
+    """Return the batches that the steps use, on the CPU; of an iterable such as a DataLoader or a generator, the first.
+
+    Of `Batches` only one sample is loaded at this point.
 
     Raises:
-        ValueError: the data is not a sequence of pairs of tensors, batch first.
+        ValueError: the data is not a sequence of pairs of tensors, batch first; a generator ends before the steps do;
+            or data without a length are larger than `MOST_READ`.
     """
     if isinstance(data, Batches):
         data.key(0, slice(None))  # inspects the first sample now rather than on the ranks
@@ -48,13 +69,11 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
             )
         raise ValueError(f"data is {type(data).__name__}; {WANTED}{hint}")
     check_undivided(data)
-    if is_stream(data):
-        return Stream(data, steps)
     began = time.perf_counter()
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         items = [data[i] for i in range(min(steps, len(data)))]
     else:
-        items = list(islice(iter(data), steps))
+        items = _read(data, steps)
     if not items:
         raise ValueError(f"data is empty; {WANTED}")
     if len(items) == 2 and all(isinstance(item, Tensor) for item in items):
@@ -67,15 +86,35 @@ def take_batches(data: Any, steps: int) -> WholeBatches | Batches | Stream:
     return batches
 
 
-def of_every_size(batches: WholeBatches | Batches | Stream, steps: int) -> list[tuple[Value, Value]]:
+def _read(data: Iterable[Any], steps: int) -> list[Any]:
+    """Return so many items of an iterable, or all that it has."""
+    items: list[Any] = []
+    held = 0
+    iterator = iter(data)
+    for item in islice(iterator, steps):
+        items.append(item)
+        held += max(4096, sum(leaf.nbytes for leaf in flatten(item)[0] if isinstance(leaf, Tensor)))
+        if held > MOST_READ:
+            raise ValueError(
+                f"{len(items)} of {steps:,} batches of the data were read, and hold more than {MOST_READ / 2**30:g} "
+                "GiB: data without a length are read before the start. mk.Batches(dataset, batch_size) takes a dataset "
+                "with a length and loads its samples on the ranks, as they are needed; or train with fewer steps"
+            )
+    if items and len(items) < steps and iterator is data:
+        raise ValueError(
+            f"the data ended after {len(items)} batches, and {steps} steps take {steps}: steps={len(items)} trains on "
+            "all of them. A generator gives its batches once; a list is gone through again and again: list(data)"
+        )
+    return items
+
+
+def of_every_size(batches: WholeBatches | Batches, steps: int) -> list[tuple[Value, Value]]:
     """Return a batch of every size that occurs.
 
     Of a dataset, the first batch is loaded and smaller ones are cut out of it.
     """
     if isinstance(batches, WholeBatches):
         return batches
-    if isinstance(batches, Stream):
-        return batches.first
     whole = batches[0]
     sizes = {batches.size(step) for step in range(min(steps, len(batches)))}
     return [

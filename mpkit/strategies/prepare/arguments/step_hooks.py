@@ -13,11 +13,10 @@ from mpkit.common.exceptions import one_line
 from mpkit.strategies.compute.scores import measure_scores
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import batch_size, part
-from mpkit.strategies.data.stream import is_stream
 from mpkit.strategies.job.job import EvaluationData
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.prepare.arguments.arguments import a_kind_of
-from mpkit.strategies.prepare.arguments.batches import take_batches
+from mpkit.strategies.prepare.arguments.batches import is_stream, take_batches
 from mpkit.strategies.stage.stage import call
 
 __all__ = ["check_ema", "check_on_step", "take_evaluation"]
@@ -107,7 +106,6 @@ def take_evaluation(evaluate: Any, every: Any, model: nn.Module) -> EvaluationDa
         batches = take_batches(data, 2**31)
     except ValueError as error:
         raise ValueError(f"evaluate: {error}") from None
-    assert not hasattr(batches, "first")
     names = ("eval loss", *(_names(model, batches, metric) if metric is not None else ()))
     return EvaluationData(batches, metric, names, every)
 

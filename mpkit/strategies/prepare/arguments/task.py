@@ -14,7 +14,6 @@ from torch import nn
 
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value
-from mpkit.strategies.data.stream import Stream
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.loss.quotient import Quotient
 
@@ -90,7 +89,7 @@ class Task:
 
     model: nn.Module
     given_model: nn.Module
-    batches: WholeBatches | Batches | Stream
+    batches: WholeBatches | Batches
     sizes: list[tuple[Value, Value]]
     loss: Quotient
     given_loss: Loss
