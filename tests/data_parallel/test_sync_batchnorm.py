@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +136,7 @@ def test_what_cannot_be(clusters: Callable[[int], mk.Cluster]) -> None:
         clusters(3).train(nn.Sequential(Own(3)), data, mk.Plan.ddp(3), **how)
 
 
-def test_a_run_says_that_it_synchronizes_and_what_it_costs(
+def test_a_run_says_that_it_synchronizes(
     clusters: Callable[[int], mk.Cluster], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -151,7 +150,6 @@ def test_a_run_says_that_it_synchronizes_and_what_it_costs(
         clusters(2).train(model, data, plan, **how).wait()
         printed = capsys.readouterr().out
         assert ("batchnorm='local' in the Plan" in printed) == says
-        assert bool(re.search(r"BatchNorm's synchronization took \d+% of rank 0's time", printed)) == says
 
 
 def test_one_value_per_channel_on_all_ranks_together_has_no_variance() -> None:

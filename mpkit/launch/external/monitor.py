@@ -28,7 +28,7 @@ from mpkit.launch.external.packets import Sender
 from mpkit.launch.external.run_folders import Folders
 from mpkit.launch.external.verdict import Verdict
 from mpkit.launch.failure import last_seen
-from mpkit.launch.process.stacks import stack_of, working_thread
+from mpkit.launch.process.stacks import stack_of
 from mpkit.launch.process.vitals import vitals_of
 from mpkit.trace.files import read_rank
 
@@ -190,7 +190,7 @@ class Monitor:
     def _answer(self, asked: int) -> None:
         """Take this process's stack if rank 0 has asked for it; the next heartbeat carries it."""
         if asked != self._stack[0]:
-            self._stack = [asked, stack_of(working_thread(self._main))]
+            self._stack = [asked, stack_of(self._main)]
 
     def _watch_store(self) -> None:
         """Conclude if the store's host no longer answers: a dead host closes no connection."""

@@ -21,9 +21,8 @@ from pathlib import Path
 from mpkit.common.launch_folder import part
 from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_stack
-from mpkit.strategies.comm.overlapped_pair import THREAD, OverlappedPair
 
-__all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of", "working_thread"]
+__all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of"]
 
 
 BEGINNINGS = [(threading.__file__, name) for name in ("run", "_bootstrap_inner", "_bootstrap")]
@@ -52,17 +51,7 @@ def _answer(asked: int, stack: int, main: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     while os.read(asked, 1):
         with contextlib.suppress(OSError):  # the disk may be full
-            os.write(stack, f"{stack_of(working_thread(main))}\n\n".encode("utf-8", "replace"))
-
-
-def working_thread(main: int) -> int:
-    """Return the thread that computes: the main thread, or that of a backward for which it has made way."""
-    frame = sys._current_frames().get(main)
-    while frame is not None and frame.f_code.co_filename == threading.__file__:
-        frame = frame.f_back
-    waits = frame is not None and frame.f_globals.get("__name__") == OverlappedPair.__module__
-    beside = (thread.ident for thread in threading.enumerate() if thread.name == THREAD)
-    return next((ident for ident in beside if waits and ident is not None), main)
+            os.write(stack, f"{stack_of(main)}\n\n".encode("utf-8", "replace"))
 
 
 def stack_of(thread: int) -> str:

@@ -24,7 +24,7 @@ from mpkit.plan.schedule.all_forward import gpipe, looped_bfs, naive
 from mpkit.plan.schedule.catalogue import NAMES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.grid import draw
-from mpkit.plan.schedule.lowering import join_pairs, lower
+from mpkit.plan.schedule.lowering import lower
 from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
 from mpkit.plan.schedule.play import play
 from mpkit.plan.schedule.v_shaped import dualpipev, zbv
@@ -41,7 +41,6 @@ __all__ = [
     "gpipe",
     "interleaved_1f1b",
     "interleaved_zb",
-    "join_pairs",
     "looped_bfs",
     "lower",
     "naive",

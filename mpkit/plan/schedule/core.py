@@ -35,8 +35,8 @@ class Schedule:
         name: the name of the schedule.
         stage_to_rank: the rank that holds each stage; if left out, the rank whose row names the stage.
         together: forwards that run as one with the backward that follows them in their row (DualPipe's F & B):
-            the results of both are sent when both are done. With divided experts (ep) each computes while the
-            other's tokens travel (`mpkit.strategies.comm.overlapped_pair`); without, one after the other.
+            the results of both are sent when both are done. Ranks of mpkit run them one after the other; elsewhere
+            each computes while the other's tokens travel.
 
     A Schedule is made from one of these (see `mpkit.plan.schedule.read`):
 

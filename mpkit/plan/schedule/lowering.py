@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Sequence
 
-from mpkit.plan.schedule.action import COMPUTE, Action
+from mpkit.plan.schedule.action import Action
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.play import play
 
-__all__ = ["join_pairs", "lower"]
+__all__ = ["lower"]
 
 
 HOP = 1 / 1024
@@ -53,35 +52,6 @@ def lower(schedule: Schedule) -> Schedule:
         rows[receiver].append(((_began_at(busy[receiver], made), 0, made), receive))
     in_order = [[action for _, action in sorted(row, key=lambda entry: entry[0])] for row in rows]
     return Schedule(in_order, schedule.name, schedule.stage_to_rank, schedule.together)
-
-
-def join_pairs(row: Sequence[Action], together: Container[Action]) -> list[tuple[Action, ...]]:
-    """Return a lowered row in which a forward and a backward that run as one are one entry.
-
-    What is between them, the receives of what the backward needs, goes before both. A backward that needs its own
-    forward runs after it, and stays an entry of its own.
-
-    >>> row = [Action.parse(each) for each in ("0F1", "0RECV_B0", "0B0", "0SEND_F1")]
-    >>> join_pairs(row, {row[0]})
-    [(0RECV_B0,), (0F1, 0B0), (0SEND_F1,)]
-    """
-    joined: list[tuple[Action, ...]] = []
-    begun: list[Action] = []  # a forward of a pair, and the receives after it
-    for action in row:
-        if action in together:
-            joined += zip(begun, strict=True)
-            begun = [action]
-        elif not begun:
-            joined.append((action,))
-        elif action.kind in ("B", "I") and action[1:] != begun[0][1:]:
-            joined += [*zip(begun[1:], strict=True), (begun[0], action)]
-            begun = []
-        elif action.kind in COMPUTE:
-            joined += [*zip(begun, strict=True), (action,)]
-            begun = []
-        else:
-            begun.append(action)
-    return joined + list(zip(begun, strict=True))
 
 
 def _began_at(busy: list[tuple[float, float]], t: float) -> float:

@@ -79,7 +79,7 @@ def dualpipev(p: int, m: int) -> Schedule:
     order is that of 2p micro-batches without those that do not exist. A rank is idle for (p-1)(F&B + B - 3W), where
     F&B = F + B unless a device runs both at the same time, and holds the activations of 2p+1 micro-batches. The results
     of F and B are sent when both are done, which costs nothing: their messages are hidden behind the next F & B. The
-    all-to-alls of divided experts are hidden within it (`mpkit.strategies.comm.overlapped_pair`).
+    all-to-alls of divided experts are hidden within it on devices that run both at once.
 
     Source: DeepSeek-AI, "DualPipe" (github.com/deepseek-ai/DualPipe, DualPipeV, after Sea AI Lab's "cut in half");
     "DeepSeek-V3 Technical Report", 2024, section 3.2.1.

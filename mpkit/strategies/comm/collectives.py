@@ -22,14 +22,13 @@ from torch import Tensor
 
 from mpkit.strategies.comm.arguments import member, output_tensor, part_shape, reducible, uneven_parts
 from mpkit.strategies.comm.flat_collectives import start_all_gather, start_reduce_scatter
-from mpkit.strategies.comm.overlapped_pair import Turn
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.strategies.comm.communicator import Communicator
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "exchange", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
 
 Out = Tensor | None
 """A tensor to fill and return; None: allocate a new one."""
@@ -212,24 +211,6 @@ def _start_all_to_all(
 ) -> Any:
     sends, receives = parts or (None, None)
     return dist.all_to_all_single(swapped, sent, receives, sends, group.handle, async_op=True)
-
-
-def exchange(
-    self: Communicator, rows: Tensor, sends: Sequence[int], receives: Sequence[int], turn: Turn
-) -> Tensor:
-    """Exchange parts as `all_to_all` does, and while they travel let the other action of a pair compute.
-
-    Args:
-        rows: (sum of `sends`, ...). Returns (sum of `receives`, ...).
-        sends, receives: as for `all_to_all`.
-        turn: which action of a pair makes such exchanges; in the other one this is an `all_to_all`.
-    """
-    pair = self.wire.pair
-    if pair is None or not pair.alternates(turn):
-        return all_to_all(self, rows, sends=sends, receives=receives)
-    work = all_to_all(self, rows, async_op=True, sends=sends, receives=receives)
-    pair.make_way(turn)
-    return work.wait()
 
 
 def barrier(self: Communicator, group: Communicator | None = None) -> None:

@@ -109,7 +109,6 @@ class Communicator:
     all_gather = collectives.all_gather
     reduce_scatter = collectives.reduce_scatter
     all_to_all = collectives.all_to_all
-    exchange = collectives.exchange
     barrier = collectives.barrier
     # ---- collectives with a root
     broadcast = rooted_collectives.broadcast

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-from mpkit.strategies.comm.overlapped_pair import Turn
-
 __all__ = ["AtOnce", "CompletedWork", "FakeGroup", "PendingWork", "ProcessGroup"]
 
 
@@ -70,9 +68,6 @@ class ProcessGroup(Protocol):
     ) -> Tensor:
         """Exchange parts: part j of rank i's (n k, ...) becomes part i of rank j's; parts of `sends` rows, if given."""
 
-    def exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int], turn: Turn) -> Tensor:
-        """Exchange parts like `all_to_all`, while the other action of a pair computes (F & B)."""
-
     def isend(self, tensor: Tensor, dst: int, tag: int | str = 0) -> PendingWork:
         """Start sending to the rank at place `dst`."""
 
@@ -100,10 +95,6 @@ class AtOnce(ABC):
         self, tensor: Tensor, *, sends: Sequence[int] | None = None, receives: Sequence[int] | None = None
     ) -> Tensor:
         """Exchange parts."""
-
-    def exchange(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int], turn: Turn) -> Tensor:
-        """Exchange parts: no time passes in which another action could compute."""
-        return self.all_to_all(rows, sends=sends, receives=receives)
 
     @overload
     def all_reduce(self, tensor: Tensor, *, async_op: Literal[False] = ..., op: str = ...) -> Tensor: ...

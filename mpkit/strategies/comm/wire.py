@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mpkit.common.torch_private import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from mpkit.strategies.comm.call_checks import CallChecks, CheckedCall
-from mpkit.strategies.comm.overlapped_pair import OverlappedPair
 from mpkit.strategies.comm.work import Work
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
@@ -79,7 +78,6 @@ class Wire:
         layer: the layer whose parameters or gradients are sent; "" where that is not known.
         what: the names of the parameters of which all ranks send their parts; "" where ranks cannot differ.
         checks_of_layers: compares what ranks send parts of, where `checks` compares nothing; None: nothing does.
-        pair: the forward and the backward that run as one at the moment, or None.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class Wire:
         self.before: Callable[[], None] | None = None
         self.layer = self.what = ""
         self.checks_of_layers: CallChecks | None = None
-        self.pair: OverlappedPair | None = None
         self._places: dict[tuple[CodeType, int], str] = {}
 
     @contextmanager

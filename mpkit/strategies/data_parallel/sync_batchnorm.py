@@ -9,13 +9,12 @@ LeVeque 1979 for combining the ranks' variances. torch.nn.SyncBatchNorm does the
 Symbols: x of shape (samples, channels, ...); N values per channel over all ranks, n of them on this one; mu and var
 over all N values; x^ = (x - mu) / sqrt(var + eps); y = gamma x^ + beta.
 
-What it costs is announced at the start of a run, measured, and printed.
+What it costs is announced at the start of a run.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from mpkit.strategies.comm.communicator import Communicator
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["Alone", "Gathers", "SyncCost", "batch_norms", "has_own_forward", "over_whole_batch"]
+__all__ = ["Alone", "Gathers", "announce_sync", "batch_norms", "has_own_forward", "over_whole_batch"]
 
 
 class Gathers(Protocol):
@@ -165,55 +164,18 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (x.dim() - 2))
 
 
-class SyncCost:
-    """Timed communication for synchronized BatchNorms; rank 0 prints a line at both ends of a run.
+def announce_sync(context: Context, replicas: Communicator, model: nn.Module) -> None:
+    """Say on rank 0 what synchronized BatchNorms cost; the timeline has each of their collectives.
 
     Args:
         context: this rank's context.
         replicas: the ranks that share the batch.
         model: the rank's model before it is cut into stages.
-
-    Attributes:
-        seconds: time that this rank has waited for statistics.
     """
-
-    def __init__(self, context: Context, replicas: Communicator, model: nn.Module) -> None:
-        self._replicas = replicas
-        played = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
-        self._says = context.rank == 0 and not played and bool(batch_norms(model))
-        # With a GPU the host only enqueues the communication, and does not wait for it.
-        self._times = self._says and context.device.type == "cpu"
-        self._began = perf_counter()
-        self.seconds = 0.0
-        if self._says:
-            print(
-                f"The statistics of {len(batch_norms(model))} BatchNorms are taken over the whole batch, as in serial "
-                f"training: {replicas.size} replicas wait for each other at each of them, forward and backward. "
-                "torch's DDP takes each rank's own: batchnorm='local' in the Plan."
-            )
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gather as `Communicator.all_gather` does, and measure the time."""
-        began = perf_counter()
-        gathered = self._replicas.all_gather(tensor)
-        self.seconds += perf_counter() - began
-        return gathered
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum as `Communicator.all_reduce` does, and measure the time."""
-        began = perf_counter()
-        reduced = self._replicas.all_reduce(tensor)
-        self.seconds += perf_counter() - began
-        return reduced
-
-    def begin(self) -> None:
-        """Start the clock when the first step begins."""
-        self._began = perf_counter()
-
-    def end(self) -> None:
-        """Print the measured share of time after the last step."""
-        if self._times and self.seconds:
-            share = self.seconds / (perf_counter() - self._began)
-            print(
-                f"BatchNorm's synchronization took {share:.0%} of rank 0's time (measured, with waits for others)."
-            )
+    played = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+    if context.rank == 0 and not played and (norms := batch_norms(model)):
+        print(
+            f"The statistics of {len(norms)} BatchNorms are taken over the whole batch, as in serial training: "
+            f"{replicas.size} replicas wait for each other at each of them, forward and backward. torch's DDP takes "
+            "each rank's own: batchnorm='local' in the Plan."
+        )

@@ -168,10 +168,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, sends: list[int], receives: list[int]) -> Tensor:
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        return group.exchange(rows.contiguous(), sends, receives, "F")
+        return group.all_to_all(rows.contiguous(), sends=sends, receives=receives)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        back = ctx.group.exchange(gradient.contiguous(), ctx.receives, ctx.sends, "B")
+        back = ctx.group.all_to_all(gradient.contiguous(), sends=ctx.receives, receives=ctx.sends)
         return back, None, None, None

@@ -184,7 +184,7 @@ class ForwardPass(Pipeline):
             if action.microbatch >= len(microbatches):
                 continue  # a small batch has fewer than the schedule
             if action.kind == "F":
-                self._forward(action)()
+                self._forward(action)
             else:
                 self._communicate(action)
         # ---- drain

@@ -7,13 +7,12 @@ A step goes through these phases, on micro-batches from `mpkit.strategies.job.fe
                     B        backward, or its two halves: I, gradients of the inputs, and W, of the weights
                     RECV_F, RECV_B   post the receive of a stage's input, or of its output's gradient
                     SEND_F, SEND_B   send a stage's output on, or its input's gradient back
-                    F & B    both at once where experts are divided: each computes while the other's tokens travel
+                    F & B    one after the other: no rank computes both at once
     broadcast   the rank with the last stage sends the loss to the others
     drain       wait until all sends are complete
 
 What a stage computes is in `mpkit.strategies.compute.stage_work`, and what is sent between stages in
-`mpkit.strategies.runtime.stage_messages`, and how two actions run as one in
-`mpkit.strategies.comm.overlapped_pair`. Recomputed activations need no gradient, so they are computed before a B or
+`mpkit.strategies.runtime.stage_messages`. Recomputed activations need no gradient, so they are computed before a B or
 an I waits for its gradient.
 
 `mpkit.strategies.reference.naive_model_parallelism`, `gpipe` and `one_f_one_b` are schedules in 15 lines each. This
@@ -30,7 +29,6 @@ are added up as in `mpkit.strategies.loss.quotient`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -38,9 +36,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpkit.plan.schedule import Action, join_pairs, lower
+from mpkit.plan.schedule import Action, lower
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.comm.overlapped_pair import OverlappedPair
 from mpkit.strategies.compute.stage_forward import PartForward, StageForward
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value
@@ -57,8 +54,6 @@ if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
 __all__ = ["Pipeline"]
-
-PassOn = Callable[[], None]
 
 LAST_HALF = ("B", "W")
 """The actions that add to the weights' gradients."""
@@ -82,10 +77,7 @@ class Pipeline:
         self._context, self._job = context, job
         schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
-        self._entries = join_pairs(self._row, schedule.together if job.plan.ep > 1 else ())
-        self._last_backwards = {
-            a.stage: i for i, entry in enumerate(self._entries) for a in entry if a.kind in LAST_HALF
-        }
+        self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
         split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
         over = partial(attention_over, job.plan, axes.communicator_of)
@@ -138,16 +130,14 @@ class Pipeline:
         for work in self._work.values():
             work.begin_step(number, microbatches, self.loss_scale)
         # ---- execute
-        for i, (*forward, action) in enumerate(self._entries):
+        for i, action in enumerate(self._row):
             last = self._last_backwards.get(action.stage) == i
             match action.kind:
                 case "F":
-                    self._forward(action)()
-                case "B" | "I" if forward:
-                    self._run_as_one(forward[0], action, last)
+                    self._forward(action)
                 case "B" | "I":
                     self._work[action.stage].recompute(action.microbatch)
-                    self._backward(action, last)()
+                    self._backward(action, last)
                 case "W":
                     self._work[action.stage].weight_grads(action.microbatch, last)
                 case _:
@@ -179,24 +169,8 @@ class Pipeline:
             case _:  # RECV_B: the gradients of the stage's outputs, where they have one
                 self._messages.post_receives("B", routes.leaving, m)
 
-    def _run_as_one(self, forward: Action, backward: Action, last: bool) -> None:
-        """Run F & B, each while the other's tokens travel; then pass on what they made."""
-        self._work[backward.stage].recompute(backward.microbatch)
-        made: dict[str, PassOn] = {}
-        wire = self._context.comm.wire
-        wire.pair = OverlappedPair(self._context.record, self._context.device)
-        try:
-            wire.pair.run(
-                lambda: made.update(F=self._forward(forward)),
-                lambda: made.update(B=self._backward(backward, last)),
-            )
-        finally:
-            wire.pair = None
-        made["F"]()
-        made["B"]()
-
-    def _forward(self, action: Action) -> PassOn:
-        """Run F: compute the stage's output, at the last stage the loss; return what passes the output on."""
+    def _forward(self, action: Action) -> None:
+        """Run F: compute the stage's output, at the last stage the loss, and pass the output on."""
         s, m, routes = action.stage, action.microbatch, self._routes.routes_of(action, self._microbatches)
         outputs = self._work[s].forward(m, self._input(s, routes.arriving, m))
         if s == self._last:
@@ -207,7 +181,7 @@ class Pipeline:
             if self._broadcasts_early and len(self._loss) == len(self._microbatches):
                 self._messages.broadcast_loss(sum_of(self._loss))  # long before the other ranks wait for it
         each = [(r, tuple(outputs[i] for i in r.which)) for r in routes.leaving]
-        return partial(self._messages.set_outputs, "F", m, each)
+        self._messages.set_outputs("F", m, each)
 
     def _input(self, s: int, routes: list[Route], m: int) -> Value:
         """Return the stage's input on the device: the data, or the output of the stage before, detached."""
@@ -223,14 +197,11 @@ class Pipeline:
         (route,) = routes
         return self._job.where.boundary(self._microbatches[m].key, route.source).pack(tensors)
 
-    def _backward(self, action: Action, last: bool) -> PassOn:
-        """Run B or I: compute the gradients of the stage's input, for the stage before.
+    def _backward(self, action: Action, last: bool) -> None:
+        """Run B or I: compute the gradients of the stage's input, and pass them on to the stage before.
 
         Args:
             last: whether it is the stage's last backward of the step.
-
-        Returns:
-            What passes these on.
         """
         m, routes = action.microbatch, self._routes.routes_of(action, self._microbatches)
         work = self._work[action.stage]
@@ -238,7 +209,7 @@ class Pipeline:
         made = work.backward(m, gradients, last) if action.kind == "B" else work.input_grads(m, gradients)
         left, wanting = iter(made), [sum(spec.requires_grad for spec in r.specs) for r in routes.arriving]
         each = [(r, tuple(islice(left, n))) for r, n in zip(routes.arriving, wanting, strict=True)]
-        return partial(self._messages.set_outputs, "B", m, each)
+        self._messages.set_outputs("B", m, each)
 
 
 def sum_of(losses: list[Tensor]) -> Tensor:

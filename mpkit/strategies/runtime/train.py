@@ -24,7 +24,7 @@ from mpkit.strategies.data_parallel.replicated_part import (
     secondary_group,
     shard_groups,
 )
-from mpkit.strategies.data_parallel.sync_batchnorm import SyncCost, over_whole_batch
+from mpkit.strategies.data_parallel.sync_batchnorm import announce_sync, over_whole_batch
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
 from mpkit.strategies.experts.copies import find_copies
 from mpkit.strategies.job.feed import Feed
@@ -82,8 +82,6 @@ def train(context: Context, job: TrainJob) -> TrainedState:
 
 def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) -> TrainedState:
     training = Training(context, job, checks)
-    if training.sync_cost is not None:
-        training.sync_cost.begin()
     for step in range(job.how.first_step, job.how.steps):
         training.step(step)
         stops = training.after(step)
@@ -91,8 +89,6 @@ def _train(context: Context, job: TrainJob, checks: CallChecks | None = None) ->
         if stops:
             break
     training.evidence.finish()
-    if training.sync_cost is not None:
-        training.sync_cost.end()
     training.feed.close()
     return trained_state(training, averaged=job.how.ema is not None)
 
@@ -114,10 +110,7 @@ class Training:
         job = self._job = _as_seen_here(job, axes)
         trained = trained_parameters(job.what.model, here=True)
         self.first_names = trained[1]
-        self.sync_cost: SyncCost | None = None
-        if job.plan.dp > 1 and job.plan.batchnorm == "sync":
-            self.sync_cost = SyncCost(context, axes.communicator_of("dp"), job.what.model)
-        stages, self.rest = place_stages(context, job, axes, self.sync_cost)
+        stages, self.rest = place_stages(context, job, axes)
         expert_rows = ExpertRows(context, job, axes)
         self._routing = BatchRouting(context, job, axes, stages)
         self._copies = find_copies(job.what.model)
@@ -239,13 +232,15 @@ def assemble(
 
 
 def place_stages(
-    context: Context, job: TrainJob, axes: MeshAxes, cost: SyncCost | None
+    context: Context, job: TrainJob, axes: MeshAxes
 ) -> tuple[dict[int, Stage], dict[str, Tensor]]:
     """Return this rank's stages by number, and the part of the model's state that belongs to no layer."""
     model, partition = job.what.model, job.where.partition
     sharded = localize(model, job.plan, job.where.schedule, axes.communicator_of)
-    if cost is not None:
-        over_whole_batch(model, cost)
+    if job.plan.dp > 1 and job.plan.batchnorm == "sync":
+        replicas = axes.communicator_of("dp")
+        announce_sync(context, replicas, model)
+        over_whole_batch(model, replicas)
     numbers = job.where.schedule.stages_of(axes.place.pp)
     recomputed = recompute_blocks(model, job.plan.recompute, partition)
     if partition is not None:

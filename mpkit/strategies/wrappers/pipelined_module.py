@@ -53,7 +53,7 @@ class PipelineParallel(ModuleWrapper):
     def __init__(self, context: Context, job: TrainJob, proof: LoopProof) -> None:
         super().__init__(job.what.model)
         axes = MeshAxes(context.comm, context.device, job.where.mesh)
-        stages, self._rest = place_stages(context, job, axes, None)
+        stages, self._rest = place_stages(context, job, axes)
         self._job, self._record, self._comm = job, context.record, axes.communicator_of("pp")
         self._device, self._number = context.device, 0
         self._sync = GradientSync(stages)

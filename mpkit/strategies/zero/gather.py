@@ -12,7 +12,6 @@ the order in which layers are called (`prefetch`). For the backward, autograd ke
 is freed and allocated again beneath them (`flat`), so they see the same values.
 
 Where a backward is split, its I half works like a whole backward; for W, all parameters of the stage are gathered.
-Where a forward and a backward run as one (`mpkit.strategies.comm.overlapped_pair`), each keeps what it needs whole.
 """
 
 from __future__ import annotations
@@ -86,11 +85,6 @@ class GatherHooks:
         """The needs of the action that is running."""
         return self._of_backward if _in_backward() else self._of_forward
 
-    @property
-    def _is_paired(self) -> bool:
-        """Whether a forward and a backward run as one, in threads that take turns."""
-        return bool(self._flats) and self._flats[0].shard_group.wire.pair is not None
-
     # ---- forward ------------------------------------------------------------------------------------------
 
     def _before_forward(self, i: int, *_: Any) -> None:
@@ -143,7 +137,7 @@ class GatherHooks:
     def _demand(self, parameter: nn.Parameter) -> bool:
         """Gather a parameter that is used while its layer is not called; return False if nothing is being computed."""
         flat = self._of[parameter]
-        if _in_backward() and (self._is_paired or not self._active):
+        if _in_backward() and not self._active:
             self._until_the_end.add(flat)
         elif self._active:
             self._need_around(flat)
@@ -173,10 +167,9 @@ class GatherHooks:
         """Free what the backward used last."""
         self._until_the_end.clear()
         self._of_backward.clear()
-        if not self._is_paired:
-            self._active.clear()
-            self._order.end()
-            self._of_forward.clear()
+        self._active.clear()
+        self._order.end()
+        self._of_forward.clear()
         self._free()
 
     def gather_stage(self, stage: int) -> None:
@@ -201,8 +194,7 @@ class GatherHooks:
 
     def _keep(self, flats: Iterable[Flat]) -> None:
         """Free all flat tensors but these and those that are needed still."""
-        if not self._is_paired:
-            self._of_forward.kept, self._of_backward.kept = set(), set()
+        self._of_forward.kept, self._of_backward.kept = set(), set()
         self._now.kept = set(flats)
         self._free()
 
