@@ -40,6 +40,8 @@ def _flag(owner: Any, name: str) -> Setting:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
+LIBRARIES = {*sys.stdlib_module_names, "torch", "mpkit"}
+
 SETTINGS: dict[str, Setting] = {
     "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.set_float32_matmul_precision": (
@@ -110,5 +112,7 @@ def _is_users(value: Any) -> bool:
     if not isinstance(value, (FunctionType, type)):
         return False
     home = value.__globals__.get("__name__") if isinstance(value, FunctionType) else value.__module__
-    library = home and (home.partition(".")[0] in ("torch", "mpkit") or is_installed(home))
-    return bool(home == "__main__" or (home in sys.modules and not library))
+    if home == "__main__":
+        return True
+    top = str(home).partition(".")[0]
+    return home in sys.modules and not (top in LIBRARIES or is_installed(home))
