@@ -23,7 +23,7 @@ from mpkit.prediction.chart import chart as chart
 from mpkit.prediction.compare import compare as compare
 from mpkit.prediction.cost_model.calibrate import calibrate as calibrate
 from mpkit.prediction.cost_model.estimate import estimate as estimate
-from mpkit.prediction.cost_model.fits import fits as fits
+from mpkit.prediction.cost_model.estimate import fits as fits
 from mpkit.prediction.cuts import find_cut as find_cut
 from mpkit.prediction.dry_run import trace_fake as trace_fake
 from mpkit.prediction.experiments.memory_by_strategy import memory_by_strategy as memory_by_strategy

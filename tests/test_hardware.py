@@ -146,7 +146,6 @@ def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
     ("name", "words"),
     [
         ("8x-h10", "'8x-h10'.*'8x-h100-pcie'.*mpkit.hardware"),
-        ("8X-A100-NVLINK", "nearest: '8x-a100-nvlink'"),
         ("abacus", "none of that name"),
         (8, "give a name"),
     ],
@@ -154,6 +153,13 @@ def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
 def test_machines_that_there_are_not(name: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mk.hardware(name)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "name", ["A100", "8X-A100-NVLINK", "8x_a100_nvlink", " H800 ", "h20", "8x-H20-nvlink"]
+)
+def test_names_of_machines_in_any_case(name: str) -> None:
+    assert mk.hardware(name).devices == 8
 
 
 def test_the_catalogue_prints_as_a_table() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.data import spirals
-from mpkit.models import GPT, MLP, next_token_loss
+from mpkit.models import MLP
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -77,80 +77,6 @@ def test_on_other_hardware_it_is_what_the_costs_say(clusters: Clusters) -> None:
     assert list(ideal.y) == [found.rows[0].throughput, 2 * found.rows[0].throughput]
     assert list(ddp.x) == [1, 2]  # serial training is the beginning of each line
     assert "free" in figure.layout.title.text
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab=64, layers=2, width=64, heads=2, length=32)
-
-
-TEXT = [(torch.zeros(16, 32, dtype=torch.long),) * 2] * 2
-
-
-def test_beyond_the_ranks_that_ran_it_is_predicted(clusters: Clusters) -> None:
-    found = mk.scaling(
-        gpt(),
-        TEXT,
-        [1, 2],
-        beyond=[4, 8],
-        loss=next_token_loss,
-        optimizer=sgd,
-        clusters=clusters,
-        device="cpu",
-    )
-    assert [(row.ranks, row.batch, row.band is None) for row in found.rows] == [
-        (1, 16, True), (2, 16, True), (4, 16, False), (8, 16, False),
-    ]  # fmt: skip
-    for row in found.rows[2:]:
-        assert row.band is not None
-        assert row.band[0] <= 0.7 * row.step_time  # two runs do not make a band of their own: 30 % at least
-        assert row.band[1] >= 1.3 * row.step_time
-        assert row.speed_up == pytest.approx(row.throughput / found.rows[0].throughput)
-        assert (row.answer.step_time, row.answer.band) == (row.step_time, row.band)
-    assert len(found.rows[1].answer.memory) == 2
-    assert str(found).count("predicted, ") == 2
-    assert found.to_dataframe()["band"].isna().tolist() == [True, True, False, False]
-    _, ran, band, predicted = found.figure().data
-    assert (ran.name, predicted.name) == ("DDP", "DDP, predicted")
-    assert list(ran.x) == [1, 2]
-    assert list(predicted.x) == [2, 4, 8]
-    assert predicted.line.dash == "dot"
-    assert band.fill == "toself"
-
-
-def test_beyond_grows_the_batch_in_weak_scaling(clusters: Clusters) -> None:
-    found = mk.scaling(
-        gpt(), TEXT, [mk.Plan.zero(2, 2)], beyond=[mk.Plan.zero(2, 8)], weak=True, loss=next_token_loss,
-        optimizer=sgd, clusters=clusters, hardware="8x-a100-nvlink",
-    )  # fmt: skip
-    assert [row.batch for row in found.rows] == [16, 64]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"beyond": [2]}, r"2 ranks are measured.*beyond=\[4, 8\]"),
-        ({"beyond": [0]}, r"beyond=\[..., 0, ...\]"),
-        ({"beyond": [5]}, "16"),
-        ({"beyond": [16], "hardware": "8x-a100-nvlink"}, "8"),
-        ({"beyond": [4], "model": MLP(2, 3)}, r"mk.profile\(model"),
-        ({"beyond": [4], "data": iter(TEXT)}, "islice"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused_before_a_rank_starts(change: dict[str, Any], words: str) -> None:
-    def clusters(ranks: int) -> mk.Cluster:
-        raise AssertionError("a rank starts")
-
-    given: dict[str, Any] = {
-        "model": gpt(),
-        "data": TEXT,
-        "plans": [1, 2],
-        "loss": next_token_loss,
-        "optimizer": sgd,
-        "device": "cpu",
-    }
-    with pytest.raises(ValueError, match=words):
-        mk.scaling(**{**given, "clusters": clusters, **change})
 
 
 @pytest.mark.parametrize(

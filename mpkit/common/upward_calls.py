@@ -13,10 +13,8 @@ from typing import Any
 __all__ = ["METHODS", "provide_method"]
 
 METHODS = {
-    "Cluster.warn_of_memory": "mpkit.prediction.memory_ahead:warn_of_memory",
     "ExpertLoad.balance": "mpkit.prediction.experts.expert_balance:balance_load",
     "Plan.placement": "mpkit.strategies.placement.placement:placement",
-    "Run.measured_step": "mpkit.prediction.cost_model.measured_run:observe_run",
     "Run.what_if": "mpkit.prediction.what_if.what_if:what_if",
     "Timeline.diagnose": "mpkit.timeline.diagnosis.rules:diagnose",
 }

@@ -138,7 +138,7 @@ NAMED_AS_FIELDS: dict[str, Callable[..., Plan]] = {
 ELSEWHERE = {
     "fsdp": "Plan.zero(3, 8)", "fsdp2": "Plan.zero(3, 8)", "full_shard": "Plan.zero(3, 8)",
     "hsdp": "Plan.zero(3, 8, dp_shard=4)", "hybrid_shard": "Plan.zero(3, 8, dp_shard=4)",
-    "mics": "Plan.zero(3, 8, dp_shard=4)", "hpz": "Plan.zero(3, 8, dp_secondary=4)",
+    "mics": "Plan.zero(3, 8, dp_shard=4)",
     "ulysses": "Plan.cp(4, cp_method='ulysses')", "ring": "Plan.cp(4, cp_method='ring')",
     "megatron": "Plan.tp(4, sequence_parallel=True)", "sp": "Plan.tp(4, sequence_parallel=True)",
     "moe": "Plan.ep(4)",

@@ -1,4 +1,4 @@
-"""Hybrid sharding: a Plan's `dp_shard` and `dp_replicate`, and hpZ's `dp_secondary`. Messages show plans that work."""
+"""Hybrid sharding: a Plan's `dp_shard` and `dp_replicate`. Messages show plans that work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpkit.plan.checks import call_of, checked_degree, whole
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["change_plan", "check_hybrid", "check_secondary", "take_hybrid_degrees"]
+__all__ = ["change_plan", "check_hybrid", "take_hybrid_degrees"]
 
 
 def take_hybrid_degrees(plan: Plan) -> None:
@@ -63,42 +63,6 @@ def check_hybrid(plan: Plan) -> None:
         )
 
 
-def check_secondary(plan: Plan) -> None:
-    """Check that ZeRO-3 can keep secondary shards within groups of dp_secondary replicas.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if plan.dp_secondary is None:
-        return
-    size = checked_degree(plan, "dp_secondary")
-    object.__setattr__(plan, "dp_secondary", size)
-    said, without = call_of(plan), call_of(plan, {"dp_secondary": None})
-    if plan.zero != 3:
-        raise ValueError(
-            f"{said}: dp_secondary={size} divides parameters a second time, for the gathers of the backward, and "
-            f"zero={plan.zero} gathers none there. Either {call_of(plan, {'zero': 3})}, or without: {without}"
-        )
-    if plan.dp_shard:
-        raise ValueError(
-            f"{said}: within groups of dp_shard={plan.dp_shard} replicas all gathers stay inside already. Either "
-            f"{without}, or {call_of(plan, {'dp_shard': None, 'dp_replicate': None})}"
-        )
-    if plan.offload == "params":
-        raise ValueError(
-            f"{said}: offload='params' keeps shards on the host to save the device's memory, which a secondary shard "
-            f"would take. Either {without}, or {call_of(plan, {'offload': 'optimizer'})}"
-        )
-    fits = [n for n in range(1, plan.dp) if plan.dp % n == 0 and n * plan.cp > 1]
-    if size not in fits:
-        near = max((n for n in fits if n <= size), default=None)
-        works = f"such as {call_of(plan, {'dp_secondary': near})}, or without" if near else "so that none fit"
-        raise ValueError(
-            f"{said}: the dp={plan.dp} replicas are divided into several groups of dp_secondary={size}, and a group "
-            f"shares parameters, {works}: {without}"
-        )
-
-
 def change_plan(plan: Plan, **changes: Any) -> Plan:
     """Return the plan with some fields changed; ZeRO shards within groups of as many replicas, as far as that works.
 
@@ -110,10 +74,6 @@ def change_plan(plan: Plan, **changes: Any) -> Plan:
     Raises:
         ValueError: the changed plan cannot work.
     """
-    if plan.dp_secondary is not None and "dp_secondary" not in changes:
-        dp, zero = whole(changes.get("dp", plan.dp)) or 0, changes.get("zero", plan.zero)
-        fits = zero == 3 and dp > plan.dp_secondary and dp % plan.dp_secondary == 0
-        changes |= {} if fits and not changes.get("dp_shard") else {"dp_secondary": None}
     if plan.dp_shard is None:
         return replace(plan, **changes)
     groups = {name: changes.get(name) for name in ("dp_shard", "dp_replicate")}

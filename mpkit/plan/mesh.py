@@ -14,7 +14,7 @@ along tp divide experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -49,7 +49,6 @@ class Mesh:
             the same experts.
         cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
         own: axes of one's own with their degrees.
-        dp_secondary: the number of neighbouring replicas among which ZeRO-3's backward gathers (hpZ); 0: all.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
@@ -81,7 +80,6 @@ class Mesh:
     dp_replicate: int = 1
     ep: int = 1
     cp_ulysses: int = 1
-    dp_secondary: int = 0
     own: tuple[tuple[Axis, int], ...] = field(default=(), kw_only=True)
     etp: int = field(default=0, kw_only=True)
 
@@ -110,15 +108,6 @@ class Mesh:
     def cp_ring(self) -> int:
         """The number of ranks in each ring, around which keys and values go."""
         return self.cp // self.cp_ulysses
-
-    @property
-    def in_groups(self) -> Mesh:
-        """The mesh whose ranks along dp_shard and cp keep secondary shards together.
-
-        >>> Mesh(dp=4, dp_secondary=2).in_groups.groups("dp_shard", "cp")
-        [(0, 1), (2, 3)]
-        """
-        return replace(self, dp_replicate=self.dp // self.dp_secondary, ep=1, dp_secondary=0)
 
     @property
     def edp(self) -> int:

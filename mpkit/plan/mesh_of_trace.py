@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from mpkit.plan.axes import AXES, axes_from_json, join_axes, ulysses_degree
@@ -31,7 +30,6 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
             own=axes_from_json(plan.get("axes") or ()),
             etp=plan.get("etp") or 0,
         )
-        mesh = replace(mesh, dp_secondary=int(plan.get("dp_secondary") or 0))
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return mesh if mesh.size == ranks else None
@@ -75,8 +73,6 @@ def axis_of(
     >>> folded = Mesh(dp=4, ep=2)
     >>> axis_of(folded, (0, 1), exchange=True), axis_of(folded, (0, 2)), axis_of(folded, range(4))
     ('ep', 'edp', 'dp')
-    >>> axis_of(Mesh(dp=4, dp_secondary=2), (0, 1)), axis_of(Mesh(dp=4, dp_secondary=2), range(4))
-    ('dp_secondary', 'dp')
     >>> axis_of(None, (0, 1), {"axes": {"0,1": "tp"}})
     'tp'
     """
@@ -89,8 +85,6 @@ def axis_of(
             return axis
     places = [mesh.coordinates(rank) for rank in ranks]
     differ = [axis for i, axis in enumerate(mesh.axes) if len({place[i] for place in places}) > 1]
-    if mesh.dp_secondary and "dp" in differ and ranks != mesh.group(ranks[0], *differ):
-        differ[differ.index("dp")] = "dp_secondary"
     return join_axes(differ) or WORLD
 
 

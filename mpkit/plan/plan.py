@@ -19,7 +19,7 @@ from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree,
 from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
 from mpkit.plan.data_checks import check_data_parallel, with_options
 from mpkit.plan.expert_checks import check_experts
-from mpkit.plan.hybrid import check_hybrid, check_secondary, take_hybrid_degrees
+from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE, has_pairs
@@ -80,8 +80,6 @@ class Plan(metaclass=NamedConstructors):
             too, each of which has tokens of its own (`sequence_parallel`), and the mesh of the experts is folded over
             that of the attention. None: the ranks along tp hold the same experts.
         axes: axes of your own with their degrees, {Axis: 2}, each with its strategy; see `mpkit.plan.axes`.
-        dp_secondary: hpZ of ZeRO++: besides its shard a rank of ZeRO-3 keeps a secondary one, of parameters divided
-            among so many replicas, such as those of a node, from which the backward gathers. None: it keeps none.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -121,7 +119,6 @@ class Plan(metaclass=NamedConstructors):
     ep: int = 1
     etp: int | None = None
     axes: Mapping[Axis, int] | Sequence[tuple[Axis, int]] = ()
-    dp_secondary: int | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -152,7 +149,6 @@ class Plan(metaclass=NamedConstructors):
         object.__setattr__(self, "cut", checked_cut(self))
         check_data_parallel(self)
         check_hybrid(self)
-        check_secondary(self)
         check_experts(self)
         object.__setattr__(self, "cp_method", checked_cp_method(self))
         check_shared_layers(self)
@@ -283,7 +279,6 @@ class Plan(metaclass=NamedConstructors):
             self.dp_replicate or 1,
             self.ep,
             ulysses,
-            self.dp_secondary or 0,
             own=own,
             etp=self.etp or 0,
         )
@@ -479,6 +474,7 @@ class Plan(metaclass=NamedConstructors):
         path: str | os.PathLike[str] | Mapping[str, Any],
         format: str | None = None,
         ranks: int | None = None,
+        recipe: str | None = None,
     ) -> Plan:
         """Read the plan that another framework's configuration says.
 
@@ -486,6 +482,7 @@ class Plan(metaclass=NamedConstructors):
             path: the file, its text, or the mapping that it holds.
             format: as for `to`; left out, it is guessed from the keys.
             ranks: how many ranks there are, for a file that leaves them to its launcher.
+            recipe: which function of a Python module makes the configuration, if there are several.
 
         >>> Plan.read(Plan.zero(2, 8, precision="bf16").to("deepspeed"))
         Plan(dp=8, zero=2, precision='bf16')
@@ -497,7 +494,7 @@ class Plan(metaclass=NamedConstructors):
 
         Keys of which a Plan says nothing are listed in a warning.
         """
-        plan: Plan = import_module("mpkit.plan.formats.read").read(path, format, ranks)
+        plan: Plan = import_module("mpkit.plan.formats.read").read(path, format, ranks, recipe)
         return plan
 
 

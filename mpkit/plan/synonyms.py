@@ -32,9 +32,6 @@ _GROUPS = (
     "dp_shard= is the number of replicas in each group within which ZeRO shards; dp_replicate= is the number of such "
     "groups."
 )
-_SECONDARY = (
-    "dp_secondary= is the number of replicas among which ZeRO-3 keeps secondary shards (hpZ of ZeRO++)."
-)
 _EP = "ep= is the number of ranks, out of the dp x cp replicas, that divide the experts of each layer."
 _STAGES = "virtual_stages= is the number of stages per rank."
 
@@ -75,7 +72,6 @@ MEANT: dict[str, str] = {
         ),
         _EP,
     ),
-    **dict.fromkeys(("hpz", "zero_hpz_partition_size", "hpz_partition_size", "secondary_shard"), _SECONDARY),
     "bucket_cap_mb": "bucket_mb= is the size of a bucket of gradients in MiB.",
     "sync_batchnorm": 'batchnorm="sync" takes statistics over the whole batch, batchnorm="local" over a rank\'s own.',
 }  # fmt: skip

@@ -115,6 +115,4 @@ def _replicas(plan: Plan) -> str:
     where = f"on {plan.dp} rank{'s' * (plan.dp > 1)}"
     if plan.dp_shard:
         where += f", sharded within {plan.dp_replicate} groups of {plan.dp_shard}"
-    if plan.dp_secondary:
-        where += f", gathered in the backward from secondary shards within groups of {plan.dp_secondary}"
     return f"{name} {where}: each {share} of every batch{pieces}."

@@ -7,7 +7,6 @@ Begin  with `cost_model/step.py` (a step from sizes), then `advice/search.py` (a
 cost_model/  estimate, fits, calibrate     dry_run/   a rank of each kind, on tensors without content
 advice/      which plan                    experiments/   several runs side by side
 what_if/     a run's step after changes    experts/       DeepSeek's balancer of experts
-workload/    packed documents, and how busy experts are
 
 May import  all rooms but `views` and `course`.
 """

@@ -40,19 +40,21 @@ class ComparedStep:
         timeline: the timeline of that step.
         work: seconds per rank, averaged over ranks, by op, such as "forward of stage 0".
         idle: seconds per rank, averaged over ranks, by cause (`mpkit.timeline.idleness.CAUSES`).
+        memory: bytes at the peak of the rank with most; 0 where a simulation counts micro-batches instead.
     """
 
     name: str
     timeline: Timeline
     work: Mapping[str, float]
     idle: Mapping[str, float]
+    memory: float = 0.0
 
     @classmethod
-    def from_timeline(cls, name: str, timeline: Timeline) -> ComparedStep:
+    def from_timeline(cls, name: str, timeline: Timeline, memory: float = 0.0) -> ComparedStep:
         """Compute the figures of a timeline's last complete step."""
         one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
         idle = dict(zip(CAUSES, idle_by_cause(timeline).mean(axis=0).tolist(), strict=True))
-        return cls(name, one, _work(one), idle)
+        return cls(name, one, _work(one), idle, memory)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Comparison(DrawnResult, HasChart):
                     "work": sum(row.work.values()),
                 }
                 | {f"idle: {cause}": seconds for cause, seconds in row.idle.items()}
-                | {"peak_memory": max((held["total"] for held in row.timeline.peak_memory), default=0)}
+                | {"peak_memory": row.memory}
                 for row in self.rows
             ]
         )
@@ -130,6 +132,7 @@ class Comparison(DrawnResult, HasChart):
 def compare_timelines(given: Sequence[tuple[str, Any]]) -> Comparison:
     """Return the Comparison that `mk.compare` makes of Runs, Timelines and other answers, each with its name or ""."""
     timelines: dict[str, Timeline] = {}
+    memory: dict[str, float] = {}
     if len(given) == 1 and isinstance(given[0][1], HasTimeline) and not isinstance(given[0][1], Answer):
         measured = given[0][1].timeline()
         if Plan.from_json(measured.meta["plan"]).pp > 1:
@@ -143,16 +146,27 @@ def compare_timelines(given: Sequence[tuple[str, Any]]) -> Comparison:
                 "compare(mk.simulate(plan), run) or compare(before=run.timeline(), after=run.timeline(hardware='cpu'))"
             )
         name = visible(name or _title(timeline))
-        timelines[
-            name if name not in timelines else f"{name} ({1 + sum(n.startswith(name) for n in timelines)})"
-        ] = timeline
+        if name in timelines:
+            name = f"{name} ({1 + sum(n.startswith(name) for n in timelines)})"
+        timelines[name], memory[name] = timeline, _peak_memory(each, timeline)
     if not timelines:
         raise ValueError(
             "compare(): nothing to compare; give Timelines or finished Runs, such as compare(run)"
         )
     return Comparison(
-        tuple(ComparedStep.from_timeline(name, timeline) for name, timeline in timelines.items())
+        tuple(
+            ComparedStep.from_timeline(name, timeline, memory.get(name, 0.0))
+            for name, timeline in timelines.items()
+        )
     )
+
+
+def _peak_memory(given: HasTimeline, timeline: Timeline) -> float:
+    """Return the bytes at the peak of the rank with most; 0 for a simulation, which counts micro-batches."""
+    answer = given if isinstance(given, Answer) else timeline
+    if isinstance(answer, Timeline) and answer.clock == "simulated":
+        return 0.0
+    return max((sum(held.values()) for held in answer.memory), default=0.0)
 
 
 def simulate_means(timeline: Timeline) -> Timeline:

@@ -8,8 +8,7 @@
           experts that tp divides are a region too, whose inputs are also the T k weights of tokens' choices
     dp    all-reduce: 2 psi (n-1)/n; ZeRO-1 and -2: the same in two halves; ZeRO-3 gathers twice: 3 psi (n-1)/n, and
           once more what is recomputed. Hybrid sharding: the same within groups of n = dp_shard; and the shards'
-          gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r. hpZ: of ZeRO-3's gathers the first
-          of a step is among all, and the others within groups of s: (2 m - 1) psi (s-1)/s
+          gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r.
     pp    b s h elements per boundary and micro-batch, forward and backward
     ep    two all-to-alls of T k h elements per layer with experts, forward and backward: 4 T k h (ep-1)/ep, and one of
           the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones.
@@ -70,8 +69,6 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _over_groups(known)
     if axis == "ep" and kind == Kind.ALL_TO_ALL:
         return _exchanges(known)
-    if known.mesh.dp_secondary and axis == _secondary_axis(known, shard_group):
-        return _secondary(known, kind)
     if axis in (shard_group, "edp"):
         return _replicas(known, kind, of_experts=axis == "edp")
     return None
@@ -245,9 +242,6 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
     if (zero, kind) not in by_kind or not known.params or known.plan.get("data_parallel", "ddp") != "ddp":
         return None
     times, symbols, words = by_kind[zero, kind]
-    once = bool(mesh.dp_secondary) and kind == Kind.ALL_GATHER and not of_experts
-    if once:
-        symbols, words = "psi (n-1)/n", "parameters before each layer's first forward"
     if known.owned:
         symbols, words = "k (n-1)", f"{words}; k elements of the rank that owns most"
 
@@ -258,7 +252,7 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
         psi = known.params[rank] if both else known.replica_elements(rank, of_experts=of_experts)
         # Gradients of experts with copies are whole until the end of the step, and are reduced once.
         late = known.copied[rank] if of_experts and known.copied and kind == Kind.REDUCE_SCATTER else 0.0
-        return ((1 if once else count) * (psi - late) + late) * known.element * (n - 1) / n
+        return (count * (psi - late) + late) * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
 
@@ -266,29 +260,6 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
 def _gathers_of_step(known: FormulaInputs, rank: int) -> float:
     """Return how often ZeRO-3 gathers each parameter in a step."""
     return (2 + known.ends_again + known.value_at(known.split, rank)) * known.microbatches
-
-
-def _secondary_axis(known: FormulaInputs, shard_group: str) -> str:
-    """Return the name of the groups of hpZ, which are those of cp alone if each has one replica."""
-    return shard_group.replace("dp", "dp_secondary", 1) if known.mesh.dp_secondary > 1 else "cp"
-
-
-def _secondary(known: FormulaInputs, kind: Kind) -> Formula | None:
-    """Return the formula within the groups of hpZ: all gathers of a step but the first, of secondary shards."""
-    s = known.mesh.dp_secondary * known.mesh.cp
-    if kind != Kind.ALL_GATHER or not known.params:
-        return None
-
-    def volume(rank: int) -> float:
-        elements = known.replica_elements(rank, of_experts=False) * known.element
-        return (_gathers_of_step(known, rank) - 1) * elements * (s - 1) / s
-
-    times = (2 + known.ends_again) * known.microbatches - 1
-    return Formula(
-        f"{times} psi (s-1)/s" if times > 1 else "psi (s-1)/s",
-        "parameters again, from secondary shards",
-        volume,
-    )
 
 
 def _over_groups(known: FormulaInputs) -> Formula | None:

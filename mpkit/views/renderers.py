@@ -88,12 +88,7 @@ RENDERERS = {
         "html": "mpkit.views.commands.doctor:report_html",
         "terminal": "mpkit.views.commands.doctor:print_report",
     },
-    "Fits": {
-        "text": "mpkit.views.memory.fits:fits_text",
-        "svg": "mpkit.views.memory.fits:fits_svg",
-    },
     "Estimate": {
-        "text": "mpkit.views.comparison.estimate:estimate_text",
         "svg": "mpkit.views.comparison.estimate:estimate_svg",
     },
     "Advice": {

@@ -30,11 +30,7 @@ def test_it_names_the_best_plan_with_its_numbers(advice: Advice) -> None:
     assert f"{best.step_time:.2f} s per step" in told
     assert f"{advice.considered:,} plans considered" in told
     assert advice.considered > 5000
-    rules = [
-        line[2:].split(" The search")[0]
-        for line in told.splitlines()
-        if line[0] == "-" and "Near miss" not in line
-    ]
+    rules = [line[2:].split(" The search")[0] for line in told.splitlines() if line[0] == "-"]
     assert [rule.says for rule in advice.rules] == rules
 
 
@@ -49,12 +45,6 @@ def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
     )
 
 
-def test_the_best_plans_have_timelines(advice: Advice) -> None:
-    timelines = advice.timelines(2)
-    assert list(timelines) == [repr(plan) for plan in advice.plans[:2]]
-    assert len(mk.compare(**timelines).rows) == 2
-
-
 def test_the_chart_marks_the_frontier(advice: Advice) -> None:
     every, frontier = advice.figure().data
     assert len(every.x) == min(2000, len(advice.found))
@@ -65,15 +55,44 @@ def test_the_chart_marks_the_frontier(advice: Advice) -> None:
     assert title == "llama3-8b on 8x-a100-nvlink, 64 samples of 4096 tokens"
 
 
-def test_a_notebook_shows_words_table_chart_and_timelines(advice: Advice) -> None:
-    words, table, chart, timelines = draw(advice, "parts")
+def test_a_notebook_shows_words_a_row_per_family_and_a_chart() -> None:
+    """P8: a row says what a further part gains, near twins are one row, and no amount breaks over two lines."""
+    advice = _advised(("llama3-70b", "4x8-h100-ib", 512))
+    words, table, chart = draw(advice, "parts")
     assert escape(repr(advice.best)) in words.data
-    assert [row[0][0] for row in table.rows] == [repr(plan) for plan in advice.plans]
-    steps = [row[1][1] for row in table.rows]
-    assert steps == sorted(steps)
-    assert table.to_html().count("<tr>") == 1 + len(steps)
+    assert [row[-1][0] for row in table.rows] == [repr(family.plan) for family in advice.families]
+    assert any("the simplest within 5 %" in row[0][0] for row in table.rows)
+    assert not any(" " in cell[0] for row in table.rows for cell in row[1:4] if cell[0] != "the best")
     assert chart.data == advice.figure().data
-    assert "Predicted timelines of the best plans" in timelines.data
+    kinds = [replace(plan, microbatches=1) for plan in advice.plans]
+    assert len({repr(plan) for plan in kinds}) == len(kinds)
+
+
+def test_lora_is_advised_with_less_memory(advice: Advice) -> None:
+    part = mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096, trainable=0.01)
+    assert part.best is not None and part.answer.layout.trainable == 0.01
+    assert part.answer.step_time < advice.answer.step_time
+    with pytest.raises(ValueError, match=r"trainable=0: .*0\.01 for LoRA"):
+        mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096, trainable=0)
+
+
+def test_the_layout_of_a_405b_run_is_found() -> None:
+    """P1: 126 layers on 16,384 GPUs: neither uneven stages nor recomputation of every k-th layer was searched."""
+    machine = mk.hardware("h100", nodes=2048, nic="ndr")
+    advice = mk.advise("llama3-405b", machine, global_batch=2048, sequence=8192, stack="megatron")
+    assert advice.best is not None and advice.best.tp <= 8
+    published = {
+        "pp": 16,
+        "schedule": "interleaved_1f1b",
+        "virtual_stages": 7,
+        "zero": 1,
+        "precision": "bf16",
+    }
+    for degrees in ({"tp": 8, "dp": 128, "recompute": "every=2"}, {"tp": 16, "dp": 64}):
+        plan = mk.Plan(**published, **degrees, microbatches=2048 // degrees["dp"], sequence_parallel=True)  # type: ignore[arg-type, operator]
+        assert advice.estimate(plan) and advice.step_time <= advice.estimate(plan).step_time
+        assert "longer than" in advice.why_not(plan)
+    assert "--pipeline-model-parallel-layout" in str(advice)
 
 
 def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:
@@ -161,17 +180,6 @@ def test_adam_on_the_host_takes_the_time_of_its_processors() -> None:
     assert here < host / 10
 
 
-def test_again_on_a_machine_that_lost_a_link(advice: Advice) -> None:
-    machine = mk.hardware("8x-a100-nvlink")
-    slow = replace(machine, link=mk.devices.Link("a slow wire", 1e-5, 1e9))
-    then = advice.again(hardware=slow)
-    assert then.best is not None
-    assert then.best.tp == 1
-    assert then.found[0].seconds > advice.found[0].seconds
-    with pytest.raises(ValueError, match="there is none"):
-        advice.again(hardware="8x-a1000")
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -246,6 +254,7 @@ MORE = [
     for hardware in ("8x-a100-nvlink", "4x8-h100-ib", "8x-rtx-4090", "4x-a10g", "2x8-h100-ib")
     for batch in (64, 512)
 ]
+SOME_RECOMPUTED = "recomputation of some layers is --recompute-method=block with the number of them per stage"
 RECOMPUTED = "what is recomputed is in code: deepspeed.checkpointing.checkpoint, or the model's own"
 
 
@@ -276,7 +285,7 @@ def test_the_best_plan_leaves_memory_and_its_framework_runs_it(asked: tuple[str,
         if (
             there.best is not None and "v100" not in asked[1]
         ):  # on which torchtitan has no precision of 16 bits
-            assert there.runs_in[stack] in ("", RECOMPUTED)
+            assert there.runs_in[stack] in ("", RECOMPUTED, SOME_RECOMPUTED)
 
 
 def test_each_further_part_gains_and_the_simplest_is_near() -> None:
@@ -288,7 +297,7 @@ def test_each_further_part_gains_and_the_simplest_is_near() -> None:
     assert advice.families[-1].plan == advice.best
     near = [family.plan for family in advice.families if family.seconds <= 1.05 * advice.found[0].seconds]
     assert advice.simplest == near[0] != advice.best
-    assert f"{advice.simplest!r}, the simplest within 5 %" in str(advice)
+    assert re.search(rf"the simplest within 5 %\s+{re.escape(repr(advice.simplest))}", str(advice))
 
 
 def test_offload_has_to_gain_more_than_predictions_are_off() -> None:

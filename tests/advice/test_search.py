@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
+from mpkit.plan.checks import every as one_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES, has_pairs
 from mpkit.prediction.advice.advice import find_advice
@@ -20,7 +21,7 @@ from mpkit.prediction.advice.objective import TIME
 from mpkit.prediction.advice.offers import offers_of
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.screening import HELD, PARTS
-from mpkit.prediction.advice.search import FoundLayout, columns_of, search
+from mpkit.prediction.advice.search import FoundLayout, columns_of, kinds_of, search
 from mpkit.prediction.advice.space import TrainingQuestion, families
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.estimate import estimate_checked
@@ -60,7 +61,9 @@ def every(asked: LayoutPrices) -> list[FoundLayout]:
     offers = offers_of(asked.stack.name)
     for family in families(asked.asked, asked.hardware.devices, asked.hardware.per_node, offers):
         for layout, offload, recompute in product(family, offers.offload, offers.recompute):
-            if offload == "params" and (layout.zero < 3 or layout.secondary):
+            if offload == "params" and layout.zero < 3:
+                continue
+            if one_of(recompute) > asked.asked.model.layers:
                 continue
             this = replace(layout, offload=offload, recompute=recompute)
             guess = mk.estimate(
@@ -74,7 +77,7 @@ def every(asked: LayoutPrices) -> list[FoundLayout]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("memory", [3, 6, 12, 80])
+@pytest.mark.parametrize("memory", [3, 12])
 @pytest.mark.parametrize("stack", ["pytorch", "megatron-2021"])
 def test_the_best_is_best_by_exhaustive_evaluation(name: str, memory: float, stack: str) -> None:
     asked = priced(name, machine(memory), stack)
@@ -124,7 +127,7 @@ CHANGES: dict[str, list[Any]] = {
     "schedule": list(SCHEDULES), "virtual_stages": [1, 2, 3, 4], "zero": [0, 1, 2, 3],
     "offload": ["none", "optimizer", "params"], "recompute": ["none", "selective", "full", "every=2"],
     "cp_method": ["ring", "ulysses"], "cp_order": ["contiguous", "zigzag"], "sequence_parallel": [False, True],
-    "ep": [1, 2, 4, 8], "etp": [1, 2, 4], "dp_shard": [None, 2, 4], "dp_secondary": [None, 2, 4],
+    "ep": [1, 2, 4, 8], "etp": [1, 2, 4], "dp_shard": [None, 2, 4],
 }  # fmt: skip
 
 
@@ -155,7 +158,7 @@ ASKED: dict[str, tuple[Any, Any, int, int]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("stack", ["pytorch", "mpkit", "deepspeed"])
+@pytest.mark.parametrize("stack", ["pytorch", "deepspeed"])
 def test_no_plan_beside_the_best_is_better(name: str, stack: str) -> None:
     """Plans by what a Plan can say, and not by what the search tries; estimates of pipelines are within 0.5 %."""
     draw = random.Random(f"{name} {stack}")
@@ -175,7 +178,7 @@ def test_no_plan_beside_the_best_is_better(name: str, stack: str) -> None:
 
 
 def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> None:
-    """16 heads of queries and 4 of keys: 8 ranks divide them, of 6 only 2 neighbours do."""
+    """16 heads of queries and 4 of keys: 8 ranks divide them, and 6 do not."""
     methods = {
         devices: {
             each.layout.cp_method
@@ -184,30 +187,23 @@ def test_long_sequences_are_shared_by_heads_where_ranks_can_divide_them() -> Non
         }
         for devices in (6, 8)
     }
-    assert methods == {6: {"ring", (2, 3)}, 8: {"ring", "ulysses"}}
+    assert methods == {6: {"ring"}, 8: {"ring", "ulysses"}}
     # Of a model whose queries share no keys; a ring passes those of Llama 3, a quarter, faster.
     advice = mk.advise("llama2-7b", "8x8-h100-ndr", global_batch=8, sequence=65_536)
     assert advice.best is not None and (advice.best.cp, advice.best.cp_method) == (8, "ulysses")
-    near = next(miss for miss in advice.near_misses if miss.change == "cp_method='ring'")
-    assert plan_of(near.layout) == replace(advice.best, cp_method="ring", cp_order="zigzag")
+    assert "longer" in advice.why_not(replace(advice.best, cp_method="ring", cp_order="zigzag"))
 
 
 def test_plans_that_are_found_can_be_made_and_cost_what_was_found() -> None:
     asked = priced("dense", machine(6))
     advice = find_advice(asked.asked, asked.hardware, asked.stack, asked.preset)
-    for plan, found in zip(advice.plans, advice.found, strict=False):
+    for plan, found in zip(advice.plans, kinds_of(advice.found), strict=False):
         guess = advice.estimate(plan)
         assert guess.step_time == pytest.approx(found.seconds, rel=1e-12)
         assert guess.peak_memory * (1 + FRAGMENTATION) == pytest.approx(found.memory, rel=1e-12)
 
 
-def test_one_long_sequence_on_many_nodes_has_ulysses_inside_and_a_ring_across() -> None:
-    """64 ranks cannot divide 32 heads, and a ring of 64 is as slow as the links between nodes."""
-    advice = mk.advise("llama3-8b", "8x8-h100-ndr", global_batch=1, sequence=2**20)
-    assert advice.best is not None and advice.best.cp_method == (8, 8)
-
-
-@pytest.mark.parametrize("stack", ["pytorch", "mpkit", "megatron", "torchtitan", "deepspeed", "nanotron"])
+@pytest.mark.parametrize("stack", ["pytorch", "megatron", "torchtitan", "deepspeed", "nanotron"])
 @pytest.mark.parametrize("name", MODELS)
 def test_screened_layouts_have_the_memory_and_the_time_of_their_estimates(name: str, stack: str) -> None:
     """Time is exact without a pipeline; with one, a formula stands for it."""
@@ -229,23 +225,23 @@ def test_screened_layouts_have_the_memory_and_the_time_of_their_estimates(name: 
 def test_experts_are_folded_and_hybrid_where_the_software_can_do_that() -> None:
     """ep counts the ranks along tp; torchtitan has all of cp and tp among them, nanotron and DeepSpeed no experts."""
     ways = {}
-    for stack in ("mpkit", "megatron", "torchtitan", "deepspeed", "llm-foundry"):
+    for stack in ("pytorch", "megatron", "torchtitan", "deepspeed", "llm-foundry"):
         asked = priced("experts", machine(80, nodes=2), stack)
         of = [each.base for each in families(asked.asked, 8, 4, offers_of(stack))]
         folded = any(each.ep > each.shards for each in of)
-        ways[stack] = folded, any(each.sharded for each in of), any(each.secondary for each in of)
+        ways[stack] = folded, any(each.sharded for each in of)
         assert all(stack != "torchtitan" or each.ep % (each.cp * each.tp) == 0 for each in of if each.ep > 1)
     assert ways == {
-        "mpkit": (True, True, True), "megatron": (True, True, False), "torchtitan": (True, True, False),
-        "deepspeed": (False, True, True), "llm-foundry": (False, True, False),
+        "pytorch": (True, True), "megatron": (True, True), "torchtitan": (True, True),
+        "deepspeed": (False, True), "llm-foundry": (False, True),
     }  # fmt: skip
 
 
 def test_a_models_whole_experts_are_priced_whole() -> None:
-    """Beside tp without ep a GPT's experts are whole, where mpkit runs it, and divided where Megatron does."""
+    """Beside tp without ep a GPT's experts are whole, where PyTorch runs it, and divided where Megatron does."""
     model = {"layers": 4, "hidden": 512, "heads": 8, "experts": 8, "top_k": 2, "vocabulary": 1000}
     beside = {}
-    for stack in ("mpkit", "megatron"):
+    for stack in ("pytorch", "megatron"):
         advice = mk.advise(
             model | {"whole_experts": True}, "8x-a100-nvlink", global_batch=8, sequence=512, stack=stack
         )
@@ -259,7 +255,7 @@ def test_a_models_whole_experts_are_priced_whole() -> None:
             stack=stack,
         )
         assert best.step_time == pytest.approx(advice.found[0].seconds, rel=1e-9)
-    assert beside == {"mpkit": {True}, "megatron": {False}}
+    assert beside == {"pytorch": {True}, "megatron": {False}}
 
 
 def test_large_mixtures_are_advised_in_seconds_of_cpu() -> None:

@@ -96,7 +96,6 @@ def test_workspaces_follow_the_device_and_the_variable() -> None:
     assert workspaces(megatron, a100) - workspaces(torch, a100) == 4 * MIB
     assert workspaces(megatron, h100) - workspaces(torch, h100) == 32 * MIB
     assert workspaces(replace(torch, cublas_workspace=32 * MIB), a100) == 64 * MIB
-    assert workspaces(stack_of("mpkit"), h100) == 0  # a play has none
 
 
 def test_deferred_gradients_of_logits_and_kept_outputs_take_their_bytes() -> None:

@@ -14,7 +14,6 @@ from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.models.experts.routing import number_rows
 from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.update.update import Update
-from mpkit.strategies.zero.secondary import SecondaryFlat
 from tests.proof.planted import Planted
 
 __all__ = ["BALANCE_FAULTS", "COPY_FAULTS", "EXPERT_FAULTS", "PlantedInExperts"]
@@ -82,16 +81,10 @@ def bias_of_a_rank(rank: int) -> None:
     BatchRouting.end_step = end_step  # type: ignore[method-assign]
 
 
-def stale_secondary_shards(rank: int) -> None:
-    """Secondary shards are those of the first step for ever."""
-    SecondaryFlat.expire = lambda self: None  # type: ignore[method-assign]
-
-
 BALANCE_FAULTS: dict[str, Callable[[int], None]] = {
     "rows of a rank": rows_of_a_rank,
     "places of a rank": places_of_a_rank,
     "bias of a rank": bias_of_a_rank,
-    "stale secondary shards": stale_secondary_shards,
 }
 
 

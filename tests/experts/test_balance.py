@@ -226,7 +226,7 @@ def test_the_proof_finds_what_is_wrong_with_the_balance(
     clusters: Callable[[int], mk.Cluster], fault: str
 ) -> None:
     how = {**HOW, "loss": PlantedInExperts(next_token_loss, fault), "verify": "all"}
-    plan = mk.Plan(dp=4, ep=2) if "secondary" not in fault else mk.Plan(dp=4, zero=3, dp_secondary=2)
+    plan = mk.Plan(dp=4, ep=2)
     run = clusters(4).train(gpt(**ALL), texts(8, 8), plan, **how)
     with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
         run.wait()

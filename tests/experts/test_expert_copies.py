@@ -19,8 +19,7 @@ from mpkit.common.torch_private import _disable_current_modes
 from mpkit.devices.hardware import Device
 from mpkit.models import MixtureOfExperts, place_experts
 from mpkit.prediction.dry_run.memory import played_memory
-from mpkit.prediction.memory_ahead import memory_warning
-from mpkit.strategies.experts.copies import borrowed_bytes, choose_slots
+from mpkit.strategies.experts.copies import choose_slots
 from mpkit.strategies.models.experts import owned_experts
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
@@ -277,16 +276,6 @@ def test_a_played_training_holds_copies() -> None:
     each = 2 * 12 * 48 * 8  # bytes of an expert
     # In block 0 the second rank borrows expert 0; in block 1 the slots are 3 0 1 3 and 2 0 3 3.
     assert [held[rank]["params"] - own for rank in range(2)] == [each, 2 * each]
-
-
-def test_memory_for_copies_is_counted_ahead() -> None:
-    model, plan = copied(), mk.Plan(dp=2, ep=2)
-    borrowed = borrowed_bytes(model, plan)
-    assert borrowed == 2 * 2 * (2 * 12 * 48 * 8) and borrowed_bytes(model, mk.Plan.ddp(2)) == 0
-    assert "for copies of experts" in memory_warning(model, plan, (4, 8), borrowed)
-    enough = next(n for n in range(10**5, 10**7, 10**4) if not memory_warning(gpt(), plan, (), n))
-    assert not memory_warning(model, plan, (), enough + borrowed)
-    assert "of copies of experts" in memory_warning(model, plan, (), enough + borrowed - 10**4)
 
 
 # ---- what is rejected --------------------------------------------------------------------------------------------

@@ -310,3 +310,37 @@ def test_buckets_that_a_file_leaves_out_are_the_frameworks() -> None:
     assert "--overlap-grad-reduce" in Plan.ddp(8).to(
         "megatron"
     )  # without it Megatron has one bucket of any size
+
+
+def test_a_format_is_taken_only_where_one_of_its_own_keys_is_there(tmp_path: Any) -> None:
+    """P6: a pyproject.toml was torchtitan's, and {"train_batch_size": 32, "epochs": 3} DeepSpeed's."""
+    path = tmp_path / "pyproject.toml"
+    path.write_text('[project]\nname = "anything"\nversion = "0.1"\n')
+    with pytest.raises(ValueError, match="no key of a format"):
+        Plan.read(path)
+    with pytest.raises(ValueError, match="no key of torchtitan"):
+        Plan.read(path, format="torchtitan")
+    with pytest.raises(ValueError, match="format='deepspeed'"):
+        Plan.read({"train_batch_size": 32, "epochs": 3})
+
+
+RECIPES = """
+from torchtitan.config import ParallelismConfig
+
+def small():
+    return Trainer.Config(parallelism=ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=4))
+
+def large():
+    return Trainer.Config(parallelism=ParallelismConfig(tensor_parallel_degree=4, data_parallel_shard_degree=8))
+"""
+
+
+def test_one_of_several_recipes_of_a_module_is_named() -> None:
+    with pytest.raises(ValueError, match=r"the recipes small, large differ: say one of them, recipe='small'"):
+        Plan.read(RECIPES)
+    assert Plan.read(RECIPES, recipe="small") == Plan(
+        dp=4, tp=2, zero=3, precision="bf16", sequence_parallel=True
+    )
+    assert Plan.read(RECIPES, recipe="large").tp == 4
+    with pytest.raises(ValueError, match=r"recipe='huge'.*'small', 'large'"):
+        Plan.read(RECIPES, recipe="huge")

@@ -21,7 +21,6 @@ from mpkit.strategies.reference import (
     flat_ddp,
     hybrid_shards,
     naive_ddp,
-    secondary_shards,
     two_dimensions,
     zero1,
     zero2,
@@ -64,11 +63,6 @@ def in_pairs(ctx: mk.Context, model: nn.Module, *how: Any) -> list[float]:
     return hybrid_shards.train(ctx, model, *how, s=2)
 
 
-def within_pairs(ctx: mk.Context, model: nn.Module, *how: Any) -> list[float]:
-    """ZeRO-3 whose backward gathers within pairs."""
-    return secondary_shards.train(ctx, model, *how, s=2)
-
-
 def sent(trace: Trace) -> Counter[tuple[str, int]]:
     """How often rank 0 communicates per step, by kind and payload, but for the loss; of a plan in its last step."""
     ops = trace.ranks[0].ops
@@ -104,7 +98,6 @@ def planned(cluster: mk.Cluster, model: nn.Module, plan: mk.Plan) -> Counter[tup
     (zero2.train, mk.Plan.zero(2, 2)),
     (zero3.train, mk.Plan.zero(3, 2)),
     (in_pairs, mk.Plan.zero(2, 4, dp_shard=2)),
-    (within_pairs, mk.Plan.zero(3, 4, dp_secondary=2)),
 ])  # fmt: skip
 def test_data_parallel(clusters: Clusters, train: Callable[..., list[float]], plan: mk.Plan) -> None:
     cluster, model = clusters(plan.ranks), mlp()

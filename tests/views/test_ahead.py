@@ -14,7 +14,6 @@ from mpkit.views.comparison.estimate import estimate_svg
 from mpkit.views.dashboard.html import static
 from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
 from mpkit.views.drawing.clock_words import clock_words
-from mpkit.views.memory.fits import fits_svg
 from mpkit.views.memory.series import device_memory
 from mpkit.views.memory.svg import memory_svg
 from mpkit.views.page.html import html
@@ -33,10 +32,12 @@ def drawn_words(svg: str) -> list[str]:
 @pytest.mark.parametrize("machine", ["8x-a100-nvlink", "8x-rtx-4090"])
 def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: str) -> None:
     found = mk.fits("llama3-8b", PLAN, machine, **ASKED)
-    picture, text = fits_svg(found), str(found)
+    picture, text = estimate_svg(found), str(found)
     (needed,) = re.findall(r": ([\d.]+ of [\d.]+ GiB) on rank 0", text)
     words = drawn_words(picture)
-    assert words[0].startswith(f"llama3-8b {'fits' if found else 'does not fit'} {machine}: {needed}, ")
+    assert words[0].startswith(f"llama3-8b {'fits' if found else 'does not fit'} {machine}: ")
+    assert ("What would fit" if not found else "The largest batch that fits") in " ".join(words)
+    assert f"band {found.relative_band:.0%}" in " ".join(words)
     assert sum(each.startswith(f"{needed}, ") for each in words) == 1  # at its bar
     for number, category in re.findall(r" +([\d.]+) GiB  (\w+):", text):
         assert f"{category} {number} GiB" in words
@@ -48,12 +49,12 @@ def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: st
 def test_a_bar_for_each_stage_with_its_own_total() -> None:
     plan = mk.Plan(pp=4, dp=2, schedule="1f1b", microbatches=8)
     found = mk.fits("gpt3-1.3b", plan, "8x-rtx-4090", global_batch=64, sequence=2048)
-    words = drawn_words(fits_svg(found))
+    words = drawn_words(estimate_svg(found))
     assert [each for each in words if each.startswith("ranks")] == [
         f"ranks {2 * i}-{2 * i + 1}" for i in range(4)
     ]
-    gib = [sum(memory.values()) + found.margin(memory) for memory in found.estimate.stage_memory]
-    assert [each for each in words if "%" in each and "of" in each][1:] == [
+    gib = [sum(memory.values()) + found.margin(memory) for memory in found.stage_memory]
+    assert [each for each in words if "%" in each and " of " in each] == [
         f"{each / 2**30:.1f} of {found.available / 2**30:.1f} GiB, {100 * each / found.available:.1f} %"
         for each in gib
     ]
@@ -135,7 +136,7 @@ def test_a_path_of_many_operations_is_no_slab() -> None:
 
 def test_amounts_of_a_list_have_one_unit() -> None:
     found = mk.fits("gpt2", mk.Plan.ddp(2), "2x-titan-rtx", sequence=1024)
-    for words in (str(found), str(found.estimate), " ".join(drawn_words(fits_svg(found)))):
+    for words in (str(found), " ".join(drawn_words(estimate_svg(found)))):
         assert "buffers" in words and {*re.findall(r"\d (GiB|MiB|KiB)\b", words)} == {"GiB"}, words
 
 

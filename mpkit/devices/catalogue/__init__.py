@@ -22,7 +22,9 @@ from mpkit.devices.hardware import Device, Hardware
 __all__ = ["Catalogue", "build_machine", "hardware"]
 
 _OTHERS = (
-    "8x-a100-40-nvlink", "8x-a100-pcie", "8x-b300-nvlink", "8x-gb200-nvlink", "8x-mi300x", "8x-l40s", "2x-v100-nvlink",
+    "8x-a100-40-nvlink", "8x-a100-pcie", "8x-b300-nvlink", "8x-gb200-nvlink", "8x-mi300x", "8x-l40s",
+    "8x-h20-nvlink", "8x-h800-nvlink",
+    "2x-v100-nvlink",
     "2x-v100-pcie", "4x-t4", "4x-a10g", "2x-rtx-3090", "2x-rtx-5090", "4x-tpu-v5e", "8x-gaudi2", "8x-gaudi3",
     "4x8-a100-hdr", "4x8-h100-ndr",
 )  # fmt: skip
@@ -182,9 +184,10 @@ def hardware(
             "mpkit.devices.Hardware of your own. "
             "hardware() lists the names."
         )
-    found = _ALL[name]() if name in _ALL else _of_any_size(name)
+    lower = name.strip().lower().replace("_", "-").replace(" ", "-")
+    found = _ALL[lower]() if lower in _ALL else _of_any_size(lower)
     if found is None:
-        near = get_close_matches(name.lower(), _ALL, 3, 0.4) or list(_ALL)
+        near = get_close_matches(lower, _ALL, 3, 0.4) or list(_ALL)
         raise ValueError(
             f"hardware({name!r}): there is none of that name. The nearest: {', '.join(map(repr, near))}; "
             "mpkit.hardware() lists all. mpkit.hardware('h100', nodes=16, nic='ndr') makes one of any size."

@@ -35,7 +35,9 @@ DEVICES: Mapping[str, tuple[str, str | None]] = {
     "h100": ("H100 SXM", "H100 SXM"),
     "h100-hbm2e": ("H100 SXM 96GB HBM2e", "H100 SXM"),
     "h100-pcie": ("H100 PCIe", "H100 SXM"),
+    "h20": ("H20 SXM", "H100 SXM"),
     "h200": ("H200 SXM", "H100 SXM"),
+    "h800": ("H800 SXM", "H100 SXM"),
     "l40s": ("L40S", None),
     "mi300x": ("MI300X", "MI300X"),
     "rtx-3090": ("RTX 3090", None),
@@ -141,7 +143,7 @@ def _device(short: str) -> tuple[Device, Link]:
     measured: dict[str, Callable[[], Hardware]] = {
         "a100": machines.a100, "a100-40": machines.a100, "h100": machines.h100, "h100-hbm2e": machines.h100,
         "h200": machines.h200, "b200": machines.b200, "b300": machines.b200, "gb200": machines.b200,
-        "gb300": machines.b200, "h100-pcie": machines.h100_pcie,
+        "gb300": machines.b200, "h100-pcie": machines.h100_pcie, "h20": machines.h100,
     }  # fmt: skip
     if short in measured:
         return device, measured[short]().link

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.missing_packages import require_torch
 from mpkit.common.tracebacks import public
-from mpkit.common.upward_calls import provide_method
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
 from mpkit.launch.external.environment import is_launched, place_here, refuse_second_launcher
@@ -322,16 +321,13 @@ class Cluster:
     def _agree_on_job(self, make_job: Callable[[], TrainJob]) -> TrainJob:
         """Return the job; under a launcher, once all processes have found that they ask for the same.
 
-        Warn if the plan's features work against each other, if it is estimated to need more memory than GPUs have, or
-        if tensor parallelism spans nodes.
+        Warn if the plan's features work against each other, or if tensor parallelism spans nodes.
         """
         from mpkit.strategies.prepare.plan_warnings import warn_if_unwise
 
         if self._session is None:
             job = make_job()
             warn_if_unwise(job.plan)
-            if self.device != "cpu":
-                provide_method("Cluster.warn_of_memory")(job, self._chosen, self.ranks)
             return job
         from mpkit.launch.session.launched_cluster import facts_in_common, verified_alike, warn_of_nodes
 

@@ -261,22 +261,6 @@ class RunResults:
         found: WhatIf = provide_method("Run.what_if")(self, self._job, helper, changes)
         return found
 
-    def measured_step(self, hardware: Hardware | str | None = None) -> Any:
-        """Return a step, an `Observation`, with its measured time, the median of all but the first on the virtual
-        clock.
-
-        `mk.calibrate([run, other])` takes runs as they are; this is for a machine that the catalogue does not name.
-
-        Args:
-            hardware: the machine that the run was on, with a device for each rank; None: the one it names.
-
-        Raises:
-            ValueError: the model's sizes cannot be read, its inputs are no tokens, or a single step ran.
-        """
-        from mpkit.common.upward_calls import provide_method
-
-        return provide_method("Run.measured_step")(self, self._job, hardware)
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.
 

@@ -342,7 +342,7 @@ MEGATRON = Format(
         "virtual_stages": "only the interleaved schedule has several stages per rank",
         "cut": "--pipeline-model-parallel-layout has a language of its own for the cut",
         "zero": "with a pipeline Megatron shards optimizer states only",
-        "recompute": "recomputation is of all layers, or of attentions in all layers",
+        "recompute": "recomputation of some layers is --recompute-method=block with the number of them per stage",
         "dp_shard": "--num-distributed-optimizer-instances goes with ZeRO-1",
         "dp_replicate": "--num-distributed-optimizer-instances goes with ZeRO-1",
         "offload": "the distributed optimizer is offloaded (zero=1 or more), parameters are not",

@@ -14,7 +14,7 @@ from typing import Any
 from mpkit.plan.formats.syntax import Page, Syntax, flat
 from mpkit.plan.formats.word import Word, agree
 
-__all__ = ["assignments", "constants", "python_code"]
+__all__ = ["assignments", "constants", "keep_recipe", "python_code"]
 
 _SECTION = re.compile(r"^[ \t]*\[[a-z_.]+\][ \t]*(?:#.*)?$", re.MULTILINE)
 """The line with which a section of TOML begins."""
@@ -43,12 +43,19 @@ def python_code(
             found: dict[str, Any] = {}
             if sections and _SECTION.search(text):  # as torchtitan was configured before 0.3
                 return older(flat(tomllib.loads(text)))
-            for name, value in constants(ast.parse(text), sections):
+            tree = ast.parse(text)
+            recipes = _recipes(tree, sections)
+            for name, value in constants(tree, sections):
                 agree(found, name, value)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(
                 f"this is no Python that can be read: {str(error) or 'it is nested too deeply'}"
             ) from None
+        if len(recipes) > 1:
+            for name, value in found.items():
+                if isinstance(value, Word) and value.reason:
+                    again = f"the recipes {', '.join(recipes)} differ: say one of them, recipe={recipes[0]!r}"
+                    found[name] = Word(value, reason=again)
         if not found:
             raise ValueError("there is no assignment of a constant or of a configuration")
         return found
@@ -82,6 +89,43 @@ def assignments(page: Page, classes: Mapping[str, str]) -> str:
 def _literal(value: Any) -> str:
     text = repr(value)
     return f'"{value}"' if isinstance(value, str) and '"' not in text and "\\" not in text else text
+
+
+def keep_recipe(text: str, recipe: str) -> str:
+    r"""Return a module's text without the other functions that make configurations.
+
+    Raises:
+        ValueError: the module is not Python, or has no function of that name.
+
+    >>> print(keep_recipe("TP = 2\ndef small(): return f(TP)\ndef large(): return f(8)", "small"))
+    TP = 2
+    def small():
+        return f(TP)
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(
+            f"recipe={recipe!r}: the text is not Python, in which recipes are functions: {error}"
+        ) from None
+    names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef)]
+    if recipe not in names:
+        raise ValueError(f"recipe={recipe!r}: the module has {', '.join(map(repr, names)) or 'no functions'}")
+    tree.body = [each for each in tree.body if not isinstance(each, ast.FunctionDef) or each.name == recipe]
+    return ast.unparse(tree).replace("\n\n", "\n")
+
+
+def _recipes(tree: ast.Module, sections: Mapping[str, str]) -> list[str]:
+    """Return the names of the functions that make configurations."""
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    return [
+        each.name
+        for each in functions
+        if any(
+            isinstance(node, ast.Call) and _name(node.func).rpartition(".")[2] in sections
+            for node in ast.walk(each)
+        )
+    ]
 
 
 def constants(tree: ast.Module, sections: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

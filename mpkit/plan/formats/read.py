@@ -13,6 +13,7 @@ from mpkit.common.tracebacks import level_of_user
 from mpkit.plan.checks import whole
 from mpkit.plan.config import Config
 from mpkit.plan.formats.keys import Format
+from mpkit.plan.formats.python_code import keep_recipe
 from mpkit.plan.formats.syntax import JSON, YAML, Syntax, flat, is_json
 from mpkit.plan.formats.table import FORMATS
 from mpkit.plan.formats.write import format_of
@@ -44,8 +45,9 @@ ENDINGS = {
 
 
 def read(
-    source: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None, ranks: int | None = None
-) -> Plan:
+    source: str | os.PathLike[str] | Mapping[str, Any], format: str | None = None, ranks: int | None = None,
+    recipe: str | None = None,
+) -> Plan:  # fmt: skip
     """Return the plan in a file, a text of several lines, or a mapping, for `Plan.read`.
 
     Raises:
@@ -58,12 +60,19 @@ def read(
             f"Plan.read(..., ranks={ranks!r}): ranks are a whole number, 1 or more: Plan.read(..., ranks=8)"
         )
     what = "The text" if isinstance(source, Mapping) or _is_text(source) else str(source)
+    if recipe is not None:
+        try:
+            source = keep_recipe(_text(source), str(recipe)) + "\n"
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
     found, faults = _load_formats(source, what)
     chosen = format_of(format) if format is not None else _guess(what, found, faults)
     if chosen.name not in found:
         why = faults.get(chosen.syntax.name, f"it is not {chosen.syntax.name}")
         raise ValueError(f"{what} cannot be read as {chosen.name}: {why}")
     values = found[chosen.name]
+    if values and not values.keys() - {*_unknown(chosen, values)}:
+        raise ValueError(f"{what} has no key of {chosen.title}, such as {chosen.keys[0].name}")
     notes: list[str] = []
     try:
         fields = chosen.fields_of(values, notes, ranks)

@@ -49,10 +49,15 @@ OLDER = {
 
 
 def _rename_older(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of TOML, as torchtitan was configured before 0.3, with the defaults of that time."""
-    found: dict[str, Any] = {f"{SELECTIVE}.mode": values.get(f"{SELECTIVE}.mode", "selective")}
+    """Return the values of TOML, as torchtitan was configured before 0.3, with the defaults of that time.
+
+    Other programs have TOML too: a default is added to torchtitan's own keys alone.
+    """
+    found: dict[str, Any] = {}
     for name, value in values.items():
         agree(found, OLDER.get(name, name), value)
+    if found.keys() & {key.name for key in TORCHTITAN.keys}:
+        found.setdefault(f"{SELECTIVE}.mode", "selective")
     return found
 
 

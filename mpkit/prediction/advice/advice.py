@@ -5,10 +5,10 @@ Every sentence of it comes from `mk.estimate` of a plan that it names, so it rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from numpy import minimum
 
@@ -21,33 +21,25 @@ from mpkit.plan.checks import whole
 from mpkit.plan.formats.write import unsaid
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.families import RUNNING, SIMPLER, Family, families_of
-from mpkit.prediction.advice.near_misses import NearMiss, near_misses
 from mpkit.prediction.advice.objective import TIME, Objective, objective_of
 from mpkit.prediction.advice.prices import LayoutPrices
-from mpkit.prediction.advice.resharding import resharding_bytes
 from mpkit.prediction.advice.rules import Rule, rules_of
 from mpkit.prediction.advice.search import SHOWN, FoundLayout, figures_of, kinds_of
 from mpkit.prediction.advice.space import TrainingQuestion
-from mpkit.prediction.advice.summary import change_since, summary_of
+from mpkit.prediction.advice.summary import summary_of
 from mpkit.prediction.advice.why_not import why_not
-from mpkit.prediction.cost_model.check import check_length
-from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked, stack_for
+from mpkit.prediction.cost_model.check import check_length, check_trainable, checked_load
+from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.memory import FRAGMENTATION
-from mpkit.prediction.cost_model.preset import Preset, preset_of
+from mpkit.prediction.cost_model.preset import Preset, preset_for
 from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
-from mpkit.prediction.workload.documents import checked_documents
-from mpkit.prediction.workload.routed_load import placed_load
 from mpkit.timeline.answer import Basis, DelegatedAnswer
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
 
-    from mpkit.launch.session.cluster import Cluster
-    from mpkit.prediction.advice.try_out import PlanTrials
-    from mpkit.timeline.timeline import Timeline
 
 __all__ = ["Advice", "advise"]
 
@@ -56,8 +48,8 @@ __all__ = ["Advice", "advise"]
 class Advice(HasChart, DelegatedAnswer):
     """The plans that fit, the best first; it prints the best of them with reasons.
 
-    A notebook shows a sortable table as well (`table`), a chart of step time against memory with the frontier marked
-    (`figure`), and the predicted timelines of the best three.
+    A notebook shows a table of the best plan of each family as well, and a chart of step time against memory with the
+    frontier marked (`figure`).
 
     Attributes:
         priced: what was asked, the machine and the stack.
@@ -65,7 +57,6 @@ class Advice(HasChart, DelegatedAnswer):
         tight: those that fit and leave less than that free.
         considered: the number of plans that were considered, those that do not fit included.
         objective: what is best.
-        before: the advice for other hardware that `again` began from; None: this is the first.
     """
 
     priced: LayoutPrices = field(repr=False)
@@ -73,7 +64,6 @@ class Advice(HasChart, DelegatedAnswer):
     tight: Sequence[FoundLayout] = field(repr=False)
     considered: int
     objective: Objective = TIME
-    before: Advice | None = field(default=None, repr=False)
 
     @property
     def best(self) -> Plan | None:
@@ -82,8 +72,12 @@ class Advice(HasChart, DelegatedAnswer):
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The 20 best plans that fit."""
-        return [self.priced.plan_of(each.layout) for each in self.found[:SHOWN]]
+        """The 20 best plans that fit; of those that differ in the samples of a micro-batch only, the best."""
+        return [self.priced.plan_of(each.layout) for each in self._best]
+
+    @property
+    def _best(self) -> Sequence[FoundLayout]:
+        return kinds_of(self.found)[:SHOWN]
 
     @cached_property
     def frontier(self) -> list[Plan]:
@@ -118,18 +112,13 @@ class Advice(HasChart, DelegatedAnswer):
         """The guides' rules with this model's numbers, and whether the search agrees."""
         return rules_of(self.priced, kinds_of(self.found))
 
-    @cached_property
-    def near_misses(self) -> list[NearMiss]:
-        """Plans one change away from the best, and what stands against each: those out of memory first."""
-        return near_misses(self.priced, self.found[0].layout) if self.found else []
-
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of a plan, as `mk.estimate` would."""
         asked = self.priced.asked
         return estimate_checked(
             asked.model, plan, self.priced.hardware, asked.global_batch, asked.sequence, self.priced.stack,
-            self.priced.preset, documents=asked.documents or None,
-            expert_load=asked.load,
+            self.priced.preset, trainable=asked.trainable,
+            expert_load=asked.load if asked.model.experts else None,
         )  # fmt: skip
 
     @cached_property
@@ -153,18 +142,6 @@ class Advice(HasChart, DelegatedAnswer):
             self.answer.basis.measured, "what `mk.estimate` assumes, for training with Adam in 16 bits"
         )
 
-    def timelines(self, best: int = 3) -> dict[str, Timeline]:
-        """Return the predicted timelines of the best plans, by plan: `mk.compare(**advice.timelines())` draws them."""
-        return {repr(plan): self.estimate(plan).timeline() for plan in self.plans[:best]}
-
-    def table(self) -> Any:
-        """Return the best plans as a table for a notebook, which its reader sorts by any column.
-
-        Raises:
-            ImportError: what notebooks need is not installed.
-        """
-        return draw(self, "table")
-
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
@@ -184,74 +161,10 @@ class Advice(HasChart, DelegatedAnswer):
         """
         return why_not(self, plan)
 
-    def try_out(
-        self, best: int, cluster: Cluster, model: torch.nn.Module, data: Any, *,
-        loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-        clock: str = "virtual", say: Callable[[str], object] = print,
-    ) -> PlanTrials:  # fmt: skip
-        """Train the best few plans and a bad one on the ranks at hand, and set predicted beside measured.
-
-        The prediction is that of `mk.profile` on this machine, in full precision: it says how far to trust the order.
-
-        Args:
-            best: how many of the best plans to try; the slowest that was found is tried as well.
-            cluster: CPU ranks, as many as the advice is for.
-            model: what to train: the model of the advice, or a small one that stands for it.
-            data, loss, optimizer: as for `mk.profile`; `data` has the samples of a step.
-            clock: as in `Profile.predict`.
-            say: called with a line as the profile and each training begin, since all of them take a minute or more.
-
-        Raises:
-            ValueError: the cluster has another number of ranks than the advice has devices, or no plan fits.
-        """
-        from mpkit.prediction.advice.try_out import try_plans
-        from mpkit.prediction.experiments.profile import profile
-
-        devices = self.found[0].layout.ranks if self.found else self.priced.hardware.devices
-        if cluster.ranks != devices:
-            raise ValueError(
-                f"this advice is for {devices} devices, and the cluster has {cluster.ranks} ranks: "
-                f"mk.Cluster(ranks={devices}), or advice for {cluster.ranks}: mk.advise(..., "
-                f"mk.hardware('h100', per_node={cluster.ranks}), ...)"
-            )
-        if (whole(best) or 0) < 1:
-            raise ValueError(f"try_out({best!r}): how many of the best plans, a whole number, 1 or more")
-        if not self.found:
-            raise ValueError("no plan fits, so there is none to try")
-        chosen = dict.fromkeys(each.layout for each in [*self.found[:best], self.found[-1]])
-        plans = [replace(self.priced.plan_of(layout), precision="full") for layout in chosen]
-        say(f"profiling the model on this machine, then training {len(plans)} plans")
-        measured = profile(model, data, loss=loss, optimizer=optimizer, cluster=cluster)
-        return try_plans(measured, plans, cluster, clock=clock, say=say)
-
-    def again(self, *, hardware: Hardware | str) -> Advice:
-        """Return the advice for the same training on other hardware.
-
-        Raises:
-            ValueError: there is no machine of that name.
-        """
-        asked = self.priced.asked
-        return replace(
-            find_advice(asked, find(hardware), self.priced.stack, objective=self.objective), before=self
-        )
-
-    @property
-    def moved(self) -> list[float]:
-        """After `again`: the bytes that each rank fetches to go on under the best plan of this advice."""
-        if self.before is None or not self.found or not self.before.found:
-            return []
-        old, new = self.before.found[0].layout, self.found[0].layout
-        return resharding_bytes(self.priced.asked.model, old, new, self.priced.stack)
-
-    @property
-    def change(self) -> str:
-        """After `again`: what changed, and what it costs to move weights and states; "" otherwise."""
-        return change_since(self)
-
     def to_dataframe(self) -> pd.DataFrame:
         """Return a row per plan of `plans`: step time, memory, tokens per second and utilization."""
         rows = []
-        for plan, found in zip(self.plans, self.found, strict=False):
+        for plan, found in zip(self.plans, self._best, strict=True):
             this = self.estimate(plan)
             rows.append(
                 {
@@ -270,14 +183,14 @@ class Advice(HasChart, DelegatedAnswer):
 def advise(
     model: object, hardware: Hardware | str, *, global_batch: int, sequence: int, by: str = "time",
     price: float | None = None, stack: str | Stack | None = None, preset: Preset | None = None,
-    documents: Sequence[int] | None = None, expert_load: object = None,
+    trainable: float = 1.0, expert_load: float | None = None,
 ) -> Advice:  # fmt: skip
     """Return the plans for a model on a machine that fit, the best first, with reasons.
 
-    Every mesh, that of experts folded over tp included, stage of ZeRO, also within groups of nodes or with secondary
-    shards, micro-batch, recomputation and offload is considered, with the schedules that can be the best, in 16 bits
-    with Adam. A plan leaves 8 % of the memory free, and offload has to gain more than the estimate's
-    band. With `stack=`, the framework of that name can run every plan.
+    Every mesh, that of experts folded over tp included, stage of ZeRO, also within groups of nodes, micro-batch,
+    recomputation (also of one of k layers) and offload is considered, with the schedules that can be the best and any
+    number of layers per stage, in 16 bits with Adam. A plan leaves 8 % of the memory free, and offload has to gain more
+    than the estimate's band. With `stack=`, the framework of that name can run every plan.
 
     Args:
         model: as for `mk.estimate`.
@@ -287,8 +200,7 @@ def advise(
         by: what is best: "time": the fastest step on all devices. "cost": the cheapest step, on as many devices of the
             machine as that takes. "devices": the fewest devices, and on these the fastest step.
         price: of an hour of a GPU, in any currency, for by="cost".
-        stack, preset, documents, expert_load: as for `mk.estimate`. Of packed documents, each plan has the `cp_order`
-            in which the busiest rank has least attention. A ratio as the load is that of every ep.
+        stack, preset, trainable, expert_load: as for `mk.estimate`; the load is that of every ep.
 
     Raises:
         ValueError: the model or the machine is not known, or a number is none.
@@ -300,16 +212,13 @@ def advise(
     for name, value in (("global_batch", global_batch), ("sequence", sequence)):
         if (whole(value) or 0) < 1:
             raise ValueError(f"advise({name}={value!r}): a whole number, 1 or more")
-    sizes, lengths = architecture_of(model), checked_documents(documents, sequence)
-    load = placed_load(expert_load, model, sizes.layers - sizes.dense)
-    asked = TrainingQuestion(sizes, global_batch, sequence, lengths, load)
-    if load:
-        load.check(asked.model.experts, 1)
-    check_length(asked.model, sequence, lengths)
+    check_trainable(trainable)
+    sizes = architecture_of(model, trainable=trainable)
+    load = checked_load(expert_load, sizes)
+    asked = TrainingQuestion(sizes, global_batch, sequence, load, trainable)
+    check_length(asked.model, sequence)
     machine = find(hardware)
     chosen = stack if isinstance(stack, Stack) else stack_of(stack)
-    if chosen.name == "mpkit":  # which runs in 16 bits what a plan says so of
-        chosen = stack_for(Plan(precision=machine.device.half), chosen)[0]
     return find_advice(asked, machine, chosen, preset, objective_of(by, price))
 
 
@@ -319,7 +228,7 @@ def find_advice(
 ) -> Advice:  # fmt: skip
     """Return the advice for what `advise` has read."""
     asked = replace(asked, model=model_under(stack, asked.model))
-    priced = LayoutPrices(asked, machine, stack, preset or preset_of(machine.device, stack))
+    priced = LayoutPrices(asked, machine, stack, preset or preset_for(machine.device.name, stack.name))
     searched = objective.search(priced)
     found, tight = (searched.found, searched.tight) if searched.found else (searched.tight, [])
     return Advice(priced, found, tight, searched.considered, objective)

@@ -32,7 +32,6 @@ PARTS: dict[str, Callable[[Layout], bool]] = {
     "context parallelism": lambda layout: layout.cp > 1,
     "expert parallelism": lambda layout: layout.ep > 1,
     "groups of ZeRO": lambda layout: layout.sharded > 0,
-    "secondary shards": lambda layout: layout.secondary > 0,
     "offload": lambda layout: layout.offload != "none",
 }
 
@@ -55,12 +54,14 @@ class Family:
     longer: float
     memory: float
 
+    @property
+    def words(self) -> str:
+        """Its parts in words."""
+        first, last = ", ".join(self.parts[:-1]), self.parts[-1:]
+        return f"with {' and '.join(filter(None, (first, *last))) or 'data parallelism alone'}"
+
     def __str__(self) -> str:
-        with_ = (
-            " and ".join(filter(None, (", ".join(self.parts[:-1]), *self.parts[-1:])))
-            or "data parallelism alone"
-        )
-        return f"with {with_}: {seconds(self.seconds)}, {percent(self.longer)} longer, {self.plan!r}"
+        return f"{self.words}: {seconds(self.seconds)}, {percent(self.longer)} longer, {self.plan!r}"
 
 
 def families_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Family]:

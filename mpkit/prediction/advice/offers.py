@@ -19,9 +19,12 @@ from mpkit.plan.schedule.catalogue import (
 )
 from mpkit.plan.tensor_checks import CONTIGUOUS, METHODS, ORDERS, ZIGZAG
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.workload.documents import best_order
 
-__all__ = ["EVERYTHING", "Offers", "in_best_order", "missing_feature", "offers_of"]
+__all__ = ["EVERYTHING", "Offers", "missing_feature", "offers_of"]
+
+
+SOME = tuple(f"every={k}" for k in (8, 6, 4, 3, 2))
+"""Recomputation of one of k layers, in the order of what it costs."""
 
 
 @dataclass(frozen=True)
@@ -34,35 +37,32 @@ class Offers:
         hybrid: those that it can shard within groups of replicas.
         recompute, offload: as in a Plan, in the order of what they cost.
         tensor, context, sequence: whether it has tensor, context and sequence parallelism.
-        even: whether it wants as many layers in each virtual stage, and for interleaved schedules micro-batches in
-            multiples of pp.
+        even: whether it wants as many layers in each virtual stage.
+        grouped: whether interleaved schedules want micro-batches in multiples of pp.
         filled: whether a pipeline wants as many micro-batches as it has stages, less one.
         experts: whether it divides experts over ranks, and its files say so.
         inner_experts: whether all ranks along cp and tp are among those that divide them.
         cp_methods: how ranks that share a sequence attend to the whole of it.
-        cp_both: whether it has Ulysses times a ring.
         cp_orders: which parts of a sequence its ranks can have.
-        secondary: whether ZeRO-3 keeps secondary shards (hpZ).
         joint_recompute: what can be recomputed in a schedule of pairs.
     """
 
     pipelines: tuple[tuple[str, int], ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[str, ...] = ("none", "selective", "full")
+    recompute: tuple[str, ...] = ("none", "selective", *SOME, "full")
     offload: tuple[str, ...] = ("none", "optimizer", "params")
     tensor: bool = True
     context: bool = True
     sequence: bool = True
     even: bool = False
+    grouped: bool = False
     filled: bool = False
     hybrid: tuple[int, ...] = ()
     cp_methods: tuple[str, ...] = METHODS
-    cp_both: bool = True
     cp_orders: tuple[str, ...] = ORDERS
     experts: bool = True
     inner_experts: bool = False
-    secondary: bool = False
-    joint_recompute: tuple[str, ...] = ("none", "selective", "full")
+    joint_recompute: tuple[str, ...] = ("none", "selective", *SOME, "full")
 
     @property
     def schedules(self) -> tuple[tuple[str, int], ...]:
@@ -72,7 +72,7 @@ class Offers:
         return tuple((name, v) for name, entry in SCHEDULES.items() for v in entry.advised)
 
 
-EVERYTHING = Offers(hybrid=(1, 2, 3), secondary=True)
+EVERYTHING = Offers(hybrid=(1, 2, 3))
 
 TORCHTITAN = Offers(
     tuple(
@@ -80,7 +80,7 @@ TORCHTITAN = Offers(
         for name, s in SCHEDULES.items()
         if s.advised and "torchtitan" in s.elsewhere and not s.pairs  # which it runs one after the other
     ),
-    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1], cp_both=False,
+    (2, 3), ("none", "full"), ("none", "params"), hybrid=(2, 3), cp_methods=METHODS[:1],
     cp_orders=(CONTIGUOUS, ZIGZAG), inner_experts=True,
 )  # fmt: skip
 
@@ -88,13 +88,21 @@ MEGATRON = tuple((ONE_F_ONE_B if v == 1 else INTERLEAVED_1F1B, v) for v in (*ran
 
 OFFERS: Mapping[str, Offers] = {
     "megatron-2021": Offers(
-        MEGATRON, (0,), ("full",), ("none",), context=False, sequence=False, even=True, experts=False
+        MEGATRON,
+        (0,),
+        ("full",),
+        ("none",),
+        context=False,
+        sequence=False,
+        even=True,
+        grouped=True,
+        experts=False,
     ),
     "megatron": Offers(
         (*MEGATRON, *((OVERLAPPED_1F1B, v) for _, v in MEGATRON)),
         (0, 1),
         offload=("none",),
-        even=True,
+        grouped=True,  # stages of unlike numbers of layers: --pipeline-model-parallel-layout
         hybrid=(1,),
         cp_orders=(ZIGZAG,),
         joint_recompute=("none", "selective"),
@@ -109,9 +117,7 @@ OFFERS: Mapping[str, Offers] = {
         sequence=False,
         hybrid=(3,),
         cp_methods=METHODS[1:],
-        cp_both=False,
         experts=False,
-        secondary=True,
     ),
     "llm-foundry": Offers(
         (),
@@ -154,17 +160,6 @@ def offers_of(stack: str) -> Offers:
     return OFFERS.get(stack, EVERYTHING)
 
 
-def in_best_order(layout: Layout, offers: Offers) -> Layout:
-    """Return a layout with the order of chunks in which the busiest rank has least attention to packed documents.
-
-    >>> in_best_order(Layout(cp=2, documents=(4, 12)), EVERYTHING).cp_order
-    'documents'
-    """
-    if not layout.documents:
-        return layout
-    return layout.vary(cp_order=best_order(layout.documents, layout.ring, offers.cp_orders))
-
-
 def missing_feature(stack: str, layout: Layout) -> str:
     """Say what a layout asks for that a stack does not offer, with what it has; "" if nothing.
 
@@ -187,9 +182,7 @@ def missing_feature(stack: str, layout: Layout) -> str:
         ("context parallelism", has.context or layout.cp == 1, ""),
         (
             f"cp_method={layout.cp_method!r}",
-            layout.cp == 1
-            or layout.cp_method in has.cp_methods
-            or (has.cp_both and 1 < layout.ulysses < layout.cp),
+            layout.cp == 1 or layout.cp_method in has.cp_methods,
             _list_values("", has.cp_methods),
         ),
         (
@@ -197,7 +190,6 @@ def missing_feature(stack: str, layout: Layout) -> str:
             layout.ring == 1 or layout.cp_order in has.cp_orders,
             _list_values("", has.cp_orders),
         ),
-        ("secondary shards (dp_secondary, hpZ)", has.secondary or not layout.secondary, ""),
         ("expert parallelism", has.experts or layout.ep == 1, ""),
         ("sequence parallelism", has.sequence or layout.tp == 1 or not layout.sequence_parallel, ""),
         ("pipelines", bool(has.schedules) or layout.pp == 1, ""),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -45,15 +46,18 @@ class LayoutPrices:
 
     @cached_property
     def head(self) -> float:
-        """As how many layers the head counts where the software cuts stages by weight or FLOPs; 0: it does not."""
-        if self.stack.by_flops:
-            return self.asked.model.head_in_flops(self.asked.sequence)
+        """As how many layers the head counts where the software cuts stages by weight; 0: it does not."""
         return self.asked.model.head_in_layers if self.stack.by_weight else 0.0
+
+    @property
+    def whole(self) -> float:
+        """The bytes of a device's memory; infinite where they are not known, as of a CPU."""
+        return float(self.hardware.device.memory or inf)
 
     @property
     def room(self) -> float:
         """The bytes that a plan may take on a device."""
-        return HEADROOM * self.hardware.device.memory
+        return HEADROOM * self.whole
 
     def plan_of(self, layout: Layout) -> Plan:
         """Return the plan of a layout, in the 16 bits that the device has, or in the 32 bits of the software."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.placement_notes import TP_INSIDE
@@ -53,9 +54,9 @@ class Rule:
 def rules_of(priced: LayoutPrices, found: Sequence[FoundLayout]) -> list[Rule]:
     """Return the rules that apply."""
     if not found:
-        return [_states(priced)]
+        return [_states(priced)] if isfinite(priced.whole) else []
     rules = (
-        _one_device(priced, found),
+        _one_device(priced, found) if isfinite(priced.whole) else None,
         _layer(priced, found),
         _links(priced, found),
         _nodes(priced, found),
@@ -83,7 +84,7 @@ def _states(priced: LayoutPrices) -> Rule:
 def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
     """Return whether a replica fits one device, so that data parallelism is enough."""
     n, batch = priced.hardware.devices, priced.asked.global_batch
-    best, room = found[0], priced.hardware.device.memory
+    best, room = found[0], priced.whole
     plain = Layout(dp=n, microbatches=max(1, batch // n))
     held = screen_layouts(priced, [plain])[0][1]
     if held > room:
@@ -105,7 +106,7 @@ def _one_device(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule:
 
 def _layer(priced: LayoutPrices, found: Sequence[FoundLayout]) -> Rule | None:
     """Return whether one layer with its states fits a device; None where a whole replica does."""
-    model, room, stack = priced.asked.model, priced.hardware.device.memory, priced.stack
+    model, room, stack = priced.asked.model, priced.whole, priced.stack
     states = stack.element + stack.gradient + stack.states
     if states * model.parameters <= room:
         return None

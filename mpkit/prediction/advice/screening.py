@@ -52,7 +52,6 @@ HELD = (
     "zero",
     "replicas",
     "sharded",
-    "secondary",
     "ep",
     "etp",
     "alike",
@@ -140,7 +139,7 @@ class Screening:
     def _states(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Of each kind of holder and class: bytes that are always there, by offload, and those that are at times."""
         stays: dict[str, list[list[float]]] = {offload: [] for offload in DROPPED}
-        at_times: dict[str, list[list[float]]] = {name: [] for name in (*AT_TIMES, "converted", "last_grads")}
+        at_times: dict[str, list[list[float]]] = {name: [] for name in (*AT_TIMES, "converted")}
         for layout, shares in zip(self._holders, self._shares, strict=True):
             found = [
                 state_memory(self.model, layout, self.stack, shares, stages[0], self.priced.hardware.device)
@@ -149,7 +148,6 @@ class Screening:
             for name in AT_TIMES:
                 at_times[name].append([each.held[name] for each in found])
             at_times["converted"].append([each.converted for each in found])
-            at_times["last_grads"].append([each.last_grads for each in found])
             for offload, dropped in DROPPED.items():
                 stays[offload].append([
                     sum(n for name, n in each.held.items() if name not in (*dropped, *AT_TIMES)) for each in found
@@ -180,29 +178,19 @@ class Screening:
         logits = logits + np.minimum(self.stack.deferred, self.columns.microbatches[rows]) * deferred
         composition, is_last = self._composition
         b, most = self.columns.microbatch[rows], np.zeros(len(rows))
-        late = self._late[rows]
         for c in range(self._most):
             stays = self._states[0][offload][held, c]
             at_times = {name: values[held, c] for name, values in self._states[1].items()}
             grads, gathered = at_times["grads"], at_times["gathered"]
             layers = b * self._live[rows, c] * (composition[stages, c] * of_kinds).sum(axis=1)
-            first = ((composition[stages, c] > 0) * of_kinds).max(axis=1)
             head = b * np.where(is_last[stages, c], 2 * border + logits, 0.0)
-            early = np.where(late, 0.0, grads)
             moments = (
-                early + layers + head + (0.0 if self.stack.played else gathered),
-                early + layers + b * working + gathered,
+                grads + layers + head + gathered,
+                grads + layers + b * working + gathered,
                 grads + at_times["converted"] + gathered,
-                np.where(late, at_times["last_grads"] + b * (first + working) + gathered, 0.0),
             )
             most = np.maximum(most, stays + np.max(moments, axis=0))
         return most * (1 + FRAGMENTATION)
-
-    @cached_property
-    def _late(self) -> Indices:
-        """By row, whether gradients have no memory until the backward makes them."""
-        kind, layouts = self.columns.distinct("zero", microbatches=True)
-        return np.array([self.stack.makes_gradients_late(layout) for layout in layouts])[kind]
 
     # ---- time
 
@@ -279,7 +267,7 @@ class Screening:
         network = network_of(self.priced.hardware)
         rows = []
         for layout, shares in zip(self._holders, self._shares, strict=True):
-            gathers = gathers_of(layout, shares, network)[:4] if layout.zero == 3 else (0.0,) * 4
+            gathers = gathers_of(layout, shares, network)[:3] if layout.zero == 3 else (0.0,) * 3
             rows.append((*gathers, *reductions_of(layout, shares, network, self.stack)))
         return np.array(rows)
 
@@ -298,9 +286,9 @@ class Screening:
         edge = np.zeros(len(rows))
         for prefetch in np.unique(ahead):
             this = (zero == 3) & (ahead == prefetch)
-            first, later, reduced, edges = (column[this] for column in gathers)
-            part = ShardGathers(first, later, reduced, edges, int(prefetch))
-            waits = part.waits(forward[this], backward[this], m[this], stack.overlap)
+            gathered, reduced, edges = (column[this] for column in gathers)
+            part = ShardGathers(gathered, reduced, edges, int(prefetch))
+            waits = part.waits(forward[this], backward[this], stack.overlap)
             forward[this] += waits[0]
             backward[this] += waits[1]
             edge[this] = waits[2]
@@ -322,7 +310,7 @@ class Screening:
         idle, hops, beside, pairs = self._bubbles[rows].T
         whole = self.model.layers * (forward + backward) + first + last[0] + last[1]
         pipeline = m * (f + b) + (whole - f - b) * idle + hops * self._hops[rows]
-        pipeline -= pairs * hidden_in_pair(f, b, counts.T[slowest] * exchanged, stack)
+        pipeline -= pairs * hidden_in_pair(f, b, counts.T[slowest] * exchanged)
         # ---- replicas, optimizer, stragglers
         reduced = (
             self._exposed_reductions(np.where(zero == 2, m, 1) * reduce, gather, f, b, beside, rows) + summed

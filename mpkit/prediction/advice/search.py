@@ -21,6 +21,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from mpkit.plan.checks import every
 from mpkit.plan.schedule.catalogue import has_pairs
 from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
 from mpkit.prediction.advice.offers import Offers, offers_of
@@ -142,11 +143,10 @@ def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayou
     """Return the layouts that fit so many devices, those that fill them, and the number that were considered."""
     stack, offers = priced.stack, offers_of(priced.stack.name)
     columns = columns_of(priced, devices, offers)
-    reliefs = _reliefs(offers, stack)
+    reliefs = _reliefs(offers, stack, priced.asked.model.layers)
     if not len(columns.base):
         return _no_layouts(columns), _no_layouts(columns), 0
-    # A secondary shard takes the memory that parameters on the host would free.
-    sharded = np.array([base.zero == 3 and not base.secondary for base in columns.bases])[columns.base]
+    sharded = np.array([base.zero == 3 for base in columns.bases])[columns.base]
     joint = np.array([has_pairs(base.schedule) for base in columns.bases])[columns.base]
     groups = []
     for is_sharded, is_joint in product((True, False), repeat=2):
@@ -160,7 +160,7 @@ def search(priced: LayoutPrices, devices: int) -> tuple[FoundLayouts, FoundLayou
     for those, group in groups:
         rows = np.flatnonzero(those)
         if len(rows) and group:
-            rows = rows[screening.memory(rows, *group[-1]) <= priced.hardware.device.memory]
+            rows = rows[screening.memory(rows, *group[-1]) <= priced.whole]
             # ---- relief, room
             _fit(screening, rows, group, kept)
     found, tight = (_with_times(screening, columns, reliefs, some) for some in kept)
@@ -173,9 +173,7 @@ def columns_of(priced: LayoutPrices, devices: int, offers: Offers) -> LayoutColu
     base: list[int] = []
     microbatch: list[int] = []
     microbatches: list[int] = []
-    for family in families(
-        priced.asked, devices, priced.hardware.per_node, offers, priced.head, priced.stack.by_flops
-    ):
+    for family in families(priced.asked, devices, priced.hardware.per_node, offers, priced.head):
         base += [len(bases)] * len(family.sizes)
         bases.append(family.base)
         microbatch += family.sizes
@@ -183,13 +181,17 @@ def columns_of(priced: LayoutPrices, devices: int, offers: Offers) -> LayoutColu
     return LayoutColumns(bases, *(np.array(each, np.int64) for each in (base, microbatch, microbatches)))
 
 
-def _reliefs(offers: Offers, stack: Stack) -> list[tuple[str, str]]:
+def _reliefs(offers: Offers, stack: Stack, layers: int) -> list[tuple[str, str]]:
     """Return the pairs of offload and recomputation that a layout can have, ordered by offload, then by cost.
 
     Selective recomputation frees the attention's scores, which fused attention does not keep; parameters can be on the
     host under ZeRO-3 only, and come last.
     """
-    recomputes = [each for each in offers.recompute if not (stack.fused and each == "selective")]
+    recomputes = [
+        each
+        for each in offers.recompute
+        if not (stack.fused and each == "selective") and every(each) <= layers
+    ]
     return [(offload, recompute) for offload in offers.offload for recompute in recomputes]
 
 
@@ -202,7 +204,7 @@ def _fit(screening: Screening, rows: Indices, reliefs: Sequence[tuple[str, str]]
 
     Where no recomputation is needed, more offload is for nothing.
     """
-    room, whole = screening.priced.room, screening.priced.hardware.device.memory
+    room, whole = screening.priced.room, screening.priced.whole
     for _, group in groupby(reliefs, key=lambda relief: relief[0]):
         left, filled, enough = rows, np.zeros(len(rows), bool), rows[:0]
         for relief in group:

@@ -1,14 +1,12 @@
 """Space: every layout by which a batch of a model can be trained on a number of devices.
 
     mesh         pp x dp x tp x cp = devices, where tp divides heads and MLP, cp the sequence, dp the batch
-    cp_order     zigzag; of packed documents the order that balances their attention best
-    cp_method    a ring; Ulysses if the heads can be divided; and a ring of nodes with Ulysses inside
+    cp_method    a ring, in zigzag order; Ulysses if the heads can be divided
     ep           each divisor of the ranks that hold the same weights which divides the experts, if there are any
     etp          1, or tp where tensor parallelism divides experts
     schedule     that the software has (`mpkit.prediction.advice.offers`), with its stages per rank; accumulation
                  without stages; pairs (F & B) where experts are divided, whose all-to-alls they hide
     zero         of those that it has, 0 to 3; on several nodes also sharded within groups of 1, 2 or 4 of them
-                 or, in stage 3, with secondary shards in groups inside a node
     microbatch   each divisor of a replica's samples
 
 Recomputation and offload are not enumerated here: they only ever cost time, so the search adds them where memory asks
@@ -25,11 +23,10 @@ from typing import Any
 
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES, has_pairs
 from mpkit.plan.tensor_checks import METHODS
-from mpkit.prediction.advice.offers import EVERYTHING, Offers, in_best_order
+from mpkit.prediction.advice.offers import EVERYTHING, Offers
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.workload.routed_load import RoutedLoad
 
 __all__ = [
     "LayoutFamily", "TrainingQuestion", "can_share", "cp_methods", "divisors", "expert_changes", "expert_degrees",
@@ -48,14 +45,14 @@ class TrainingQuestion:
     Attributes:
         model: its sizes.
         global_batch, sequence: samples per step, and tokens per sample.
-        documents, load: as in a Layout.
+        load, trainable: as in a Layout.
     """
 
     model: Architecture
     global_batch: int
     sequence: int
-    documents: tuple[int, ...] = ()
-    load: RoutedLoad | None = None
+    load: float = 1.0
+    trainable: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ def families(
     per_node: int,
     offers: Offers = EVERYTHING,
     head: float = 0.0,
-    balanced: bool = False,
 ) -> Iterator[LayoutFamily]:
     """Yield families of layouts that differ in the samples of a micro-batch only.
 
@@ -91,7 +87,7 @@ def families(
         devices: all of them are used.
         per_node: devices per node; tensor parallelism goes up to four nodes.
         offers: what the software can do.
-        head, balanced: as in a Layout.
+        head: as in a Layout.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257)
     >>> found = list(families(TrainingQuestion(gpt2, 8, 1024), 2, 8))
@@ -105,14 +101,14 @@ def families(
         for cp in divisors(devices // tp) if offers.context else [1]:
             if not can_share(asked.sequence, tp, cp, offers):
                 continue
-            methods = cp_methods(model, offers, tp, cp, per_node)
+            methods = cp_methods(model, offers, tp, cp)
             for pp in divisors(devices // tp // cp) if offers.schedules else [1]:
                 dp = devices // tp // cp // pp
                 if pp > model.layers or asked.global_batch % dp:
                     continue
                 mesh = Layout(
                     pp=pp, dp=dp, cp=cp, tp=tp, sequence_parallel=tp > 1 and offers.sequence, head=head,
-                    balanced=balanced, documents=asked.documents, load=asked.load,
+                    load=asked.load, trainable=asked.trainable,
                 )  # fmt: skip
                 for family in _of_mesh(asked, offers, per_node, mesh):
                     ways = product(methods, expert_changes(model, offers, family.base))
@@ -120,7 +116,7 @@ def families(
                     for method, experts in ways:
                         if joint and experts["ep"] == 1:
                             continue  # there is nothing to hide
-                        base = in_best_order(family.base.vary(cp_method=method, **experts), offers)
+                        base = family.base.vary(cp_method=method, **experts)
                         yield LayoutFamily(base, family.sizes, family.samples)
 
 
@@ -130,7 +126,7 @@ def _of_mesh(asked: TrainingQuestion, offers: Offers, per_node: int, mesh: Layou
     for schedule, v in _schedules(offers, pp, experts=asked.model.experts > 0):
         if pp * v > layers or (offers.even and layers % (pp * v)):
             continue
-        groups = pp if offers.even and v > 1 else 1  # of micro-batches
+        groups = pp if offers.grouped and v > 1 else 1  # of micro-batches
         sizes = [
             each
             for each in divisors(samples)
@@ -138,8 +134,8 @@ def _of_mesh(asked: TrainingQuestion, offers: Offers, per_node: int, mesh: Layou
         ]
         if sizes:
             base = replace(mesh, schedule=schedule, virtual_stages=v)
-            for zero, sharded, secondary in _shardings(mesh, offers, per_node):
-                yield LayoutFamily(base.vary(zero=zero, sharded=sharded, secondary=secondary), sizes, samples)
+            for zero, sharded in _shardings(mesh, offers, per_node):
+                yield LayoutFamily(base.vary(zero=zero, sharded=sharded), sizes, samples)
 
 
 def _schedules(offers: Offers, pp: int, *, experts: bool) -> Iterator[tuple[str, int]]:
@@ -152,45 +148,31 @@ def _schedules(offers: Offers, pp: int, *, experts: bool) -> Iterator[tuple[str,
             yield schedule, v
 
 
-def _shardings(mesh: Layout, offers: Offers, per_node: int) -> Iterator[tuple[int, int, int]]:
-    """Yield stages of ZeRO with the ranks among which they shard, and among which they keep secondary shards."""
+def _shardings(mesh: Layout, offers: Offers, per_node: int) -> Iterator[tuple[int, int]]:
+    """Yield stages of ZeRO with the ranks among which they shard."""
     n = mesh.replicas
     if n == 1:
-        yield 0, 0, 0
+        yield 0, 0
         return
     parts = [nodes * per_node // mesh.tp for nodes in GROUPS if nodes * per_node % (mesh.tp * mesh.cp) == 0]
     parts = [part for part in parts if 1 < part < n and n % part == 0]
     for zero in offers.zero:
-        yield zero, 0, 0
+        yield zero, 0
         for part in parts:
             if zero in offers.hybrid:
-                yield zero, part, 0
-        if zero == 3 and offers.secondary and parts and parts[0] * mesh.tp == per_node:
-            for secondary in divisors(parts[0]):
-                if secondary > 1 and secondary % mesh.cp == 0:
-                    yield zero, 0, secondary
+                yield zero, part
 
 
-def cp_methods(
-    model: Architecture, offers: Offers, tp: int, cp: int, per_node: int
-) -> list[str | tuple[int, int]]:
+def cp_methods(model: Architecture, offers: Offers, tp: int, cp: int) -> list[str]:
     """Return the ways in which the ranks of a sequence can attend to the whole of it; the first where it is whole.
 
-    Of Ulysses times a ring it is the one with most ranks of a node that can divide the heads, as its authors advise.
-
     >>> llama3 = Architecture(32, 4096, 32, kv_heads=8)
-    >>> cp_methods(llama3, EVERYTHING, 1, 8, 8), cp_methods(llama3, EVERYTHING, 2, 32, 8)
-    (['ring', 'ulysses'], ['ring', (4, 8)])
+    >>> cp_methods(llama3, EVERYTHING, 1, 8), cp_methods(llama3, EVERYTHING, 2, 32)
+    (['ring', 'ulysses'], ['ring'])
     """
     if cp == 1:
         return [METHODS[0]]
-    found: list[str | tuple[int, int]] = [
-        each for each in offers.cp_methods if each == METHODS[0] or can_divide_heads(model, tp, cp)
-    ]
-    inside = [u for u in divisors(cp)[1:-1] if u * tp <= per_node and can_divide_heads(model, tp, u)]
-    if inside and offers.cp_both and (cp * tp > per_node or METHODS[1] not in found):
-        found.append((inside[-1], cp // inside[-1]))
-    return found
+    return [each for each in offers.cp_methods if each == METHODS[0] or can_divide_heads(model, tp, cp)]
 
 
 def can_share(sequence: int, tp: int, cp: int, offers: Offers) -> bool:
@@ -216,8 +198,7 @@ def expert_degrees(model: Architecture, offers: Offers, layout: Layout) -> list[
         return [1]
     inner = layout.cp * layout.tp if offers.inner_experts else 1
     ranks = layout.shards * (layout.tp if layout.sequence_parallel else 1)
-    slots = (model.experts, *map(len, layout.load.orders if layout.load else ()))
-    return [ep for ep in divisors(ranks) if not any(n % ep for n in slots) and (ep == 1 or ep % inner == 0)]
+    return [ep for ep in divisors(ranks) if model.experts % ep == 0 and (ep == 1 or ep % inner == 0)]
 
 
 def expert_changes(model: Architecture, offers: Offers, layout: Layout) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def why_not(advice: Advice, plan: Plan) -> str:
     missing = missing_feature(advice.priced.stack.name, this.layout)
     if missing:
         return f"{plan!r} cannot work: {missing}."
-    needed, room = advice.fullest_bytes(this), float(advice.priced.hardware.device.memory)
+    needed, room = advice.fullest_bytes(this), advice.priced.whole
     if needed > room:
         stage = max(this.stage_memory, key=lambda memory: sum(memory.values()))
         largest = max(stage, key=stage.__getitem__)
@@ -50,7 +50,9 @@ def why_not(advice: Advice, plan: Plan) -> str:
     if advice.best is None or advice.objective.value_of(
         this.step_time, plan.ranks
     ) <= advice.objective.value_of(advice.found[0].seconds, advice.best.ranks):
-        return f"{plan!r} is as good as any: {seconds(this.step_time)} per step."
+        faster = advice.best is not None and this.step_time < (1 - 1e-9) * advice.found[0].seconds
+        than = ", and faster than what was searched: take it" if faster else ""
+        return f"{plan!r} is as good as any{than}: {seconds(this.step_time)} per step."
     if advice.objective.by != "time":
         against = advice.objective.explain_rejection(this.step_time, plan.ranks, advice.found[0])
         return f"{plan!r} fits, but {against}, beside {advice.best!r}."

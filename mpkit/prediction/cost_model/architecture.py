@@ -10,7 +10,7 @@ A decoder of a translation model (T5) attends twice, to itself and to the encode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
@@ -214,15 +214,6 @@ class Architecture:
         """The matrix of the head, its own or the embedding, as a number of layers of the first kind."""
         return self.vocabulary * self.hidden / sum(product.parameters for product in self.matmuls(0))
 
-    def head_in_flops(self, sequence: int) -> float:
-        """Return the FLOPs of the head, as a number of layers of the mean kind.
-
-        Args:
-            sequence: tokens per sample, s.
-        """
-        head = 2.0 * sequence * self.hidden * self.vocabulary
-        return head * self.layers / (self.forward_flops(sequence, causal=False) - head)
-
     @property
     def head_parameters(self) -> int:
         """The parameters after the last layer: its norm and the head, unless that is the embedding."""
@@ -244,9 +235,7 @@ class Architecture:
 
     # ---- FLOPs
 
-    def forward_flops(
-        self, sequence: int, *, causal: bool | None = None, documents: Sequence[int] = ()
-    ) -> float:
+    def forward_flops(self, sequence: int, *, causal: bool | None = None) -> float:
         """Return the floating-point operations of a forward per sequence: products with weights, attention and head.
 
         Training takes three times as many, and a fourth share where everything is recomputed.
@@ -255,10 +244,9 @@ class Architecture:
             sequence: its length in tokens, s.
             causal: whether to count only what a causal attention needs; None: as the model has it. Model FLOPs
                 utilization is mostly counted with False (Chowdhery et al., "PaLM", 2022, appendix B).
-            documents: the lengths of those that are packed in the sequence, and attend within themselves.
         """
         half = 0.5 if (self.causal if causal is None else causal) else 1.0
-        pairs = sum(length**2 for length in documents or (sequence,))
+        pairs = sequence**2
         per_layer = 2.0 * pairs * self.heads * (self.qk_dim + self.v_dim) * half
         total = 0.0
         for layer, count in self.kinds():

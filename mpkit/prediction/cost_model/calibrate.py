@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Hardware
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.preset import UNFITTED, Preset, preset_as_played, presets, prior_of
+from mpkit.prediction.cost_model.preset import UNFITTED, Preset, presets, prior_of
 from mpkit.prediction.cost_model.stack import PRIOR, Constants, Stack
 from mpkit.prediction.cost_model.step import step_time
 
@@ -141,7 +141,7 @@ def preset_of(rows: Iterable[Observation], prior: Constants = PRIOR, name: str =
 
 @public
 def calibrate(
-    steps: Iterable[Observation | HasStep | tuple[Any, float]],
+    steps: Iterable[Observation | tuple[Any, float]],
     *,
     prior: Constants | None = None,
     name: str = "",
@@ -149,11 +149,9 @@ def calibrate(
     """Return a preset from measured steps of one's own, for `mk.estimate(..., preset=)`.
 
     Args:
-        steps: for each, the pair of its estimate and its seconds, (mk.estimate(...), 0.41), what
-            `estimate.measured(seconds)` returns, or a finished Run of mpkit. Four or more that differ in sizes give a
-            band of their own.
-        prior: the constants to which few steps are held; None: those expected of a stack that is not known; of Runs,
-            what plays take.
+        steps: for each, the pair of its estimate and its seconds, (mk.estimate(...), 0.41), or what
+            `estimate.measured(seconds)` returns. Four or more that differ in sizes give a band of their own.
+        prior: the constants to which few steps are held; None: those expected of a stack that is not known.
         name: what the stack is called; "": as in the estimates.
 
     Raises:
@@ -180,9 +178,7 @@ def calibrate(
         rows.append(row)
     if not rows:
         return preset_of(rows)  # which says what to give
-    stack, device = rows[0].stack, rows[0].hardware.device
-    if stack.name == "mpkit":  # whose peak is a rate that the catalogue assumes
-        return preset_of(rows, prior or preset_as_played(device).constants, name)
+    stack = rows[0].stack
     found = preset_of(rows, prior or prior_of(stack.name, presets().values()), name)
     _check_shares(found, stack)
     return found
@@ -205,28 +201,18 @@ def _check_shares(found: Preset, stack: Stack) -> None:
             )
 
 
-class HasStep(Protocol):
-    """A finished run, which knows its step."""
-
-    def measured_step(self) -> Observation:
-        """Return a step with its measured time."""
-
-
 def _observation_of(step: Any) -> Observation:
-    """Return the observation of a run, or of a pair of an estimate and its seconds.
+    """Return the observation of a pair of an estimate and its seconds.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none.
     """
-    if hasattr(step, "measured_step"):
-        observed: Observation = step.measured_step()
-        return observed
     try:
         guess, seconds = step
         row: Observation = guess.measured(float(seconds))
     except (TypeError, ValueError, AttributeError):
         raise ValueError(
-            f"calibrate([..., {step!r}, ...]): each is a Run, or a pair of an estimate and measured seconds, such as "
+            f"calibrate([..., {step!r}, ...]): each is a pair of an estimate and measured seconds, such as "
             "(mk.estimate('llama3-8b', plan, '8x-h100-nvlink', global_batch=16, sequence=4096), 0.41)"
         ) from None
     return row

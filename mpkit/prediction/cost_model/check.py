@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 
 from mpkit.devices.hardware import Device, Hardware
-from mpkit.plan.checks import call_of, every, whole
+from mpkit.plan.checks import call_of, every, real, whole
 from mpkit.plan.plan import Plan
-from mpkit.plan.tensor_checks import BALANCED, CONTIGUOUS
+from mpkit.plan.tensor_checks import CONTIGUOUS
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of
 from mpkit.prediction.cost_model.stack import Stack
-from mpkit.prediction.workload.documents import check_order, checked_documents
-from mpkit.prediction.workload.routed_load import routed_load
 
 __all__ = [
     "can_divide_experts",
@@ -21,7 +19,9 @@ __all__ = [
     "check_length",
     "check_plan",
     "check_products",
+    "check_trainable",
     "checked_layout",
+    "checked_load",
 ]
 
 UNPRICED = {
@@ -41,6 +41,18 @@ def check_plan(plan: object) -> None:
     """
     if not isinstance(plan, Plan):
         raise ValueError(f"plan={plan!r}: give a Plan, such as mk.Plan.zero(3, 8)")
+
+
+def check_trainable(trainable: object) -> None:
+    """Check that a share of the parameters is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(trainable, bool) or not isinstance(trainable, int | float) or not 0 < trainable <= 1:
+        raise ValueError(
+            f"trainable={trainable!r}: the share of the parameters that is trained, such as 0.01 for LoRA"
+        )
 
 
 def check_products(stack: Stack, device: Device) -> None:
@@ -63,7 +75,7 @@ def check_products(stack: Stack, device: Device) -> None:
 
 def checked_layout(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, trainable: float = 1.0,
-    documents: object = None, expert_load: object = None,
+    expert_load: float | None = None,
 ) -> Layout:  # fmt: skip
     """Return the layout of a plan that can work.
 
@@ -72,10 +84,7 @@ def checked_layout(
     """
     if (whole(sequence) or 0) < 1:
         raise ValueError(f"sequence={sequence!r}: tokens per sample, a whole number, 1 or more")
-    if not 0 < trainable <= 1:
-        raise ValueError(
-            f"trainable={trainable!r}: the share of the parameters that is trained, such as 0.01 for LoRA"
-        )
+    check_trainable(trainable)
     if plan.ranks > hardware.devices:
         raise ValueError(
             f"{plan!r} needs {plan.ranks} devices, and {hardware.name} has {hardware.devices}. "
@@ -113,12 +122,33 @@ def checked_layout(
         most = model.layers // plan.virtual_stages
         either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
         raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
-    lengths = checked_documents(documents, sequence)
-    _check_sequence(model, plan, sequence, lengths)
+    _check_sequence(model, plan, sequence)
     _check_ulysses(model, plan)
-    if load := routed_load(expert_load):
-        load.check(model.experts, plan.ep)
-    return layout_of(plan, global_batch, trainable, lengths, load)
+    return layout_of(plan, global_batch, trainable, checked_load(expert_load, model, plan.ep))
+
+
+def checked_load(load: object, model: Architecture, ep: int = 1) -> float:
+    """Return the rows of the busiest of ep ranks that divide experts, divided by the mean; None: 1.
+
+    Raises:
+        ValueError: it is no such ratio, or the model has no experts.
+    """
+    if load is None:
+        return 1.0
+    ratio = real(load)
+    if ratio is None or not 1 <= ratio < float("inf"):
+        raise ValueError(
+            f"expert_load={load!r:.80}: rows of the busiest rank that divides experts, divided by the mean, 1 or more, "
+            "such as expert_load=1.4; of a run, run.expert_load has the rows"
+        )
+    if not model.experts:
+        raise ValueError(f"expert_load={load!r} says how busy experts are, and this model has none")
+    if ratio > ep > 1:
+        raise ValueError(
+            f"expert_load={ratio:g}: if one of ep={ep} ranks has all rows, that is {ep} times the mean; "
+            f"expert_load={ep}"
+        )
+    return float(ratio)
 
 
 def _check_unpriced(plan: Plan) -> None:
@@ -138,37 +168,27 @@ def _check_unpriced(plan: Plan) -> None:
             )
 
 
-def check_length(model: Architecture, sequence: int, documents: tuple[int, ...] = ()) -> None:
-    """Check that a model has positions for so many tokens, or for those of the longest document.
+def check_length(model: Architecture, sequence: int) -> None:
+    """Check that a model has positions for so many tokens.
 
     Raises:
         ValueError: it has learned fewer.
     """
-    name = model.name or "the model"
-    if documents and (model.patch or model.encoder):
-        kind = "reads images" if model.patch else "has an encoder and a decoder"
+    if model.positions and not model.patch and sequence > model.positions:
         raise ValueError(
-            f"documents={list(documents)!r:.60}: {name} {kind}. Documents are packed in sequences of tokens that "
-            "attend to each other: leave documents= out"
-        )
-    longest = max(documents, default=sequence)  # positions begin anew in each
-    if model.positions and not model.patch and longest > model.positions:
-        what = f"a document of {longest} tokens" if documents else f"sequence={sequence}"
-        remedy = "documents of as many" if documents else f"sequence={model.positions}"
-        raise ValueError(
-            f"{what}: {name} has learned positions for {model.positions} tokens, and refuses longer sequences: "
-            f"{remedy}, or a model of more positions"
+            f"sequence={sequence}: {model.name or 'the model'} has learned positions for {model.positions} tokens, and "
+            f"refuses longer sequences: sequence={model.positions}, or a model of more positions"
         )
 
 
-def _check_sequence(model: Architecture, plan: Plan, sequence: int, documents: tuple[int, ...]) -> None:
+def _check_sequence(model: Architecture, plan: Plan, sequence: int) -> None:
     """Check that the ranks of a plan can share sequences of so many tokens, as trainings do.
 
     Raises:
         ValueError: they cannot, or the model has no positions for so many.
     """
-    check_length(model, sequence, documents)
-    blocks = plan.cp == 1 or plan.cp_order == CONTIGUOUS or (documents and plan.cp_order == BALANCED)
+    check_length(model, sequence)
+    blocks = plan.cp == 1 or plan.cp_order == CONTIGUOUS
     pieces = 1 if blocks else 2
     parts = plan.cp * max(pieces, plan.tp if plan.sequence_parallel else 1)
     if sequence % parts:
@@ -179,8 +199,6 @@ def _check_sequence(model: Architecture, plan: Plan, sequence: int, documents: t
             divides += f"{' and ' if divides else ''}tp={plan.tp} with sequence_parallel=True"
         near = sequence // parts * parts or parts
         raise ValueError(f"{divides} does not divide sequences of {sequence} tokens: sequence={near} does")
-    if documents and plan.cp > 1:
-        check_order(plan, documents)
 
 
 def _check_ulysses(model: Architecture, plan: Plan) -> None:

@@ -8,10 +8,14 @@ memory      by rank and category (`mpkit.prediction.cost_model.memory`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from numpy import quantile
 
 from mpkit.common.calls import answers
 from mpkit.common.display import DrawnResult
@@ -19,9 +23,8 @@ from mpkit.common.tracebacks import public
 from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
-from mpkit.plan.checks import call_of
+from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
-from mpkit.plan.tensor_checks import BY_DOCUMENT
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.check import check_plan, check_products, checked_layout
@@ -29,27 +32,48 @@ from mpkit.prediction.cost_model.kernels import peak_of
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, stage_memory
-from mpkit.prediction.cost_model.preset import Preset, preset_of
+from mpkit.prediction.cost_model.preset import FEW, Preset, preset_for, presets
+from mpkit.prediction.cost_model.remedies import MEANING, changes
 from mpkit.prediction.cost_model.shares import ParameterShares, model_under
-from mpkit.prediction.cost_model.stack import Stack, stack_of
+from mpkit.prediction.cost_model.stack import Stack, stack_for
 from mpkit.prediction.cost_model.step import StepTime, step_time
-from mpkit.prediction.workload.documents import describe_documents
-from mpkit.prediction.workload.routed_load import placed_load
 from mpkit.timeline.answer import Answer, Basis
 from mpkit.trace import Kind
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["Estimate", "estimate", "estimate_checked"]
+__all__ = ["Estimate", "Remedy", "estimate", "estimate_checked", "fits"]
+
+MOST_SAMPLES = 1 << 20
+"""The most samples per micro-batch that `Estimate.largest_microbatch` tries."""
+FOLLOW = "pytorch", "pytorch-fp32"
+"""The stacks whose precision is the plan's, by name."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that makes a plan fit.
+
+    Attributes:
+        plan: the changed plan.
+        change: the change in words.
+        estimate: what it is predicted to take.
+    """
+
+    plan: Plan
+    change: str
+    estimate: Estimate
 
 
 @dataclass(frozen=True)
 class Estimate(DrawnResult, Answer):
-    """The prediction of a step, with its band and where the time goes; it prints, and is a picture in a notebook.
+    """The prediction of a step: whether it fits, how long it takes, with its band, and where time and memory go.
+
+    It is true if the plan fits; it prints, and is a picture in a notebook.
 
     Attributes:
-        model, plan, hardware, sequence: what was asked for.
+        model, plan, hardware, sequence, tokens: what was asked for.
         layout: the plan's degrees, with the samples of a micro-batch.
         stack, preset: what the software does, and the constants with what they were fitted on.
         shares: the parameters of the ranks.
@@ -65,6 +89,10 @@ class Estimate(DrawnResult, Answer):
     preset: Preset
     shares: ParameterShares = field(repr=False)
     step: StepTime = field(repr=False)
+    tokens: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.needed <= self.available
 
     # ---- time
 
@@ -75,8 +103,27 @@ class Estimate(DrawnResult, Answer):
 
     @property
     def band(self) -> tuple[float, float]:
-        """The seconds between which nine of ten such steps should lie: the preset's band."""
-        return self.step_time * (1 - self.preset.band), self.step_time * (1 + self.preset.band)
+        """The seconds between which nine of ten such steps should lie."""
+        return self.step_time * (1 - self.relative_band), self.step_time * (1 + self.relative_band)
+
+    @cached_property
+    def relative_band(self) -> float:
+        """The band as a share of the step: the preset's.
+
+        Constants from few steps can be as wrong as another stack's would be. So a preset of fewer than `FEW` rows
+        claims no less than how far the step would be off under the constants of nine of ten other presets.
+        """
+        own = self.preset
+        if not 0 < own.rows < FEW:
+            return own.band
+        others = [each.constants for each in presets().values() if each.rows >= FEW]
+        took = [
+            step_time(
+                self.model, self.layout, self.sequence, self.hardware, self.stack, each, self.shares
+            ).seconds
+            for each in others
+        ]  # fmt: skip
+        return max(own.band, float(quantile([abs(each / self.step_time - 1) for each in took], 0.9)))
 
     @property
     def because(self) -> dict[str, float]:
@@ -93,9 +140,9 @@ class Estimate(DrawnResult, Answer):
         """Model TFLOP/s per device: three forwards, attention counted as if not causal, nothing for recomputation.
 
         That is the convention of Chowdhery et al., "PaLM", 2022, appendix B. Megatron's published figures count a
-        fourth forward where everything is recomputed. Packed documents attend within themselves alone.
+        fourth forward where everything is recomputed.
         """
-        forward = self.model.forward_flops(self.sequence, causal=False, documents=self.layout.documents)
+        forward = self.model.forward_flops(self.sequence, causal=False)
         flops = 3 * self.layout.global_batch * forward
         return flops / self.step_time / self.layout.ranks / 1e12
 
@@ -104,6 +151,16 @@ class Estimate(DrawnResult, Answer):
         """Model FLOPs utilization: `tflops_per_gpu` as a share of the device's published peak in the compute dtype."""
         dtype = "bfloat16" if self.stack.element == 2 else "float32"
         return self.tflops_per_gpu * 1e12 / peak_of(self.hardware.device, dtype)
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds in which `tokens` are trained on, step after step; 0 if no tokens were asked for."""
+        return self.tokens / self.tokens_per_second
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices together in which `tokens` are trained on."""
+        return self.training_seconds * self.layout.ranks / 3600
 
     # ---- memory
 
@@ -124,6 +181,111 @@ class Estimate(DrawnResult, Answer):
     def peak_memory(self) -> float:
         """Bytes at the peak of the rank with most."""
         return max(sum(memory.values()) for memory in self.stage_memory)
+
+    @property
+    def available(self) -> float:
+        """Bytes of a device's memory; infinite where the catalogue does not know it, as of a CPU."""
+        return float(self.hardware.device.memory or inf)
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the rank with most needs, with what fragmentation takes."""
+        return self.peak_memory * (1 + FRAGMENTATION)
+
+    @property
+    def fullest(self) -> int:
+        """The first rank of the stage that needs most."""
+        stages = self.stage_memory
+        worst = max(range(len(stages)), key=lambda stage: sum(stages[stage].values()))
+        return worst * (self.layout.ranks // self.layout.pp)
+
+    @property
+    def largest(self) -> str:
+        """The category that takes most on the fullest rank."""
+        memory = self.memory[self.fullest]
+        return max(CATEGORIES, key=memory.__getitem__)
+
+    @cached_property
+    def largest_batch(self) -> int:
+        """The largest number of samples per step that fits with the same plan; 0 if not even the smallest does."""
+        return self.largest_microbatch * self.layout.dp * self.layout.microbatches
+
+    @cached_property
+    def largest_microbatch(self) -> int:
+        """The most samples per micro-batch that fit with the same plan; 0 if not even one does."""
+        parts = self.layout.dp * self.layout.microbatches
+        low, high = 0, 1
+        while high <= MOST_SAMPLES and self._changed(self.plan, high * parts):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._changed(self.plan, middle * parts) else (low, middle)
+        return low
+
+    @cached_property
+    def remedy(self) -> Remedy | None:
+        """The change, or the two, that make the plan fit at the least cost in time; None if it fits, or none do."""
+        if self:
+            return None
+        single = list(self._changed_plans(self.plan))
+        working = [remedy for remedy in single if remedy.estimate]
+        if not working:
+            working = [
+                replace(second, change=f"{first.change}, {second.change}")
+                for first in single
+                for second in self._changed_plans(first.plan)
+                if second.estimate
+            ]
+        return min(working, key=lambda remedy: remedy.estimate.step_time, default=None)
+
+    def against(self, other: Plan) -> str:
+        """Say why this plan needs more or less than another one, by category, on the fullest rank of each.
+
+        Args:
+            other: the other plan.
+
+        >>> gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257}
+        >>> mine = fits(gpt2, Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=8, sequence=1024, stack="deepspeed")
+        >>> print(mine.against(Plan(dp=8, zero=2)).splitlines()[0])
+        Plan(dp=8, zero=3, precision='bf16') needs 79.2 MiB more than Plan(dp=8, zero=2, precision='bf16')
+        """
+        theirs = self._changed(other, self.layout.global_batch)
+        mine, their = self.memory[self.fullest], theirs.memory[theirs.fullest]
+        more = sum(mine.values()) - sum(their.values())
+        lines = [
+            f"{self.plan!r} needs {memory_text(abs(more))} {'more' if more > 0 else 'less'} than {theirs.plan!r}"
+        ]
+        for name in sorted(CATEGORIES, key=lambda name: -abs(mine[name] - their[name])):
+            change = (mine[name] - their[name]) / 2**30
+            if abs(change) >= 0.005:
+                lines.append(f"  {change:+8.2f} GiB  {name}: {MEANING[name]}")
+        return "\n".join(lines)
+
+    def margin(self, memory: Mapping[str, float]) -> float:
+        """Return the bytes that fragmentation takes beside this memory."""
+        return FRAGMENTATION * sum(memory.values())
+
+    def _changed_plans(self, plan: Plan) -> Iterator[Remedy]:
+        """Yield the plans that differ from one in one thing."""
+        for change, values in changes(plan, self.layout.microbatch, self.hardware.device.half):
+            if "precision" in values and self.stack.name not in FOLLOW:
+                continue
+            with suppress(ValueError):  # this plan or batch cannot be changed so
+                changed = change_plan(plan, **values)
+                yield Remedy(changed, change, self._changed(changed, self.layout.global_batch))
+
+    def _changed(self, plan: Plan, batch: int) -> Estimate:
+        """Return the estimate of another plan or batch, otherwise as this one."""
+        stack: Stack = self.stack
+        preset: Preset | None = self.preset
+        if stack.name not in FOLLOW:
+            plan = replace(plan, precision=self.plan.precision)
+        elif plan.precision != self.plan.precision:
+            stack, preset = stack_for(plan)[0], None
+        return estimate_checked(
+            self.model, plan, self.hardware, batch, self.sequence, stack, preset, self.layout.trainable,
+            self.layout.load if self.model.experts else None,
+        )  # fmt: skip
 
     # ---- pictures
 
@@ -159,46 +321,99 @@ class Estimate(DrawnResult, Answer):
         name, e = self.model.name or "a step", self
         return Observation(name, e.model, e.layout, e.sequence, e.hardware, e.stack, seconds, memory)
 
+    @property
+    def share_words(self) -> str:
+        """What the fullest rank needs of its device's memory, in words."""
+        if self.available == inf:
+            return (
+                f"{memory_text(self.needed)}, and the memory of one {self.hardware.device.name} is not known,"
+            )
+        return memory_share(self.needed, self.available)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words."""
+        return "would run on" if self.available == inf else "fits" if self else "does not fit"
+
+    @property
+    def remedy_words(self) -> str:
+        """What to change of a plan that does not fit; of one that does, the largest batch that still does; in words."""
+        if self.available == inf:
+            return ""
+        if self:
+            most, each = self.largest_batch, self.largest_microbatch
+            return f"The largest batch that fits: {most} samples, {each} per micro-batch."
+        if self.remedy is None:
+            return (
+                f"Neither one change nor two make it fit. The states alone are {memory_text(self._states())} over all "
+                f"ranks, which need {-(-self._states() // self.available):.0f} such devices or more."
+            )
+        took = self.remedy.estimate.step_time
+        return (
+            f"What would fit, at the least cost: {self.remedy.change} ({memory_text(self.remedy.estimate.needed)}; "
+            f"{seconds(took)} per step, {took / self.step_time - 1:+.0%}):\n  {self.remedy.plan!r}"
+        )
+
+    @property
+    def origin(self) -> str:
+        """What the band rests on, in words."""
+        if not self.preset.rows:
+            return f"nothing was fitted here; band {self.relative_band:.0%}"
+        if self.relative_band > self.preset.band:
+            return f"the spread of all presets, since this one has {self.preset.rows} measured steps"
+        return f"the band of its preset, {self.preset.rows} measured steps"
+
     def __str__(self) -> str:
         low, high = self.band
+        name, memory = self.model.name or "the model", self.memory[self.fullest]
         shares = ", ".join(f"{cause} {percent(part / self.step_time)}" for cause, part in self._first(5))
-        most = max(self.stage_memory, key=lambda memory: sum(memory.values()))
-        needed = self.peak_memory * (1 + FRAGMENTATION)
-        held = ", ".join(
-            f"{name} {memory_text(most[name], needed)}" for name in CATEGORIES if most[name] >= 1 << 20
-        )
-        name = self.model.name or "the model"
-        origin = "the band of its preset" if self.preset.rows else "nothing was fitted here"
+        unless = "" if self else ", if it had the memory"
         lines = [
-            f"{name} ({self.model.parameters / 1e9:.3g} B parameters), {self.plan!r}",
-            f"on {self.hardware.name} in {8 * self.stack.element} bits, {self.layout.global_batch} samples of "
-            f"{self.sequence} tokens per step",
-            f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({origin})",
+            f"{name} with {self.plan!r} {self.verdict} {self.hardware.name}: {self.share_words} on rank {self.fullest}"
+        ]
+        lines += [self.remedy_words] if not self else []
+        lines += [
+            f"{self.model.parameters / 1e9:.3g} B parameters in {8 * self.stack.element} bits, "
+            f"{self.layout.global_batch} samples of {self.sequence} tokens per step",
+            f"step        {seconds(self.step_time)}, {seconds(low)} to {seconds(high)} ({self.origin}){unless}",
             f"            {self.tokens_per_second:,.0f} tokens/s, {self.tflops_per_gpu:.0f} TFLOP/s per device, "
             f"MFU {percent(self.mfu)}",
-            f"because     {shares}",
-            f"memory      {memory_share(needed, self.hardware.device.memory)}: {held}, {MARGIN_WORD} "
-            f"{memory_text(FRAGMENTATION * self.peak_memory, needed)}",
-            f"preset      {self.preset}",
         ]
+        if self.tokens:
+            days = self.training_seconds / 86_400
+            lines.append(
+                f"training    {self.tokens:.3g} tokens take {days:,.3g} days, {self.gpu_hours:,.0f} GPU hours{unless}"
+            )
+        lines += [f"because     {shares}", f"memory      of rank {self.fullest}:"]
+        for category in sorted(CATEGORIES, key=lambda each: -memory[each]):
+            if memory[category] >= 1 << 20:
+                lines.append(
+                    f"  {memory_text(memory[category], self.needed):>12}  {category}: {MEANING[category]}"
+                )
+        spare = f"{FRAGMENTATION:.0%} of all that, which an allocator reserves beside it"
+        lines.append(f"  {memory_text(self.margin(memory), self.needed):>12}  {MARGIN_WORD}: {spare}")
+        lines.append(f"preset      {self.preset}")
         lines += [f"{what:<12}{words}" for what, words in self.assumptions.items()]
+        lines += [self.remedy_words] if self and self.remedy_words else []
         return "\n".join(lines)
+
+    def _states(self) -> float:
+        """Return the bytes of parameters, gradients and states of the whole model."""
+        trained = (self.stack.gradient + self.stack.states) * self.layout.trainable
+        return self.model.parameters * (self.stack.element + trained)
 
     @property
     def assumptions(self) -> dict[str, str]:
-        """What the data is taken to be, in words: of "documents" and "experts", where there are any."""
-        layout, part = self.layout, self.sequence // 4
-        found = {}
-        if layout.documents:
-            found["documents"] = describe_documents(layout.documents, layout.ring, layout.cp_order)
-        elif self.plan.cp > 1 and self.plan.cp_order in BY_DOCUMENT:
-            found["documents"] = (
-                "attention is that of one document per sequence. Packed ones attend to less, and the rank with most "
-                f"work sets the pace: documents=[{part}, {self.sequence - part}]"
-            )
-        if self.model.experts:
-            found["experts"] = layout.load.describe(layout.ep) if layout.load else "uniform routing"
-        return found
+        """What the data is taken to be, in words: of "experts", where there are any."""
+        if not self.model.experts:
+            return {}
+        busiest, ep = self.layout.busiest, self.layout.ep
+        even = "uniform routing"
+        if self.layout.load > 1:
+            even = f"the busiest of ep={ep} ranks has {busiest:.2f} times the mean rows"
+            if ep == 1:
+                even = "uneven routing, which is the same work for ranks that hold all experts (ep=1)"
+        return {"experts": even}
 
     def _first(self, n: int) -> list[tuple[str, float]]:
         return list(self.because.items())[:n]
@@ -209,20 +424,14 @@ class Estimate(DrawnResult, Answer):
 def estimate(
     model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int, sequence: int,
     stack: str | Stack | None = None, preset: Preset | None = None, trainable: float = 1.0,
-    documents: Sequence[int] | None = None, expert_load: object = None,
+    expert_load: float | None = None, tokens: float = 0.0,
 ) -> Estimate:  # fmt: skip
     """Predict the time and memory of a step of training with Adam.
 
     The plan's precision decides: "full" is 32 bits, since an architecture has no dtype; "bf16" and "fp16" compute in 16
     bits, with master weights in 32. A stack that is asked for by name has a precision of its own.
 
-    Each sequence is one document, whose attention all orders but
-    "contiguous" divide equally, or the `documents` that are packed in it: sum l^2 instead of s^2, in kernels that leave
-    out the rest, as FlashAttention's do for sequences of variable length. Of ranks that share sequences (cp) the one
-    with most attention under the plan's `cp_order` sets the pace.
-
-    Stages have equal numbers of layers, as frameworks cut them; of stack="mpkit" they are balanced by FLOPs, the head
-    included, as those of `Cluster.train` are.
+    Each sequence is one document. Stages have equal numbers of layers, as frameworks cut them.
 
     Args:
         model: a model of transformers or mpkit's GPT, a config, the path of a config.json, a known name such as
@@ -235,11 +444,8 @@ def estimate(
         stack: the software: a name of `mpkit.prediction.cost_model.stack.STACKS`, or a Stack; None: PyTorch.
         preset: constants of one's own, from `mk.calibrate`; None: those that ship for the device and the stack.
         trainable: the share of the parameters that is trained, less than 1 for LoRA or frozen layers.
-        documents: the lengths in tokens, in order, of the documents that are packed in each sequence; they add up to
-            `sequence`. None: each sequence is one document.
-        expert_load: how busy experts are: rows of the busiest of ep ranks divided by the mean, rows per expert, [E] or
-            [layers, E], a run's `expert_load`, or its `.balance(...)`, with copies. None: uniform routing. Copies of a
-            model that `mk.models.place_experts` has placed count, too.
+        expert_load: how busy experts are: rows of the busiest of ep ranks divided by the mean. None: uniform routing.
+        tokens: how many are trained on in all, such as 1e12: the answer says how many days and GPU hours that takes.
 
     Raises:
         ValueError: the plan cannot work for this model on this machine, or one of the arguments is unknown.
@@ -248,62 +454,61 @@ def estimate(
     >>> found = estimate("llama3-8b", plan, "8x-h100-nvlink", global_batch=16, sequence=4096, stack="llm-foundry")
     >>> 0.3 < found.mfu < 0.6 and found.peak_memory < 80e9
     True
-    >>> long = {"global_batch": 8, "sequence": 65_536, "documents": [4096] * 4 + [49_152]}
-    >>> for order in ("contiguous", "zigzag", "balanced"):
-    ...     plan = Plan(cp=8, zero=3, cp_order=order, precision="bf16")
-    ...     print(order, round(estimate("llama3-8b", plan, "8x-h100-nvlink", **long).because["attention"], 1))
-    contiguous 14.1
-    zigzag 7.7
-    balanced 6.0
     """
     machine = machine_of(hardware)
     check_plan(plan)
     chosen, plan = stack_for(plan, stack, machine.device.half)
     sizes = architecture_of(model, trainable=trainable)
-    load = placed_load(expert_load, model, sizes.layers - sizes.dense)
-    return estimate_checked(
-        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, documents, load
+    found = estimate_checked(
+        sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, expert_load
     )
+    return replace(found, tokens=_checked_tokens(tokens))
 
 
-def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") -> tuple[Stack, Plan]:
-    """Return the software that runs a plan, and the plan in its precision.
-
-    Args:
-        plan: the plan.
-        stack: what is asked for; None: PyTorch, in the plan's precision and with its buckets.
-        half: the precision of 16 bits that the device has.
+def _checked_tokens(tokens: object) -> float:
+    """Return how many tokens are trained on in all; 0: nobody asks.
 
     Raises:
-        ValueError: there is no such stack, or the plan computes in 16 bits and the stack does not.
-
-    >>> [stack_for(Plan(dp=2, precision=how))[0].name for how in ("full", "bf16")]
-    ['pytorch-fp32', 'pytorch']
-    >>> stack_for(Plan(dp=2), "llm-foundry")[1]
-    Plan(dp=2, precision='bf16')
+        ValueError: it is no such number.
     """
-    narrow = plan.precision != "full"
-    bucket = plan.bucket_mb * 2**20
-    if stack is None:
-        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=bucket), plan
-    chosen = stack_of(stack)
-    if chosen.name == "mpkit":
-        chosen = replace(chosen, bucket=bucket)
-        if narrow:
-            chosen = replace(chosen, element=2, gradient=2, reduced=2, states=12, logits=10)
-        return chosen, plan
-    if narrow and chosen.element == 4:
+    is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
+    if not is_number or not 0 <= float(tokens) < inf:  # type: ignore[arg-type]
         raise ValueError(
-            f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "
-            f"for {call_of(plan, {'precision': 'full'})}"
+            f"estimate(tokens={tokens!r}): how many tokens are trained on in all, such as tokens=1e12"
         )
-    return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision=half)
+    return float(tokens)  # type: ignore[arg-type]
+
+
+@public
+@answers('mk.fits("llama3-8b", mk.Plan.zero(3, 8), "8x-a100-nvlink", global_batch=8, sequence=4096)')
+def fits(
+    model: object, plan: Plan, hardware: Hardware | str, *, global_batch: int | None = None, sequence: int,
+    **asked: Any,
+) -> Estimate:  # fmt: skip
+    """Say whether a plan fits a machine: its estimate, which is true if it does, and prints why.
+
+    Args:
+        model, plan, hardware, sequence, asked: as for `mk.estimate`.
+        global_batch: samples per step, over all replicas; None: one per replica and micro-batch.
+
+    Raises:
+        ValueError: as for `mk.estimate`.
+
+    >>> bool(fits("llama3-8b", Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=8, sequence=4096))
+    True
+    >>> bool(fits("llama3-8b", Plan(dp=2), "2x-rtx-4090", global_batch=2, sequence=4096))
+    False
+    """
+    check_plan(plan)
+    if global_batch is None:
+        global_batch = plan.dp * plan.microbatches
+    return estimate(model, plan, hardware, global_batch=global_batch, sequence=sequence, **asked)
 
 
 def estimate_checked(
     model: Architecture, plan: Plan, hardware: Hardware, global_batch: int, sequence: int, stack: Stack,
-    preset: Preset | None = None, trainable: float = 1.0, documents: Sequence[int] | None = None,
-    expert_load: object = None,
+    preset: Preset | None = None, trainable: float = 1.0,
+    expert_load: float | None = None,
 ) -> Estimate:  # fmt: skip
     """Return the estimate of what `estimate` has read.
 
@@ -312,14 +517,12 @@ def estimate_checked(
     """
     check_products(stack, hardware.device)
     model = model_under(stack, model)
-    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, documents, expert_load)
+    layout = checked_layout(model, plan, hardware, global_batch, sequence, trainable, expert_load)
     if model.whole_experts and layout.ep == 1:
         layout = replace(layout, etp=1, alike=True)
     if stack.by_weight:
         layout = replace(layout, head=model.head_in_layers)
-    if stack.by_flops:
-        layout = replace(layout, head=model.head_in_flops(sequence), balanced=True)
-    chosen = preset or preset_of(hardware.device, stack)
+    chosen = preset or preset_for(hardware.device.name, stack.name)
     shares = ParameterShares(model, layout, stack)
     step = step_time(model, layout, sequence, hardware, stack, chosen.constants, shares)
     return Estimate(model, plan, hardware, sequence, layout, stack, chosen, shares, step)

@@ -50,7 +50,7 @@ class Kernels:
 
     def __init__(self, device: Device, stack: Stack, constants: Constants, microbatches: int = 1) -> None:
         dtype = "bfloat16" if stack.element == 2 else "float32"
-        self.peak, self.wide_peak = peak_of(device, dtype), peak_of(device, "float32")
+        self.peak = peak_of(device, dtype)
         self.narrow = stack.fp8 or stack.fp4
         self.narrow_peak = device.peak.get("float4" if stack.fp4 else "float8", self.peak)
         self.stack, self.constants = stack, constants
@@ -70,8 +70,7 @@ class Kernels:
         flops = 2.0 * tokens * k * n
         narrow = can_narrow and self.narrow
         size = self.stack.element
-        operands = 0.0 if self.stack.played else tokens * k + k * n + tokens * n
-        moved = size * operands / self.bandwidth * STREAM
+        moved = size * (tokens * k + k * n + tokens * n) / self.bandwidth * STREAM
         if self._table and not narrow:
             at_peak, shares = flops / self.peak / self._better, (tokens, k, n)
             forward = at_peak / measured_share(self._table, "TN", *shares)
@@ -104,11 +103,6 @@ class Kernels:
             13 * scores
         )
         return forward, 2 * forward
-
-    def ring(self, flops: float) -> tuple[float, float]:
-        """Return the seconds of both where a ring's tiles are computed in 32 bits, of so many FLOPs in the forward."""
-        forward = flops / (self.wide_peak * self.constants.matmul)
-        return forward, 2.5 * forward
 
     def move(self, nbytes: float) -> float:
         """Return the seconds that streaming kernels take for so many bytes."""

@@ -13,7 +13,6 @@ from mpkit.prediction.cost_model.communication import KAPPA, Network
 from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.stack import Stack
-from mpkit.prediction.workload.documents import busiest_share
 from mpkit.trace import Kind
 
 __all__ = ["LayerTime", "head_time", "layer_time"]
@@ -95,7 +94,7 @@ def layer_time(
     fixed = kernels.constants.fixed
     sent = [
         times * tokens * h * stack.element
-        for times in _sent_by_tensor_parallel(model, model.visits(layer), layout, stack)
+        for times in _sent_by_tensor_parallel(model, model.visits(layer), layout)
     ]
     tensor = sum(_tensor_parallel(nbytes, layout, network, stack) for nbytes in sent)
     context, back_context = _context_parallel(model, tokens, layout, network, stack.element)
@@ -128,13 +127,9 @@ def _experts(local: float, visits: float, k: int, n: int, kernels: Kernels) -> t
 
 
 def _dispatch_time(nbytes: float, visits: int, layout: Layout, network: Network, stack: Stack) -> float:
-    """Return the seconds in which tokens reach the ranks of their experts, from all that have a part of the sequence.
-
-    In mpkit ranks that share each expert gather their tokens before, and each of them sends all.
-    """
+    """Return the seconds in which tokens reach the ranks of their experts, from all that have part of the sequence."""
     sends = _ranks_visited(visits, layout.ep) if stack.deduplicates else visits
-    each_its_part = layout.sequence_parallel and not (stack.played and layout.expert_tp > 1)
-    senders = layout.tp if each_its_part else 1
+    senders = layout.tp if layout.sequence_parallel else 1
     inside = layout.per_node("ep", network.per_node)
     return network.time(Kind.ALL_TO_ALL, nbytes * sends * layout.busiest / senders, layout.ep, inside)
 
@@ -154,12 +149,11 @@ def _attention(
     """Return the seconds of a layer's attentions without their weights, on the rank with most scores."""
     stack, causal = kernels.stack, model.causal and layer >= model.encoder
     scores = layout.microbatch * sequence * (sequence / layout.cp) * model.heads / layout.tp
-    each, longest = 2.0 * (model.qk_dim + model.v_dim), max(layout.documents, default=sequence)
-    if stack.played and (layout.ring > 1 or (layout.documents and layout.cp > 1)):
-        return kernels.ring(each * scores * _score_share(layout, causal=causal))
-    masked = not stack.fused or (stack.played and layout.documents)  # a mask hides scores that are computed
-    share, keys = (1.0, sequence) if masked else (_score_share(layout, causal=causal), longest)
-    attention = kernels.attention(each * scores * share, scores, keys)
+    each = 2.0 * (model.qk_dim + model.v_dim)
+    share = (
+        _score_share(layout, causal=causal) if stack.fused else 1.0
+    )  # a mask hides scores that are computed
+    attention = kernels.attention(each * scores * share, scores, sequence)
     if model.encoder and layer >= model.encoder:  # it attends to the encoder too
         cross = kernels.attention(each * scores, scores, sequence)
         return attention[0] + cross[0], attention[1] + cross[1]
@@ -173,11 +167,7 @@ def _score_share(layout: Layout, *, causal: bool) -> float:
 
     >>> [_score_share(Layout(cp=4, cp_order=order), causal=True) for order in ("zigzag", "contiguous")]
     [0.5, 0.875]
-    >>> _score_share(Layout(cp=4, documents=(8, 8)), causal=True)  # two half as long, and two ranks have only half
-    0.25
     """
-    if layout.documents:
-        return busiest_share(layout.documents, layout.ring, layout.cp_order, causal=causal)
     if not causal:
         return 1.0
     return 1 - 0.5 / layout.ring if layout.cp_order == CONTIGUOUS else 0.5
@@ -192,7 +182,7 @@ def _moved_per_token(model: Architecture, layer: int, layout: Layout, stack: Sta
     """
     h, width, visits = model.hidden, _mlp_width(model, layer, layout), model.visits(layer) * layout.busiest
     whole = 22 * h / (layout.tp if layout.sequence_parallel else 1)
-    sorts = model.experts > layout.ep > 1 and not (stack.deduplicates or stack.played)
+    sorts = model.experts > layout.ep > 1 and not stack.deduplicates
     copies = 1 + sorts + (stack.grouped and (stack.fp8 or stack.fp4))
     copied = 4 * stack.element * h * copies * visits * layout.expert_tp / layout.expert_parts
     weighed = width if visits and stack.weighs_inside and not model.gated else 0.0
@@ -208,18 +198,18 @@ def _mlp_width(model: Architecture, layer: int, layout: Layout) -> float:
     return routed / layout.expert_parts + model.shared_ffn / layout.tp
 
 
-def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout, stack: Stack) -> list[int]:
+def _sent_by_tensor_parallel(model: Architecture, visits: int, layout: Layout) -> list[int]:
     """Return what tensor parallelism sends in a layer's forward, in units of its tokens: for the attention and the MLP.
 
-    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group:
-    after the dispatch, once per visit (Liu et al. 2025, arXiv 2504.14960, section 3), or, as mpkit does, before it,
-    once. Without sequence parallelism the group sums what it made of each token.
+    Experts that are whole on each rank (etp = 1) need nothing. Divided ones need their tokens from the whole group
+    after the dispatch, once per visit (Liu et al. 2025, arXiv 2504.14960, section 3). Without sequence parallelism the
+    group sums what it made of each token.
     """
     sent = [1]
     if not visits or model.shared_ffn:
         sent.append(1)
     if visits and layout.expert_tp > 1:
-        sent.append(visits if layout.sequence_parallel and not stack.played else 1)
+        sent.append(visits if layout.sequence_parallel else 1)
     return sent
 
 

@@ -9,14 +9,12 @@ from math import gcd
 from typing import Any
 
 from mpkit.plan.axes import ulysses_degree
-from mpkit.plan.balance import balance
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.plan.schedule.summary import stage_ranks
 from mpkit.plan.tensor_checks import CONTIGUOUS, ZIGZAG
-from mpkit.prediction.workload.routed_load import RoutedLoad
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 
@@ -40,14 +38,12 @@ class Layout:
         sequence_parallel: whether what tensor parallelism leaves whole is divided by sequence.
         offload: "none", "optimizer" or "params".
         cut: the layers of each stage; (): equal numbers, or by weight.
-        head: where stages are cut by weight or by FLOPs, as how many layers the head counts; 0: equal numbers.
-        balanced: whether the largest of them is as small as can be, as mpkit cuts; or as nanotron does.
+        head: where stages are cut by weight, as nanotron cuts them: as how many layers the head counts; 0: equal
+            numbers.
         trainable: the share of the parameters that is trained; the others are frozen (LoRA: Hu et al. 2021).
         sharded: the ranks among which ZeRO shards; 0: all that hold the same weights. Fewer: HSDP.
         cp_method, cp_order, prefetch: as in a Plan.
-        secondary: the ranks among which ZeRO-3's backward gathers secondary shards (hpZ); 0: there are none.
-        documents: the lengths of the documents that are packed in each sequence; (): each is one document.
-        load: how busy the experts are; None: all are equally busy.
+        load: the rows of the busiest of the ranks that divide experts, divided by the mean.
 
     >>> Layout(pp=2, dp=4, tp=8, microbatches=16).global_batch
     64
@@ -70,15 +66,12 @@ class Layout:
     offload: str = "none"
     cut: Sequence[int] = ()
     head: float = 0.0
-    balanced: bool = False
     trainable: float = 1.0
     sharded: int = 0
     cp_method: str | tuple[int, int] = "ring"
     cp_order: str = ZIGZAG
     prefetch: int = 1
-    secondary: int = 0
-    documents: tuple[int, ...] = ()
-    load: RoutedLoad | None = None
+    load: float = 1.0
 
     @cached_property
     def ranks(self) -> int:
@@ -132,18 +125,7 @@ class Layout:
     @property
     def busiest(self) -> float:
         """The rows of the busiest rank's experts, divided by the mean of the ranks that divide them."""
-        return self.load.imbalance(self.ep) if self.load else 1.0
-
-    def copied_experts(self, experts: int) -> tuple[float, float]:
-        """Return the copies that a rank borrows, and those that it sends or receives, as a multiple of those it owns.
-
-        Args:
-            experts: of a layer.
-        """
-        if not (self.load and experts):
-            return 0.0, 0.0
-        copies, own = self.load.copies(self.ep), experts / self.ep
-        return copies.most_borrowed / own, copies.most_moved / own
+        return min(self.load, float(self.ep))
 
     @cached_property
     def last(self) -> int:
@@ -198,8 +180,8 @@ class Layout:
 
         Args:
             axis: "tp", "cp", "ulysses" and "ring" (the parts of cp), "replicas" (dp and cp), "shards" (those among
-                which ZeRO shards), "groups" (those that hold the same shard), "secondary" (those with secondary shards)
-                or "ep": beside each other, and tp apart where the ranks along tp share an expert or hold the same ones;
+                which ZeRO shards), "groups" (those that hold the same shard) or
+                "ep": beside each other, and tp apart where the ranks along tp share an expert or hold the same ones;
                 "edp": those among which ZeRO shards an expert.
             devices: devices per node.
         """
@@ -213,7 +195,6 @@ class Layout:
             "replicas": (self.tp, self.replicas),
             "shards": (self.tp, self.shards),
             "groups": (self.tp * self.shards, self.groups),
-            "secondary": (self.tp, self.secondary),
         }[axis]
         places = devices // inner
         return gcd(size, places) if places and size > 1 else 1
@@ -228,35 +209,10 @@ class Layout:
         """
         if self.cut:
             return list(self.cut)
-        if balanced := self.balanced_stages(layers):
-            on = stage_ranks(self.schedule, self.pp, self.virtual_stages)
-            return [
-                sum(balanced[stage] for stage in range(len(on)) if on[stage] == rank)
-                for rank in range(self.pp)
-            ]
         if self.head and self.pp > 1:
             return list(_by_weight(layers, self.pp, self.head))
         each, more = divmod(layers, self.pp)
         return [each + (stage < more) for stage in range(self.pp)]
-
-    def balanced_stages(self, layers: int) -> tuple[int, ...]:
-        """Return the number of layers of each stage where stages are balanced; () where they are not.
-
-        >>> Layout(pp=4, head=6.0, balanced=True).balanced_stages(16)  # the head is a stage
-        (6, 5, 5, 0)
-        """
-        if not self.balanced or self.pp == 1 or self.cut:
-            return ()
-        return _balance_layers(
-            layers, len(stage_ranks(self.schedule, self.pp, self.virtual_stages)), self.head
-        )
-
-
-@cache
-def _balance_layers(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Return the layers of each stage of a chain of an embedding, which computes nothing, the layers and the head."""
-    found = balance([0.0, *[1.0] * layers, head], stages)
-    return tuple(len(range(max(stage.start, 1), min(stage.stop, layers + 1))) for stage in found)
 
 
 @cache
@@ -271,8 +227,7 @@ def _by_weight(layers: int, pp: int, head: float) -> tuple[int, ...]:
 
 
 def layout_of(
-    plan: Plan, global_batch: int, trainable: float = 1.0, documents: tuple[int, ...] = (),
-    load: RoutedLoad | None = None,
+    plan: Plan, global_batch: int, trainable: float = 1.0, load: float = 1.0
 ) -> Layout:  # fmt: skip
     """Return a plan's layout for a number of samples per step.
 
@@ -299,7 +254,7 @@ def layout_of(
         cp_method=plan.cp_method, cp_order=plan.cp_order, prefetch=plan.prefetch, ep=plan.ep,
         etp=1 if plan.ep > 1 and plan.etp in (None, 1) else 0,
         alike=plan.ep > 1 and plan.tp > 1 and plan.etp is None,
-        secondary=(plan.dp_secondary or 0) * plan.cp, documents=documents, load=load,
+        load=load,
     )  # fmt: skip
 
 
@@ -311,6 +266,5 @@ def plan_of(layout: Layout) -> Plan:
         sequence_parallel=layout.sequence_parallel, offload=layout.offload, precision="bf16",
         dp_shard=layout.sharded // layout.cp or None, cp_method=layout.cp_method, ep=layout.ep,
         etp=layout.expert_tp if layout.ep > 1 and layout.tp > 1 and not layout.alike else None,
-        dp_secondary=layout.secondary // layout.cp or None,
         cp_order=layout.cp_order if layout.ring > 1 else CONTIGUOUS, prefetch=layout.prefetch,
     )  # fmt: skip

@@ -104,27 +104,17 @@ def activations(model: Architecture, layer: int, layout: Layout, sequence: int, 
         outside += stack.routing * model.experts
     else:
         inside += e * widths * model.ffn
-    mask = (
-        e * sequence if stack.played and layout.documents and layout.cp == 1 else 0.0
-    )  # which keys, as numbers
-    return tokens * (outside / whole + inside / t + routed + mask)
+    return tokens * (outside / whole + inside / t + routed)
 
 
 def _expert_activations(model: Architecture, layout: Layout, stack: Stack) -> float:
     """Return the bytes that the experts which a token visits keep of it."""
+    # Where ranks along tp divide an expert, each gathers what the others have received (Liu et al. 2025, arXiv
+    # 2504.14960, section 3).
     e, wide = stack.element, model.expert_ffn or model.ffn
     widths = (stack.gates if model.gated else 2) + (stack.weighs_inside and not model.gated)
-    each = e * widths * wide + _gathering_ranks(layout, stack) * stack.sent * e * model.hidden
+    each = e * widths * wide + layout.expert_tp * stack.sent * e * model.hidden
     return model.top_k * each * layout.busiest / layout.expert_parts
-
-
-def _gathering_ranks(layout: Layout, stack: Stack) -> int:
-    """Return on how many ranks a token is whole in front of each expert it visits.
-
-    Where ranks along tp divide an expert, each gathers what the others have received (Liu et al. 2025, arXiv
-    2504.14960, section 3). In mpkit they gather the tokens before, and once for all experts.
-    """
-    return 1 if stack.played else layout.expert_tp
 
 
 def kept_bytes(model: Architecture, layer: int, layout: Layout, sequence: int, stack: Stack) -> float:
@@ -185,19 +175,9 @@ class SampleMemory(NamedTuple):
             head = b * 2 * self.border  # what the last norm reads, and the head
             logits = b * (self.logits[0] + min(stack.deferred, layout.microbatches) * self.logits[1])
         grads, gathered = states.held["grads"], states.held["gathered"]
-        late = stack.makes_gradients_late(layout)
-        early = {} if not late else {"grads": 0.0}
-        loss = {"activations": layers + head, "logits": logits, "gathered": 0.0 if stack.played else gathered}
-        beside = (
-            0.0 if stack.played else logits
-        )  # which others' working set is told beside, as far as it is larger
-        backward = {"activations": layers + b * self.working - beside, "logits": beside}
-        update = {"grads": grads + states.converted}
-        found = [loss | early, backward | early, update]
-        if late:
-            first = b * (max((each for count, each in of_layers if count), default=0.0) + self.working)
-            found.append({"activations": first, "grads": states.last_grads})
-        return found
+        loss = {"activations": layers + head, "logits": logits, "gathered": gathered}
+        backward = {"activations": layers + b * self.working - logits, "logits": logits}
+        return [loss, backward, {"grads": grads + states.converted}]
 
 
 def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Stack) -> SampleMemory:
@@ -212,13 +192,10 @@ def sample_memory(model: Architecture, layout: Layout, sequence: int, stack: Sta
         working = _gradients_within(model, tokens, layout, stack)
     else:
         working = max(activations(model, first, one, sequence, stack) for first, _ in model.kinds())
-        if stack.played:  # and the gradients of what an MLP has inside and returns
-            working += stack.element * tokens * (model.ffn / layout.tp + model.hidden)
     border = stack.element * tokens * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     of_vocabulary = 0.0 if model.patch else tokens * model.vocabulary / layout.tp
     deferred = 0.0 if model.patch else stack.element * (of_vocabulary + tokens * model.hidden)
-    copies = stack.logits - stack.element * (stack.played and layout.tp > 1)  # a divided loss makes one fewer
-    return SampleMemory(kinds, border, working, (copies * of_vocabulary, deferred))
+    return SampleMemory(kinds, border, working, (stack.logits * of_vocabulary, deferred))
 
 
 def kinds_of_stages(model: Architecture, layout: Layout) -> list[tuple[int, ...]]:
@@ -241,12 +218,10 @@ class StateMemory(NamedTuple):
     Attributes:
         held: by category.
         converted: what gradients take more for the update.
-        last_grads: gradients in the backward of the first layer, if they are made as the backward goes.
     """
 
     held: dict[str, float]
     converted: float
-    last_grads: float
 
 
 def state_memory(
@@ -264,31 +239,26 @@ def state_memory(
     if layout.zero == 3 and n > 1:
         whole_layers = 1 + min(layout.prefetch, layout.stage_layers(model.layers)[stage] - 1)
         gathered = (whole_layers * stack.element + stack.reduced) * shares.layer
-    if layout.zero >= 2 and n > 1 and stack.played:  # units of gradients are layers, or buckets of these
-        unit = stack.reduced * shares.layer
-        gathered += unit if layout.zero == 3 else 2 * min(unit, stack.bucket)
     kept_by_libraries = workspaces(stack, device, grouped=bool(model.experts)) if device else 0.0
     grads = stack.gradient * (updated if layout.zero >= 2 else whole * layout.trainable)
-    copied = shares.borrowed * shares.experts[stage] * stack.element  # weights of experts that others own
-    missing = shares.layer + (shares.edge if stage == 0 else 0.0)
     held = {
         "params": 0.0
         if layout.offload == "params"
-        else stack.element
-        * (
-            (shares.sharded_on(stage, layout) if layout.zero == 3 else whole)
-            + (shares.secondary_on(stage, layout) / layout.secondary if layout.secondary else 0)
-        )
-        + copied,
-        "grads": grads + copied * (layout.trainable > 0),
+        else stack.element * (shares.sharded_on(stage, layout) if layout.zero == 3 else whole),
+        "grads": grads,
         "optimizer": stack.states * updated if layout.offload == "none" else 0.0,
         "gathered": gathered,
         "buffers": _buffers(model, layout, stack, shares, stage) + kept_by_libraries,
-        "context": CONTEXT + (NCCL if layout.ranks > 1 else 0.0),
+        "context": _context(layout, device),
     }
-    return StateMemory(
-        held, stack.converted * updated, grads * (1 - min(1.0, missing / whole) if whole else 0.0)
-    )
+    return StateMemory(held, stack.converted * updated)
+
+
+def _context(layout: Layout, device: Device | None) -> float:
+    """Return the bytes of the CUDA context and of NCCL's buffers; a CPU has neither."""
+    if device is not None and device.name.startswith("CPU"):
+        return 0.0
+    return CONTEXT + (NCCL if layout.ranks > 1 else 0.0)
 
 
 def stage_memory(
@@ -318,11 +288,11 @@ def _gradients_within(model: Architecture, tokens: float, layout: Layout, stack:
     gate, widest = 2 if model.gated else 1, 0.0
     for first, _ in model.kinds():
         inside, rows = model.ffn / layout.tp, 0.0
-        if (visits := model.visits(first)) and not stack.played:  # mpkit computes one expert after the other
+        if visits := model.visits(first):
             inside = (
                 visits * (model.expert_ffn or model.ffn) / layout.expert_parts + model.shared_ffn / layout.tp
             )
-            rows = visits * _gathering_ranks(layout, stack) / layout.expert_parts
+            rows = visits * layout.expert_tp / layout.expert_parts
         widest = max(widest, (gate + 1) * inside + 2 * max(1.0, rows) * model.hidden)
     return stack.element * tokens * widest
 

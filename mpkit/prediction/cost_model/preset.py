@@ -14,16 +14,14 @@ from importlib.resources import files
 from math import exp, log
 from statistics import geometric_mean
 
-from mpkit.devices.device import Device
-from mpkit.prediction.cost_model.stack import STACKS, Constants, Stack
+from mpkit.prediction.cost_model.stack import STACKS, Constants
 
 __all__ = [
     "EAGER",
+    "FEW",
     "UNFITTED",
     "Preset",
-    "preset_as_played",
     "preset_for",
-    "preset_of",
     "presets",
     "prior_of",
 ]
@@ -31,12 +29,13 @@ __all__ = [
 EAGER = 2.0
 """How much more eager operators move than well fused ones."""
 
-PLAYED = 42 / 57
-"""What a block of the kit's GPT moves in a play, beside the 57 elements per token and feature that the model counts:
-forward 2 norms, 2 sums and a GELU of 4 times the width (4 + 6 + 8), backward the same (6 + 6 + 12)."""
 UNFITTED = 0.25
 """The band of a prediction where nothing was fitted: nine of ten steps of a stack are within it where only the other
 stacks are known (`python -m benchmarks.published`, the line of stacks that are left out)."""
+
+
+FEW = 8
+"""A preset of fewer rows does not know its band by itself: a 90 % quantile needs more errors than those of 5 rows."""
 
 
 @dataclass(frozen=True)
@@ -125,25 +124,6 @@ def prior_of(stack: str, known: Iterable[Preset]) -> Constants:
 
 def _is_eager(stack: str) -> bool:
     return stack in STACKS and STACKS[stack].eager
-
-
-def preset_of(device: Device, stack: Stack) -> Preset:
-    """Return the preset of a stack on a device: of mpkit, which has none, the constants of what is played."""
-    return preset_as_played(device) if stack.name == "mpkit" else preset_for(device.name, stack.name)
-
-
-def preset_as_played(device: Device) -> Preset:
-    """Return the constants with which an estimate is what `mk.trace_fake` plays on a device.
-
-    A play takes the rate that the catalogue has for a device, eager operators, and nothing for launches.
-
-    >>> from mpkit.devices.catalogue import hardware
-    >>> round(preset_as_played(hardware("8x-a100-nvlink").device).constants.matmul, 2)  # 271 of 312 TFLOP/s
-    0.87
-    """
-    share = device.rate() / (device.peak.get("float32") or device.rate())
-    played = Constants(matmul=share, attention=share, traffic=PLAYED, fixed=0.0, straggle=0.0)
-    return Preset(device.name, "mpkit", played, (), 0, UNFITTED, UNFITTED, "mk.trace_fake")
 
 
 def _mean(presets: Sequence[Preset]) -> Constants:

@@ -30,8 +30,6 @@ class ParameterShares:
         layer: those of the largest layer, divided by tp, and by ep.
         layer_experts: of these, those of experts.
         edge: those outside the layers, of the first or the last stage.
-        borrowed, moved: copies of experts that a rank holds, and those that it sends or receives in a step, as a
-            multiple of its own experts.
 
     >>> gpt2 = Architecture(12, 768, 12, vocabulary=50257, positions=1024, tied=True, bias=True)
     >>> ParameterShares(gpt2, Layout(dp=4, zero=1), Stack("pytorch")).updated
@@ -41,7 +39,6 @@ class ParameterShares:
     def __init__(self, model: Architecture, layout: Layout, stack: Stack) -> None:
         self.stack = stack
         t, divided = layout.tp, layout.expert_tp * layout.ep
-        self.borrowed, self.moved = layout.copied_experts(model.experts)
         kinds: list[
             tuple[int, int, float, float]
         ] = []  # first, end; what a rank holds of it, and of its experts
@@ -102,10 +99,6 @@ class ParameterShares:
         """Return the parameters that a rank of a stage updates: under ZeRO, of experts too, its part."""
         held = self.sharded_on(stage, layout) if layout.zero else self.stages[stage]
         return held * layout.trainable
-
-    def secondary_on(self, stage: int, layout: Layout) -> float:
-        """Return the parameters of a stage of which groups keep secondary shards: not experts that few ranks hold."""
-        return self.stages[stage] - (self.experts[stage] if layout.own_experts else 0.0)
 
     def sharded_on(self, stage: int, layout: Layout) -> float:
         """Return the parameters in the shard of a rank of a stage; fewer ranks share experts."""

@@ -13,9 +13,10 @@ from difflib import get_close_matches
 from functools import cache
 
 from mpkit.devices.device import Device
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.plan.checks import call_of
+from mpkit.plan.plan import Plan
 
-__all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_of", "workspaces"]
+__all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_for", "stack_of", "workspaces"]
 
 MIB = 2**20
 EAGER_LOSS = 52.0
@@ -110,10 +111,7 @@ class Stack:
             expert.
         divides_experts: whether tensor parallelism divides experts that no ranks along ep do, whatever the model says.
         by_weight: whether a pipeline's stages are cut by the weights of their layers, the head included.
-        by_flops: whether they are balanced by FLOPs, the head included, as mpkit's are.
         overlaps_pairs: whether a pair's forward and backward (F & B) compute while each other's tokens travel.
-        played: whether it is what `mk.trace_fake` plays: products hide what they move, and a ring attends in 32 bits
-            (`mpkit.strategies.context.ring`).
     """
 
     name: str
@@ -158,17 +156,7 @@ class Stack:
     deduplicates: bool = False
     divides_experts: bool = False
     by_weight: bool = False
-    by_flops: bool = False
     overlaps_pairs: bool = False
-    played: bool = False
-
-    def makes_gradients_late(self, layout: Layout) -> bool:
-        """Return whether a layout's gradients have no memory until its only backward makes them, layer by layer.
-
-        That is so where nothing accumulates and ZeRO takes each gradient away. Of other stacks than mpkit's it is not
-        known, and all gradients count beside all activations.
-        """
-        return self.played and layout.zero > 0 and layout.microbatches == 1
 
     def blocks(self, virtual_stages: int) -> bool:
         """Return whether a stage waits for its messages to be sent, of so many stages per rank.
@@ -183,19 +171,6 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack("pytorch", eager=True, early_stop=True, overlaps_pairs=True),
-        Stack(
-            "mpkit",
-            element=4,
-            gradient=4,
-            reduced=4,
-            states=8,
-            logits=12,
-            gathers_ahead=3,
-            views=True,
-            by_flops=True,
-            overlaps_pairs=True,
-            played=True,
-        ),
         Stack(
             "pytorch-fp32",
             eager=True,
@@ -258,7 +233,7 @@ STACKS = {
         Stack("torchtitan-compile", gradient=4, reduced=4, gates=3, early_stop=True, divides_experts=True),
     )
 }
-"""The stacks whose published steps were looked at, plain PyTorch, and mpkit as it is played, by name."""
+"""The stacks whose published steps were looked at, and plain PyTorch, by name."""
 
 
 def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
@@ -284,6 +259,35 @@ def stack_of(stack: str | Stack | None = None, **changes: object) -> Stack:
     return replace(STACKS[name], **changes)  # type: ignore[arg-type]
 
 
+def stack_for(plan: Plan, stack: str | Stack | None = None, half: str = "bf16") -> tuple[Stack, Plan]:
+    """Return the software that runs a plan, and the plan in its precision.
+
+    Args:
+        plan: the plan.
+        stack: what is asked for; None: PyTorch, in the plan's precision and with its buckets.
+        half: the precision of 16 bits that the device has.
+
+    Raises:
+        ValueError: there is no such stack, or the plan computes in 16 bits and the stack does not.
+
+    >>> [stack_for(Plan(dp=2, precision=how))[0].name for how in ("full", "bf16")]
+    ['pytorch-fp32', 'pytorch']
+    >>> stack_for(Plan(dp=2), "llm-foundry")[1]
+    Plan(dp=2, precision='bf16')
+    """
+    narrow = plan.precision != "full"
+    bucket = plan.bucket_mb * 2**20
+    if stack is None:
+        return stack_of("pytorch" if narrow else "pytorch-fp32", bucket=bucket), plan
+    chosen = stack_of(stack)
+    if narrow and chosen.element == 4:
+        raise ValueError(
+            f"stack={chosen.name!r} computes in 32 bits, and the plan in {plan.precision!r}: leave stack= out, or ask "
+            f"for {call_of(plan, {'precision': 'full'})}"
+        )
+    return chosen, plan if narrow or chosen.element == 4 else replace(plan, precision=half)
+
+
 @cache
 def workspaces(stack: Stack, device: Device, *, grouped: bool = False) -> float:
     """Return the bytes that cuBLAS and Transformer Engine keep within torch's allocator.
@@ -299,7 +303,7 @@ def workspaces(stack: Stack, device: Device, *, grouped: bool = False) -> float:
     >>> [workspaces(Stack("any"), build_machine(name).device) / MIB for name in ("a100", "h100", "gb200", "mi300x")]
     [16.25, 64.0, 16.25, 0.0]
     """
-    if not re.match(r"(A|V|T|L|H|B|GH|GB)\d|RTX|TITAN", device.name) or stack.name == "mpkit":
+    if not re.match(r"(A|V|T|L|H|B|GH|GB)\d|RTX|TITAN", device.name):
         return 0.0
     cublas = stack.cublas_workspace or (32 if re.match(r"G?H\d", device.name) else 8.125) * MIB
     engine = (32 if "float8" in device.peak else 4) * MIB if stack.transformer_engine else 0.0

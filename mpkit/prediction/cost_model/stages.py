@@ -19,7 +19,6 @@ from mpkit.prediction.cost_model.kernels import Kernels
 from mpkit.prediction.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.shares import ParameterShares
-from mpkit.prediction.workload.routed_load import RoutedLoad
 from mpkit.trace import Kind
 
 __all__ = ["MeanLayer", "ShardGathers", "StageTimes", "gathers_of", "layer_of", "stages_of"]
@@ -35,7 +34,6 @@ class StageTimes:
         first: beside its layers, of the first stage's forward and backward.
         last: likewise of the last stage.
         last_rank: which rank has the last stage.
-        balanced: the layers of each stage; (): a rank divides its layers evenly among its stages.
         causes_of: seconds by cause: of a layer, of a micro-batch, and of one on the rank with the head.
     """
 
@@ -44,7 +42,6 @@ class StageTimes:
     first: tuple[float, float]
     last: tuple[float, float]
     last_rank: int
-    balanced: Sequence[int]
     causes_of: tuple[dict[str, float], dict[str, float], dict[str, float]]
 
     def of_rank(self, rank: int) -> tuple[float, float]:
@@ -73,7 +70,7 @@ class StageTimes:
     def layers_by_stage(self, rank: Sequence[int]) -> Sequence[float]:
         """Return the layers of each stage, of which a rank may have several."""
         stages_of = Counter(rank)
-        return self.balanced or [self.layers[each] / stages_of[each] for each in rank]
+        return [self.layers[each] / stages_of[each] for each in rank]
 
     @cached_property
     def times(self) -> list[float]:
@@ -126,13 +123,12 @@ class MeanLayer:
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
     etp: int, alike: bool, sequence_parallel: bool, trainable: float, cp_method: str | tuple[int, int],
-    cp_order: str, documents: tuple[int, ...], load: RoutedLoad | None,
+    cp_order: str, load: float,
 ) -> MeanLayer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""
     layout = Layout(
         cp=cp, tp=tp, ep=ep, etp=etp, alike=alike, microbatch=microbatch, sequence_parallel=sequence_parallel,
-        trainable=trainable, cp_method=cp_method, cp_order=cp_order, documents=documents,
-        load=load,
+        trainable=trainable, cp_method=cp_method, cp_order=cp_order, load=load,
     )  # fmt: skip
     kinds = [
         (count, layer_time(model, first, layout, sequence, kernels, network))
@@ -156,8 +152,7 @@ def layer_of(
     """Return the times of a layer of a layout, whatever its recomputation is."""
     return _layer(
         model, sequence, kernels, network, layout.microbatch, layout.cp, layout.tp, layout.ep, layout.etp,
-        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order, layout.documents,
-        layout.load,
+        layout.alike, layout.sequence_parallel, layout.trainable, layout.cp_method, layout.cp_order, layout.load,
     )  # fmt: skip
 
 
@@ -171,14 +166,13 @@ def stages_of(
     waited = (0.0, 0.0, 0.0)
     if layout.zero == 3:
         gathers = gathers_of(layout, shares, network)
-        waited = gathers.waits(forward, backward, layout.microbatches, shares.stack.overlap)
+        waited = gathers.waits(forward, backward, shares.stack.overlap)
     return StageTimes(
         layout.stage_layers(model.layers),
         (forward + waited[0], backward + waited[1]),
         (layer.embed + waited[2], 0.0),
         (head / 3, head * 2 / 3 + (waited[2] if layout.pp > 1 else 0.0)),
         layout.last,
-        layout.balanced_stages(model.layers),
         (
             layer.causes | {"recomputation": again, "ZeRO-3 gathers": waited[0] + waited[1]},
             {"ZeRO-3 gathers": waited[2]},
@@ -244,30 +238,28 @@ class ShardGathers(NamedTuple):
     al. 2023, section 4).
 
     Attributes:
-        first: to gather a layer in the forward of a step's first micro-batch.
-        later: in that of the others: from secondary shards, if there are any.
+        gather: a layer, in the forward and again in the backward.
         reduce: a layer's gradients.
         edge: to gather what lies outside the layers.
         prefetch: the layers that are gathered ahead.
     """
 
-    first: Any
-    later: Any
+    gather: Any
     reduce: Any
     edge: Any
     prefetch: int
 
-    def waits(self, forward: T, backward: T, microbatches: Any, overlap: bool) -> tuple[T, T, T]:
+    def waits(self, forward: T, backward: T, overlap: bool) -> tuple[T, T, T]:
         """Return what a layer's forward and backward wait for, and a micro-batch for what nothing hides.
 
         The first gather of a micro-batch has nothing to hide behind.
         """
-        gather = (self.first + (microbatches - 1) * self.later) / microbatches
+        gather = self.gather
         if not overlap:
-            return gather, self.later + self.reduce, self.edge
+            return gather, gather + self.reduce, self.edge
         if not self.prefetch:  # a layer is gathered when it is wanted
-            return gather, self.later + overlapped_time(backward, self.reduce) - backward, gather + self.edge
-        beside = self.later + self.reduce
+            return gather, gather + overlapped_time(backward, self.reduce) - backward, gather + self.edge
+        beside = gather + self.reduce
         return (
             overlapped_time(forward, gather) - forward,
             overlapped_time(backward, beside) - backward,
@@ -282,10 +274,5 @@ def gathers_of(layout: Layout, shares: ParameterShares, network: Network) -> Sha
     gather = time_of_replicas(Kind.ALL_GATHER, layer, stack.element, layout, network)
     reduce = time_of_replicas(Kind.REDUCE_SCATTER, layer, stack.reduced, layout, network)
     reduce += time_over_groups(layer, stack.reduced, layout, network)
-    edge, later = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside), gather
-    if layout.secondary:  # all but the first gather of a step are within the groups
-        near = layout.per_node("secondary", network.per_node)
-        own = layer[1] if layout.own_experts else 0.0  # experts that few ranks hold have no secondary shards
-        later = network.time(Kind.ALL_GATHER, stack.element * (shares.layer - own), layout.secondary, near)
-        later += time_of_replicas(Kind.ALL_GATHER, (0.0, own), stack.element, layout, network)
-    return ShardGathers(gather, later, reduce, edge, layout.prefetch)
+    edge = network.time(Kind.ALL_GATHER, stack.element * shares.edge, n, inside)
+    return ShardGathers(gather, reduce, edge, layout.prefetch)

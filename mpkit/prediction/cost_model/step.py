@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import log2
 
-import numpy as np
-
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, OVERLAPPED_1F1B
 from mpkit.plan.schedule.core import Schedule
@@ -43,8 +41,6 @@ HOST_ADAM = 4e9
 10 B in 2.57 s."""
 ADAM = 32
 """Bytes per parameter that the update moves: gradient, master weight and two states read; three of them written."""
-PLAYED_ADAM = 112
-"""The same of the operators of torch's AdamW, one after the other, as `mk.trace_fake` plays them."""
 
 
 @dataclass(frozen=True)
@@ -153,24 +149,22 @@ def _times_beside(
     if not exchanged or not stack.overlaps_pairs:
         return forward
     return tuple(
-        f - hidden_in_pair(f, b, n * exchanged, stack)
+        f - hidden_in_pair(f, b, n * exchanged)
         for f, b, n in zip(forward, backward, stages.layers_by_stage(ranks), strict=True)
     )
 
 
-def hidden_in_pair(forward: T, backward: T, exchanged: T, stack: Stack) -> T:
+def hidden_in_pair(forward: T, backward: T, exchanged: T) -> T:
     """Return the seconds that a pair of a forward and a backward saves, of a stage or of an array of them.
 
     Args:
         forward, backward: seconds of each alone.
         exchanged: those of either in which its tokens travel.
-        stack: whether compute is slowed meanwhile.
     """
-
-    def both(computed: T) -> T:
-        return np.maximum(computed, exchanged) if stack.played else overlapped_time(computed, exchanged)
-
-    return forward + backward - both(backward - exchanged) - both(forward - exchanged)
+    beside = overlapped_time(backward - exchanged, exchanged) + overlapped_time(
+        forward - exchanged, exchanged
+    )
+    return forward + backward - beside
 
 
 def _times_after(
@@ -225,7 +219,7 @@ def _play_pipeline(
 def optimizer_time(layout: Layout, shares: ParameterShares, hardware: Hardware, kernels: Kernels) -> float:
     """Return the seconds of the update: Adam's traffic; of states on the host, the way there and back and its Adam."""
     if layout.offload == "none":
-        return kernels.move((PLAYED_ADAM if kernels.stack.played else ADAM) * shares.updated)
+        return kernels.move(ADAM * shares.updated)
     beside = min(layout.ranks, hardware.per_node)  # they share the node's processors
     moved = 2 * kernels.stack.element * shares.updated / hardware.device.host
     return moved + beside * shares.updated / HOST_ADAM
@@ -273,17 +267,16 @@ def reductions_of(
 ) -> tuple[float, float, float]:
     """Return the seconds of collectives that keep replicas equal, whatever runs beside them.
 
-    They are: to reduce all gradients once; to gather new weights; and what nothing runs beside: copies of experts get
-    their weights and give their gradients back, and ranks along tp that hold the same experts sum the gradients of
-    these, each of its part of the sequence. They do that before the update, so that under ZeRO it is their shards.
+    They are: to reduce all gradients once; to gather new weights; and what nothing runs beside: ranks along tp that
+    hold the same experts sum the gradients of these, each of its part of the sequence. They do that before the update,
+    so that under ZeRO it is their shards.
     """
     own = shares.own * layout.trainable
-    reduce = gather = 0.0
-    summed = _time_of_copies(layout, shares, network, stack)
+    reduce = gather = summed = 0.0
     if layout.summed_experts:
         updated = own / (layout.expert_shards if layout.zero else 1)
         inside = layout.per_node("tp", network.per_node)
-        summed += network.time(Kind.ALL_REDUCE, stack.reduced * updated, layout.tp, inside)
+        summed = network.time(Kind.ALL_REDUCE, stack.reduced * updated, layout.tp, inside)
     if layout.replicas < 2 or layout.zero == 3:
         return reduce, gather, summed
     held = shares.parameters * layout.trainable - own, own
@@ -295,19 +288,6 @@ def reductions_of(
         reduce += time_over_groups(held, stack.reduced, layout, network, calls)
         gather = time_of_replicas(Kind.ALL_GATHER, held, stack.element, layout, network, shares)
     return reduce, gather, summed
-
-
-def _time_of_copies(layout: Layout, shares: ParameterShares, network: Network, stack: Stack) -> float:
-    """Return the seconds per step in which owners send experts to ranks with copies, and get the gradients of these.
-
-    Both are all-to-alls, of each layer's weights by themselves, two products each. All of them leave the rank.
-    """
-    if not shares.moved:
-        return 0.0
-    payload = stack.element * shares.moved * shares.own * layout.ep / (layout.ep - 1)
-    calls = 2 * max(1, round(shares.own / shares.layer_experts))
-    inside = layout.per_node("ep", network.per_node)
-    return 2 * network.time(Kind.ALL_TO_ALL, payload, layout.ep, inside, calls)
 
 
 def micro_batches_beside(layout: Layout) -> float:

@@ -4,8 +4,6 @@
     speed-up     throughput divided by that of the fewest ranks
     efficiency   speed-up divided by the ratio of the numbers of ranks; 1 is ideal
 
-Larger machines are predicted from what was measured (`mpkit.prediction.experiments.extrapolation`), with a band.
-
 Strong scaling keeps the batch, so each rank has less and less to do (Amdahl 1967); weak scaling keeps the work per
 rank, so the batch grows (Gustafson 1988).
 """
@@ -23,7 +21,6 @@ from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.borrowed_cluster import borrow_clusters
 from mpkit.launch.session.cluster import Cluster
 from mpkit.plan.plan import Plan
-from mpkit.prediction.experiments.extrapolation import LargerMachine, larger_machine
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,13 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Scaling", "ScalingRow", "scaling"]
 
-EXPOSED = "replicas", "ZeRO-3 gathers", "tensor parallel", "context parallel", "messages between stages"
-"""The causes of an estimate that are communication which nothing hides."""
-
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One run, or a prediction of one.
+    """One run.
 
     Attributes:
         plan: the plan it followed.
@@ -52,8 +46,7 @@ class ScalingRow:
         efficiency: speed_up divided by the ratio of the numbers of ranks.
         exposed: seconds per step of communication that no compute hides, on the rank with most of it.
         wall_time: seconds per step by the wall clock if each rank had a device of its own; else None.
-        answer: the run's timeline, or the prediction: memory, bubble, causes.
-        band: the seconds per step between which a prediction should lie; None for a run.
+        answer: the run's timeline: memory, bubble, causes.
     """
 
     plan: Plan
@@ -65,7 +58,6 @@ class ScalingRow:
     exposed: float
     wall_time: float | None
     answer: Answer = field(repr=False, compare=False)
-    band: tuple[float, float] | None = None
 
     @property
     def throughput(self) -> float:
@@ -85,7 +77,7 @@ class Scaling(HasChart):
     The chart (`figure`) shows throughput by ranks: one line per strategy, and the ideal line.
 
     Attributes:
-        rows: one per run, in the order of the plans, and then the predictions.
+        rows: one per run, in the order of the plans.
         weak: whether this is weak scaling; else strong.
         hardware: the machine on whose virtual clock the runs were put; "" for the machine they ran on.
     """
@@ -102,9 +94,9 @@ class Scaling(HasChart):
         return f"strong scaling: {self.rows[0].batch} samples per batch"
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return a row per run or prediction, with the attributes of `ScalingRow`, `strategy` and both throughputs."""
+        """Return a row per run, with the attributes of `ScalingRow`, `strategy` and both throughputs."""
         columns = ("ranks", "batch", "step_time", "throughput", "speed_up", "efficiency", "exposed",
-                   "wall_time", "wall_throughput", "band")  # fmt: skip
+                   "wall_time", "wall_throughput")  # fmt: skip
         return data_frame(
             [
                 {"strategy": strategy(row.plan), **{name: getattr(row, name) for name in columns}}
@@ -123,8 +115,6 @@ class Scaling(HasChart):
                 f"{strategy(row.plan):10} {row.ranks:5} {row.batch:6} {row.step_time * 1e3:7.1f} ms "
                 f"{row.throughput:10.1f} {row.speed_up:9.2f} {row.efficiency:10.0%} {row.exposed * 1e3:6.1f} ms"
             )
-            if row.band is not None:
-                line += f"   predicted, {row.band[0] * 1e3:.1f} to {row.band[1] * 1e3:.1f} ms"
             lines.append(line + (f" {row.wall_throughput:10.1f}" if row.wall_throughput is not None else ""))
         return "\n".join(lines)
 
@@ -154,7 +144,6 @@ def scaling(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     steps: int = 4,
     weak: bool = False,
-    beyond: Sequence[int | Plan] = (),
     hardware: Hardware | str | None = None,
     device: str = "auto",
     clusters: Callable[[int], Cluster] | None = None,
@@ -177,13 +166,12 @@ def scaling(
         plans: numbers of ranks (1 is serial training, more is DDP), or Plans of any strategies.
         steps: the steps of each run; the first is not counted, since it includes setting up.
         weak: keep the samples per rank, so that the batch grows with the ranks; else (strong) keep the batch.
-        beyond: more ranks, or Plans with more, to predict by `mk.estimate` from the runs; for transformers.
         hardware: the machine to replay the runs on; None: the one they run on.
         device: as in `Cluster`.
         clusters: clusters(ranks) returns a cluster to use; None: start a helper process, and close it afterwards.
 
     Raises:
-        ValueError: there are no plans or fewer than 2 steps, `Cluster.train` raises it, or `beyond` cannot be said.
+        ValueError: there are no plans or fewer than 2 steps, or `Cluster.train` raises it.
     """
     asked = [_plan_of(plan) for plan in plans]
     if not asked:
@@ -191,8 +179,6 @@ def scaling(
     if steps < 2:
         raise ValueError(f"scaling(steps={steps}): the first step is not counted, so 2 or more; steps=4, say")
     least = min(plan.ranks for plan in asked)
-    more = [_plan_of(plan, "beyond") for plan in beyond]
-    ahead = _ahead(model, data, asked, more, hardware, weak, device) if more else None
     figures = []
     with borrow_clusters(clusters, device) as sized:
         for plan in asked:
@@ -203,8 +189,7 @@ def scaling(
             ).wait()
             figures.append(_figures(run, cluster, hardware))
     name = hardware.name if isinstance(hardware, Hardware) else hardware or ""
-    rows = tuple(_rows(asked, figures, least))
-    return Scaling((*rows, *_predict_rows(ahead, rows)) if ahead else rows, weak, name)
+    return Scaling(tuple(_rows(asked, figures, least)), weak, name)
 
 
 def _rows(
@@ -221,35 +206,12 @@ def _rows(
         yield ScalingRow(plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, wall, timeline)
 
 
-def _ahead(
-    model: torch.nn.Module, data: Any, asked: list[Plan], more: list[Plan], hardware: Hardware | str | None,
-    weak: bool, device: str,
-) -> LargerMachine:  # fmt: skip
-    import torch
-
-    on_gpus = device != "cpu" and torch.accelerator.is_available()
-    return larger_machine(model, data, asked, more, hardware, weak=weak, on_gpus=on_gpus)
-
-
-def _predict_rows(ahead: LargerMachine, rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
-    """Yield a row per prediction."""
-    base = min(rows, key=lambda row: row.ranks)
-    for found in ahead.predict([(row.plan, row.step_time) for row in rows]):
-        plan, batch, step_time = found.plan, found.layout.global_batch, found.step_time
-        speed_up = batch / step_time / base.throughput
-        exposed = sum(found.because.get(cause, 0.0) for cause in EXPOSED)
-        efficiency = speed_up / (plan.ranks / base.ranks)
-        yield ScalingRow(
-            plan, plan.ranks, batch, step_time, speed_up, efficiency, exposed, None, found, found.band
-        )
-
-
-def _plan_of(plan: Any, asked: str = "plans") -> Plan:
+def _plan_of(plan: Any) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, bool) or not isinstance(plan, int) or plan < 1:
         raise ValueError(
-            f"scaling({asked}=[..., {plan!r}, ...]): each is a number of ranks, 1 or more, or a Plan, such as "
+            f"scaling(plans=[..., {plan!r}, ...]): each is a number of ranks, 1 or more, or a Plan, such as "
             "[1, 2, 4, 8] or [mk.Plan.serial(), mk.Plan.zero(3, 4)]"
         )
     return Plan.serial() if plan == 1 else Plan.ddp(plan)

@@ -44,8 +44,8 @@ START = 30e-6
 192 with 1 to 16 sequences of 64 tokens, on the kit's test machine."""
 
 BAND = 0.2
-"""How far predictions were from real runs at most in `python -m benchmarks costs predicted`, on two busy cores; 8 of its 12
-changes were within 10 %."""
+"""How far predictions were from real runs at most in `python -m benchmarks costs predicted`, on two busy cores; 8 of
+its 12 changes were within 10 %."""
 
 SHOWN = ("pp", "dp", "microbatches", "schedule", "virtual_stages", "cut", "bucket_mb", "zero", "recompute")
 """The fields of a plan of which that benchmark changes one."""

@@ -57,11 +57,6 @@ class MeshAxes:
         shape = {axis: degree for axis in axes if (degree := self.mesh.degree(axis)) > 1}
         return self._comm.device_mesh(device, shape) if len(shape) > 1 else None
 
-    @property
-    def in_groups(self) -> MeshAxes:
-        """The same ranks, with the replicas divided into groups of dp_secondary; every rank asks at the same time."""
-        return MeshAxes(self._comm, self._device, self.mesh.in_groups)
-
     def communicator_of(self, *axes: str) -> Communicator:
         """Return the communicator along one axis, or over several axes together; one rank by itself sends nothing.
 

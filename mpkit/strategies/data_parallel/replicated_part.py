@@ -23,7 +23,6 @@ __all__ = [
     "ReplicatedPart",
     "ShardGroups",
     "expert_replicas",
-    "secondary_group",
     "shard_groups",
 ]
 
@@ -48,16 +47,6 @@ def shard_groups(plan: Plan, axes: MeshAxes) -> ShardGroups | None:
     if plan.dp_shard is None:
         return None
     return ShardGroups(axes.communicator_of("dp_shard", "cp"), axes.communicator_of("dp_replicate"))
-
-
-def secondary_group(plan: Plan, axes: MeshAxes) -> Communicator | None:
-    """Return the ranks among which ZeRO-3's backward gathers: this rank's neighbours; None if all replicas do.
-
-    Every rank makes this call at the same time.
-    """
-    if plan.dp_secondary is None:
-        return None
-    return axes.in_groups.communicator_of("dp_shard", "cp")
 
 
 class ExpertReplicas(NamedTuple):
@@ -100,7 +89,6 @@ class ReplicatedPart:
         allow_unused: what lets a parameter have no gradient, for the error that asks for it.
         experts: the ranks that hold the same experts; None if all replicas do.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
-        secondary: the ranks among which ZeRO-3's backward gathers (hpZ); None: among all that share shards.
     """
 
     context: Context
@@ -113,7 +101,6 @@ class ReplicatedPart:
     groups: ShardGroups | None = None
     experts: ExpertReplicas | None = None
     by_owner: bool = False
-    secondary: Communicator | None = None
 
     @cached_property
     def expert_parameters(self) -> set[nn.Parameter]:

@@ -110,13 +110,9 @@ class Placement(DrawnResult):
     def talks(self) -> list[Talk]:
         """The groups that communicate, with their links, by axis, innermost axis first."""
         talks = []
-        more = [axis for axis in ("ep", "dp_secondary") if getattr(self.mesh, axis) > 1]
+        more = ["ep"] if self.mesh.ep > 1 else []
         for axis in (*reversed(long_axes(self.mesh)), *more):
-            groups = (
-                self.mesh.in_groups.groups("dp_shard", "cp")
-                if axis == "dp_secondary"
-                else self.mesh.groups(axis)
-            )
+            groups = self.mesh.groups(axis)
             if axis == "pp":  # a stage communicates with its neighbours only
                 groups = [pair for group in groups for pair in pairwise(group)]
             for crosses in (False, True):

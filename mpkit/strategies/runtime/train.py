@@ -21,7 +21,6 @@ from mpkit.strategies.data_parallel.ddp import DDP
 from mpkit.strategies.data_parallel.replicated_part import (
     ReplicatedPart,
     expert_replicas,
-    secondary_group,
     shard_groups,
 )
 from mpkit.strategies.data_parallel.sync_batchnorm import announce_sync, over_whole_batch
@@ -218,7 +217,6 @@ def assemble(
         groups=shard_groups(plan, axes),
         experts=expert_replicas(plan, axes),
         by_owner=job.how.by_owner,
-        secondary=secondary_group(plan, axes),
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)

@@ -28,7 +28,7 @@ PRECISIONS: dict[Any, str] = {
 
 @public
 def fully_shard(
-    module: nn.Module, stage: int = 3, *, dp_shard: int | None = None, reshard_after_forward: bool | int = True,
+    module: nn.Module, stage: int = 3, *, dp_shard: int | None = None, reshard_after_forward: bool = True,
     precision: str | torch.dtype | None = "fp32", bucket_mb: float = 25.0, prefetch: int = 1,
     find_unused_parameters: bool = False, group: Group = None, prove: int = 0,
 ) -> FullySharded:  # fmt: skip
@@ -55,9 +55,7 @@ def fully_shard(
         module: on this rank's device; changed in place.
         stage: 1 divides the optimizer states, 2 the gradients too, 3 the parameters too.
         dp_shard: ranks per group of hybrid sharding (HSDP), such as the GPUs of a node; None: among all ranks.
-        reshard_after_forward: a number s, such as the GPUs of a node, shards what a forward has gathered among s ranks,
-            from which the backward gathers: hpZ of ZeRO++ (Wang et al., arXiv 2306.10209, section 3.2). A rank then
-            holds psi/n + psi/s parameters. True shards among all n; False is what stages 1 and 2 do.
+        reshard_after_forward: True shards again what stage 3 has gathered; False is what stages 1 and 2 do.
         precision: "fp32" keeps the module's dtype; "bf16" and "fp16" compute and communicate in 16 bits. Shares are
             then fp32 master weights, outputs are fp32, and fp16's gradients are scaled inside, without a GradScaler.
         bucket_mb: the most MiB that are reduced together, in stages 1 and 2.
@@ -80,9 +78,9 @@ def fully_shard(
     raise_rejection(find_shared_memory(module))
     _check(stage, precision, prove)
     dp_shard = _checked_groups(dp_shard, group, ranks := size_of(module, group))
-    secondary = _checked_secondary(reshard_after_forward, stage, ranks, dp_shard)
+    _check_resharding(reshard_after_forward, stage)
     plan = Plan(
-        dp=ranks, dp_shard=dp_shard, dp_secondary=secondary, zero=stage,
+        dp=ranks, dp_shard=dp_shard, zero=stage,
         precision=PRECISIONS[precision], batchnorm="local",
         bucket_mb=bucket_mb, prefetch=prefetch, unused="allow" if find_unused_parameters else "error",
     )  # fmt: skip
@@ -119,32 +117,11 @@ def _checked_groups(dp_shard: Any, group: Group, ranks: int) -> int | None:
     return size
 
 
-def _checked_secondary(reshard: Any, stage: int, ranks: int, dp_shard: int | None) -> int | None:
-    """Return the number of ranks among which the backward gathers; None if it is that of the forward, or none."""
-    said = f"mk.fully_shard(reshard_after_forward={reshard!r}, stage={stage})"
+def _check_resharding(reshard: Any, stage: int) -> None:
+    """Check that stage 3 shards what a forward has gathered among all ranks, and that other stages are not asked to."""
     if reshard is True or (reshard is False and stage < 3):
-        return None
-    if reshard is False:
-        raise ValueError(
-            f"{said}: stage 3 keeps no whole parameters. With stage=2 they stay whole; with reshard_after_forward=True "
-            "the backward gathers them again"
-        )
-    size = whole(reshard)
-    if stage < 3:
-        raise ValueError(
-            f"{said}: parameters are sharded in stage 3 alone, and the others gather none in the backward. Either "
-            "stage=3, or without reshard_after_forward"
-        )
-    if dp_shard is not None:
-        raise ValueError(
-            f"{said}: within groups of dp_shard={dp_shard} ranks all gathers stay inside already. Either dp_shard or "
-            "reshard_after_forward as a number"
-        )
-    fits = [n for n in range(2, ranks) if ranks % n == 0]
-    if size not in fits:
-        works = f"such as reshard_after_forward={fits[-1]}" if fits else "which these cannot be"
-        raise ValueError(
-            f"{said}: the {ranks} ranks are divided into several groups of as many, 2 or more, {works}; "
-            "reshard_after_forward=True shards among all of them"
-        )
-    return size
+        return
+    raise ValueError(
+        f"mk.fully_shard(reshard_after_forward={reshard!r}, stage={stage}): stage 3 shards what a forward has gathered "
+        "among all ranks, or among those of a node with dp_shard= ranks per group; with stage=2 parameters stay whole"
+    )

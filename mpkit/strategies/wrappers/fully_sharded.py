@@ -41,7 +41,6 @@ from mpkit.strategies.wrappers.replicas import (
     Group,
     context_for,
     replicas_of,
-    secondary_group_of,
     shard_groups_of,
 )
 from mpkit.strategies.wrappers.shares import ShardedParameters
@@ -106,7 +105,6 @@ class FullySharded(ModuleWrapper):
                 whole=tuple(small.values()),
                 allow_unused=UNUSED,
                 groups=groups,
-                secondary=secondary_group_of(context, plan),
             )
         )
         own = Stage(0, [("", FlatNamedModule(small))], context.device)

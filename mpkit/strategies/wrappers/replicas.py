@@ -15,7 +15,7 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.one_rank import OneRank
 from mpkit.strategies.comm.own_process import current_communicator
-from mpkit.strategies.data_parallel.replicated_part import ShardGroups, secondary_group, shard_groups
+from mpkit.strategies.data_parallel.replicated_part import ShardGroups, shard_groups
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.wrappers.wrapper import ModuleWrapper
@@ -26,7 +26,6 @@ __all__ = [
     "context_for",
     "context_on",
     "replicas_of",
-    "secondary_group_of",
     "shard_groups_of",
     "size_of",
 ]
@@ -130,24 +129,6 @@ def shard_groups_of(context: Context, group: Group, plan: Plan) -> ShardGroups |
             f"{context.world_size}: give their mesh, group=mesh['dp_replicate', 'dp_shard'], which has them already"
         )
     return shard_groups(plan, MeshAxes(context.comm, context.device, plan.mesh))
-
-
-def secondary_group_of(context: Context, plan: Plan) -> Communicator | None:
-    """Return the ranks among which the backward gathers parameters; None if they are those of the forward.
-
-    Every rank makes this call at the same time.
-
-    Raises:
-        ValueError: a part of all ranks is divided by a number, for which torch has no groups.
-    """
-    if plan.dp_secondary is None:
-        return None
-    if plan.dp != context.world_size:
-        raise ValueError(
-            f"mk.fully_shard(reshard_after_forward={plan.dp_secondary}) divides all ranks into groups, and here are "
-            f"{plan.dp} of {context.world_size}: group=None for all, or reshard_after_forward=True"
-        )
-    return secondary_group(plan, MeshAxes(context.comm, context.device, plan.mesh))
 
 
 def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> nn.Module:

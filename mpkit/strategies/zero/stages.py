@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.zero.offload import OffloadedZero3
-from mpkit.strategies.zero.secondary import SecondaryZero3
 from mpkit.strategies.zero.zero import Zero
 from mpkit.strategies.zero.zero1 import Zero1
 from mpkit.strategies.zero.zero2 import Zero2
@@ -29,6 +28,4 @@ def zero_sync(held: ReplicatedPart) -> Zero:
     Args:
         held: this rank's part of the model, and its replicas.
     """
-    if held.secondary is not None:
-        return SecondaryZero3(held)
     return STAGES[held.plan.zero, held.plan.offload == "params"](held)

@@ -96,12 +96,7 @@ def _add_machine(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--sequence", type=int, metavar="N",
-        help=f"tokens per sample (default: those of --documents; without them {SEQUENCE}, or as many as the model has "
-        "learned positions for, if fewer)",
-    )  # fmt: skip
-    command.add_argument(
-        "--documents", type=int, nargs="+", metavar="N",
-        help="the lengths of the documents that are packed in each sample (default: one)",
+        help=f"tokens per sample (default: {SEQUENCE}, or as many as the model has learned positions for, if fewer)",
     )  # fmt: skip
     command.add_argument(
         "--expert-load", type=float, metavar="RATIO",
@@ -124,7 +119,6 @@ def _advise(options: argparse.Namespace) -> None:
         stack=options.stack,
         by=options.by,
         price=options.price,
-        documents=options.documents,
         expert_load=options.expert_load,
     )
     if options.to is None:
@@ -138,7 +132,6 @@ def _advise(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     from mpkit.devices.catalogue import hardware
     from mpkit.prediction.cost_model.estimate import estimate
-    from mpkit.prediction.cost_model.fits import fits
 
     machine = hardware(options.hardware)
     plan = plan_of(options.plan, machine.devices, machine.per_node)
@@ -147,25 +140,23 @@ def _predict(options: argparse.Namespace) -> None:
         "global_batch": plan.dp * plan.microbatches if options.global_batch is None else options.global_batch,
         "sequence": sequence,
         "stack": options.stack,
-        "documents": options.documents,
         "expert_load": options.expert_load,
     }
+    found = estimate(model, plan, machine, **asked)
+    print(found)
     if options.what == "fits":
-        found = fits(model, plan, machine, **asked)
-        print(found)
         raise SystemExit(0 if found else 1)
-    print(estimate(model, plan, machine, **asked))
 
 
 def _model_of(options: argparse.Namespace) -> tuple[Architecture, int]:
     """Return the model, and the tokens per sample.
 
-    By default these are the tokens of its documents, or what the model has positions for, and no more than 4096.
+    By default these are what the model has positions for, and no more than 4096.
     """
     from mpkit.prediction.cost_model.known_models import architecture_of
 
     model = architecture_of(options.model)
-    most = sum(options.documents or ()) or min(SEQUENCE, model.positions or SEQUENCE)
+    most = min(SEQUENCE, model.positions or SEQUENCE)
     return model, most if options.sequence is None else options.sequence
 
 

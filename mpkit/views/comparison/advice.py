@@ -1,20 +1,18 @@
 """Advice in a notebook.
 
 chart      step time against memory, every plan that fits, the frontier marked
-table      the best plans, sortable
-parts      both, with the reasons and the timelines of the best three
+table      the best plan of each family
+parts      both, below the reasons
 """
 
 from __future__ import annotations
 
-from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.display import image
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
 from mpkit.common.units import memory_text, percent, seconds
-from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.sortable import Cell, Column, SortableTable
 from mpkit.views.theme import ACCENT, ALARM, GREY, WHOLE_WORDS, dress_chart
 
@@ -31,9 +29,6 @@ __all__ = ["advice_figure", "advice_parts", "advice_table"]
 GIB = 2**30
 MOST = 2000
 """Points that are drawn: the fastest, beside the frontier."""
-
-LEGIBLE = 5000
-"""Operations of a timeline that a still picture shows; of more, `mk.compare(**advice.timelines())` draws a live one."""
 
 
 def advice_figure(advice: Advice) -> Any:
@@ -68,62 +63,55 @@ def advice_figure(advice: Advice) -> Any:
             hovertemplate="%{text}<br>%{y:.3s}s per step, %{x:.1f} GiB<extra></extra>",
         )
     )
-    room = advice.priced.hardware.device.memory / GIB
-    figure.add_vline(
-        x=room,
-        line_dash="dash",
-        line_color=ALARM,
-        annotation_text=f"a device has {memory_text(room * GIB)} ",
-        annotation_position="top left",
-    )
+    if isfinite(room := advice.priced.whole / GIB):
+        figure.add_vline(
+            x=room,
+            line_dash="dash",
+            line_color=ALARM,
+            annotation_text=f"a device has {memory_text(room * GIB)} ",
+            annotation_position="top left",
+        )
     dress_chart(figure, str(advice).split(":")[0], 420)
     figure.update_xaxes(title="GiB on the fullest rank")
     return figure.update_yaxes(title="seconds per step", type="log")
 
 
 COLUMNS = (
-    Column("plan", "the plan, as Python", number=False),
+    Column("parts", "what the plan has beside data parallelism", number=False),
     Column("step", "seconds per step"),
+    Column("longer", "than the best plan's step"),
     Column("GiB", "memory of the fullest rank"),
-    Column("tokens/s", "tokens per second of all devices"),
-    Column("MFU", "model FLOPs utilization"),
-    Column("most of it", "what takes most of the step", number=False),
+    Column("plan", "the plan, as Python", number=False),
 )
 
 
 def advice_table(advice: Advice) -> SortableTable:
-    """Lay out a row per plan of `advice.plans`, the best first."""
+    """Lay out the best plan of each family, the simplest first: what every further part gains."""
     rows: list[list[Cell]] = []
-    for plan, found in zip(advice.plans, advice.found, strict=False):
-        this = advice.estimate(plan)
-        most = next(iter(this.because))
+    for family in advice.families:
+        simplest = ", the simplest within 5 %" if family.plan == advice.simplest else ""
         rows.append(
             [
-                (repr(plan), repr(plan)),
-                (seconds(this.step_time), this.step_time),
-                (f"{found.memory / GIB:.1f}", found.memory),
-                (f"{this.tokens_per_second:,.0f}", this.tokens_per_second),
-                (percent(this.mfu), this.mfu),
-                (most, most),
+                (f"{family.words}{simplest}", family.words),
+                (_unbroken(seconds(family.seconds)), family.seconds),
+                (_unbroken(percent(family.longer)) if family.longer > 0 else "the best", family.longer),
+                (f"{family.memory / GIB:.1f}", family.memory),
+                (repr(family.plan), repr(family.plan)),
             ]
         )
-    return SortableTable(f"The best {len(rows)} of {len(advice.found):,} plans that fit", COLUMNS, rows)
+    return SortableTable(
+        f"What each further part gains, of {len(advice.found):,} plans that fit", COLUMNS, rows
+    )
+
+
+def _unbroken(words: str) -> str:
+    """Return an amount that no line ends within."""
+    return words.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def advice_parts(advice: Advice) -> list[Any]:
     """Return what a notebook shows of an advice, from top to bottom: nothing but the words if no plan fits."""
     from IPython.display import HTML
 
-    from mpkit.timeline.comparison import compare_timelines
-
     words = HTML(f'<pre style="{WHOLE_WORDS}">{escape(str(advice))}</pre>')
-    if advice.best is None:
-        return [words]
-    parts = [words, advice_table(advice), advice_figure(advice)]
-    timelines = advice.timelines(3)
-    if max(len(each.spans) for each in timelines.values()) <= LEGIBLE:
-        three = compare_timelines([*timelines.items()])
-        parts.append(
-            HTML(image(partial(comparison_svg, three), f"Predicted timelines of the best plans. {three}"))
-        )
-    return parts
+    return [words] if advice.best is None else [words, advice_table(advice), advice_figure(advice)]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
-from mpkit.prediction.cost_model.fits import Fits
 from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.memory.fits import FITS_CLASSES, memory_bars
 from mpkit.views.theme import MARGIN, REST, SERIES, THEMES
@@ -14,14 +13,9 @@ from mpkit.views.theme import MARGIN, REST, SERIES, THEMES
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.estimate import Estimate
 
-__all__ = ["estimate_svg", "estimate_text"]
+__all__ = ["estimate_svg"]
 
 TOP, BAR = 70.0, 22.0
-
-
-def estimate_text(estimate: Estimate) -> str:
-    """Return the estimate in words."""
-    return str(estimate)
 
 
 def estimate_svg(estimate: Estimate, width: int = 960) -> str:
@@ -33,13 +27,17 @@ def estimate_svg(estimate: Estimate, width: int = 960) -> str:
     """
     low, high = estimate.band
     name = estimate.model.name or "The model"
-    title = f"{name} on {estimate.hardware.name}: {seconds(estimate.step_time)} per step"
+    title = (
+        f"{name} {estimate.verdict} {estimate.hardware.name}: {seconds(estimate.step_time)} per step"
+        f"{'' if estimate else ', if it had the memory'}"
+    )
+    remedy = estimate.remedy_words.replace("\n ", "")
     told = (
-        f"{seconds(low)} to {seconds(high)}; {estimate.tokens_per_second:,.0f} tokens/s, "
-        f"{estimate.tflops_per_gpu:.0f} TFLOP/s per device, MFU {percent(estimate.mfu)}; {estimate.plan!r}"
+        f"{seconds(low)} to {seconds(high)} ({estimate.origin}); {estimate.tokens_per_second:,.0f} tokens/s, "
+        f"{estimate.tflops_per_gpu:.0f} TFLOP/s per device, MFU {percent(estimate.mfu)}; {estimate.plan!r}. {remedy}"
     )
     causes, below = _causes(estimate, width)
-    memory, bottom = memory_bars(Fits(estimate), below + 26, width)
+    memory, bottom = memory_bars(estimate, below + 26, width)
     parts = [*causes, *memory]
     classes = {theme: {**FITS_CLASSES[theme], **_rules()} for theme in THEMES}
     return sheet(

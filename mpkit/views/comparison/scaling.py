@@ -48,11 +48,7 @@ def scaling_figure(scaling: Scaling) -> Any:
     )
     for (name, held), ink in zip(lines.items(), SERIES * len(lines), strict=False):
         drawn = sorted([*serial, *held], key=lambda row: row.ranks)
-        drawn, ahead = [row for row in drawn if row.band is None], [row for row in drawn if row.band]
-        if drawn:
-            figure.add_trace(_line(name, drawn, ink))
-        if ahead:
-            _add_predicted(figure, name, drawn[-1:], ahead, ink)
+        figure.add_trace(_line(name, drawn, ink))
         walls = [row for row in drawn if row.wall_throughput is not None]
         if walls:
             figure.add_trace(
@@ -69,33 +65,6 @@ def scaling_figure(scaling: Scaling) -> Any:
     # The ticks are where the ideal line crosses the numbers of ranks, so that distances from it can be read off.
     marks = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in ideal]
     return figure.update_yaxes(title="samples/s", type="log", tickvals=ideal, ticktext=marks)
-
-
-def _add_predicted(figure: Any, name: str, last: list[Any], ahead: list[Any], ink: str) -> None:
-    """Add what is predicted: a dashed line from the last run on, and its band."""
-    bands = [(row.batch / row.step_time,) * 2 for row in last]
-    bands += [(row.batch / row.band[1], row.batch / row.band[0]) for row in ahead]
-    ranks = [row.ranks for row in (*last, *ahead)]
-    figure.add_trace(
-        go.Scatter(
-            x=ranks + ranks[::-1],
-            y=[low for low, _ in bands] + [high for _, high in bands[::-1]],
-            mode="lines",
-            fill="toself",
-            fillcolor=ink,
-            opacity=0.15,
-            line={"width": 0},
-            name=f"{name}, band",
-            hoverinfo="skip",
-            showlegend=False,
-        )
-    )
-    dashed = _line(f"{name}, predicted", [*last, *ahead], ink)
-    figure.add_trace(
-        dashed.update(
-            line={"color": ink, "dash": "dot"}, text=["" for _ in last] + list(dashed.text[len(last) :])
-        )
-    )
 
 
 def _line(name: str, rows: list[Any], ink: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import memory_text, percent, seconds
 from mpkit.timeline.idleness import CAUSES
 from mpkit.timeline.notes import failure_notes
 
@@ -22,12 +22,14 @@ def comparison_text(comparison: Comparison) -> str:
     rows = comparison.rows
     width = max(len(row.name) for row in rows)
     causes = [cause for cause in CAUSES if any(row.idle[cause] > 0 for row in rows)]
-    heads = ["step time", "bubble", "work", *causes]
+    most = max(row.memory for row in rows)
+    heads = ["step time", "bubble", "work", *causes, *["peak memory"] * bool(most)]
     lines = [" " * width + "  " + "  ".join(f"{head:>{max(len(head), 9)}}" for head in heads)]
     for row in rows:
         t = row.timeline
         cells = [seconds(t.step_time), percent(t.bubble), seconds(sum(row.work.values()))]
         cells += [seconds(row.idle[cause]) for cause in causes]
+        cells += [memory_text(row.memory, most) if row.memory else "-"] * bool(most)
         lines.append(
             f"{row.name:<{width}}  "
             + "  ".join(f"{cell:>{max(len(head), 9)}}" for cell, head in zip(cells, heads, strict=True))

@@ -8,21 +8,22 @@ legend    each category with its GiB on the fullest rank
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
 from mpkit.common.units import memory_share, memory_text, percent
-from mpkit.prediction.cost_model.fits import MEANING
 from mpkit.prediction.cost_model.memory import CATEGORIES, MARGIN_WORD
+from mpkit.prediction.cost_model.remedies import MEANING
 from mpkit.views.drawing.axes import legible_on
 from mpkit.views.drawing.colours import CATEGORY_INKS
-from mpkit.views.drawing.sheet import faint_lines, keys, sheet
+from mpkit.views.drawing.sheet import faint_lines, keys
 from mpkit.views.theme import MARGIN, REST, THEMES, wrap_words
 
 if TYPE_CHECKING:
-    from mpkit.prediction.cost_model.fits import Fits
+    from mpkit.prediction.cost_model.estimate import Estimate
 
-__all__ = ["FITS_CLASSES", "fits_svg", "fits_text", "memory_bars"]
+__all__ = ["FITS_CLASSES", "memory_bars"]
 
 GIB = 2**30
 LEAST = 1 << 20
@@ -46,63 +47,47 @@ FITS_CLASSES = {
 """The colours of the bars as classes of a sheet, for each theme."""
 
 
-def fits_text(fits: Fits) -> str:
-    """Return the answer in words."""
-    return fits.describe()
-
-
-def fits_svg(fits: Fits, width: int = 960) -> str:
-    """Draw the answer as a standalone SVG document.
-
-    Args:
-        fits: the answer.
-        width: in pixels.
-    """
-    body, bottom = memory_bars(fits, TOP, width)
-    title = _title(fits)
-    return sheet("fits", title, fits.describe(), body, width, bottom, head=title, classes=FITS_CLASSES)
-
-
-def _title(fits: Fits) -> str:
-    name = fits.estimate.model.name or "The model"
-    verdict = "fits" if fits else "does not fit"
-    return (
-        f"{name} {verdict} {fits.estimate.hardware.name}: {_share(fits, fits.needed)} on rank {fits.fullest}"
-    )
-
-
-def _share(fits: Fits, nbytes: float) -> str:
+def _share(estimate: Estimate, nbytes: float) -> str:
     """Return bytes as GiB of the device's, and the percentage."""
-    return f"{memory_share(nbytes, fits.available)}, {percent(nbytes / fits.available)}"
+    if estimate.available == inf:
+        return memory_text(nbytes)
+    return f"{memory_share(nbytes, estimate.available)}, {percent(nbytes / estimate.available)}"
 
 
-def memory_bars(fits: Fits, top: float, width: float) -> tuple[list[str], float]:
+def _limit(estimate: Estimate) -> float:
+    """Return the bytes at which the red line stands; 0, where none is drawn, if the device's memory is not known."""
+    return 0.0 if estimate.available == inf else estimate.available
+
+
+def memory_bars(estimate: Estimate, top: float, width: float) -> tuple[list[str], float]:
     """Draw the bars, their axis and their legend from `top` down; return the elements, and the y below them."""
-    stages = fits.estimate.stage_memory
+    stages = estimate.stage_memory
     room = width - LEFT - RIGHT - MARGIN
-    most = max(fits.available, *(sum(memory.values()) + fits.margin(memory) for memory in stages)) * 1.02
+    most = (
+        max(_limit(estimate), *(sum(memory.values()) + estimate.margin(memory) for memory in stages)) * 1.02
+    )
     scale = room / most
     body = []
     for stage, memory in enumerate(stages[:MOST]):
-        body.append(_bar(fits, stage, memory, top + stage * ROW, scale))
+        body.append(_bar(estimate, stage, memory, top + stage * ROW, scale))
     bottom = top + min(len(stages), MOST) * ROW
-    body += _axis(fits, top, bottom, scale, most)
+    body += _axis(estimate, top, bottom, scale, most)
     bottom += 40
     if len(stages) > MOST:
         body.append(_words(MARGIN, bottom, f"and {len(stages) - MOST} more stages", "faint"))
         bottom += 20
-    legend, bottom = _legend(fits, bottom, width)
+    legend, bottom = _legend(estimate, bottom, width)
     return [*body, *legend], bottom + 12
 
 
-def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: float) -> str:
-    per_stage = fits.estimate.layout.ranks // fits.estimate.layout.pp
+def _bar(estimate: Estimate, stage: int, memory: dict[str, float], y: float, scale: float) -> str:
+    per_stage = estimate.layout.ranks // estimate.layout.pp
     first, last = stage * per_stage, (stage + 1) * per_stage - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     x, middle = LEFT, y + 14
     parts = [_words(MARGIN, middle, ranks)]
     pieces = [(i, name, MEANING[name], memory[name]) for i, name in enumerate(CATEGORIES)]
-    pieces.append((8, MARGIN_WORD, "what an allocator reserves beside it", fits.margin(memory)))
+    pieces.append((8, MARGIN_WORD, "what an allocator reserves beside it", estimate.margin(memory)))
     for i, name, meaning, nbytes in pieces:
         wide, number = nbytes * scale, f"{nbytes / GIB:.1f}"
         if wide > 0:
@@ -111,22 +96,24 @@ def _bar(fits: Fits, stage: int, memory: dict[str, float], y: float, scale: floa
                 f"<title>{name}, {meaning}: {memory_text(nbytes)}</title></rect>"
             )
             room = 7 * len(number) + 6
-            crossed = abs(x + wide / 2 - LEFT - fits.available * scale) < room / 2
+            crossed = abs(x + wide / 2 - LEFT - _limit(estimate) * scale) < room / 2
             if wide > room and not crossed and i < len(CATEGORIES):
                 parts.append(
                     f'<text class="n{i}" x="{x + wide / 2:.1f}" y="{middle:g}" text-anchor="middle" '
                     f'pointer-events="none">{number}</text>'
                 )
             x += wide
-    needed = sum(memory.values()) + fits.margin(memory)
-    x = max(x, LEFT + fits.available * scale) + 8
-    parts.append(_words(x, middle, _share(fits, needed), "over" if needed > fits.available else "words"))
-    return f'<g aria-label="{ranks}: {_share(fits, needed)}">{"".join(parts)}</g>'
+    needed = sum(memory.values()) + estimate.margin(memory)
+    x = max(x, LEFT + _limit(estimate) * scale) + 8
+    parts.append(
+        _words(x, middle, _share(estimate, needed), "over" if needed > estimate.available else "words")
+    )
+    return f'<g aria-label="{ranks}: {_share(estimate, needed)}">{"".join(parts)}</g>'
 
 
-def _axis(fits: Fits, top: float, bottom: float, scale: float, most: float) -> list[str]:
+def _axis(estimate: Estimate, top: float, bottom: float, scale: float, most: float) -> list[str]:
     """Draw round numbers of GiB below the bars, and the line where the device's memory ends."""
-    limit = LEFT + fits.available * scale
+    limit = LEFT + _limit(estimate) * scale
     line = (
         f'<line class="line" x1="{LEFT:g}" x2="{LEFT + most * scale:.1f}" y1="{bottom:g}" y2="{bottom:g}"/>'
     )
@@ -139,8 +126,10 @@ def _axis(fits: Fits, top: float, bottom: float, scale: float, most: float) -> l
             f'<text class="faint" x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle" font-size="11">'
             f"{number}{' GiB' * (number == 0)}</text>"
         )
-    device = escape(fits.estimate.hardware.device.name)
-    words = f"the memory of one {device}: {memory_text(fits.available)}"
+    if not _limit(estimate):
+        return parts
+    device = escape(estimate.hardware.device.name)
+    words = f"the memory of one {device}: {memory_text(estimate.available)}"
     parts.append(
         f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{top - 6:g}" y2="{bottom + 4:g}">'
         f"<title>{words}</title></line>"
@@ -148,18 +137,20 @@ def _axis(fits: Fits, top: float, bottom: float, scale: float, most: float) -> l
     return parts
 
 
-def _legend(fits: Fits, y: float, width: float) -> tuple[list[str], float]:
+def _legend(estimate: Estimate, y: float, width: float) -> tuple[list[str], float]:
     """Draw a square for each category that is there, with its GiB on the fullest rank; return the y below."""
-    memory = fits.memory[fits.fullest]
+    memory = estimate.memory[estimate.fullest]
     listed = [
-        (f"f{i}", f"{name} {memory_text(memory[name], fits.needed)}")
+        (f"f{i}", f"{name} {memory_text(memory[name], estimate.needed)}")
         for i, name in enumerate(CATEGORIES)
         if memory[name] >= LEAST
     ]
-    listed.append(("f8", f"{MARGIN_WORD} {memory_text(fits.margin(memory), fits.needed)}"))
+    listed.append(("f8", f"{MARGIN_WORD} {memory_text(estimate.margin(memory), estimate.needed)}"))
     parts, _, y, _ = keys(((f'class="{look}"', words) for look, words in listed), y, width)
-    device = fits.estimate.hardware.device.name
-    told = f"on rank {fits.fullest}; red line: one {device} has {memory_text(fits.available)}"
+    device = estimate.hardware.device.name
+    told = f"on rank {estimate.fullest}"
+    if _limit(estimate):
+        told += f"; red line: one {device} has {memory_text(estimate.available)}"
     lines = wrap_words(told, width - 2 * MARGIN)
     return [*parts, *faint_lines(lines, y + 34)], y + 20 + 20 * len(lines)
 
