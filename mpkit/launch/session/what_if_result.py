@@ -61,7 +61,8 @@ class WhatIf(DrawnResult, DelegatedAnswer):
     Attributes:
         rows: the run's typical step, and the step after each change on top of those before it.
         error: how far off predictions were at most, as a share of the real run's step (`python -m benchmarks costs
-            predicted`, on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on GPUs.
+            predicted`, on CPU ranks); 0 for a replay of the run's own records; None where no runs have shown it, as on
+            GPUs.
         played: bytes by rank and category of the run's own plan, played as the changed one is; None if no plan was
             played. A played rank's buffers include temporaries, which a run does not record: compare `memory` with it.
     """
