@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from mpkit.course.tell import _shows
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import mpkit as mk
 from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.launch_folder import read_error, reserve
-from mpkit.course.tell import _shows
 from mpkit.launch.process.fork_server import import_installed
 from mpkit.launch.process.rank import report as report_of_rank
 from mpkit.strategies.prepare.prepare import prepare
