@@ -384,14 +384,3 @@ def test_an_import_that_fails_ahead_of_the_ranks_is_told(capfd: pytest.CaptureFi
     finally:
         gc.unfreeze()
     assert "no_such_module is imported by each rank" in capfd.readouterr().err
-
-
-def test_a_mistake_is_not_looked_for_in_results_of_another_form() -> None:
-    def shows(error: Exception) -> bool:
-        seen: Any = None
-        mistake: Any = SimpleNamespace(when=lambda _: fails(error)())
-        return _shows(seen, mistake, seen, seen)
-
-    assert not shows(IndexError()) and not shows(TypeError())
-    with pytest.raises(Odd):
-        shows(Odd())

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import mpkit as mk
 from mpkit import Plan
 from mpkit.course.grading.roster import read_roster
+from mpkit.course.grading.submissions import NoNotebook, checks_in, code_cells, predictions_shown
 from mpkit.course.progress import Progress
 from mpkit.errors import TraceError
 from mpkit.prediction.cost_model.known_models import architecture_of
@@ -282,17 +283,16 @@ def notebooks() -> list[bytes]:
             "source": ["import mpkit as mk\n", "mk.check('gpipe', gpipe)"],
             "outputs": [output],
         },
-        {"cell_type": "markdown", "source": "because", "metadata": {"tags": ["justification", "for:gpipe"]}},
+        {"cell_type": "markdown", "source": "because", "metadata": {}},
     ]
-    book = {"cells": cells, "metadata": {"mpkit": {"variant": "x"}}, "nbformat": 4}
-    return [json.dumps(book).encode(), json.dumps({"worksheets": [{"cells": cells}]}).encode()]
+    return [json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}).encode()]
 
 
 def grade(path: Path) -> None:
     data = path.read_bytes()
-    variant_of(data), tries_shown(data), read_justifications(data)  # these say nothing of what is broken
+    predictions_shown(data)
     for source in code_cells(data):
-        list(calls_in(source, "check"))
+        list(checks_in(source))
 
 
 def progress(path: Path) -> None:

@@ -34,7 +34,10 @@ from mpkit.course.predictions.questions import QUESTIONS
 from mpkit.course.progress import FILE
 from mpkit.course.verdict import CHECKED
 
-__all__ = ["HandedIn", "NoNotebook", "checks_in", "handed_in", "predictions_kept", "read_file"]
+__all__ = [
+    "HandedIn", "NoNotebook", "checks_in", "code_cells", "handed_in", "predictions_kept", "predictions_shown",
+    "read_file",
+]  # fmt: skip
 
 LARGEST = 64 * 2**20
 """The most bytes of a notebook; those with many pictures have some ten million."""
@@ -180,7 +183,7 @@ def _read(folder: Path, path: Path, student: str, asked: tuple[ExerciseEntry, ..
     data = b""
     try:
         data = read_file(path)
-        cells = _code_cells(data)
+        cells = code_cells(data)
     except NoNotebook as error:
         why = visible(str(error)).strip().partition("\n")[0][:200]
         broken = f"it cannot be read as a notebook: {why}"
@@ -190,7 +193,7 @@ def _read(folder: Path, path: Path, student: str, asked: tuple[ExerciseEntry, ..
     return HandedIn(
         student, name, asked or _exercises_of(checked), tuple(cells), data, at=_time(path),
         tries=_tries(progress, data), questions=_questions_in(cells),
-        predicted=_predictions_shown(data) | predictions_kept(progress),
+        predicted=predictions_shown(data) | predictions_kept(progress),
     )  # fmt: skip
 
 
@@ -259,7 +262,7 @@ def _cells(data: bytes) -> list[dict[str, Any]]:
     return _dicts(cells)
 
 
-def _code_cells(data: bytes) -> list[str]:
+def code_cells(data: bytes) -> list[str]:
     """Return the sources of a notebook's code cells.
 
     Raises:
@@ -343,7 +346,7 @@ def _questions_in(sources: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in known))
 
 
-def _predictions_shown(data: bytes) -> dict[str, float]:
+def predictions_shown(data: bytes) -> dict[str, float]:
     """Return the predictions that the notebook's outputs show as locked in, the first of each."""
     found: dict[str, float] = {}
     for said in _outputs(data, PREDICTED):
