@@ -84,7 +84,7 @@ def measure() -> list[dict[str, Any]]:
     """Measure medians in seconds, and how many times as long as mpkit the others take."""
     times: dict[str, list[float]] = {"mpkit": [], "spawn": [], "torchrun": []}
     with mk.Cluster(RANKS, device="cpu") as cluster, tempfile.TemporaryDirectory() as name:
-        _by_mpkit(cluster)  # waits for torch to be imported in the warm process
+        _by_mpkit(cluster)  # waits for torch to be imported in the fork server
         for turn in range(ROUNDS):
             times["mpkit"].append(_by_mpkit(cluster))
             if turn % (ROUNDS // SLOW_ROUNDS) == 0 and len(times["spawn"]) < SLOW_ROUNDS:

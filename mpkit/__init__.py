@@ -22,38 +22,6 @@ look_in("mpkit.views.renderers")
 # Registered here, before a program registers anything of its own, which therefore runs earlier and has its groups.
 atexit.register(free_groups)
 
-NOW = {
-    **{
-        name: f"mk.errors.{name}"
-        for name in (
-            "ArgumentError",
-            "CommMismatch",
-            "Deadlock",
-            "MpkitError",
-            "NotSerial",
-            "TraceError",
-            "UnwisePlan",
-        )
-    },
-    **{name: f"mpkit.devices.{name}" for name in ("Device", "Hardware", "Link")},
-    **{name: f"mk.experiments.{name}" for name in ("bubble_curve", "memory_by_plan")},
-    **{name: f"mk.optimizer.{name}" for name in ("by_name", "elementwise", "linear_scaling", "sqrt_scaling")},
-    **{name: f"mk.tensor.{name}" for name in ("Region", "TensorPlan", "find_tensor_plan")},
-    **{name: f"mk.data.{name}" for name in ("data_digest", "sample_digests")},
-    **{name: f"mk.watch.{name}" for name in ("span", "step")},
-    "cluster_of": 'mk.hardware("h100", nodes=4, nic="ndr"), or by name mk.hardware("4x8-h100-ndr")',
-    "digest": "mk.data, such as mk.data.data_digest",
-    "hf_experiment": "in the repository: from examples.hugging_face import hf_experiment",
-    "layer_strategies": "in the repository: from examples.flexflow import layer_strategies",
-    "layerwise": "in the repository: examples.flexflow",
-    "learning_rate": "mk.optimizer, such as mk.optimizer.linear_scaling",
-    "placement": "plan.placement(model)",
-    "soap": "in the repository: from examples.flexflow import soap",
-    "show_internals": "mpkit.common.tracebacks.show_internals",
-    "stage_times": "run.timeline().stage_times()",
-}
-"""Names that were at the top once, and what they are now."""
-
 
 def load_ipython_extension(shell: Any) -> None:
     """Add `%%ranks` to a notebook: IPython calls this for `%load_ext mpkit`."""
@@ -91,15 +59,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _unknown_name(name: str) -> Exception:
-    """Return the error for a name that is not at the top: where it is now, or what is near."""
+    """Return the error for a name that is not at the top: what is near."""
     from difflib import get_close_matches
 
     from mpkit.errors import UnknownName
 
     near = [f"mk.{each}" for each in get_close_matches(name, homes(), 2, 0.7)]
-    hint = (
-        f"; it is {NOW[name]} now" if name in NOW else f". Did you mean {' or '.join(near)}?" if near else ""
-    )
+    hint = f". Did you mean {' or '.join(near)}?" if near else ""
     return UnknownName(f"module 'mpkit' has no attribute {name!r}{hint}")
 
 

@@ -1,4 +1,4 @@
-"""The command line: `mpkit demo`, or `python -m mpkit demo`, and eleven more commands."""
+"""The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mpkit.views.commands.diagnose import add_diagnose
 from mpkit.views.commands.doctor import add_doctor
 from mpkit.views.commands.open import add_open
 from mpkit.views.commands.predict import add_advise, add_predict
-from mpkit.views.commands.warm import add_warm
 
 __all__ = ["main"]
 
@@ -23,7 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the arguments and run; a user's mistake ends with one message and exit code 2, a failed run with 1."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        _check_renamed(given)
         options = _parser().parse_args(given)
         options.run(options)
     except ValueError as error:
@@ -34,19 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _leave("interrupted; the ranks are gone", 130)
     except BrokenPipeError:  # as in `mpkit diagnose trace | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-RENAMED = {"--on": "--hardware", "--batch": "--global-batch"}
-"""Options of estimate, fits, advise and open that had another name."""
-
-
-def _check_renamed(given: Sequence[str]) -> None:
-    """Reject an option by its former name."""
-    old = next((each for each in given if each in RENAMED), None)
-    if old and given[0] in ("estimate", "fits", "advise", "open"):
-        raise ValueError(
-            f"{old} is {RENAMED[old]} now, as in Python: mpkit {given[0]} ... {RENAMED[old]} ..."
-        )
 
 
 def _leave(message: str, code: int) -> None:
@@ -73,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     add_advise(commands)
     # ---- teach
     add_classroom(commands)
-    add_warm(commands)
     return parser
 
 

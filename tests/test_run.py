@@ -109,11 +109,22 @@ def test_interrupting_the_wait_stops_the_run(cluster: mk.Cluster) -> None:
             os.kill(waits, signal.SIGINT)
 
     how = {"loss": mse, "optimizer": sgd, "steps": 1_000_000, "on_step": interrupt}
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         run = cluster.train(model, data, mk.Plan.naive_mp(4), **how)
         run.wait()
+    assert {entry.path for entry in caught.traceback} == {Path(__file__)}, "no frame of threading or mpkit"
     assert run.status == "stopped"
     assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
+
+
+def test_a_mistyped_attribute_is_answered_with_the_nearest_one(cluster: mk.Cluster) -> None:
+    model, data = toy()
+    run = cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=1).wait()
+    with pytest.raises(AttributeError, match=r"Run has no attribute timelin; did you mean timeline\?"):
+        run.timelin  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Timeline has no attribute buble; did you mean bubble\?"):
+        run.timeline().buble  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(cluster, "gpus")
 
 
 class Faulty(nn.Module):

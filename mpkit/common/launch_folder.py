@@ -70,6 +70,7 @@ class Settings:
         numbers: the devices' numbers, as torch counts: rank r is on numbers[r % len(numbers)]; [] is 0, 1, 2 and so on.
         secret: what signs the objects that ranks send each other; under a launcher the session's does.
         port: a free port on the loopback interface, for a program that opens a store of its own.
+        logging: levels and formats of loggers (`mpkit.launch.process.log_settings`).
     """
 
     ranks: int
@@ -87,6 +88,7 @@ class Settings:
     numbers: list[int] = field(default_factory=list)
     port: int = 0
     secret: str = ""
+    logging: dict[str, Any] = field(default_factory=dict)
 
     def dumps(self) -> bytes:
         """Return the bytes of settings.json."""

@@ -16,6 +16,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
@@ -70,8 +71,13 @@ def internals_shown() -> bool:
 
 
 def public(thing: Thing) -> Thing:
-    """Decorate a public function, or all public methods and properties of a class, to fold exceptions that leave it."""
+    """Decorate a public function, or all public methods and properties of a class, to fold exceptions that leave it.
+
+    A class then also answers a mistyped attribute with the nearest one that it has.
+    """
     if isinstance(thing, type):
+        if not hasattr(thing, "__getattr__"):
+            thing.__getattr__ = _suggest_attribute  # type: ignore[attr-defined]
         for name, member in list(vars(thing).items()):
             if name.startswith("_") and name not in ("__init__", "__call__", "__getitem__"):
                 continue
@@ -84,6 +90,15 @@ def public(thing: Thing) -> Thing:
         return thing
     assert isinstance(thing, FunctionType)
     return cast(Thing, _guard(thing))
+
+
+def _suggest_attribute(self: object, name: str) -> Any:
+    """Raise the AttributeError of an attribute that is not there, and name the nearest one (IPython does not)."""
+    if name.startswith("_") or hasattr(type(self), name):
+        return object.__getattribute__(self, name)  # raises Python's own error, or that of the property
+    near = get_close_matches(name, [each for each in dir(self) if not each.startswith("_")], 1, 0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise AttributeError(f"{type(self).__name__} has no attribute {name}{hint}")
 
 
 def _guard(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +133,7 @@ def fold_chain(error: BaseException) -> None:
     while each is not None and id(each) not in seen:
         seen.add(id(each))
         if folds(each):
-            each.__traceback__ = fold(each.__traceback__)
+            each.__traceback__ = fold(each.__traceback__, isinstance(each, KeyboardInterrupt))
             context = each.__context__
             if context is not None and context.__traceback__ is not None and not _visible(context):
                 each.__suppress_context__ = (
@@ -156,9 +171,17 @@ def folds(error: BaseException) -> bool:
     return isinstance(error, MISTAKES) and bool(frames) and _root(frames[-1]) == "mpkit"
 
 
-def fold(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of mpkit and torch."""
-    kept = [(frame, at) for frame, at in _frames(trace) if not _is_folded(frame)]
+def fold(trace: TracebackType | None, interrupted: bool = False) -> TracebackType | None:
+    """Return the traceback without the frames of mpkit and torch.
+
+    Args:
+        trace: the traceback.
+        interrupted: it ends where Ctrl-C found mpkit waiting; what waits is Python's own, and folded as well.
+    """
+    frames = list(_frames(trace))
+    while interrupted and frames and (_is_standard(frames[-1][0]) or _is_folded(frames[-1][0])):
+        frames.pop()
+    kept = [(frame, at) for frame, at in frames if not _is_folded(frame)]
     folded = None
     for frame, at in reversed(kept):
         folded = TracebackType(folded, frame, at.tb_lasti, at.tb_lineno)

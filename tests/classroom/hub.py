@@ -1,7 +1,6 @@
 """A room on one machine, as a JupyterHub has it: a server, a kernel and ranks for each student.
 
     python -m tests.classroom.hub                      (10 students: as many per core as 40 on 8 cores)
-    python -m tests.classroom.hub --warm               (the same, with `mpkit warm` and kernels forked from it)
     python -m tests.classroom.hub --students 4 --rounds 1
 
 Each student has a JupyterLab server and a kernel. In each round a student reads for some seconds (drawn at random),
@@ -13,7 +12,6 @@ take part. A cell that fails ends the program with status 1.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -22,9 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -58,7 +54,7 @@ for _ in range(2):
 class Student:
     """A student's server and kernel."""
 
-    def __init__(self, folder: Path, kernel: str) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self.server = subprocess.Popen(
             [
@@ -69,7 +65,7 @@ class Student:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "JUPYTER_RUNTIME_DIR": str(folder)},
         )
-        self.kernel = KernelManager(kernel_name=kernel)
+        self.kernel = KernelManager()
         self.kernel.start_kernel(cwd=str(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.client: BlockingKernelClient = self.kernel.blocking_client()
         self.client.start_channels()
@@ -112,26 +108,6 @@ class Student:
         self.server.wait()
 
 
-@contextmanager
-def warm_process(folder: Path) -> Iterator[None]:
-    """Run `mpkit warm`, and install a kernel that it forks, for this process and its children."""
-    place = folder / "kernels" / "warm"
-    place.mkdir(parents=True)
-    argv = [sys.executable, "-m", "mpkit.launch.notebook.warm_kernel", "-f", "{connection_file}"]
-    spec = {"argv": argv, "display_name": "mpkit", "language": "python"}
-    (place / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
-    os.environ["JUPYTER_PATH"], os.environ["MPKIT_WARM"] = str(folder), str(folder / "sock")
-    warm = subprocess.Popen(
-        [sys.executable, "-m", "mpkit", "warm", os.environ["MPKIT_WARM"]], stdout=subprocess.PIPE
-    )
-    try:
-        assert warm.stdout is not None and b"MPKIT_WARM" in warm.stdout.readline()
-        yield
-    finally:
-        warm.kill()
-        warm.wait()
-
-
 def held_by_kind() -> Counter[str]:
     """Return the bytes of all processes below this one, by what they are."""
     held: Counter[str] = Counter()
@@ -147,12 +123,12 @@ def kind_of(process: psutil.Process) -> str:
     """Return what a process is, by how it was started and whose child it is."""
     above = [process, *process.parents()]
     started = [" ".join(each.cmdline()) for each in above]
-    depth = sum("warm_process:main" in command or "fork_server:main" in command for command in started)
+    depth = sum("fork_server:main" in command for command in started)
     if "jupyterlab" in started[0]:
         return "servers"
     if "fork_server:main" in started[0]:
         return ("helpers", "ranks")[depth - 1]
-    return ("kernels", "the warm process", "kernels and helpers", "ranks")[depth]
+    return ("kernels", "ranks")[bool(depth)]
 
 
 def describe(held: Counter[str], students: int) -> str:
@@ -168,7 +144,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--students", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", action="store_true", help="fork kernels and helpers from one process")
     parser.add_argument("--think", type=float, default=20.0, help="mean seconds between two cells")
     asked = parser.parse_args()
     highest: Counter[str] = Counter()
@@ -179,9 +154,8 @@ def main() -> None:
         while not over.wait(1.0):
             highest = max(highest, held_by_kind(), key=lambda held: held.total())
 
-    with tempfile.TemporaryDirectory() as folder, warm_process(Path(folder)) if asked.warm else nullcontext():
-        kernel = "warm" if asked.warm else "python3"
-        students = [Student(Path(folder) / f"{number}", kernel) for number in range(asked.students)]
+    with tempfile.TemporaryDirectory() as folder:
+        students = [Student(Path(folder) / f"{number}") for number in range(asked.students)]
         watch = threading.Thread(target=sample)
         watch.start()
         try:

@@ -116,7 +116,7 @@ def test_an_argument_that_does_not_unpickle_there(cluster: mk.Cluster) -> None:
     still_works(cluster)
 
 
-def test_the_warm_process_dies(cluster: mk.Cluster) -> None:
+def test_the_fork_server_dies(cluster: mk.Cluster) -> None:
     """Whoever killed it, the ranks go with it and the next run has a new one."""
     with pytest.raises(mk.RankFailed, match="process that ranks are started from has died"):
         cluster.run(

@@ -8,6 +8,4 @@ completion    names that live on the ranks, behind the tab key
 exchange      requests and answers, as files and pipes in the launch's folder
 request_loop  a rank's half: wait for a request, answer it
 cell          run a cell on a rank
-
-warm_kernel   a Jupyter kernel that the machine's warm process forks
 """

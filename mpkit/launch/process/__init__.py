@@ -4,8 +4,6 @@ boot                  what helper processes import, and from where
 fork_server           the process that has imported torch and forks ranks
 fork_server_client    the parent's end of the fork server
 folder                the files of a launch, through which its processes communicate
-warm_process          one per machine: it has imported torch, and forks fork servers and kernels for its users
-warm_fork             a process that it forks for this one
 store                 where ranks find each other: a file that only they share
 payload               the user's function and arguments, by value
 rank                  the rank's half of a launch

@@ -280,7 +280,7 @@ def main(*options: str) -> None:
 
     Args:
         options: "--spawn" starts ranks as fresh interpreters instead of forking them; "--closed" closes this
-            process's memory to its ranks; "--warm" if this process was forked from one that has imported everything.
+            process's memory to its ranks.
     """
     fork = "--spawn" not in options
     if "--closed" in options:
@@ -292,7 +292,7 @@ def main(*options: str) -> None:
     # Events are written to a private copy of standard output, so that nothing printed by an import mixes with them.
     out = os.dup(1)
     os.dup2(2, 1)
-    if fork and "--warm" not in options:
+    if fork:
         gc.disable()  # what imports create stays: looking for garbage in it takes a quarter of their time
         warm_up()
         gc.collect()

@@ -15,16 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpkit.errors import MpkitError
 from mpkit.launch.process.boot import boot_command, boot_environment
 from mpkit.launch.process.vitals import is_stopped
-from mpkit.launch.process.warm_fork import WarmFork, WarmProcessRejects
 
 __all__ = ["ForkServerClient"]
 
@@ -55,9 +53,8 @@ class ForkServerClient:
     def __init__(self, fork: bool = True, within: Sequence[str] = ()) -> None:
         self._environment = boot_environment()
         options = [*([] if fork else ["--spawn"]), *(["--closed"] if within else [])]
-        warm = None if options else _fork_warm(self._environment)
         # A session of its own shields it from the terminal's Ctrl-C, which goes to whole process groups.
-        self._process = warm or subprocess.Popen(
+        self._process = subprocess.Popen(
             [*within, *boot_command(ENTRY, *options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -188,22 +185,8 @@ class ForkServerClient:
         self._closer()
 
 
-def _fork_warm(environment: Mapping[str, str]) -> WarmFork | None:
-    """Return a fork server forked by the machine's warm process; None if there is none, or it rejects this one."""
-    if not (path := environment.get("MPKIT_WARM")):
-        return None
-    try:
-        return WarmFork(path, ENTRY, ("--warm",), environment)
-    except WarmProcessRejects as reason:
-        warnings.warn(
-            f"MPKIT_WARM={path}: {reason}. Ranks are forked from a helper process that imports torch itself.",
-            stacklevel=2,
-        )
-        return None
-
-
 def _end(
-    process: subprocess.Popen[bytes] | WarmFork, selector: selectors.BaseSelector, reading: threading.RLock
+    process: subprocess.Popen[bytes], selector: selectors.BaseSelector, reading: threading.RLock
 ) -> None:
     """End the fork server by closing its input: it then kills its ranks and exits."""
     with reading:  # no thread reads from a file that is being closed

@@ -15,6 +15,7 @@ from typing import IO, Any
 from mpkit.common.exceptions import report
 from mpkit.common.launch_folder import Settings
 from mpkit.common.this_process import cores
+from mpkit.launch.process.log_settings import log_settings_here
 from mpkit.strategies.packing.edited_modules import edited_functions
 from mpkit.strategies.packing.packing import Packer
 from mpkit.strategies.packing.world import enter_world, pack_world
@@ -99,6 +100,7 @@ def settings_here(
         numbers=list(numbers),
         port=_free_port(),
         secret=secrets.token_hex(),
+        logging=dict(log_settings_here()),
     )
 
 

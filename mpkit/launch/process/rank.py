@@ -36,6 +36,7 @@ from mpkit.common.private import NO_LINK, create
 from mpkit.common.tracebacks import fold_chain
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.launcher_environment import as_torchrun, join
+from mpkit.launch.process.log_settings import set_logging
 from mpkit.launch.process.output import LabelledOutput
 from mpkit.launch.process.program_exit import own_process, refuse_exec
 from mpkit.launch.process.seal import Seal, sign_objects
@@ -121,7 +122,9 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
             os.environ[name] = value
     if settings.device == "cpu":  # a program that takes whatever GPU it sees, as FSDP2 does, finds none
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    np.random.seed()  # forked ranks begin with the same state; Python seeds its own random numbers anew
+    np.random.seed()  # forked ranks begin with the same states; Python seeds its own random numbers anew
+    torch.seed()
+    set_logging(settings.logging)
     sys.path[:] = settings.path
     sys.argv[:] = settings.argv
     os.chdir(settings.cwd)
