@@ -371,7 +371,7 @@ class Cluster:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
         timeout = check_timeout(timeout)
         self._turns.make_free("raise")
-        payload = pack(fn, args, modules)
+        payload = pack(fn, args)
         settings = settings_here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
         )
