@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import sys
 import threading
 import time
@@ -81,8 +80,9 @@ class Launch:
         facts = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend}
         self.meta = {**facts, **self._sampler.meta, **meta}
         self._fork_server, self._modules = fork_server, modules
-        self.folder = new_folder(settings, self.meta, payload, fork_server)
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        held = new_folder(settings, self.meta, payload)
+        self.folder = held.path
+        weakref.finalize(self, held.remove)
         weakref.finalize(self, self._sampler.close)
         self._processes = RankProcesses()
         self._sink = Sink(sink, flush)

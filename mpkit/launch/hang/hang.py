@@ -55,6 +55,7 @@ class Patience:
     grace: float = GRACE
     look_every: float = LOOK_EVERY
     now: Callable[[], float] = time.monotonic
+    knows_all: bool = True  # whether it sees all ranks, and not those of one node among several
     _seen: tuple[Sight, ...] = ()
     still: float = 0.0  # seconds since the last progress of any rank, as observed
     _idle: float = 0.0  # those of them in which no rank ran
@@ -111,8 +112,8 @@ class Patience:
         """Return how many seconds ranks are given that all wait or have finished."""
         if not self._held and never(trace):
             return CERTAIN
-        if self.timeout is not None:
-            return self.timeout
+        if self.timeout is not None or not self.knows_all:
+            return self.timeout or LIMIT  # another node's ranks may compute
         waits = (waited_for(number, rank) for number, rank in enumerate(trace.ranks))
         unmet = any(missing_ranks(call, trace) for call in waits if call is not None)
         return (self.grace / 2 if unmet else self.grace) + slowest(trace)
@@ -129,8 +130,9 @@ def slowest(trace: Trace) -> float:
 
 
 def explain(
-    trace: Trace, stacks: dict[int, str], seconds: float, now: int, stopped: Mapping[int, int] | None = None
-) -> str:
+    trace: Trace, stacks: dict[int, str], seconds: float, now: int, stopped: Mapping[int, int] | None = None,
+    local: Collection[int] | None = None,
+) -> str:  # fmt: skip
     """Return the message: which rank waits where, which never arrived, and what the others were doing.
 
     Args:
@@ -139,13 +141,16 @@ def explain(
         seconds: the time without progress.
         now: the monotonic clock in ns.
         stopped: process ids by rank of ranks stopped by SIGSTOP.
+        local: the ranks that the trace is of, under a launcher on several nodes; None for all.
     """
+    here = range(trace.world_size) if local is None else local
     waits = any(waited_for(number, rank) is not None for number, rank in enumerate(trace.ranks))
-    first = "the ranks wait for each other: none" if waits else "no rank"
+    who = "ranks" if len(here) == trace.world_size else "ranks of this node"
+    first = f"the {who} wait for each other: none" if waits else "no rank"
     lines = [f"{first} has moved for {seconds:.1f} s."]
-    lines += ["  " + line for line in _each_rank(trace, stacks, now)]
+    lines += ["  " + line for line in _each_rank(trace, here, stacks, now)]
     held = [f"{stopped_words(rank, pid)} lets it go on" for rank, pid in sorted((stopped or {}).items())]
-    culprits = held or sorted(set(reasons(trace)))
+    culprits = held or sorted(set(reasons(trace, here)))
     if culprits:
         lines += ["Why:", *("  " + line for line in culprits)]
     calls = [waited_for(number, rank) for number, rank in enumerate(trace.ranks)]
@@ -158,8 +163,9 @@ def explain(
     return in_cells("\n".join(lines))
 
 
-def _each_rank(trace: Trace, stacks: dict[int, str], now: int) -> Iterator[str]:
-    for number, rank in enumerate(trace.ranks):
+def _each_rank(trace: Trace, here: Collection[int], stacks: dict[int, str], now: int) -> Iterator[str]:
+    for number in here:
+        rank = trace.ranks[number]
         waits = waited_for(number, rank)
         if rank.state == "finished":
             yield f"rank {number} has finished"
@@ -181,13 +187,21 @@ def _describe_last(rank: RankTrace) -> str:
     return f"; {verb} {Kind(int(last['kind'])).word} {rank.name(int(last['name']))}".rstrip()
 
 
-def reasons(trace: Trace) -> Iterator[str]:
-    """Yield, for each communication waited for, the ranks that have not reached it and where they are."""
+def reasons(trace: Trace, here: Collection[int] | None = None) -> Iterator[str]:
+    """Yield, for each communication waited for, the ranks that have not reached it and where they are.
+
+    Args:
+        trace: the trace of all ranks so far.
+        here: the ranks that it is of; None for all.
+    """
     for rank, recorded in enumerate(trace.ranks):
         call = waited_for(rank, recorded)
         if call is None:
             continue
         for other in missing_ranks(call, trace):
+            if here is not None and other not in here:
+                yield f"rank {rank} waits for rank {other}, whose node says where it is"
+                continue
             if call.is_message:
                 done = "never sent it" if call.kind == Kind.RECV else "never received it"
                 what = f"rank {rank} waits for message {call.group} number {call.number}; rank {other} {done}"

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -59,18 +59,20 @@ class HangWatch:
         ranks: the number of ranks.
         processes: the ranks' processes.
         patience: decides when to give up.
-        ask: asks ranks for their stacks, as `ask_stacks` does on this machine.
+        local: the ranks that write there, under a launcher on several nodes; None for all.
 
     Attributes:
         waiting_for: the notice of a long wait, in words; None while there is none.
     """
 
     def __init__(
-        self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience, ask: Ask | None = None
-    ) -> None:
-        self._ranks, self._processes = ranks, processes
-        self._ask: Ask = ask or partial(ask_stacks, folder, processes)
-        self._patience, self._watch = patience, RankWatch(folder, ranks)
+        self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience,
+        local: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._local, self._processes = range(ranks) if local is None else local, processes
+        self._ask: Ask = partial(ask_stacks, folder, processes)
+        self._patience, self._watch = patience, RankWatch(folder, ranks, local)
+        patience.knows_all = len(self._local) == ranks
         self._waiting = WaitWatch(NOTICE_AFTER)
         self._said: set[str] = set()
         self.waiting_for: str | None = None
@@ -131,10 +133,10 @@ class HangWatch:
         """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
         trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped_pids()
         still = self._patience.still
-        stacks = self._ask(range(self._ranks), launch.goes_on)
+        stacks = self._ask(list(self._local), launch.goes_on)
         if stacks is None:
             return None
-        return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped))
+        return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped, self._local))
 
     def close(self) -> None:
         """Close the files that are watched."""

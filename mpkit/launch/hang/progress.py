@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,17 @@ class Sight:
 
 
 class RankWatch:
-    """Watches all ranks of a launch. It maps each file once, and each look reads two records of it."""
+    """Watches all ranks of a launch. It maps each file once, and each look reads two records of it.
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    Args:
+        folder: the launch's folder.
+        ranks: the number of ranks.
+        local: those that write there, under a launcher on several nodes; the others pass for finished.
+    """
+
+    def __init__(self, folder: Path, ranks: int, local: Collection[int] | None = None) -> None:
         self._folder = folder
+        self._local = range(ranks) if local is None else local
         self._maps: list[mmap.mmap | None] = [None] * ranks
 
     def _map(self, rank: int, anew: bool = False) -> mmap.mmap | None:
@@ -55,6 +63,8 @@ class RankWatch:
 
     def look(self, rank: int) -> Sight:
         """Return the present state of one rank."""
+        if rank not in self._local:  # nothing is known of it, and nobody here decides about it
+            return Sight(state=FINISHED)
         data = self._map(rank)
         if data is None or len(data) < HEADER.itemsize:
             return Sight(started=False)

@@ -11,10 +11,9 @@ It receives commands and sends events as JSON lines, over its standard input and
                                                                  {"event": "exit", "id": 7, "rank": 2, "status": -9}
                                                                  {"event": "over", "id": 7}
     {"do": "kill", "id": 7}         every rank of that launch, at once
-    {"do": "folder", "folder": "..."}               the folder of a launch to come
     {"do": "close"}                 an orderly end follows
-    end of file                     the parent is gone: kill all ranks and exit; without a "close" before, remove
-                                    the launches' folders too, since no other process will
+    end of file                     kill all ranks and exit; without a "close" before, the parent is gone: remove the
+                                    launches' folders too
 
 The life of a rank, so that no peer sees a closed connection before its time:
 
@@ -29,7 +28,6 @@ import importlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import sys
 import warnings
@@ -37,6 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpkit.common.this_process import make_undumpable
+from mpkit.launch.run_folder import remove_unheld
 
 __all__ = ["main"]
 
@@ -118,8 +117,6 @@ class ForkServer:
     def obey(self, command: dict[str, Any]) -> None:
         if command["do"] == "launch":
             self.launch(command["id"], command["folder"], command["ranks"])
-        elif command["do"] == "folder":
-            self.folders.add(command["folder"])
         elif command["do"] == "close":
             self.orderly = True
         elif command["do"] == "import":
@@ -129,6 +126,7 @@ class ForkServer:
 
     def launch(self, number: int, folder: str, ranks: int) -> None:
         """Fork the ranks, which find each other through a file in the launch's folder."""
+        self.folders.add(folder)
         done_read, done_write = os.pipe()
         release_read, release_write = os.pipe()
         inherited = {"done": done_write, "release": release_read}
@@ -236,7 +234,7 @@ class ForkServer:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         for folder in [] if self.orderly else self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_unheld(folder, wait=True)
 
 
 def warm_up() -> None:

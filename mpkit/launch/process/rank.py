@@ -39,7 +39,7 @@ from mpkit.launch.process.launcher_environment import as_torchrun, join
 from mpkit.launch.process.log_settings import set_logging
 from mpkit.launch.process.output import LabelledOutput
 from mpkit.launch.process.program_exit import own_process, refuse_exec
-from mpkit.launch.process.seal import Seal, sign_objects
+from mpkit.launch.process.seal import sign_objects
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
 from mpkit.strategies.comm.call_checks import CallChecks
@@ -164,7 +164,7 @@ def meet(rank: int, settings: Settings, folder: Path) -> Any:
         settings.backend, store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(days=1)
     )
     join(rank, settings.ranks, settings.backend, store)
-    sign_objects(Seal(settings.secret.encode()))  # every user of the machine can connect to gloo's ports
+    sign_objects(settings.secret.encode())  # every user of the machine can connect to gloo's ports
     return store
 
 

@@ -22,7 +22,7 @@ from mpkit.common.launch_folder import part
 from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_stack
 
-__all__ = ["answer_requests", "place_of", "read_stack", "request_stack", "stack_of"]
+__all__ = ["answer_requests", "end_answers", "place_of", "read_stack", "request_stack", "stack_of"]
 
 
 BEGINNINGS = [(threading.__file__, name) for name in ("run", "_bootstrap_inner", "_bootstrap")]
@@ -49,9 +49,19 @@ def answer_requests(folder: Path, rank: int) -> int:
 
 def _answer(asked: int, stack: int, main: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-    while os.read(asked, 1):
+    while os.read(asked, 1) == b"?":
         with contextlib.suppress(OSError):  # the disk may be full
             os.write(stack, f"{stack_of(main)}\n\n".encode("utf-8", "replace"))
+
+
+def end_answers(folder: Path, rank: int, stack: int) -> None:
+    """Answer no more requests: the rank is over, and its process goes on."""
+    faulthandler.unregister(signal.SIGUSR1)
+    with contextlib.suppress(OSError):  # the folder may be gone
+        asked = os.open(part(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
+        os.write(asked, b".")
+        os.close(asked)
+    os.close(stack)
 
 
 def stack_of(thread: int) -> str:

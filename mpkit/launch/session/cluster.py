@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,9 @@ from mpkit.common.missing_packages import require_torch
 from mpkit.common.tracebacks import public
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
-from mpkit.launch.external.environment import is_launched, place_here, refuse_second_launcher
 from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
+from mpkit.launch.place import is_launched, place_here, refuse_second_launcher
 from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.launch.process.payload import pack, settings_here
 from mpkit.launch.session.cluster_checks import (
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     import torch
 
     from mpkit.devices.hardware import Hardware
-    from mpkit.launch.external.external_launch import ExternalLaunch
-    from mpkit.launch.external.session import Session
+    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.launch.session.run import Run
+    from mpkit.launch.torchrun import Launcher
     from mpkit.plan.plan import Plan
     from mpkit.strategies.prepare.prepare import TrainJob
     from mpkit.timeline.timeline import Timeline
@@ -90,18 +91,16 @@ class Cluster:
         self._chosen = chosen = place_ranks(1 if launched and devices is None else ranks, device, devices)
         self.ranks, self.device, self.devices = chosen.ranks or 0, chosen.kind, len(chosen.numbers)
         self.backend = "nccl" if self.device == "cuda" and chosen.one_each(self.ranks) else "gloo"
-        self._session: Session | None = None
-        if launched:
-            from mpkit.launch.external.session import Session
-
-            self._session = Session(chosen)
         self.layers = layers
         if start not in (None, "fork", "spawn"):
             raise ValueError(
                 f"start={start!r}: there are 'fork' and 'spawn'; leave it out for what suits here"
             )
-        import sys
+        self._session: Launcher | None = None
+        if launched:
+            from mpkit.launch.torchrun import Launcher
 
+            self._session = Launcher(chosen)
         self._fork = start == "fork" if start else sys.platform == "linux"
         self._helper: ClusterHelper | None = None
         if self._session is None:
@@ -334,7 +333,7 @@ class Cluster:
         job = self._session.same("this training", make_job, facts_in_common)
         job = verified_alike(job, self._session)
         warn_if_unwise(job.plan)
-        warn_of_nodes(job.plan, self._session.nodes, self._session.place.rank)
+        warn_of_nodes(job.plan, self._session.nodes, self._session.rank)
         return job
 
     def _run_own_rank(self, training: Run) -> Run:
@@ -356,7 +355,7 @@ class Cluster:
         modules: Sequence[str] = (),
         grace: float = GRACE,
         compares: bool = True,
-    ) -> Launch | ExternalLaunch:
+    ) -> Launch | LaunchedRank:
         """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are built on this.
 
         Args:
@@ -371,14 +370,14 @@ class Cluster:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
         timeout = check_timeout(timeout)
         self._turns.make_free("raise")
-        payload = pack(fn, args)
+        payload = pack(fn, args, modules)
         settings = settings_here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
         )
         if self._session is not None:
-            from mpkit.launch.external.external_launch import ExternalLaunch
+            from mpkit.launch.launched_rank import LaunchedRank
 
-            self._turns.latest = ExternalLaunch(
+            self._turns.latest = LaunchedRank(
                 self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, grace=grace
             )
             return self._turns.latest

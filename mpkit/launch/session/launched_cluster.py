@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import time
 from collections import Counter
@@ -14,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.exceptions import report
 from mpkit.common.units import percent, seconds
 from mpkit.devices.placement_notes import spans_nodes
-from mpkit.launch.external.rendezvous import wait_for
 from mpkit.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from mpkit.launch.external.external_launch import ExternalLaunch
-    from mpkit.launch.external.session import Session
+    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.launch.session.run import Run
+    from mpkit.launch.torchrun import Launcher
     from mpkit.strategies.prepare.prepare import TrainJob
     from mpkit.timeline.live_timeline import LiveFeed
 
@@ -60,16 +58,13 @@ def facts_in_common(job: TrainJob) -> dict[str, Any]:
     return facts
 
 
-def verified_alike(job: TrainJob, session: Session) -> TrainJob:
+def verified_alike(job: TrainJob, launcher: Launcher) -> TrainJob:
     """Return the job with the verified steps of rank 0, where one of them is drawn."""
-    store = session.part("verified")
-    if session.rank == 0:
-        store.set("steps", json.dumps(job.how.verified))
-    wait_for(store, ["steps"], session.names[:1])
-    return replace(job, how=replace(job.how, verified=tuple(json.loads(store.get("steps")))))
+    steps = launcher.tell(job.how.verified)[0]
+    return replace(job, how=replace(job.how, verified=tuple(steps)))
 
 
-def provable_here(job: TrainJob, launch: ExternalLaunch) -> TrainJob:
+def provable_here(job: TrainJob, launch: LaunchedRank) -> TrainJob:
     """Return the job as it is if this process can compare its steps, and otherwise without steps, and why."""
     if launch.apart:
         return job.without_proof(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.display import draw, in_notebook
 from mpkit.common.exceptions import one_line
 from mpkit.common.tracebacks import public
-from mpkit.launch.external.external_launch import ExternalLaunch
+from mpkit.launch.launched_rank import LaunchedRank
 from mpkit.launch.session.launched_cluster import ProgressLine, provable_here
 from mpkit.launch.session.observer import Observer, Observers
 from mpkit.launch.session.run_list import keep
@@ -88,10 +88,10 @@ class Run(RunResults):
         self._dashboard: Any = None
         try:
             self._saves_alone = self._lock()
-            if isinstance(launch, ExternalLaunch):
+            if isinstance(launch, LaunchedRank):
                 job = provable_here(job, launch)
             self._proving = ProofThread(job, launch.folder, lambda: launch.losses)
-            if isinstance(launch, ExternalLaunch):
+            if isinstance(launch, LaunchedRank):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
                     self._observers.add(ProgressLine())
             elif show or (show is None and in_notebook()):

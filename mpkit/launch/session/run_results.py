@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpkit.devices.hardware import Hardware
-    from mpkit.launch.external.external_launch import ExternalLaunch
     from mpkit.launch.launch import Launch
+    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.launch.session.cluster import Cluster
     from mpkit.launch.session.what_if_result import WhatIf
     from mpkit.strategies.placement.placed_ranks import Placement
@@ -41,7 +41,7 @@ class RunResults:
         cluster: what they were started from.
     """
 
-    def __init__(self, job: TrainJob, launch: Launch | ExternalLaunch, cluster: Cluster) -> None:
+    def __init__(self, job: TrainJob, launch: Launch | LaunchedRank, cluster: Cluster) -> None:
         self.plan = job.plan
         self.steps = job.how.steps
         self.first_step = job.how.first_step

@@ -10,8 +10,8 @@ from mpkit.common.display import in_notebook
 from mpkit.launch.session.cluster_checks import check_on_busy
 
 if TYPE_CHECKING:
-    from mpkit.launch.external.external_launch import ExternalLaunch
     from mpkit.launch.launch import Launch
+    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.launch.session.run import Run
 
 __all__ = ["Turns"]
@@ -26,7 +26,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.latest: Launch | ExternalLaunch | None = None
+        self.latest: Launch | LaunchedRank | None = None
         self.training: Run | None = None
 
     def make_free(self, on_busy: str) -> None:

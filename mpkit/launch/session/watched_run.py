@@ -11,8 +11,8 @@ from mpkit.timeline.live_timeline import LiveFeed
 from mpkit.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from mpkit.launch.external.external_launch import ExternalLaunch
     from mpkit.launch.launch import Launch
+    from mpkit.launch.launched_rank import LaunchedRank
     from mpkit.trace.metrics import Metrics
 
 __all__ = ["WatchedRun", "run_watched"]
@@ -22,7 +22,7 @@ TICK = 0.1
 
 
 def run_watched(
-    launch: Callable[..., Launch | ExternalLaunch], fn: Callable[..., Any], args: tuple[Any, ...], watch: bool | int,
+    launch: Callable[..., Launch | LaunchedRank], fn: Callable[..., Any], args: tuple[Any, ...], watch: bool | int,
     timeout: float | None,
 ) -> list[Any]:  # fmt: skip
     """Run `fn(ctx, *args)` on every rank, recorded, and in a notebook shown meanwhile; return the results by rank.
@@ -67,7 +67,7 @@ class WatchedRun:
     first_step = 0
     blocks = True
 
-    def __init__(self, fn: Callable[..., Any], launch: Launch | ExternalLaunch, observers: Observers) -> None:
+    def __init__(self, fn: Callable[..., Any], launch: Launch | LaunchedRank, observers: Observers) -> None:
         self.title = getattr(fn, "__name__", type(fn).__name__)
         self._launch, self._observers = launch, observers
         self.done = False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mpkit.common.process_wide import Replacements
-from mpkit.launch.external.environment import is_launched, within_cluster
+from mpkit.launch.place import is_launched, within_cluster
 from mpkit.launch.process.program_exit import finish
 from mpkit.launch.session.cluster import Cluster
 

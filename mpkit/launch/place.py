@@ -70,7 +70,6 @@ class LauncherPlace:
         host: the host's name.
         address, port: where rank 0 can be reached.
         attempt: how often torchrun has restarted the processes.
-        agent_store: whether torchrun's agent serves the store; otherwise rank 0 does.
     """
 
     launcher: str
@@ -82,7 +81,6 @@ class LauncherPlace:
     address: str
     port: int
     attempt: int = 0
-    agent_store: bool = False
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -148,7 +146,6 @@ def place_here(environment: Mapping[str, str] = os.environ) -> LauncherPlace:
         _address(environment, launcher, alone),
         _number(environment, "MASTER_PORT", PORT),
         _number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

@@ -1,0 +1,429 @@
+"""One launch on ranks that a launcher has started: the same to `Cluster` and `Run` as `mpkit.launch.launch.Launch`.
+
+agree     one folder per node, the nodes' clocks, the process ids of the node's ranks
+work      this process's own rank, in its main thread; the first rank of each node watches its ranks for hangs
+share     every process has all results and losses; rank 0 has the traces of all nodes, on its own clock
+fail      this process ends with the error of the rank that failed first on this node; the launcher ends the others
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from mpkit.common.disk import write_whole
+from mpkit.common.launch_folder import APART, LAUNCHED, TOGETHER, Settings, part, read_error, reserve
+from mpkit.common.torch_private import _world
+from mpkit.devices.local.nvml import NOT_SAMPLED
+from mpkit.errors import MpkitError, TraceError
+from mpkit.launch.failure import failure
+from mpkit.launch.hang.hang import LOOK_EVERY, Patience
+from mpkit.launch.hang.hang_watch import HangWatch
+from mpkit.launch.process.launcher_environment import join
+from mpkit.launch.process.payload import unpack
+from mpkit.launch.process.program_exit import own_process
+from mpkit.launch.process.rank import context_of, device_of, report
+from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.stacks import answer_requests, end_answers
+from mpkit.launch.run_folder import RunFolder
+from mpkit.launch.torchrun import Launcher
+from mpkit.strategies.comm.own_process import forget_group
+from mpkit.strategies.comm.release import free_kept
+from mpkit.strategies.packing.packing import dumps
+from mpkit.trace import HEADER, MEMORY, OP, Trace
+from mpkit.trace.record.recorder import Recorder
+from mpkit.trace.records import VALUE
+
+__all__ = ["LaunchedRank"]
+
+WAY_OUT = 2.0
+"""Seconds that this process's own code is given to come out with an error of its own, before the process is ended."""
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""torch's own limit, after which a rank no longer waits for a host that has died without a word."""
+
+TIMES = {"ops": (OP, ("start", "end")), "mem": (MEMORY, ("time",)), "log": (VALUE, ("time",))}
+"""The files of records with times, and the columns that have them."""
+
+OTHERS = ("names", "sent", "taken", "axes")
+"""The files of a rank that have none."""
+
+
+class LaunchedRank:
+    """Ranks that run one function, of which this process is one.
+
+    Args:
+        launcher: the processes.
+        settings: what forked ranks would read.
+        payload: the bytes that `pack` returned.
+        timeout, grace: see `mpkit.launch.hang.hang.Patience`.
+        sink: receives lines of mpkit's own, on rank 0; what ranks print, they print themselves.
+        meta: data for the trace's meta.
+
+    Attributes:
+        folder: where the ranks of this node write; on rank 0, where all traces come together.
+        feeds: the number of ranks that this process reads streamed data for.
+        leads: whether this is rank 0, which has the trace of all ranks.
+        apart: whether there are several nodes, whose ranks write into several folders.
+    """
+
+    def __init__(
+        self, launcher: Launcher, settings: Settings, payload: bytes, *, timeout: float | None,
+        sink: Callable[[str], None], meta: dict[str, Any], grace: float,
+    ) -> None:  # fmt: skip
+        launcher.check()
+        self._launcher, self._payload, self._sink = launcher, payload, sink
+        self.ranks, self.leads = launcher.ranks, launcher.rank == 0
+        self.apart = len(set(launcher.nodes)) > 1
+        self.error: Exception | None = None
+        self.stopped = False
+        self._over = threading.Event()
+        self._trace: Trace | None = None
+        self._losses: list[float] = []
+        self._results: list[bytes] = []
+        self._settings = replace(
+            settings, ranks=launcher.ranks, backend=launcher.backend,
+            compares=settings.compares and not self.apart,  # through memory, which one machine has
+        )  # fmt: skip
+        self._folder = _folder_of_node(launcher)
+        self.folder = self._folder.path
+        weakref.finalize(self, self._folder.remove)
+        self._watches = launcher.rank == launcher.first
+        self.feeds = len(launcher.local) if self._watches else 0
+        self._clocks = [(time.monotonic_ns(), *launcher.clock_offset())]
+        facts: dict[str, Any] = {
+            "world_size": self.ranks, "device": settings.device, "backend": launcher.backend,
+            "hosts": launcher.hosts, "nodes": launcher.nodes, "launcher": launcher.place.launcher,
+        }  # fmt: skip
+        if settings.device == "cuda":
+            facts["gpus_not_sampled"] = (
+                f"{NOT_SAMPLED}: that is done where mk.Cluster starts the ranks itself, and here a launcher did; "
+                "`nvidia-smi dmon -s umt` on a node shows its GPUs meanwhile."
+            )
+        self.meta = {**facts, **meta}
+        if self._watches:
+            (self.folder / LAUNCHED).write_text(APART if self.apart else TOGETHER)
+            self._write_meta()
+        self._processes = RankProcesses()
+        self._processes.pids = launcher.tell(os.getpid())
+        patience = Patience(timeout, grace)
+        self._hangs = HangWatch(self.folder, self.ranks, self._processes, patience, launcher.local)
+
+    @property
+    def pids(self) -> list[int]:
+        """This process's id."""
+        return [os.getpid()]
+
+    def _write_meta(self) -> None:
+        write_whole(self.folder / "meta.json", json.dumps(self.meta).encode())
+
+    # ---- work -----------------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Run this process's rank, and wait for the end of all. `error` has the outcome; nothing is raised."""
+        if self._watches:
+            threading.Thread(target=self._watch, name="mpkit-watch", daemon=True).start()
+        try:
+            self._run_rank()
+        except KeyboardInterrupt:
+            self._launcher.broken = self.stopped = True
+            raise
+        except (Exception, SystemExit) as error:
+            self._fail(error)
+        finally:
+            self._over.set()
+
+    def _run_rank(self) -> None:
+        launcher, recorder = self._launcher, None
+        stack = answer_requests(self.folder, launcher.rank)
+        try:
+            with _unchanged_process():
+                device = device_of(launcher.place.local_rank, self._settings)
+                recorder = Recorder(self.folder, launcher.rank, device, layers=self._settings.layers)
+                with self._group():
+                    context = context_of(
+                        launcher.rank, self._settings, device, recorder, self._settings.compares
+                    )
+                    function, args = unpack(io.BytesIO(self._payload), enter=False)
+                    with own_process():
+                        returned = function(context, *args)
+                    result = dumps(returned)
+                    recorder.close("finished")
+                    self._share(result)
+        except BaseException as error:
+            try:
+                report(error, launcher.rank, self.folder, recorder)
+            except OSError:  # the disk is full, or the folder is gone
+                traceback.print_exception(error)
+            raise
+        finally:
+            end_answers(self.folder, launcher.rank, stack)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """Form the process group, unless the program has; afterwards free it and the groups within it."""
+        own, hook = (
+            not dist.is_initialized(),
+            sys.excepthook,
+        )  # each init_process_group wraps the hook once more
+        if own:
+            self._form("group")
+        before, again = set(_world.pg_map), self._launcher.store_for("program")
+        joined = join(self._launcher.rank, self.ranks, self._launcher.backend, again)
+        try:
+            yield
+        finally:
+            joined.restore()
+            if dist.is_initialized():
+                forget_group()
+        free_kept()
+        if own:
+            dist.destroy_process_group()  # and all groups within it
+            sys.excepthook = hook
+            return
+        for group in [each for each in _world.pg_map if each not in before]:
+            dist.destroy_process_group(group)
+
+    def _form(self, name: str) -> None:
+        dist.init_process_group(
+            self._launcher.backend, store=self._launcher.store_for(name), rank=self._launcher.rank,
+            world_size=self.ranks, timeout=GROUP_TIMEOUT,
+        )  # fmt: skip
+
+    # ---- share ----------------------------------------------------------------------------------------------
+
+    def _share(self, result: bytes) -> None:
+        """Give every process all results and losses, and rank 0 the traces of all nodes."""
+        if not dist.is_initialized():  # a program frees its groups at its end
+            self._form("share")
+        results: list[Any] = [None] * self.ranks
+        dist.all_gather_object(results, result)
+        self._results = results
+        if self.apart:
+            self._gather_traces()
+        if self.leads:
+            self._trace = Trace.read(self.folder)
+        told = [self._trace.losses if self._trace is not None else None]
+        dist.broadcast_object_list(told, 0)
+        self._losses = told[0] or []
+
+    def _gather_traces(self) -> None:
+        """Bring the files of all nodes to rank 0, on its clock: two measurements, and a straight line between them."""
+        launcher = self._launcher
+        self._clocks.append((time.monotonic_ns(), *launcher.clock_offset()))
+        files = {} if launcher.nodes[launcher.rank] == launcher.nodes[0] else self._files_on_rank_0s_clock()
+        gathered: list[Any] | None = [None] * self.ranks if self.leads else None
+        clocks: list[Any] = [None] * self.ranks
+        dist.all_gather_object(clocks, self._clocks)
+        dist.gather_object(files, gathered)
+        for rank, each in enumerate(gathered or []):
+            for name, content in each.items():
+                part(self.folder, rank, name).write_bytes(content)
+        firsts = sorted({launcher.nodes.index(node) for node in launcher.nodes} - {0})
+        self.meta["clocks"] = [
+            {
+                "node": launcher.nodes[rank], "host": launcher.hosts[rank], "offset": clocks[rank][0][1] / 1e9,
+                "residual": clocks[rank][0][2] / 1e9, "drift": (clocks[rank][1][1] - clocks[rank][0][1]) / 1e9,
+            }
+            for rank in firsts
+        ]  # fmt: skip
+        if self.leads:
+            self._write_meta()
+
+    def _files_on_rank_0s_clock(self) -> dict[str, bytes]:
+        (began, offset, _), (ended, later, _) = self._clocks
+        slope = (later - offset) / max(1, ended - began)
+        files = {}
+        for name, (dtype, columns) in TIMES.items():
+            content = _read(part(self.folder, self._launcher.rank, name))
+            if not content:
+                continue
+            count = int(np.frombuffer(content, HEADER, 1)[0]["count"])
+            rows = np.frombuffer(content, dtype, count, HEADER.itemsize).copy()
+            for column in columns:
+                known = rows[column] > 0
+                rows[column][known] += (offset + slope * (rows[column][known] - began)).astype(np.int64)
+            files[name] = content[: HEADER.itemsize] + rows.tobytes()
+        others = {name: _read(part(self.folder, self._launcher.rank, name)) for name in OTHERS}
+        return files | {name: content for name, content in others.items() if content}
+
+    # ---- fail -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look at the ranks of this node until the launch is over; ranks that hang end with the reason."""
+        while not self._over.wait(LOOK_EVERY):
+            if not self.folder.is_dir():
+                self._end_process(MpkitError(
+                    f"{self.folder}, the folder of this run, was removed while it ran: something cleans up temporary "
+                    "files there. The environment variable TMPDIR names another place: TMPDIR=$HOME/tmp"
+                ))  # fmt: skip
+            if self._hangs.look(self) and (error := self._hangs.verdict(self)) is not None:
+                self._end_process(error)
+
+    def goes_on(self, wait: float) -> bool:
+        """Return whether the launch goes on after some seconds."""
+        return not self._over.wait(wait)
+
+    def say(self, line: str) -> None:
+        """Show a line: rank 0 where the run shows its own, other nodes on standard error."""
+        if self.leads:
+            self._sink(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _fail(self, error: BaseException) -> None:
+        """Find what made this rank fail: its own error, or that of a rank of this node whose end it has noticed."""
+        self._launcher.broken = True
+        self._over.set()
+        deadline = time.monotonic() + WAY_OUT
+        while time.monotonic() < deadline and self.error is None:
+            errors = [read_error(self.folder, rank) for rank in self._launcher.local]
+            if any(each is not None and not each["secondary"] for each in errors):
+                break
+            time.sleep(0.05)  # the other rank may be writing its error
+        if self.error is None:
+            try:
+                statuses = dict.fromkeys(self._launcher.local, 1)
+                self.error = failure(self.folder, statuses, Trace.read(self.folder))
+            except (OSError, TraceError):  # the folder is gone
+                self.error = error if isinstance(error, Exception) else MpkitError(str(error))
+        if isinstance(error, Exception):
+            get_error_handler().record_exception(error)  # torchrun's summary names rank, host and line
+
+    def _end_process(self, error: Exception) -> None:
+        """End this process with an error, after it had a moment to come out with it; the launcher ends the others."""
+        if self.error is None:
+            self.error = error
+        if self._over.wait(WAY_OUT):
+            return
+        name = self._launcher.names[self._launcher.rank]
+        kept = f"\nWhat this node's ranks recorded is here: mk.Trace.load({str(self.folder)!r})"
+        os.write(2, f"mpkit: {name} is ended: {error}{kept}\n".encode("utf-8", "replace"))
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(1)
+
+    def kill(self) -> None:
+        """End this process, and so all ranks; any thread may call this."""
+        self.stopped = True
+        name = self._launcher.names[self._launcher.rank]
+        error = self.error or MpkitError(f"this run was stopped on {name}")
+        threading.Thread(target=self._end_process, args=(error,), name="mpkit-end", daemon=True).start()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End all ranks with an error, or because the user wants it."""
+        if isinstance(error, Exception) and self.error is None:
+            self.error = error
+        if not self.has_ended:
+            self.kill()
+
+    # ---- what Cluster and Run ask of a launch ---------------------------------------------------------------
+
+    def finish(self, pause: float = LOOK_EVERY, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until the launch is over, in another thread than the one that works."""
+        tick()
+        while not self._over.wait(pause):
+            tick()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launch has ended in this process."""
+        return self._over.is_set()
+
+    @property
+    def waiting_for(self) -> str | None:
+        """The notice of a long wait on this node; None while there is none."""
+        return self._hangs.waiting_for
+
+    @property
+    def trace(self) -> Trace:
+        """On rank 0 the trace of all ranks, of which those on other nodes come at the end; elsewhere this node's.
+
+        Raises:
+            MpkitError: this is not rank 0, nor the first rank of its node, which watches the others.
+        """
+        if self._trace is not None:
+            return self._trace
+        if not self.leads and (self.has_ended or not self._watches):
+            raise MpkitError(
+                f"the traces of all ranks come together on rank 0, and this is rank {self._launcher.rank}: "
+                "`if cluster.rank == 0:` before what reads or draws them, such as run.timeline(). run.losses, "
+                "run.state_dict() and the results of cluster.run are the same on every rank."
+            )
+        return Trace.read(self.folder)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step so far; on other ranks than 0, once the run is over."""
+        return self._losses if self.has_ended or not self.leads else self.trace.losses
+
+    def raise_error(self) -> None:
+        """Raise the error of the launch, if there is one."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def results(self, load: Callable[[IO[bytes]], Any] | None = None) -> list[Any]:
+        """Return what the function returned, by rank, or raise the error of the launch."""
+        self.raise_error()
+        return [self.result(rank, load) for rank in range(self.ranks)]
+
+    def result(self, rank: int, load: Callable[[IO[bytes]], Any] | None = None) -> Any:
+        """Return what the function returned on one rank."""
+        import pickle
+
+        return (load or pickle.load)(io.BytesIO(self._results[rank]))
+
+
+def _folder_of_node(launcher: Launcher) -> RunFolder:
+    """Return the folder that the ranks of this node share, which its first rank makes.
+
+    Raises:
+        MpkitError: this process does not see the folder.
+    """
+    made = None
+    if launcher.rank == launcher.first:
+        made = RunFolder()
+        reserve(made.path, launcher.ranks)
+    path = Path(launcher.tell("" if made is None else str(made.path))[launcher.first])
+    if made is not None:
+        return made
+    if not path.is_dir() or path.stat().st_uid != os.geteuid():
+        raise MpkitError(
+            f"{launcher.names[launcher.rank]} does not see {path}, which the first rank of its node has made: ranks of "
+            "one node share a folder. TMPDIR=... names one that all of them see, such as a bind mount of containers"
+        )
+    return RunFolder(path)
+
+
+@contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Restore afterwards what a rank changes in its process: random numbers and threads."""
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        torch.set_num_threads(threads)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
