@@ -1,6 +1,5 @@
 """What every test shares."""
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,6 @@ import tests
 from mpkit.launch.session.run import Run
 
 cloudpickle.register_pickle_by_value(tests)  # ranks import neither a test's module nor pytest
-os.environ.setdefault("MPKIT_SECRET", "launches of tests write no secret into this home")
 
 # The same examples every time: what fails here fails there. No deadline: on two busy cores an example's time says
 # nothing. No shrinking: by launches it takes longer than a test may, and then the example is never shown.

@@ -17,9 +17,11 @@ from mpkit.devices.local.choose import DeviceChoice, choose
 from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visibility import visible
-from mpkit.launch.external.node_devices import all_alone, check_named, tell
 from mpkit.launch.process.payload import settings_here
 from mpkit.launch.process.rank import device_of
+from mpkit.launch.torchrun import _all_alone as all_alone
+from mpkit.launch.torchrun import _check_alike as check_named
+from mpkit.launch.torchrun import _describe_device as tell
 
 A100 = [Gpu(i, "A100", f"GPU-{i}a5f", f"00000000:0{i}:00.0", 80 << 30, 0, compute=(8, 0)) for i in range(4)]
 T4_AND_A100 = [replace(A100[0], name="T4", memory=15 << 30, compute=(7, 5)), A100[1], A100[2]]
@@ -183,7 +185,8 @@ def test_ranks_take_the_devices_that_their_settings_name(monkeypatch: pytest.Mon
 def greetings(devices: object, nodes: list[str]) -> list[dict[str, Any]]:
     """What the ranks of these nodes, of four A100 each, tell each other about their devices."""
     chosen = choose(devices, None, FOUR)
-    return [tell(chosen, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+    ranks = enumerate(nodes)
+    return [tell(chosen, nodes[:rank].count(node)) | {"versions": []} for rank, node in ranks]
 
 
 @pytest.fixture

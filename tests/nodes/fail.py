@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -20,16 +19,16 @@ def work(ctx: mk.Context, how: str, folder: str) -> None:
             ctx.comm.all_reduce(torch.ones(10))
             if step == 5 and ctx.rank == 3:
                 (Path(folder) / "there").write_text(str(os.getpid()))
-                if how == "no folder":
-                    shutil.rmtree(ctx.record.folder)  # as a cleaner of temporary files does
-                if how in ("raise", "no folder"):
+                if how == "raise":
                     raise RuntimeError("the disk of rank 3 is on fire")
                 if how == "interrupt":
                     os.kill(os.getpid(), signal.SIGINT)
                 if how == "kill":
                     wait_for(Path(folder) / "arrived")
                     os.kill(os.getpid(), signal.SIGKILL)
-                if how == "hang":
+                if how == "kill3":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how.startswith("hang"):
                     ctx.comm.recv(torch.empty(3), 0)
             if step == 5 and ctx.rank == 0 and how in ("kill", "kill0"):
                 while min(len(rank.ops) for rank in mk.Trace.load(ctx.record.folder).ranks) < 15:
@@ -70,4 +69,4 @@ if __name__ == "__main__":
     cluster = mk.Cluster.from_env(device="cpu")
     if how == "not serial":
         train_something_else(cluster)
-    cluster.run(work, how, folder, timeout=10 if how == "cut" else None)
+    cluster.run(work, how, folder, timeout=2.0 if how == "hang for 2 s" else None)

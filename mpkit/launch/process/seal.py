@@ -1,7 +1,7 @@
 """Signatures (HMAC-SHA256) on the objects that ranks of one machine send each other over gloo's ports.
 
-Every user of the machine can connect to these ports. torch.distributed pickles objects (`all_gather_object` and the like),
-and nothing is unpickled before its signature, made with the launch's secret, has been checked.
+Every user of the machine can connect to these ports. torch.distributed pickles objects (`all_gather_object` and the
+like), and nothing is unpickled before its signature, made with the launch's secret, has been checked.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpkit.launch.process.seal import EXPORT
 from mpkit.views.commands.watch import CommandProgram
 
 __all__ = ["LaunchPlan", "commands"]
@@ -110,10 +109,7 @@ def commands(plan: LaunchPlan) -> str:
             f"\n# {ADDRESS} stands for the first node: put in its name, or mpkit launch --address node01 ..."
         )
     if plan.nodes > 1:
-        head += (
-            f"\n# If the nodes have homes of their own, the same secret on each: {EXPORT}\n"
-            "# (docs/many-machines.md says who else can reach a launch)"
-        )
+        head += "\n# docs/many-machines.md says who else can reach a launch"
     return "\n\n".join([head, *parts])
 
 
