@@ -6,17 +6,16 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import mpkit as mk
-from mpkit.common.evidence import ask, read
-from mpkit.launch.doctor.probes.measure import measure
+from mpkit.launch.doctor.measure import measure
+from mpkit.launch.doctor.probe import ask_nvml
 from mpkit.launch.doctor.report import CheckupReport
-from tests.limits import PROGRAM, wait_until_gone
+from tests.limits import EVENT, PROGRAM
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.soak)])
@@ -109,17 +108,15 @@ def test_the_command_refuses_a_topic_that_there_is_not() -> None:
     assert "there is no such topic" in done.stderr
 
 
-def test_commands_are_asked_with_a_limit(tmp_path: Path) -> None:
-    assert ask(["no-such-command"]).missing == "no-such-command is not installed"
-    assert "did not answer within 0.2 s" in ask(["sleep", "5"], limit=0.2).missing
-    assert "failed: cat: /nowhere" in ask(["cat", "/nowhere"]).missing
-    assert ask(["echo", "hello"]).text == "hello\n"
-    assert ask(["yes"]).missing == "`yes` printed more than 1,000,000 bytes"
-    assert "printed more than" in ask(["sh", "-c", "yes >&2"]).missing
-    stays = f"trap '' TERM; sleep {PROGRAM} & echo $!"  # a child that holds the pipe ends with the command
-    wait_until_gone([int(ask(["sh", "-c", stays], limit=PROGRAM).text)])
-    assert len(read("/dev/zero").text) == 1_000_000
-    assert "cannot be read: No such file" in read(str(tmp_path / "nothing")).missing
+def test_nvml_is_asked_with_a_limit() -> None:
+    """In a process of its own, which ends with all that it has started."""
+    stays = ("sh", "-c", f"sleep {PROGRAM} & sleep {PROGRAM}")
+    assert ask_nvml(0.2, stays) == {"why": "NVML did not answer within 0.2 s", "failed": True}
+    assert (
+        "failed: the driver is broken"
+        in ask_nvml(EVENT, ("sh", "-c", "echo the driver is broken >&2; exit 3"))["why"]
+    )
+    assert "why" in ask_nvml() or ask_nvml()["gpus"]
 
 
 def test_a_notebook_shows_the_report_once(monkeypatch: pytest.MonkeyPatch) -> None:

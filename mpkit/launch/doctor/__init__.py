@@ -1,8 +1,9 @@
 """The doctor: what this machine has for parallel training, what that costs, and the command that fixes it.
 
-probes      run commands and read files, each with a time limit
-parsers     from their text to values: pure functions
-            (`facts` gathers them: everything that is known, or why it is not)
-findings    rules over the facts: what, evidence, what it costs, the command that fixes it
-report      what `mk.doctor()` returns
+probe        facts of this machine as plain data: what NVML, the system and torch say
+measure      short measurements on ranks
+rules        whether something holds, and with which numbers; findings.toml has the words
+variables    those of nccl and its surroundings, explained; variables.csv has them
+topics       the common issues of a guide; topics.toml has them
+report       what `mk.doctor()` returns
 """

@@ -1,8 +1,7 @@
-"""`mk.doctor()`: gather, measure, parse, judge, report."""
+"""`mk.doctor()`: probe, measure, judge, report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -10,34 +9,17 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.errors import MpkitError
-from mpkit.launch.doctor.findings.finding import CheckupFinding
-from mpkit.launch.doctor.findings.gpus import gpus
-from mpkit.launch.doctor.findings.host import cpus, limits, memory, ports, shared_memory
-from mpkit.launch.doctor.findings.links import links, pci
-from mpkit.launch.doctor.findings.measurements import find_measured
-from mpkit.launch.doctor.findings.software import software
-from mpkit.launch.doctor.findings.variables import table, variables
-from mpkit.launch.doctor.parsers.facts import Facts, Unknown, facts_of
-from mpkit.launch.doctor.probes.evidence import ProbeAnswers, gather
-from mpkit.launch.doctor.probes.measure import RankMeasurements, measure
-from mpkit.launch.doctor.probes.torch_build import torch_build
+from mpkit.launch.doctor.measure import RankMeasurements, measure
+from mpkit.launch.doctor.probe import Facts, probe, torch_build
 from mpkit.launch.doctor.report import CheckupReport
+from mpkit.launch.doctor.rules import findings
 from mpkit.launch.doctor.topics import Topic, find_topic
+from mpkit.launch.doctor.variables import table
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
 
-__all__ = ["RULES", "doctor", "findings", "judge"]
-
-
-RULES: tuple[Callable[[Facts], Iterator[CheckupFinding]], ...] = (
-    gpus, links, pci, software, memory, cpus, shared_memory, limits, ports, variables, find_measured,
-)  # fmt: skip
-
-
-def findings(facts: Facts) -> list[CheckupFinding]:
-    """Return what all rules find."""
-    return [finding for rule in RULES for finding in rule(facts)]
+__all__ = ["doctor", "judge"]
 
 
 @public
@@ -45,8 +27,8 @@ def findings(facts: Facts) -> list[CheckupFinding]:
 def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -> CheckupReport:
     """Examine this machine: devices, links, host, variables, and what two ranks measure.
 
-    Nothing is changed, and nothing is sent anywhere. It takes some seconds; commands that are not installed are listed
-    as not checked.
+    Nothing is changed, and nothing is sent anywhere. It takes some seconds; what cannot be asked is listed as not
+    checked.
 
     Args:
         topic: a common issue: "gpus not found", "gpu 0 busier", "out of memory", "slow scaling", "nccl time-outs"; the
@@ -68,40 +50,36 @@ def doctor(topic: str | None = None, *, data: Any = None, quick: bool = False) -
         quick = True
     with ExitStack() as stack:
         # The cluster's helper process imports torch while commands are asked.
-        cluster = Unknown("left out (quick)") if quick and data is None else _cluster(stack)
-        evidence = gather()
-        found = cluster if isinstance(cluster, Unknown) else _measure_on_ranks(cluster, data)
-    return judge(evidence, found, asked, seconds=monotonic() - begin)
+        cluster = "left out (quick)" if quick and data is None else _cluster(stack)
+        facts = probe()
+        found = cluster if isinstance(cluster, str) else _measure_on_ranks(cluster, data)
+    return judge(facts, found, asked, seconds=monotonic() - begin)
 
 
 def judge(
-    evidence: ProbeAnswers,
-    measured: RankMeasurements | Unknown,
-    topic: Topic | None = None,
-    *,
-    seconds: float = 0.0,
+    facts: Facts, measured: RankMeasurements | str, topic: Topic | None = None, *, seconds: float = 0.0
 ) -> CheckupReport:
-    """Return the report that follows from evidence, wherever it is from."""
-    found = findings(facts_of(evidence, measured))
+    """Return the report that follows from facts, and from what ranks measured, or why they did not."""
+    found = findings(facts, measured)
     if topic is not None:
         wanted = "variables" if topic.name == "variables" else None
         found = [each for each in found if topic.name in each.topics or each.subject == wanted]
-    explained = tuple(table().values()) if topic is not None and topic.name == "variables" else ()
-    return CheckupReport(tuple(found), topic, explained, evidence.composed, seconds)
+    explained = [each for each in table().values() if each.meaning and topic and topic.name == "variables"]
+    return CheckupReport(tuple(found), topic, tuple(explained), facts["composed"], seconds)
 
 
-def _cluster(stack: ExitStack) -> Cluster | Unknown:
+def _cluster(stack: ExitStack) -> Cluster | str:
     """Make one rank per GPU, or two on CPUs; the stack closes it. Where there can be none, say why."""
     from mpkit.launch.session.cluster import Cluster
 
-    gpus = torch_build().gpus
+    gpus = torch_build()["gpus"]
     try:
         return stack.enter_context(Cluster(ranks=gpus) if gpus > 1 else Cluster(ranks=2, device="cpu"))
     except ValueError as error:
-        return Unknown(f"no ranks can be started here: {_first_line(error)}")
+        return f"no ranks can be started here: {_first_line(error)}"
 
 
-def _measure_on_ranks(cluster: Cluster, data: Any) -> RankMeasurements | Unknown:
+def _measure_on_ranks(cluster: Cluster, data: Any) -> RankMeasurements | str:
     """Measure on ranks. What fails there is a finding, not the end of the report; what fails in `data` is the user's.
 
     Raises:
@@ -112,7 +90,7 @@ def _measure_on_ranks(cluster: Cluster, data: Any) -> RankMeasurements | Unknown
     except MpkitError as error:
         if data is not None:
             raise
-        return Unknown(f"measuring on ranks failed: {_first_line(error)}")
+        return f"measuring on ranks failed: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,20 +1,62 @@
-"""Report: what `mk.doctor()` returns: findings, and for a topic of the guide the steps that lead to its cause."""
+"""What `mk.doctor()` returns: findings with evidence, what they cost and what fixes them; for a topic its steps."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import data_frame, draw
-from mpkit.launch.doctor.findings.finding import CheckupFinding, Level
-from mpkit.launch.doctor.findings.variables import Variable
 from mpkit.launch.doctor.topics import Topic
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["CheckupReport"]
+    from mpkit.launch.doctor.variables import Variable
+
+__all__ = ["CheckupFinding", "CheckupReport", "Level", "plural"]
+
+
+class Level(StrEnum):
+    """How a finding matters: only those that cost make `mpkit doctor` exit with 1."""
+
+    COSTS = "costs"
+    NOTE = "note"
+    FINE = "fine"
+    UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class CheckupFinding:
+    """One finding.
+
+    Attributes:
+        subject: what it is about, such as "GPUs" or "links".
+        level: whether it costs something.
+        what: the finding, a sentence.
+        evidence: where it was seen: who was asked, and what the answer was.
+        costs: what it costs; "" where nothing.
+        fix: the command that fixes it, or what else would; "" where there is nothing to fix.
+        topics: the guide's common issues that it belongs to, by their names in `topics`.
+    """
+
+    subject: str
+    level: Level
+    what: str
+    evidence: str
+    costs: str = ""
+    fix: str = ""
+    topics: tuple[str, ...] = ()
+
+
+def plural(number: int, word: str) -> str:
+    """Return a number with its word.
+
+    >>> plural(1, "GPU"), plural(2, "GPU")
+    ('1 GPU', '2 GPUs')
+    """
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)

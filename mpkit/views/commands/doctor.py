@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mpkit.common.command_line import Commands, add_command
 from mpkit.common.safe_text import escape, visible
-from mpkit.launch.doctor.findings.finding import CheckupFinding, Level, plural
+from mpkit.launch.doctor.report import CheckupFinding, Level, plural
 from mpkit.views.theme import ACCENT, STATUS
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """The variables of nccl and its surroundings: what each means, when to set it, and what those that are set now do.
 
-The table is `variables.csv`. Sources: NCCL user guide, "Environment Variables"; PyTorch documentation,
+The table is `variables.csv`; a row without a meaning is a variable that nccl documents and the table does not explain.
+Sources: NCCL user guide, "Environment Variables"; PyTorch documentation,
 "ProcessGroupNCCL Environment Variables" and "Distributed communication package".
 """
 
@@ -13,32 +14,13 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 
-from mpkit.launch.doctor.findings.finding import CheckupFinding, Level
-from mpkit.launch.doctor.parsers.facts import Facts, Unknown
+from mpkit.launch.doctor.probe import Facts
+from mpkit.launch.doctor.report import CheckupFinding, Level
 
 __all__ = ["Variable", "table", "variables"]
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 TOPICS = ("nccl time-outs", "slow scaling")
-
-_NAMES = """
-ALLOC_P2P_NET_LL_BUFFERS CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE
-COLLNET_NODE_THRESHOLD COMM_BLOCKING CONF_FILE CTA_POLICY CUMEM_HOST_ENABLE DEBUG_TIMESTAMP_FORMAT
-DEBUG_TIMESTAMP_LEVELS DMABUF_ENABLE ENV_PLUGIN GRAPH_MIXING_SUPPORT GRAPH_REGISTER IB_ADAPTIVE_ROUTING
-IB_ADDR_FAMILY IB_ADDR_RANGE IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_ECE_ENABLE IB_FIFO_TC IB_MERGE_NICS
-IB_MERGE_VFS IB_RETURN_ASYNC_EVENTS IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IPC_USE_ABSTRACT_SOCKET
-LAUNCH_ORDER_IMPLICIT LAUNCH_RACE_FATAL LEGACY_CUDA_REGISTER LL_THRESHOLD LOCAL_REGISTER MAX_CTAS
-MEM_SYNC_DOMAIN MIN_CTAS MNNVL_CLIQUE_ID MNNVL_ENABLE MNNVL_UUID NET NETDEVS_POLICY NET_FORCE_FLUSH
-NET_GDR_C2C NET_GDR_READ NET_PLUGIN NET_SHARED_BUFFERS NET_SHARED_COMMS NVB_DISABLE NVLS_CHUNKSIZE
-OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_PXN_LEVEL
-PROFILER_PLUGIN PXN_C2C PXN_DISABLE RAS_ADDR RAS_ENABLE RAS_TIMEOUT_FACTOR RUNTIME_CONNECT SET_STACK_SIZE
-SET_THREAD_NAME SHARP_DISABLE SINGLE_PROC_MEM_REG_ENABLE SINGLE_RING_THRESHOLD SOCKET_POLL_TIMEOUT_MSEC
-SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC SYM_CTAS TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE
-UID_STAGGER_THRESHOLD WIN_ENABLE WIN_STRIDE WORK_ARGS_BYTES WORK_FIFO_BYTES
-"""
-
-KNOWN = frozenset("NCCL_" + name for name in _NAMES.split())
-"""Variables that nccl documents and the table does not explain."""
 
 OLD = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
@@ -94,13 +76,17 @@ def table() -> Mapping[str, Variable]:
     return {row["name"]: Variable(**row) for row in csv.DictReader(text.splitlines())}
 
 
-def variables(facts: Facts) -> Iterator[CheckupFinding]:
-    """Yield each variable that is set now, explained; mistyped ones, and values that it does not take."""
-    known = table()
-    set_now = sorted(name for name in facts.environment if name in known or name.startswith(PREFIXES))
-    gpus = len(facts.gpu_list) or facts.torch.gpus
+def variables(facts: Facts, gpus: int) -> Iterator[CheckupFinding]:
+    """Yield each variable that is set now, explained; mistyped ones, and values that it does not take.
+
+    Args:
+        facts: what `probe` returned.
+        gpus: how many there are.
+    """
+    known, environment = table(), facts["environment"]
+    set_now = sorted(name for name in environment if name in known or name.startswith(PREFIXES))
     for name in set_now:
-        yield _one(facts, name, facts.environment[name], known, gpus)
+        yield _one(facts, name, environment[name], known, gpus)
     if not set_now:
         yield CheckupFinding(
             "variables",
@@ -117,6 +103,9 @@ def _one(facts: Facts, name: str, value: str, known: Mapping[str, Variable], gpu
     row = known.get(name)
     if row is None:
         return _unknown(name, value, known)
+    if not row.meaning:
+        what = f"{name}: nccl documents it, and this table does not explain it."
+        return CheckupFinding("variables", Level.NOTE, what, seen, topics=TOPICS)
     if not row.takes(value):
         options = {"#": "a number", "*": "something"}.get(row.values, row.values.replace("|", ", "))
         return CheckupFinding(
@@ -150,8 +139,8 @@ def _idle(facts: Facts, name: str, gpus: int) -> str:
         and not (name.startswith("CUDA_") and gpus)
     ):
         return "; with fewer than two GPUs nothing reads it" if gpus else "; without GPUs nothing reads it"
-    pairs = {} if isinstance(facts.p2p, Unknown) else facts.p2p
-    if name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and pairs and "OK" not in pairs.values():
+    pairs = [link["p2p"] for link in facts["nvml"].get("links", []) if link["p2p"]]
+    if name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and pairs and "OK" not in pairs:
         return "; these GPUs have no P2P anyway"
     return ""
 
@@ -168,14 +157,11 @@ def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> CheckupFin
             f"export {OLD[name]}={value}; unset {name}",
             TOPICS,
         )
-    near = get_close_matches(name, [*known, *KNOWN], 1, 0.8)
-    if name in KNOWN or not near:
-        who = (
-            "nccl documents it, and this table does not explain it"
-            if name in KNOWN
-            else "no table here knows it"
+    near = get_close_matches(name, known, 1, 0.8)
+    if not near:
+        return CheckupFinding(
+            "variables", Level.NOTE, f"{name}: no table here knows it.", seen, topics=TOPICS
         )
-        return CheckupFinding("variables", Level.NOTE, f"{name}: {who}.", seen, topics=TOPICS)
     return CheckupFinding(
         "variables",
         Level.COSTS,
@@ -189,7 +175,7 @@ def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> CheckupFin
 
 def _interface(facts: Facts, name: str, value: str) -> CheckupFinding | None:
     """Return a finding if the value names interfaces, and this machine has none of them."""
-    there = facts.process.interfaces
+    there = facts["interfaces"]
     if value.startswith("^") or not there:
         return None
     wanted = [each for each in value.removeprefix("=").split(",") if each]

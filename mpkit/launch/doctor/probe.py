@@ -1,0 +1,243 @@
+"""The facts of a machine, as plain data that JSON can hold.
+
+NVML, the driver's library, says what there is to know of GPUs, their links and PCI Express lanes. It is asked in a
+process of its own that is given ten seconds, because the driver hangs where a GPU has fallen off the bus.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mpkit.common.this_process import cores
+
+__all__ = ["Facts", "ask_nvml", "probe", "torch_build"]
+
+Facts: TypeAlias = dict[str, Any]
+"""The facts:
+
+    nvml         {"driver", "cuda": [12, 8], "gpus": [...], "links": [...]}; or {"why": text, "failed": bool}
+      a GPU      name, uuid, bus_id, memory and used (bytes), busy (percent), compute ([9, 0]); lanes, card_lanes,
+                 generation (of card and slot together), card_generation; nvlinks (bytes per second in one direction of
+                 each link that is up), down (links that are inactive). None is what NVML does not say.
+      a link     pair, near ("NV4", or "PIX", "PXB", "PHB", "NODE", "SYS" from near to far), p2p ("OK", or why not)
+    memory       [bytes in all, available], within a container what it allows; None is unknown
+    cpus         CPUs that this process may run on
+    share        how many CPUs' time a container may use; None is all
+    load         processes that ran or wanted to run in the last minute; None is unknown
+    shm          [bytes in all, free] of /dev/shm; None where there is none
+    limits       {"nofile": [soft, hard], "memlock": ...}; -1 is unlimited
+    interfaces   the network interfaces
+    infiniband   whether there is an InfiniBand card
+    port_in_use  whether somebody listens on torchrun's port
+    torch        {"version", "cuda", "hip", "gpus", "nccl", "error"}
+    environment  the environment variables
+    composed     where the facts are from if not from this machine
+"""
+
+TORCHRUN_PORT = 29500
+NEAR = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # by nvmlGpuTopologyLevel_t
+P2P = {0: "OK", 1: "CNS", 2: "GNS", 3: "TNS", 4: "DR", 5: "NS", 6: "U"}  # by nvmlGpuP2PStatus_t
+NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+"""Bytes per second in one direction of a link, by the version of NVLink (NVIDIA's data sheets of V100 to B200)."""
+
+
+def probe(limit: float = 10.0) -> Facts:
+    """Ask this machine; it takes `limit` seconds at most."""
+    return {
+        "nvml": ask_nvml(limit), "memory": _memory(), "cpus": cores(), "share": _cpu_share(), "load": _load(),
+        "shm": _shm(), "limits": _limits(), "interfaces": [name for _, name in socket.if_nameindex()],
+        "infiniband": Path("/sys/class/infiniband").is_dir(), "port_in_use": _listens(TORCHRUN_PORT),
+        "torch": torch_build(), "environment": dict(os.environ), "composed": "",
+    }  # fmt: skip
+
+
+def ask_nvml(limit: float = 10.0, command: tuple[str, ...] = ()) -> Facts:
+    """Return what NVML says, asked in a process of its own.
+
+    Args:
+        limit: seconds that it is given.
+        command: another command that prints the JSON.
+    """
+    asks = command or (sys.executable, "-P", __file__)
+    process = subprocess.Popen(
+        asks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        said, errors = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        return {"why": f"NVML did not answer within {limit:g} s", "failed": True}
+    if process.returncode:
+        last = (errors.strip().splitlines() or ["it printed nothing"])[-1]
+        return {"why": f"asking NVML failed: {last}", "failed": True}
+    return dict(json.loads(said))
+
+
+def torch_build() -> Facts:
+    """Return what torch was built for and which devices it sees; this starts no CUDA context."""
+    import torch
+    import torch.distributed as dist
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gpus = torch.cuda.device_count()
+    return {
+        "version": torch.__version__, "cuda": torch.version.cuda or "", "hip": torch.version.hip or "", "gpus": gpus,
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "error": "; ".join(str(each.message).splitlines()[0] for each in said),
+    }  # fmt: skip
+
+
+# ---- the system --------------------------------------------------------------------------------------------------
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _memory() -> list[int] | None:
+    rows = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    if "MemTotal" not in rows:
+        return None
+    total, free = (
+        int(rows.get(name, rows["MemTotal"]).split()[0]) << 10 for name in ("MemTotal", "MemAvailable")
+    )
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return [min(each, int(limit)) if limit.isdecimal() else each for each in (total, free)]
+
+
+def _cpu_share() -> float | None:
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _shm() -> list[int] | None:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return None
+    return [usage.total, usage.free]
+
+
+def _limits() -> dict[str, list[int]]:
+    kinds = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+    return {name: list(resource.getrlimit(kind)) for name, kind in kinds.items()}
+
+
+def _listens(port: int) -> bool:
+    """Return whether this machine's own port is taken. Nothing listens meanwhile: the socket is bound and closed."""
+    with socket.socket() as asked:
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            asked.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+# ---- NVML, in a process of its own -------------------------------------------------------------------------------
+
+
+def facts_by_nvml() -> Facts:
+    """Return what NVML says of this machine's GPUs."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return {"why": 'the package nvidia-ml-py is not installed: pip install "mpkit[gpu]"', "failed": False}
+
+    def ask(call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            answer = call(*args)
+        except nvml.NVMLError:  # this GPU or driver does not tell
+            return None
+        return answer.decode() if isinstance(answer, bytes) else answer
+
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:
+        return {"why": "NVIDIA's driver is not installed", "failed": False}
+    except nvml.NVMLError as error:
+        return {"why": f"NVML answers {error}", "failed": True}
+    handles = [ask(nvml.nvmlDeviceGetHandleByIndex, number) for number in range(nvml.nvmlDeviceGetCount())]
+    if not handles:
+        return {"why": "NVML: No devices were found", "failed": True}
+    gpus = [_gpu(nvml, ask, handle) for handle in handles]
+    links = []
+    for a, first in enumerate(handles):
+        for b in range(a + 1, len(handles)):
+            other = handles[b]
+            shared = _links_between(nvml, ask, first, other, gpus[b]["bus_id"], len(gpus[a]["nvlinks"]))
+            near = NEAR.get(ask(nvml.nvmlDeviceGetTopologyCommonAncestor, first, other), "SYS")
+            near = f"NV{shared}" if shared else near
+            p2p = ask(nvml.nvmlDeviceGetP2PStatus, first, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+            links.append({"pair": [a, b], "near": near, "p2p": P2P.get(p2p)})
+    cuda = ask(nvml.nvmlSystemGetCudaDriverVersion_v2)
+    return {
+        "driver": ask(nvml.nvmlSystemGetDriverVersion) or "", "gpus": gpus, "links": links,
+        "cuda": [cuda // 1000, cuda % 1000 // 10] if cuda else None,
+    }  # fmt: skip
+
+
+def _gpu(nvml: Any, ask: Callable[..., Any], handle: Any) -> Facts:
+    memory, busy = ask(nvml.nvmlDeviceGetMemoryInfo, handle), ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+    pci, compute = (
+        ask(nvml.nvmlDeviceGetPciInfo, handle),
+        ask(nvml.nvmlDeviceGetCudaComputeCapability, handle),
+    )
+    bus = getattr(pci, "busId", b"")
+    rates, down = [], []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state = ask(nvml.nvmlDeviceGetNvLinkState, handle, link)
+        if state == nvml.NVML_FEATURE_ENABLED:
+            rates.append(NVLINK_RATES.get(ask(nvml.nvmlDeviceGetNvLinkVersion, handle, link), 25e9))
+        elif state is not None:
+            down.append(link)
+    return {
+        "name": ask(nvml.nvmlDeviceGetName, handle) or "unknown", "uuid": ask(nvml.nvmlDeviceGetUUID, handle) or "",
+        "bus_id": bus.decode() if isinstance(bus, bytes) else str(bus),
+        "memory": getattr(memory, "total", 0), "used": getattr(memory, "used", 0),
+        "busy": getattr(busy, "gpu", None), "compute": list(compute) if compute else None,
+        "lanes": ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        "card_lanes": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        "generation": ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        "card_generation": ask(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration, handle),
+        "nvlinks": rates, "down": down,
+    }  # fmt: skip
+
+
+def _links_between(
+    nvml: Any, ask: Callable[..., Any], one: Any, other: Any, bus_of_other: str, links: int
+) -> int:
+    """Return how many NVLinks join two GPUs; through a switch, all `links` that one of them has up."""
+    if ask(nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) != 0:
+        return 0
+    ends = [
+        ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, one, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+    ]
+    buses = [getattr(end, "busId", b"") for end in ends]
+    direct = sum((bus.decode() if isinstance(bus, bytes) else bus) == bus_of_other for bus in buses)
+    return direct or links
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts_by_nvml()))

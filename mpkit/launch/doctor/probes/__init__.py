@@ -1,1 +1,0 @@
-"""Gathering evidence: commands, files, this process, and short measurements on ranks. Nothing here judges."""

@@ -1,0 +1,444 @@
+"""Rules over the facts: whether something holds, and with which numbers. `findings.toml` has the words.
+
+A rule yields the names of findings, each with the values that its words need; "level" among them replaces the level.
+Costs of links are those of an all-reduce on a ring.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from mpkit.common.units import memory_share, memory_text, seconds
+from mpkit.devices.catalogue import hardware
+from mpkit.devices.hardware import Link, wire_factor
+from mpkit.devices.local.nvidia_smi import Gpu
+from mpkit.devices.local.visibility import visible
+from mpkit.launch.doctor.measure import LoaderSpeed, RankMeasurements
+from mpkit.launch.doctor.probe import Facts
+from mpkit.launch.doctor.report import CheckupFinding, Level, plural
+from mpkit.launch.doctor.variables import variables
+from mpkit.trace import Kind
+
+__all__ = ["findings"]
+
+Found = Iterator[tuple[str, dict[str, Any]]]
+
+USED = 0.1
+"""The share of a GPU's memory in use by others from which on it is worth a finding."""
+ENOUGH = 12e9
+"""Bytes per second per GPU that the guide takes for enough: PCIe 4 x8 or 3 x16, some 16 GB/s by the data sheet."""
+LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Bytes per second per lane and direction, by generation: the transfer rate less its encoding (8b/10b up to
+generation 2, 128b/130b from 3 on, flits in 6). PCI Express Base Specification."""
+FAR_TO_NEAR = ("SYS", "NODE", "PHB", "PXB", "PIX")
+ACROSS_CPU = ("SYS", "NODE", "PHB")
+WHY_NOT = {
+    "CNS": "the chipset does not support it",
+    "GNS": "the GPU does not support it (GeForce cards since the 4090)",
+    "TNS": "the topology does not support it",
+    "NS": "it is not supported",
+    "DR": "the driver's registry key disables it",
+    "U": "unknown",
+}
+"""Why GPUs cannot read each other's memory, as NVML counts the reasons."""
+RAM_PER_GPU = 16e9
+"""The guide's rule: 16 GB of system RAM for each GPU."""
+SHM = 1 << 30
+"""Bytes of /dev/shm below which workers of a DataLoader or nccl may run out; Docker's default is 64 MiB."""
+FILES = 4096
+"""Open files below which several ranks with loaders and sockets may run out."""
+SLOWER = 3.0
+"""A link that is slower than the catalogue's by this factor costs."""
+
+
+def findings(facts: Facts, measured: RankMeasurements | str) -> list[CheckupFinding]:
+    """Return what all rules find.
+
+    Args:
+        facts: what `probe` returned.
+        measured: what ranks measured, or why nothing was.
+    """
+    rules: tuple[Callable[[Facts], Found], ...] = (
+        gpus, links, lanes, software, memory, cpus, shared_memory, limits, ports,
+    )  # fmt: skip
+    found = [_finding(*each) for rule in rules for each in rule(facts)]
+    found += variables(facts, max(len(_listed(facts)), facts["torch"]["gpus"]))
+    return found + [_finding(*each) for each in measurements(facts, measured)]
+
+
+def _finding(name: str, values: dict[str, Any]) -> CheckupFinding:
+    words = dict(_texts()[name])
+    level = values.get("level", words.pop("level"))
+    words.pop("level", None)
+    topics = tuple(words.pop("topics", ()))
+    return CheckupFinding(
+        level=Level(level), topics=topics, **{key: text.format(**values) for key, text in words.items()}
+    )
+
+
+@cache
+def _texts() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((files(__package__) / "findings.toml").read_text(encoding="utf-8"))
+
+
+def _listed(facts: Facts) -> list[Facts]:
+    """Return the GPUs that are known; none where nothing is."""
+    listed: list[Facts] = facts["nvml"].get("gpus", [])
+    return listed
+
+
+# ---- GPUs --------------------------------------------------------------------------------------------------------
+
+
+def gpus(facts: Facts) -> Found:
+    """Yield whether there are GPUs, torch sees them, they are alike, and somebody uses them."""
+    nvml, torch = facts["nvml"], facts["torch"]
+    if "why" in nvml:
+        if nvml["failed"]:
+            failures = {
+                "No devices were found": "driver-finds-none",
+                "did not answer": "driver-hangs",
+                "": "no-driver",
+            }
+            yield next(name for said, name in failures.items() if said in nvml["why"]), nvml
+        elif torch["gpus"]:
+            yield "gpus-unknown", {"gpus": plural(torch["gpus"], "GPU"), "why": nvml["why"]}
+        else:
+            yield "no-gpu", nvml
+        return
+    listed = ", ".join(
+        f"{count} x {name}" for name, count in Counter(gpu["name"] for gpu in nvml["gpus"]).items()
+    )
+    seen = visible(_as_gpus(nvml["gpus"]), facts["environment"])
+    values = {"listed": listed, "gpus": plural(len(nvml["gpus"]), "GPU"), "decided_by": seen.decided_by}
+    if torch["gpus"] < len(seen.gpus):
+        values["gpus"] = plural(len(seen.gpus), "GPU")
+        yield "gpus-unseen", values | {"seen": torch["gpus"]} | _why_unseen(torch)
+    elif len(seen.gpus) < len(nvml["gpus"]):
+        yield "gpus-hidden", values | {"seen": len(seen.gpus)}
+    else:
+        yield "gpus", values
+    for note in seen.wrong:
+        yield "gpus-misnamed", {"note": note, "decided_by": seen.decided_by, "fix": seen.fix}
+    yield from _alike(facts)
+    for number, gpu in enumerate(nvml["gpus"]):
+        if gpu["memory"] and gpu["used"] > USED * gpu["memory"]:
+            busy = f", busy {gpu['busy']} % of the time" if gpu["busy"] else ""
+            share = memory_share(gpu["used"], gpu["memory"])
+            yield "gpu-used", {"gpu": number, "share": share, "used": gpu["used"] >> 20, "busy": busy}
+
+
+def _as_gpus(listed: list[Facts]) -> list[Gpu]:
+    return [
+        Gpu(
+            number, gpu["name"], gpu["uuid"], gpu["bus_id"], gpu["memory"], gpu["used"], gpu["busy"],
+            compute=tuple(gpu["compute"]) if gpu["compute"] else None,
+        )
+        for number, gpu in enumerate(listed)
+    ]  # fmt: skip
+
+
+def _why_unseen(torch: Facts) -> dict[str, str]:
+    if not torch["cuda"] and not torch["hip"]:
+        return {
+            "why": f": torch {torch['version']} is a build without CUDA",
+            "fix": "pip uninstall torch, then the command for your CUDA from pytorch.org (Get Started)",
+        }
+    why = f": {torch['error']}" if torch["error"] else ""
+    return {"why": why, "fix": "nvidia-smi -L; python -c 'import torch; print(torch.version.cuda)'"}
+
+
+def _alike(facts: Facts) -> Found:
+    listed = _as_gpus(_listed(facts))
+    answer = [gpu for gpu in listed if gpu.memory]
+    for gpu in listed:
+        if not gpu.memory:
+            others = [each.index for each in answer]
+            yield "gpu-silent", {"gpu": gpu.index, "bus": gpu.bus_id, "name": gpu.name, "others": others}
+    names = list(dict.fromkeys(gpu.name for gpu in answer))
+    if len(names) > 1:
+        lost = sum(gpu.memory for gpu in answer) - len(answer) * min(gpu.memory for gpu in answer)
+        seen = visible(listed, facts["environment"]).gpus or listed
+        [(most, _)] = Counter(gpu.name for gpu in seen).most_common(1)
+        each = "; ".join(f"GPU {gpu.index}: {gpu.name}, {memory_text(gpu.memory)}" for gpu in answer)
+        alike = [place for place, gpu in enumerate(seen) if gpu.name == most]
+        yield (
+            "gpus-unlike",
+            {"names": ", ".join(names), "each": each, "lost": memory_text(lost), "alike": alike},
+        )
+        if "CUDA_DEVICE_ORDER" not in facts["environment"]:
+            yield "gpus-order", {}
+    elif len(answer) > 1:
+        yield "gpus-alike", {"gpus": len(answer), "name": names[0]}
+
+
+# ---- links -------------------------------------------------------------------------------------------------------
+
+
+def _nvlinks(link: Facts) -> int:
+    return int(link["near"][2:]) if link["near"].startswith("NV") else 0
+
+
+def links(facts: Facts) -> Found:
+    """Yield what connects the GPUs: NVLink, PCI Express, P2P."""
+    listed, pairs = _listed(facts), facts["nvml"].get("links", [])
+    if len(listed) < 2:
+        return
+    counted = Counter(link["near"] for link in pairs)
+    seen = "NVML, pairs: " + ", ".join(f"{count} x {kind}" for kind, count in counted.items())
+    joined = [_nvlinks(link) for link in pairs]
+    if all(joined):
+        counts = ", ".join(f"NV{count}" for count in sorted(set(joined)))
+        best = max(sum(gpu["nvlinks"]) for gpu in listed) / 1e9
+        rate = f"; {best:.4g} GB/s per GPU and direction" if best else ""
+        yield "nvlink", {"pairs": seen, "counts": counts, "rate": rate}
+    elif any(joined):
+        apart = next(link for link in pairs if not _nvlinks(link))
+        a, b = apart["pair"]
+        clique = _clique(len(listed), pairs)
+        yield "nvlink-some", {"pairs": seen, "a": a, "b": b, "near": apart["near"], "clique": clique}
+    else:
+        across = any(link["near"] in ACROSS_CPU for link in pairs)
+        wire = wire_factor(Kind.ALL_REDUCE, len(listed)) * 4e9
+        yield "nvlink-none", {
+            "pairs": seen, "through": ", through the CPU" if across else "", "gpus": len(listed),
+            "worst": next((kind for kind in FAR_TO_NEAR if kind in counted), ""), "slow": wire / ENOUGH,
+            "fast": wire / 211e9 * 1e3, "level": "costs" if across else "note",
+        }  # fmt: skip
+    most = max(len(gpu["nvlinks"]) for gpu in listed)
+    for number, gpu in enumerate(listed):
+        up, down = len(gpu["nvlinks"]), gpu["down"]
+        if up and (up < most or down):
+            yield "nvlink-down", {
+                "gpu": number, "up": plural(up, "NVLink"), "down": max(most - up, len(down)),
+                "which": ", ".join(map(str, down)) or "missing", "rate": sum(gpu["nvlinks"]) / 1e9,
+            }  # fmt: skip
+    refused = [link["p2p"] for link in pairs if link["p2p"] != "OK"]
+    if not refused:
+        yield "p2p", {}
+    elif None in refused:
+        yield "p2p-unknown", {}
+    else:
+        reasons = "; ".join(WHY_NOT[code] for code in sorted(set(refused)))
+        codes = ", ".join(sorted(set(refused)))
+        yield "p2p-refused", {"pairs": plural(len(refused), "pair"), "reasons": reasons, "codes": codes}
+
+
+def _clique(count: int, pairs: list[Facts]) -> list[int]:
+    """Return a largest set of GPUs of which each pair has NVLink, found greedily from each GPU."""
+    joined = {tuple(link["pair"]) for link in pairs if _nvlinks(link)}
+    best: list[int] = []
+    for first in range(count):
+        found = [first]
+        for other in range(count):
+            if other != first and all((min(other, each), max(other, each)) in joined for each in found):
+                found.append(other)
+        best = max(best, sorted(found), key=len)
+    return best
+
+
+def lanes(facts: Facts) -> Found:
+    """Yield lanes and generation of PCI Express, against what the card could do."""
+    listed = list(enumerate(_listed(facts)))
+    if not listed:
+        return
+    whole = [
+        (number, gpu) for number, gpu in listed if gpu["lanes"] and gpu["card_lanes"] and gpu["generation"]
+    ]
+    if len(whole) < len(listed):
+        silent = [str(number) for number, gpu in listed if (number, gpu) not in whole]
+        yield "lanes-unknown", {"gpus": ", ".join(silent)}
+    narrow = 0
+    for number, gpu in whole:
+        best = gpu["card_generation"] or gpu["generation"]
+        does, could = LANE_RATES[gpu["generation"]] * gpu["lanes"], LANE_RATES[best] * gpu["card_lanes"]
+        if does >= 0.95 * could:
+            continue
+        narrow += 1
+        if gpu["lanes"] < gpu["card_lanes"]:
+            why = f"{gpu['lanes']} of {gpu['card_lanes']} lanes are in use"
+            fix = "a slot with all lanes (x16/x8/x8 boards share theirs); or reseat card and riser"
+        else:
+            why = f"its slot is of generation {gpu['generation']}"
+            fix = "set the slot's generation in the BIOS to Auto, or use a newer board"
+        enough = does >= ENOUGH
+        yield "lanes-few", {**gpu, "card_generation": best, "gpu": number, "why": why, "fix": fix,
+            "does": does / 1e9, "could": could / 1e9, "factor": could / does, "level": "note" if enough else "costs",
+            "enough": ": enough by the guide's rule (PCIe 4 x8 is PCIe 3 x16, some 16 GB/s)" if enough else "",
+        }  # fmt: skip
+    if whole and not narrow:
+        kinds = Counter(f"PCIe {gpu['generation']} x{gpu['lanes']}" for _, gpu in whole)
+        yield "lanes", {"links": ", ".join(f"{count} x {kind}" for kind, count in kinds.items())}
+
+
+def software(facts: Facts) -> Found:
+    """Yield whether the driver runs what torch was built for."""
+    torch, nvml = facts["torch"], facts["nvml"]
+    kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "CPUs"
+    values = {"kind": kind, "version": torch["version"]}
+    if "why" in nvml:
+        yield ("driver-unknown", values | nvml) if torch["cuda"] else ("torch", values)
+        return
+    newest = nvml["cuda"]
+    wanted = [int(part) for part in torch["cuda"].split(".")[:2]] if torch["cuda"] else None
+    values["newest"] = ".".join(map(str, newest or []))
+    upto = f", CUDA up to {values['newest']}" if newest else ""
+    values["seen"] = f"driver {nvml['driver']}{upto}; torch {torch['version']}"
+    if newest is None or wanted is None:
+        yield "cuda-unknown", values
+    else:
+        yield (
+            ("driver-old" if newest[0] < wanted[0] else "driver-minor" if newest < wanted else "driver"),
+            values,
+        )
+    if torch["cuda"] and not torch["nccl"]:
+        yield "no-nccl", {}
+
+
+# ---- the host ----------------------------------------------------------------------------------------------------
+
+
+def memory(facts: Facts) -> Found:
+    """Yield system RAM per GPU, and what is free."""
+    if facts["memory"] is None:
+        yield "memory-unknown", {}
+        return
+    total, free = facts["memory"]
+    count = len(_listed(facts)) or facts["torch"]["gpus"]
+    values = {"total": memory_text(total), "free": memory_text(free), "share": memory_share(free, total)}
+    if not count:
+        yield "memory", values
+    else:
+        small = total < 0.95 * RAM_PER_GPU * count
+        values |= {"each": total / count / 1e9, "gpus": plural(count, "GPU")}
+        yield "memory-small" if small else "memory-per-gpu", values
+    if free < 0.1 * total:
+        yield "memory-used", values
+
+
+def cpus(facts: Facts) -> Found:
+    """Yield CPUs per GPU, what a container allows, and whether others use them."""
+    count, can = (
+        len(_listed(facts)) or facts["torch"]["gpus"],
+        min(facts["cpus"], facts["share"] or facts["cpus"]),
+    )
+    seen = f"{facts['cpus']} CPUs for this process"
+    seen += f", of whose time it may use {can:g}" if can < facts["cpus"] else ""
+    yield (
+        "cpus-few" if count and can < 2 * count else "cpus",
+        {"can": can, "seen": seen, "gpus": plural(count, "GPU")},
+    )
+    if _is_busy(facts):
+        yield "cpus-busy", facts
+    threads = facts["environment"].get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > can:
+        yield "threads-many", {"threads": threads, "can": can}
+
+
+def _is_busy(facts: Facts) -> bool:
+    return facts["load"] is not None and facts["load"] > facts["cpus"] + 0.5
+
+
+def shared_memory(facts: Facts) -> Found:
+    """Yield the size of /dev/shm, which loaders' workers and nccl use."""
+    if facts["shm"] is None:
+        yield "shm-unknown", {}
+        return
+    total, free = facts["shm"]
+    docker = " (64 MiB is Docker's default)" if total <= 64 << 20 else ""
+    values = {"total": memory_text(total), "free": memory_text(free), "mib": free >> 20, "docker": docker}
+    yield "shm" if free >= SHM else "shm-small", values
+
+
+def limits(facts: Facts) -> Found:
+    """Yield the limits on open files and locked memory."""
+    opened, hard = facts["limits"].get("nofile", (-1, -1))
+    if 0 <= opened < FILES:
+        fix = "the hard limit is as low: docker run --ulimit nofile=65536, LimitNOFILE= of systemd, or limits.conf"
+        if hard < 0 or hard >= FILES:
+            fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}  # before Python starts"
+        level = "costs" if opened < 1024 else "note"
+        yield "files-few", {"files": opened, "hard": hard, "fix": fix, "level": level}
+    else:
+        yield "files", {"files": "unlimited" if opened < 0 else opened}
+    locked, _ = facts["limits"].get("memlock", (-1, -1))
+    if 0 <= locked < 1 << 30:
+        card = facts["infiniband"]
+        also = "" if card else "; without InfiniBand it does not matter"
+        yield "locked-little", {"kib": locked >> 10, "also": also, "level": "costs" if card else "note"}
+
+
+def ports(facts: Facts) -> Found:
+    """Yield whether torchrun's port is free; on one machine mpkit uses a file instead."""
+    yield "port-taken" if facts["port_in_use"] else "port", {}
+
+
+# ---- measured ----------------------------------------------------------------------------------------------------
+
+
+def measurements(facts: Facts, measured: RankMeasurements | str) -> Found:
+    """Yield the speed of the link between ranks beside the catalogue's, and the speed of loading data."""
+    if isinstance(measured, str):
+        yield "not-measured", {"why": measured}
+        return
+    yield _link(facts, measured)
+    if measured.loading is not None:
+        yield _loading(measured.loading)
+
+
+def _link(facts: Facts, found: RankMeasurements) -> tuple[str, dict[str, Any]]:
+    expected, name = _expected_link(facts, found)
+    seen = (
+        f"{found.ranks} ranks over {found.backend}: a message of 4 bytes takes {seconds(found.latency)}, one of "
+        f"{found.nbytes >> 20} MiB goes at {found.bandwidth / 1e9:.3g} GB/s, "
+        f"an all-reduce at {found.all_reduce / 1e9:.3g} GB/s on the wire"
+    )
+    if expected is None:
+        return "link-unlike", {"seen": seen}
+    wanted = expected.bus.get(Kind.ALL_REDUCE, expected.bandwidth)
+    seen += (
+        f"; the catalogue's {name}: {seconds(expected.latency)}, {expected.bandwidth / 1e9:.3g} and "
+        f"{wanted / 1e9:.3g} GB/s"
+    )
+    slower = max(wanted / found.all_reduce, expected.bandwidth / found.bandwidth)
+    if slower <= SLOWER:
+        return "link", {"seen": seen}
+    if _is_busy(facts):
+        return "link", {"seen": f"{seen}; others use the CPUs, so it may be faster", "level": "note"}
+    return "link-slow", {
+        "seen": seen, "slower": slower, "latency": found.latency, "bandwidth": found.bandwidth,
+    }  # fmt: skip
+
+
+def _expected_link(facts: Facts, found: RankMeasurements) -> tuple[Link | None, str]:
+    """Return the link of the catalogue that this machine's should be like."""
+    if found.backend == "gloo":
+        return hardware("cpu").link, "loopback"
+    pairs = facts["nvml"].get("links", [])
+    if not pairs:
+        return None, ""
+    if all(map(_nvlinks, pairs)):
+        name = _listed(facts)[0]["name"]
+        kind = next((part for part in ("A100", "H100", "H200", "B200") if part in name), None)
+        machine = f"8x-{kind.lower()}-nvlink" if kind else ""
+        return (hardware(machine).link, machine) if kind else (None, "")
+    return hardware("2x-rtx-4090").link, "PCIe 4 without P2P"
+
+
+def _loading(found: LoaderSpeed) -> tuple[str, dict[str, Any]]:
+    best = max(found.rates, key=lambda workers: found.rates[workers])
+    each = ", ".join(
+        f"{workers} workers {rate:,.0f} samples/s ({rate * found.nbytes / 1e6:,.0f} MB/s)"
+        for workers, rate in found.rates.items()
+    )
+    seen = f"DataLoader, {found.what}: {each}"
+    if best == 0 or found.rates[best] < 1.3 * found.rates[0]:
+        more = "" if found.own else "mk.doctor(data=my_dataset) measures yours, whose samples may take longer"
+        return "loading", {"seen": seen, "fix": more}
+    gain = found.rates[best] / found.rates[0]
+    return "loading-workers", {"seen": seen, "gain": gain, "best": best, "rate": found.rates[0]}
