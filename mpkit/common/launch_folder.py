@@ -2,7 +2,7 @@
 
 settings.json    what every rank needs before it can unpickle: `Settings`
 payload.pkl      (function, arguments), by value where they come from a notebook
-output.log       what ranks printed, in the order in which they printed it: records of `OUTPUT`
+output.log       what ranks printed, each line with its rank, in the order in which they printed it
 rank3.std        what rank 3's C++ code and child processes wrote to file descriptors 1 and 2
 rank3.result     what the function returned
 rank3.error      how it failed: JSON
@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ from typing import Any
 from mpkit.common.disk import write_whole
 from mpkit.common.private import NO_LINK, create
 from mpkit.errors import NotSerial
-
-MAGIC = b"\xff\xfe\xff\xfd"
-"""The bytes at the beginning of an output record. No UTF-8 text contains them, so torn records can be found."""
-
-OUTPUT = struct.Struct("<4sIBI")
-"""A piece of output: `MAGIC`, rank, stream (1 stdout, 2 stderr), length of the UTF-8 text that follows."""
 
 OUTPUT_LIMIT = 10_000_000
 """Bytes that a rank may print per launch; the rest is dropped, so that `while True: print(...)` fills no disk."""

@@ -23,11 +23,11 @@ from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import sampler_for
 from mpkit.launch.hang.hang import GRACE, LOOK_EVERY, Patience
 from mpkit.launch.hang.hang_watch import HangWatch
-from mpkit.launch.output_reader import OutputReader, Sink
 from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
+from mpkit.launch.process.output import OutputReader, Sink
 from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.run_folder import new_folder
 from mpkit.launch.process.vitals import is_stopped
-from mpkit.launch.run_folder import new_folder
 from mpkit.trace import Trace
 
 __all__ = ["Launch"]

@@ -41,8 +41,8 @@ from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.program_exit import own_process
 from mpkit.launch.process.rank import context_of, device_of, report
 from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.run_folder import RunFolder
 from mpkit.launch.process.stacks import answer_requests, end_answers
-from mpkit.launch.run_folder import RunFolder
 from mpkit.launch.torchrun import Launcher
 from mpkit.strategies.comm.own_process import forget_group
 from mpkit.strategies.comm.release import free_kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT
-from mpkit.launch.output_reader import OutputReader
-from mpkit.launch.process.output import LabelledOutput
+from mpkit.common.launch_folder import OUTPUT_LIMIT
+from mpkit.launch.process.output import OutputReader, labelled_output
 from tests.limits import PROGRAM
 
 
@@ -59,22 +59,25 @@ def test_one_print_of_about_the_limit_blocks_nobody(
     assert lines.count("[rank 2] " + "z" * OUTPUT_LIMIT) == 1
 
 
-def test_a_torn_record_costs_itself_only(tmp_path: Path) -> None:
-    """A rank that is killed, or has no room, while it writes."""
+def test_lines_stay_whole_however_they_are_written(tmp_path: Path) -> None:
     log = os.open(tmp_path / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     reader = OutputReader(tmp_path, 2)
-    one, other = LabelledOutput(log, 0, 1), LabelledOutput(log, 1, 1)
-    one.write("whole\n")
-    os.write(log, OUTPUT.pack(MAGIC, 0, 1, 1000) + b"torn")
-    other.write("next\n")
-    assert list(reader.lines()) == ["[rank 0] whole", "[rank 1] next", "[rank 0] torn"]
-    os.write(log, MAGIC[:2])
-    assert list(reader.lines()) == []
-    os.write(log, MAGIC[2:] + OUTPUT.pack(MAGIC, 1, 1, 9)[4:] + b"in pieces")
-    assert list(reader.lines()) == ["[rank 1] in pieces"]
-    os.write(log, OUTPUT.pack(MAGIC, 0, 1, 1000) + b"the end")
-    assert list(reader.lines()) == []
-    assert list(reader.lines(last=True)) == ["[rank 0] the end"]
+    one, other = labelled_output(log, 0, 1), labelled_output(log, 1, 1)
+    one.write("in ")
+    other.write("whole\n")
+    assert list(reader.lines()) == ["[rank 1] whole"]
+    one.write("pieces\r\nthe next")
+    one.buffer.write(" in bytes: \u00e9".encode()[:-1])
+    one.buffer.write("\u00e9".encode()[-1:] + b"\n")
+    assert list(reader.lines()) == ["[rank 0] in pieces", "[rank 0] the next in bytes: \u00e9"]
+    one.write("\r10 %")
+    one.write("\r20 %")  # a progress bar
+    assert list(reader.lines()) == ["[rank 0] ", "[rank 0] 10 %"]
+    io.TextIOWrapper(one.buffer).close()  # as programs do that want another encoding
+    one.write(" done\n")
+    os.write(log, b"[rank 1] cut by a sig")
+    assert list(reader.lines()) == ["[rank 0] 20 % done"]
+    assert list(reader.lines(last=True)) == ["[rank 1] cut by a sig"]
     os.close(log)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpkit.launch.notebook.cell import complete, run_cell
 from mpkit.launch.notebook.exchange import Reply, Request, Requests, answer
-from mpkit.launch.process.output import LabelledOutput
+from mpkit.launch.process.output import LabelledLines, end_lines
 from mpkit.launch.process.program_exit import own_process
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.program_calls.comparison import compare_calls
@@ -44,8 +44,7 @@ def _answer_all(context: Context, requests: Requests, namespace: dict[str, Any])
         except KeyboardInterrupt:  # between the cell's end and the next line
             given = Reply("interrupted")
         given.calls, given.ops, given.recorded = context.comm.issued, ops, context.record.count - ops
-        sys.stdout.flush()
-        sys.stderr.flush()
+        end_lines()
         answer(folder, rank, number, given)
 
 
@@ -80,8 +79,8 @@ def _do(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
 
 def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, LabelledOutput):
-            stream.begin_again()
+        if isinstance(lines := getattr(stream, "buffer", None), LabelledLines):
+            lines.begin_again()
     context.record.idle(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

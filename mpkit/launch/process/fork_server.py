@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpkit.common.this_process import make_undumpable
-from mpkit.launch.run_folder import remove_unheld
+from mpkit.launch.process.run_folder import remove_unheld
 
 __all__ = ["main"]
 

@@ -1,63 +1,41 @@
-"""Output of ranks: a rank's sys.stdout and sys.stderr.
+"""What ranks print: each rank's half, and the launching process's.
 
-All ranks append records to one file. The system appends each write as a whole, so lines of different ranks never
-mix, and the file's order is the order in which they were printed. Output that bypasses Python (C++ code, child
-processes) goes to one file per rank, since it carries no label. `mpkit.launch.output_reader` is the other end.
+A rank puts its label before each line and appends whole lines to one file of text, which the system keeps whole and in
+the order in which they were printed. The launching process copies what is new. C++ code and child processes write to
+the descriptors 1 and 2, which lead to a file for each rank; the reader labels those lines.
 """
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import io
 import os
+import re
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from mpkit.common.launch_folder import MAGIC, OUTPUT, OUTPUT_LIMIT
+from mpkit.common.launch_folder import OUTPUT_LIMIT, part, read_note
+from mpkit.common.safe_text import visible
 
-__all__ = ["LabelledOutput", "cut_note"]
+__all__ = ["LabelledLines", "OutputReader", "Sink", "end_lines", "flush_stdout", "labelled_output"]
 
-UNFINISHED_LIMIT = 1_000_000
-"""Characters of an unfinished line that are kept before it is sent."""
+LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
+CHUNK = 4_000_000
+"""Bytes of each file that are read at a time."""
 
-def cut_note() -> str:
-    """Return the text that replaces output beyond the limit."""
-    return f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)"
-
-
-class _Bytes(io.BufferedIOBase):
-    """A rank's sys.stdout.buffer: bytes are shown as the UTF-8 text that they are, or nearly are."""
-
-    def __init__(self, text: LabelledOutput) -> None:
-        self._text = text
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def writable(self) -> bool:
-        """Return True: bytes can be written."""
-        return True
-
-    def fileno(self) -> int:
-        """Return the text's descriptor."""
-        return self._text.fileno()
-
-    def write(self, data: Any) -> int:
-        """Write what is a complete character by now."""
-        self._text.write(self._decoder.decode(memoryview(data)))
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Send all text."""
-        self._text.flush()
-
-    def close(self) -> None:
-        """Send all text, and stay open: a TextIOWrapper that is dropped closes what it wraps."""
-        self.flush()
+CUT = f"(more than {OUTPUT_LIMIT:,} bytes printed: the rest is left out)"
+"""What replaces output beyond the limit."""
 
 
-class LabelledOutput(io.TextIOBase):
-    """A rank's sys.stdout or sys.stderr: whole lines, each a record of output.log.
+# ---- on the rank -------------------------------------------------------------------------------------------------
+
+
+class LabelledLines(io.RawIOBase):
+    """The bytes below a rank's sys.stdout or sys.stderr: whole lines, each with the rank's label.
 
     Args:
         file: descriptor of output.log.
@@ -66,89 +44,203 @@ class LabelledOutput(io.TextIOBase):
         on_failure: called with the error if there is no space for output. Output then stops and the rank continues.
     """
 
-    def __init__(
-        self, file: int, rank: int, stream: int, on_failure: Callable[[OSError], None] = lambda error: None
-    ) -> None:
-        self._file = file
-        self._rank = rank
-        self._stream = stream
+    def __init__(self, file: int, rank: int, stream: int, on_failure: Callable[[OSError], None]) -> None:
+        self._file, self._label, self._stream = file, f"[rank {rank}] ".encode(), stream
         self._on_failure = on_failure
-        self._pieces: deque[str] = deque()  # pieces of the unfinished line; any thread may append or drain
-        self._size = 0
-        self._written = 0
-        self._unfinished = False  # the text sent last had no line end
-        self._bytes = _Bytes(self)
-
-    @property
-    def buffer(self) -> _Bytes:
-        """The same output for bytes."""
-        return self._bytes
-
-    def fileno(self) -> int:
-        """Return the descriptor that child processes and C++ code write to, which goes to a file of its own."""
-        return self._stream
-
-    def reconfigure(self, **settings: object) -> None:
-        """Send what there is; a program's settings of lines and encodings change nothing."""
-        self.flush()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding, always UTF-8."""
-        return "utf-8"
+        self._pieces: deque[bytes] = deque()  # of the unfinished line; any thread may append or drain
+        self._size, self._room = 0, OUTPUT_LIMIT
 
     def writable(self) -> bool:
-        """Return True: text can be written."""
+        """Return True: bytes can be written."""
         return True
 
-    def isatty(self) -> bool:
-        """Return False, so that progress bars do not draw over each other."""
-        return False
+    def fileno(self) -> int:
+        """Return the descriptor that C++ code and child processes write to, which goes to a file of its own."""
+        return self._stream
 
-    def write(self, text: str) -> int:
-        """Keep `text` until its line is finished."""
-        self._pieces.append(text)
-        self._size += len(text)
-        if "\n" in text:
-            whole, _, rest = self._drain().rpartition("\n")
-            self._pieces.appendleft(rest)
-            self._size = len(rest)
-            self._send(whole + "\n")
-        elif self._size > UNFINISHED_LIMIT:
-            self.flush()
-        return len(text)
+    def write(self, data: Any) -> int:
+        """Append the lines that are complete by now, and keep the rest."""
+        new = bytes(data)
+        if self._size <= OUTPUT_LIMIT:
+            self._pieces.append(new)
+            self._size += len(new)
+        if b"\n" in new or b"\r" in new:
+            whole = self._drain()
+            end = max(whole.rfind(b"\n"), whole.rfind(b"\r", 0, -1)) + 1  # "\n" may follow a last "\r"
+            self._pieces.appendleft(whole[end:])
+            self._size = len(whole) - end
+            self._send(whole[:end])
+        return len(new)
+
+    def end_line(self) -> None:
+        """Append an unfinished line: the rank is done, or a cell."""
+        self._size = 0
+        self._send(self._drain())
 
     def begin_again(self) -> None:
         """Forget how much was written: the limit counts from here."""
-        self._written = 0
+        self._room = OUTPUT_LIMIT
 
-    def flush(self) -> None:
-        """Send all text, including an unfinished line."""
-        self._size = 0
-        if text := self._drain():
-            self._send(text)
+    def close(self) -> None:
+        """Stay open: a TextIOWrapper of the program's own that is dropped closes what it wraps."""
 
-    def _drain(self) -> str:
+    def _drain(self) -> bytes:
         taken = []
         while self._pieces:
             taken.append(self._pieces.popleft())
-        return "".join(taken)
+        return b"".join(taken)
 
-    def _send(self, text: str) -> None:
-        room = OUTPUT_LIMIT - self._written
-        if room < 0 or self._file < 0:
+    def _send(self, text: bytes) -> None:
+        if not text or self._room < 0:
             return
-        data = text.encode("utf-8", "replace")
-        self._written += len(data)
-        if len(data) > room:
-            data = data[:room].decode("utf-8", "ignore").encode()
-            data += b"\n" * bool(data[-1:] not in (b"", b"\n") or (not data and self._unfinished))
-            data += f"{cut_note()}\n".encode()
-        self._unfinished = not data.endswith(b"\n")
-        record = OUTPUT.pack(MAGIC, self._rank, self._stream, len(data)) + data
+        room, self._room = self._room, self._room - len(text)
+        lines = LINE_ENDS.split(text[:room].decode("utf-8", "ignore").encode() if self._room < 0 else text)
+        lines = lines[:-1] if not lines[-1] else lines
+        lines += [CUT.encode()] * (self._room < 0)
+        data = b"".join(self._label + line + b"\n" for line in lines)
         try:
-            while record:
-                record = record[os.write(self._file, record) :]
+            while data:
+                data = data[os.write(self._file, data) :]
         except OSError as error:
-            self._file = -1
+            self._room = -1
             self._on_failure(error)
+
+
+def labelled_output(
+    file: int, rank: int, stream: int, on_failure: Callable[[OSError], None] = lambda error: None
+) -> io.TextIOWrapper:
+    """Return a rank's sys.stdout or sys.stderr, as `LabelledLines` describes it; its encoding is UTF-8."""
+    lines: Any = LabelledLines(file, rank, stream, on_failure)
+    return io.TextIOWrapper(lines, "utf-8", "replace", newline="\n", write_through=True)
+
+
+def end_lines() -> None:
+    """Let what this rank has printed appear, unfinished lines too."""
+    for stream in (sys.stdout, sys.stderr):  # they may be the program's own
+        stream.flush()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        lines = getattr(stream, "buffer", None)
+        if isinstance(lines, LabelledLines):
+            lines.end_line()
+
+
+# ---- in the launching process ------------------------------------------------------------------------------------
+
+
+class OutputReader:
+    """Yields the lines that have been printed since the last look, labelled."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._log = _GrowingFile(folder / "output.log", "")
+        self._std = [_GrowingFile(part(folder, rank, "std"), f"[rank {rank}] ") for rank in range(ranks)]
+
+    def lines(self, last: bool = False) -> Iterator[str]:
+        """Yield lines such as "[rank 2] loss 3.1", without line ends.
+
+        Args:
+            last: nothing writes any more: yield everything, including lines without a line end.
+        """
+        yield from self._log.lines(last)
+        for file in self._std:
+            if file.place < OUTPUT_LIMIT:
+                yield from file.lines(last, OUTPUT_LIMIT)
+                if file.place >= OUTPUT_LIMIT:
+                    yield f"{file.label}{CUT}"
+            else:
+                file.empty()  # C++ code and children may write forever, and must not fill the disk
+        for rank in range(self._ranks if last else 0):
+            yield from (
+                f"[rank {rank}] {visible(line)}" for line in read_note(self._folder, rank).splitlines()
+            )
+
+
+class _GrowingFile:
+    """A file of text that others append to."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        self.path, self.label, self.place = path, label, 0
+        self._line = b""  # the beginning of a line
+
+    def lines(self, last: bool, most: int | None = None) -> Iterator[str]:
+        """Yield the lines that are complete; `last`, or once `most` bytes were read, the incomplete one too."""
+        until = self.path.stat().st_size if self.path.exists() else 0  # more may be written all the time
+        until = until if most is None else min(until, most)
+        while self.place < until:
+            with self.path.open("rb") as file:
+                file.seek(self.place)
+                new = file.read(min(CHUNK, until - self.place))
+            if not new:
+                break
+            self.place += len(new)
+            text, end, rest = new.rpartition(b"\n")
+            if end:
+                yield from self._label_lines(self._line + text)
+                self._line = rest
+            else:
+                self._line += rest
+        if (last or self.place == most) and self._line:
+            line, self._line = self._line, b""
+            yield from self._label_lines(line)
+
+    def _label_lines(self, text: bytes) -> Iterator[str]:
+        lines = LINE_ENDS.split(text)
+        return (f"{self.label}{visible(line.decode('utf-8', 'replace'))}" for line in lines)
+
+    def empty(self) -> None:
+        """Truncate the file to free its disk space; appending starts again at the beginning."""
+        if self.path.stat().st_size:
+            os.truncate(self.path, 0)
+
+
+def flush_stdout() -> None:
+    """Flush stdout, so that the reader of a pipe receives what was printed."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+class Sink:
+    """Passes lines on until that fails.
+
+    Args:
+        line: receives a line.
+        flush: called after lines have been passed on.
+
+    Attributes:
+        broken: the error if nothing reads this program's output any more.
+    """
+
+    def __init__(self, line: Callable[[str], None], flush: Callable[[], None]) -> None:
+        self._line, self._flush = line, flush
+        self._fails = False
+        self.broken: BrokenPipeError | None = None
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Pass lines on, and flush if any was passed on."""
+        shown = False
+        for line in lines:
+            shown = self._try(self._line, line) or shown
+        if shown:
+            self._try(self._flush)
+
+    def _try(self, tell: Callable[..., None], *what: str) -> bool:
+        """Return whether this succeeded; after a failure nothing is passed on any more."""
+        if self._fails:
+            return False
+        try:
+            tell(*what)
+        except Exception as error:
+            self._fails = True
+            if isinstance(error, BrokenPipeError):
+                self.broken = error
+                return False
+            with contextlib.suppress(
+                OSError, ValueError, AttributeError
+            ):  # standard error may be closed as well
+                print(
+                    "mpkit: what the ranks print cannot be shown any more "
+                    f"({type(error).__name__}: {error}); they go on",
+                    file=sys.stderr,
+                )
+            return False
+        return True

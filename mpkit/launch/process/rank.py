@@ -37,7 +37,7 @@ from mpkit.common.tracebacks import fold_chain
 from mpkit.errors import CommMismatch
 from mpkit.launch.process.launcher_environment import as_torchrun, join
 from mpkit.launch.process.log_settings import set_logging
-from mpkit.launch.process.output import LabelledOutput
+from mpkit.launch.process.output import end_lines, labelled_output
 from mpkit.launch.process.program_exit import own_process, refuse_exec
 from mpkit.launch.process.seal import sign_objects
 from mpkit.launch.process.stacks import answer_requests
@@ -109,7 +109,8 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
         reason = full_disk(error, folder) if error.errno in FULL else error
         write_note(folder, rank, f"mpkit: what rank {rank} printed after this is lost: {reason.strerror}")
 
-    sys.stdout, sys.stderr = (LabelledOutput(log, rank, stream, say_where_output_ends) for stream in (1, 2))
+    sys.stdout, sys.stderr = (labelled_output(log, rank, stream, say_where_output_ends) for stream in (1, 2))
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     stack = answer_requests(folder, rank)
     faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
 
@@ -195,8 +196,7 @@ def work(context: Context, folder: Path) -> None:
         function, args = unpack(file, enter=True)
     with own_process():
         result = function(context, *args)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_lines()
     from mpkit.strategies.packing.packing import dumps
 
     write_whole(part(folder, context.rank, "result"), dumps(result))
@@ -234,8 +234,7 @@ def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | N
         if is_out_of_memory(error):
             details["memory"] = picture_of(recorder)
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        end_lines()
     except Exception as unwritten:  # they may be the user's own; the error that ended the rank has priority
         details["message"] += f"\n(Its last output is lost: {one_line(unwritten)})"
     write_error(folder, rank, details)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mpkit.launch.output_reader import flush_stdout
+from mpkit.launch.process.output import flush_stdout
 
 if TYPE_CHECKING:
     from mpkit.launch.session.run import Run
