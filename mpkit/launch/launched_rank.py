@@ -260,7 +260,9 @@ class LaunchedRank:
             for column in columns:
                 known = rows[column] > 0
                 rows[column][known] += (offset + slope * (rows[column][known] - began)).astype(np.int64)
-            files[name] = content[: HEADER.itemsize] + rows.tobytes()
+            head = np.frombuffer(content, HEADER, 1).copy()
+            head["check"] = 0  # of the records as they were
+            files[name] = head.tobytes() + rows.tobytes()
         others = {name: _read(part(self.folder, self._launcher.rank, name)) for name in OTHERS}
         return files | {name: content for name, content in others.items() if content}
 
@@ -275,7 +277,10 @@ class LaunchedRank:
                     "files there. The environment variable TMPDIR names another place: TMPDIR=$HOME/tmp"
                 ))  # fmt: skip
             if self._hangs.look(self) and (error := self._hangs.verdict(self)) is not None:
-                self._end_process(error)
+                self._folder.keep()
+                self._end_process(
+                    error, f"\nThese ranks' records are here: mk.Trace.load({str(self.folder)!r})"
+                )
 
     def goes_on(self, wait: float) -> bool:
         """Return whether the launch goes on after some seconds."""
@@ -307,15 +312,14 @@ class LaunchedRank:
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # torchrun's summary names rank, host and line
 
-    def _end_process(self, error: Exception) -> None:
+    def _end_process(self, error: Exception, after: str = "") -> None:
         """End this process with an error, after it had a moment to come out with it; the launcher ends the others."""
         if self.error is None:
             self.error = error
         if self._over.wait(WAY_OUT):
             return
         name = self._launcher.names[self._launcher.rank]
-        kept = f"\nWhat this node's ranks recorded is here: mk.Trace.load({str(self.folder)!r})"
-        os.write(2, f"mpkit: {name} is ended: {error}{kept}\n".encode("utf-8", "replace"))
+        os.write(2, f"mpkit: {name} is ended: {error}{after}\n".encode("utf-8", "replace"))
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(1)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpkit as mk
 from mpkit.launch import launch as launch_module
+from mpkit.launch.process.run_folder import RunFolder
 from tests.limits import EVENT, wait_for, wait_until_gone
 
 
@@ -200,3 +202,28 @@ def ends_with_its_group(ctx: Any) -> int:
 
 def test_a_program_that_frees_its_group_ends(clusters: Callable[..., mk.Cluster]) -> None:
     assert clusters(2).run(ends_with_its_group, timeout=EVENT) == [0, 1]
+
+
+LEAVES = """
+import os, sys, mpkit as mk
+cluster = mk.Cluster(1, device="cpu")
+cluster.run(lambda ctx: ctx.rank)
+cluster.close()
+os._exit(0)  # no exit handler runs, and the helper has ended in order
+"""
+
+
+def test_a_folder_that_nobody_holds_is_removed_by_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpkit-run-of-another-version").mkdir()
+    subprocess.run([sys.executable, "-c", LEAVES], env={**os.environ, "TMPDIR": str(tmp_path)}, check=True)
+    assert len([*tmp_path.glob("mpkit-run-*")]) == 2
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    one, other = RunFolder(), RunFolder()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "mpkit-run-of-another-version", one.path.name, other.path.name
+    }  # fmt: skip
+    one.remove()
+    other.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["mpkit-run-of-another-version"]

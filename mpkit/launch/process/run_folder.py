@@ -1,7 +1,7 @@
 """The folder of one launch: what the ranks read, and room for what they will write.
 
-The process that launches holds a lock on the folder for as long as it wants it. The system frees the lock when that
-process ends, however it ends; so each new launch removes the folders of this user that nobody holds.
+The process that launches holds a lock on the file `lock` in it for as long as it wants the folder. The system frees the
+lock when that process ends, however it ends; so each new launch removes the folders of this user that nobody holds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any
 
 from mpkit.common.disk import name_full_disk
 from mpkit.common.launch_folder import RESERVED, Settings, reserve
+from mpkit.common.private import NO_LINK, create
 
 __all__ = ["RunFolder", "new_folder", "remove_unheld"]
 
-PREFIX = "mpkit-run-"
+PREFIX, LOCK = "mpkit-run-", "lock"
 
 
 class RunFolder:
     """A folder that this process holds, and removes at the end.
 
     Args:
-        path: the folder; None makes one, of mode 0700.
+        path: a folder that another process has made; None makes one, of mode 0700.
 
     Attributes:
         path: the folder.
@@ -39,11 +40,17 @@ class RunFolder:
         if path is None:
             _sweep()
             new = Path(tempfile.mkdtemp(prefix="mpkit-new-"))
+            os.close(create(new / LOCK))
             self._lock = _hold(new)
             path = new.rename(new.with_name(new.name.replace("mpkit-new-", PREFIX)))  # held from the start
         else:
             self._lock = _hold(path)
         self.path = path
+
+    def keep(self) -> None:
+        """Let the folder outlive this process: nobody removes it."""
+        self._made = False
+        (self.path / LOCK).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Let go of the folder, and remove it if this process made it."""
@@ -81,8 +88,10 @@ def new_folder(settings: Settings, meta: Mapping[str, Any], payload: bytes) -> R
 
 def remove_unheld(path: str | Path, wait: bool = False) -> None:
     """Remove a folder unless a process holds it; or `wait` until none does, since its last process is just ending."""
-    with suppress(OSError):  # another process was first, holds it, or it belongs to another user
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    with suppress(
+        OSError
+    ):  # another process was first, holds it, or it belongs to another user, or is to stay
+        handle = os.open(Path(path) / LOCK, os.O_RDONLY | NO_LINK)
         try:
             if os.fstat(handle).st_uid == os.geteuid():
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -97,6 +106,6 @@ def _sweep() -> None:
 
 
 def _hold(path: Path) -> int:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    handle = os.open(path / LOCK, os.O_RDONLY | NO_LINK)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
