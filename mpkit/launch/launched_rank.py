@@ -79,7 +79,6 @@ class LaunchedRank:
 
     Attributes:
         folder: where the ranks of this node write; on rank 0, where all traces come together.
-        feeds: the number of ranks that this process reads streamed data for.
         leads: whether this is rank 0, which has the trace of all ranks.
         apart: whether there are several nodes, whose ranks write into several folders.
     """
@@ -106,7 +105,6 @@ class LaunchedRank:
         self.folder = self._folder.path
         weakref.finalize(self, self._folder.remove)
         self._watches = launcher.rank == launcher.first
-        self.feeds = len(launcher.local) if self._watches else 0
         self._clocks = [(time.monotonic_ns(), *launcher.clock_offset())]
         facts: dict[str, Any] = {
             "world_size": self.ranks, "device": settings.device, "backend": launcher.backend,
