@@ -23,7 +23,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Launcher:
+class LauncherVariables:
     """The variables with which a launcher describes a process.
 
     Attributes:
@@ -42,16 +42,16 @@ class Launcher:
 
 
 LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
-    Launcher(
+    LauncherVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    LauncherVariables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
+    LauncherVariables(
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    LauncherVariables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 PORT = 29500
@@ -159,7 +159,7 @@ def first_host(nodes: str) -> str:
     return "" if match is None else match[1] + (match[2] or "")
 
 
-def _address(environment: Mapping[str, str], launcher: Launcher, alone: bool) -> str:
+def _address(environment: Mapping[str, str], launcher: LauncherVariables, alone: bool) -> str:
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
