@@ -287,3 +287,30 @@ def test_every_constructor_takes_every_other_field() -> None:
     assert mk.Plan.naive_mp(2, recompute="full").recompute == "full"
     with pytest.raises(ValueError, match=r"precison=.*Did you mean precision="):
         mk.Plan.gpipe(4, 8, precison="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("zero_bubble", "zb_h1"),
+        ("ZB", "zb_h1"),
+        ("interleaved", "interleaved_1f1b"),
+        ("dualpipe", "dualpipev"),
+    ],
+)
+def test_a_schedule_by_the_name_of_its_paper_is_answered_with_ours(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"The nearest is Plan\(pp=4, schedule='{meant}'"):
+        mk.Plan.pipeline(name, 4, 8)
+
+
+def test_a_searched_plan_keeps_what_else_was_asked_for() -> None:
+    plan = mk.Plan(pp=3, tp=2, schedule="1f1b", microbatches=5, precision="bf16")
+    found = mk.search_schedule(plan, max_live=2, effort=20_000).plan
+    assert (found.pp, found.tp, found.precision, found.ranks) == (3, 2, "bf16", 6)
+
+
+def test_words_that_are_no_order_and_no_tensor_plan_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"cp_order='zigzagg': one of .*'zigzag'"):
+        mk.attention_work([4, 12], 2, "zigzagg")
+    with pytest.raises(ValueError, match="is none that Plan.to_json wrote"):
+        mk.Plan.from_json({"tensor": {"foo": 1}})

@@ -21,6 +21,7 @@ from numbers import Integral
 from typing import Any
 
 from mpkit.common.tracebacks import public
+from mpkit.plan.tensor_checks import ORDERS
 
 __all__ = ["Chunk", "attention_work", "chunk_work", "deal_chunks", "split_by_document"]
 
@@ -50,6 +51,10 @@ def deal_chunks(documents: Sequence[int], n: int, order: str) -> list[list[Chunk
         ValueError: a document cannot be divided in this order.
     """
     s = sum(documents)
+    if order not in ORDERS:
+        raise ValueError(
+            f"cp_order={order!r}: one of {', '.join(map(repr, ORDERS))}, such as cp_order='zigzag'"
+        )
     if order == "balanced":
         return _deal_by_work(documents, n)
     if order == "contiguous":

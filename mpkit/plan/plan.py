@@ -428,7 +428,12 @@ class Plan(metaclass=NamedConstructors):
         if isinstance(values.get("schedule"), Mapping):
             values["schedule"] = Schedule(**values["schedule"])
         if isinstance(values.get("tensor"), Mapping):
-            values["tensor"] = TensorPlan.from_dict(values["tensor"])
+            try:
+                values["tensor"] = TensorPlan.from_dict(values["tensor"])
+            except (KeyError, TypeError) as error:
+                raise ValueError(
+                    f"a plan's tensor={values['tensor']!r:.80} is none that Plan.to_json wrote: {error}"
+                ) from None
         if values.get("axes"):
             values["axes"] = axes_from_json(values["axes"])
         return cls(**values)

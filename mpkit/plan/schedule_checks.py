@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.plan.checks import call_of
 from mpkit.plan.schedule import Schedule, validate
-from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, SCHEDULES
+from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, OTHER_NAMES, SCHEDULES
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
@@ -33,7 +33,8 @@ def checked_schedule(plan: Plan) -> str | Schedule:
         or (_iterates(given) and not isinstance(given, str))
     ):
         names = list(SCHEDULES)
-        near = (get_close_matches(str(given).lower(), names, 1, 0.4) or [GPIPE])[0]
+        word = str(given).lower().replace("-", "_").replace(" ", "_")
+        near = OTHER_NAMES.get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
         several = {} if SCHEDULES[near].can_have(1) else {"virtual_stages": max(plan.virtual_stages, 2)}
         raise ValueError(
             f"Plan(schedule={given!r}): there is no such schedule. There are {', '.join(map(repr, names[:-1]))} and "

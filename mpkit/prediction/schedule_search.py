@@ -178,7 +178,10 @@ def _plan_of(best: _ScoredSchedule, plan: Plan) -> Plan:
     """Return the plan with the schedule found."""
     if best.name in SCHEDULES:
         return replace(plan, schedule=best.name, virtual_stages=plan.stages // plan.pp)
-    return Plan.from_schedule(best.schedule, recompute=plan.recompute, cut=plan.cut)
+    own = Plan.from_schedule(best.schedule)
+    return replace(
+        plan, schedule=own.schedule, microbatches=own.microbatches, virtual_stages=own.virtual_stages
+    )
 
 
 def _costs(

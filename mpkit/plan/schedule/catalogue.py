@@ -23,6 +23,7 @@ __all__ = [
     "NAIVE",
     "NAMES",
     "ONE_F_ONE_B",
+    "OTHER_NAMES",
     "OVERLAPPED_1F1B",
     "SCHEDULES",
     "ZB_H1",
@@ -36,6 +37,15 @@ NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, ZB_H1 = "naive", "gpipe", "1f1b", "
 """The names of schedules that others are compared with or that Plans have by default."""
 OVERLAPPED_1F1B = "overlapped_1f1b"
 """The name of the schedule of pairs that a model in one stage has too."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("zero_bubble", "zerobubble", "zb", "zb1p", "zb_1p", "zero_bubble_h1"), ZB_H1),
+    **dict.fromkeys(("interleaved", "interleaved1f1b", "virtual_pipeline", "vpp"), INTERLEAVED_1F1B),
+    **dict.fromkeys(("pipedream", "pipedream_flush", "dapple", "one_f_one_b"), ONE_F_ONE_B),
+    **dict.fromkeys(("dualpipe", "dual_pipe", "dual_pipe_v"), "dualpipev"),
+    **dict.fromkeys(("zero_bubble_v", "zbv_zero_bubble", "zb_v"), "zbv"),
+}
+"""For what papers and other frameworks call a schedule, its name here."""
 
 ANY = 0
 """In an entry: a rank can have any number of stages."""
