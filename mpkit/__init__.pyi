@@ -20,7 +20,6 @@ from mpkit.plan.schedule import Schedule as Schedule
 from mpkit.prediction import experiments as experiments
 from mpkit.prediction.advice.advice import advise as advise
 from mpkit.prediction.chart import chart as chart
-from mpkit.prediction.compare import compare as compare
 from mpkit.prediction.cost_model.calibrate import calibrate as calibrate
 from mpkit.prediction.cost_model.estimate import estimate as estimate
 from mpkit.prediction.cost_model.estimate import fits as fits
@@ -42,6 +41,7 @@ from mpkit.strategies.wrappers.fully_shard import fully_shard as fully_shard
 from mpkit.strategies.wrappers.pipeline import pipeline as pipeline
 from mpkit.strategies.wrappers.tensor_parallel import tensor_parallel as tensor_parallel
 from mpkit.strategies.wrappers.zero_optimizer import zero_optimizer as zero_optimizer
+from mpkit.timeline.comparison import compare as compare
 from mpkit.timeline.foreign.open_trace import open as open
 from mpkit.timeline.simulation import simulate as simulate
 from mpkit.timeline.timeline import Timeline as Timeline

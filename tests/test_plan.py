@@ -312,5 +312,5 @@ def test_a_searched_plan_keeps_what_else_was_asked_for() -> None:
 def test_words_that_are_no_order_and_no_tensor_plan_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"cp_order='zigzagg': one of .*'zigzag'"):
         mk.attention_work([4, 12], 2, "zigzagg")
-    with pytest.raises(ValueError, match="is none that Plan.to_json wrote"):
+    with pytest.raises(ValueError, match=r"is none that Plan\.to_json wrote"):
         mk.Plan.from_json({"tensor": {"foo": 1}})

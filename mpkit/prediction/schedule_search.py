@@ -6,7 +6,7 @@ Phases:
     greedy     orders built by many policies while a simulated clock runs (`mpkit.plan.schedule.greedy`)
     improve    small changes to the best of all of these (`mpkit.plan.schedule.improve`)
 
-Nothing is run. With the times of a run (`mpkit.stage_times`), the result is for that run's model and machine.
+Nothing is run. With the times of a run (`timeline.stage_times()`), the result is for that run's model and machine.
 """
 
 from __future__ import annotations
