@@ -19,7 +19,6 @@ from mpkit.plan.plan import Plan as Plan
 from mpkit.plan.schedule import Schedule as Schedule
 from mpkit.prediction import experiments as experiments
 from mpkit.prediction.advice.advice import advise as advise
-from mpkit.prediction.chart import chart as chart
 from mpkit.prediction.cost_model.calibrate import calibrate as calibrate
 from mpkit.prediction.cost_model.estimate import estimate as estimate
 from mpkit.prediction.cost_model.estimate import fits as fits

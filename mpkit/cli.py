@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Commands) -> None:
     demo = add_command(
         commands, "demo", "train a small GPT on several processes and watch the pipeline bubble",
-        "It trains on real text with each strategy in turn, draws the timeline of all ranks during the run, prints a "
+        "It trains on real text with each strategy in turn, draws a step of all ranks, prints a "
         "table that compares the strategies, and writes the interactive timelines to one HTML file.",
         example="mpkit demo --strategies gpipe,1f1b,zb-h1 --microbatches 16", run=_demo,
     )  # fmt: skip
@@ -88,7 +88,7 @@ def _add_demo(commands: Commands) -> None:
     demo.add_argument(
         "--html", default="mpkit-demo.html", metavar="FILE", help="file for the interactive timelines"
     )
-    demo.add_argument("--plain", action="store_true", help="do not draw during the run, as in a pipe")
+    demo.add_argument("--plain", action="store_true", help="no bar while a run goes on, as in a pipe")
 
 
 def _add_watch(commands: Commands) -> None:

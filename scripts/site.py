@@ -25,7 +25,6 @@ from mpkit.common.display import draw, image
 from mpkit.common.safe_text import escape
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.timeline.replay.link_program import link_program
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
 from mpkit.views.page.html import html
 from mpkit.views.theme import THEMES
@@ -113,9 +112,8 @@ def write(folder: Path, runs: Mapping[str, tuple[str, mk.Run]]) -> None:
         ranks = timeline.world_size
         here = {"on the virtual clock": timeline}
         here |= {words: run.timeline(hardware=machine) for words, machine in LINKS.items() if ranks > 1}
-        relink = link_program(run.trace, mk.hardware(timeline.meta["hardware"])) if ranks > 1 else None
-        intro = f"{SEEN[name]}\n\n{REPLAYED if relink else ALONE}"
-        page = html(here, f"{title} on {ranks} rank{'s' * (ranks > 1)}", intro=intro, relink=relink)
+        intro = f"{SEEN[name]}\n\n{REPLAYED if ranks > 1 else ALONE}"
+        page = html(here, f"{title} on {ranks} rank{'s' * (ranks > 1)}", intro=intro)
         (folder / "runs" / f"{name}.html").write_text(page, encoding="utf-8")
     (folder / "gallery.html").write_text(_page("Gallery", _gallery()), encoding="utf-8")
     (folder / "index.html").write_text(_page("mpkit", _index(runs)), encoding="utf-8")
@@ -129,7 +127,7 @@ EXPLORER = (
 REPLAYED = (
     "The same recorded run three times: on the virtual clock, on which each rank has a core of this machine to itself, "
     "and replayed on four GPUs with NVLink and without. What changes is the time that computing and messages take; who "
-    "waits for whom follows from that. At the end of the page you replay it on any link."
+    "waits for whom follows from that."
 )
 
 ALONE = (
@@ -148,7 +146,7 @@ def _index(runs: Mapping[str, tuple[str, mk.Run]]) -> str:
         "installation, no kernel and no network.</p>"
         f'<h2><a href="explorer.html">Explorer</a></h2><p>{EXPLORER}</p>{_picture(GALLERY[0])}'
         f"<h2>Runs</h2><p>A GPT with 8 blocks, trained for {STEPS} steps with each strategy on CPU processes. Zoom in, "
-        f"search, select an operation, show the critical path, replay it on another link.</p><ul>{listed}</ul>"
+        f"search, select an operation, show the critical path.</p><ul>{listed}</ul>"
         f'<h2><a href="gallery.html">Gallery</a></h2><p>What mpkit draws, with the call that makes each picture.</p>'
     )
 

@@ -184,7 +184,7 @@ def test_pictures_share_an_axis(against_prediction: Comparison) -> None:
     shown = against_prediction._repr_mimebundle_()
     assert {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"} <= set(shown)
     bars = against_prediction.figure().data
-    for i, row in enumerate(against_prediction.rows[::-1]):
+    for i, row in enumerate(against_prediction.rows):
         assert sum(bar.x[i] for bar in bars) == pytest.approx(row.timeline.makespan)
     frame = against_prediction.to_dataframe()
     assert list(frame["name"]) == ["predicted", "measured"]

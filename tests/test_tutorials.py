@@ -50,10 +50,9 @@ def test_tutorials_have_exact_cells() -> None:
     assert sum(exact) >= 30
 
 
-def test_charts_are_calls_of_the_kit_and_pictures_have_words() -> None:
+def test_pictures_have_words() -> None:
     for path in NOTEBOOKS.glob("*.ipynb"):
         for cell in nbformat.read(path, as_version=4).cells:
-            assert "plotly" not in cell.source, f"{path.name}: draw with mk.chart, or a method of the kit"
             for output in cell.get("outputs", []):
                 if "image/png" in output.get("data", {}):
                     assert output.metadata["image/png"]["alt"], f"{path.name}: make notebooks"

@@ -1,7 +1,7 @@
 """How a result shows itself, without knowing which code draws it.
 
 Results lie below the views, and import none of them. A view is found by the name of the result's class and the
-requested form ("text", "svg", "chart", ...), in a table that the package itself names (`mpkit.views.renderers`).
+requested form ("text", "svg", "figure", ...), in a table that the package itself names (`mpkit.views.renderers`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ChartedResult",
     "DrawnResult",
-    "HasChart",
     "data_frame",
     "draw",
     "image",
@@ -46,7 +45,7 @@ def look_in(module: str) -> None:
 
 
 def draw(result: Any, form: str, *args: Any, **options: Any) -> Any:
-    """Draw a result in one form.
+    """Draw a result in one form; where it has a chart and nothing of its own for this form, draw the chart.
 
     >>> import mpkit as mk
     >>> print(draw(mk.simulate(mk.Plan.gpipe(2, 1)), "text", 40).splitlines()[0])
@@ -54,25 +53,30 @@ def draw(result: Any, form: str, *args: Any, **options: Any) -> Any:
 
     Args:
         result: an object whose class, or a base class of it, has a renderer.
-        form: "text", "svg", "html", "chart", "widget", ...
+        form: "text", "svg", "html", "figure", "widget", ...; "chart" returns the chart as data.
         args, options: further arguments of the renderer.
 
     Raises:
         LookupError: there is no renderer for this class and form.
     """
     names = tuple(base.__name__ for base in type(result).__mro__)
-    return _renderer(names, form)(result, *args, **options)
+    if drawn := _renderer(names, form):
+        return drawn(result, *args, **options)
+    chart, charted = _renderer(names, "chart"), _renderer(("Chart",), form)
+    if chart is None or charted is None:
+        raise LookupError(f"nobody draws a {names[0]} as {form}: {', '.join(_tables)} has no such renderer")
+    return charted(chart(result), *args, **options)
 
 
 @cache
-def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any]:
+def _renderer(names: tuple[str, ...], form: str) -> Callable[..., Any] | None:
     for table in map(import_module, _tables):
         for name in names:
             if place := table.RENDERERS.get(name, {}).get(form):
                 module, _, function = place.partition(":")
                 renderer: Callable[..., Any] = getattr(import_module(module), function)
                 return renderer
-    raise LookupError(f"nobody draws a {names[0]} as {form}: {', '.join(_tables)} has no such renderer")
+    return None
 
 
 class DrawnResult:
@@ -97,30 +101,22 @@ class DrawnResult:
         return {"text/html": image(drawn, self._words()), "text/plain": str(self)}
 
 
-class HasChart:
-    """A result that prints, and shows itself as a chart if plotly and a page are available."""
+class ChartedResult(DrawnResult):
+    """A result that shows itself in a notebook as an interactive chart; as a picture where there is no plotly."""
 
     def figure(self) -> Any:
-        """Draw the chart, a plotly Figure; the class says what it shows.
+        """Return the chart as a plotly Figure; the class says what it shows.
 
         Raises:
             ImportError: plotly is not installed.
         """
-        return draw(self, "chart")
+        return draw(self, "figure")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        bundle: dict[str, Any] = {}
-        with suppress(ImportError):  # without plotly, what else the result has is shown
-            bundle = self.figure()._repr_mimebundle_(include, exclude)
+        bundle = DrawnResult._repr_mimebundle_(self, include, exclude)
+        with suppress(ImportError):
+            bundle |= self.figure()._repr_mimebundle_(include, exclude)
         return {**bundle, "text/plain": str(self)}
-
-
-class ChartedResult(HasChart, DrawnResult):
-    """A result that has a picture as well, which is shown instead of the chart where there is no plotly."""
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        picture = DrawnResult._repr_mimebundle_(self, include, exclude)
-        return picture | HasChart._repr_mimebundle_(self, include, exclude)
 
 
 NARROW, WIDE, WIDER = 420, 960, 1400

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.common.display import DrawnResult, HasChart, data_frame, draw
+from mpkit.common.display import ChartedResult, data_frame, draw
 from mpkit.common.safe_text import visible
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
@@ -59,7 +59,7 @@ class ComparedStep:
 
 
 @dataclass(frozen=True)
-class Comparison(DrawnResult, HasChart):
+class Comparison(ChartedResult):
     """Several timelines compared: prints as a table, and shows itself as pictures on one axis in a notebook.
 
     The chart (`figure`) shows where the time goes: one stacked bar per timeline, of work and of idle time by cause.

@@ -293,9 +293,13 @@ class Timeline(ReplayResult, Figures, Answer):
         write_whole(Path(path), draw(self, "perfetto"))
         return Path(path)
 
-    def show(self) -> Any:
-        """Show the interactive timeline in a notebook."""
-        return draw(self, "widget")
+    def show(self, *, memory: bool = False) -> Any:
+        """Show the interactive timeline in a notebook.
+
+        Args:
+            memory: whether to draw below it what each rank held, over time.
+        """
+        return draw(self, "widget", memory=memory)
 
     def __str__(self) -> str:
         return str(draw(self, "text"))

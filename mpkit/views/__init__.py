@@ -6,15 +6,16 @@ Begin  with `timeline/picture.py`.
 May import  all rooms but `course`.
 
     timeline/picture.py     Timeline -> Picture: lanes, spans, marks and words, and no drawing
-    timeline/text.py        ... in a terminal, once        terminal.py   ... in a terminal, while a run goes on
+    timeline/text.py        ... in a terminal
     timeline/svg.py         ... as a file without a kernel
     timeline/widget.py      ... as a live widget, with the browser's half of it (browser/)
     page/html.py            ... as one page, with the same JavaScript; trial.py: its schedules to try, with sliders
     timeline/perfetto.py    ... as a trace for ui.perfetto.dev
     theme.py                fonts, margins and grounds of every figure, page and widget: light, dark, on paper
     drawing/lanes.py        what ranks are called, and how they are grouped by their places in the mesh
-    memory/                 memory by category and GPU, as a chart or as SVG
-    traffic/                bytes from rank to rank; volume.py: what a rank sends, compared with the formulas
+    chart/                  one chart for all results: data, drawn as SVG, as a plotly Figure, as text
+    results/                the chart of each result as data: steps, what ranks do unequally, losses
+    memory/                 the same of memory: over time, at the peak, ahead of a run; its words
     placement/              which rank holds what, on which node
     dashboard/              what a Run shows in a notebook: all of it together
 

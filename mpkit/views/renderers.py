@@ -1,8 +1,13 @@
-"""Which function draws which result in which form: the table that `mpkit.common.display.draw` uses."""
+"""Which function draws which result in which form: the table that `mpkit.common.display.draw` uses.
+
+A result with a "chart" is drawn from it in every form that it has no function of its own for (`charted`).
+"""
 
 from __future__ import annotations
 
 __all__ = ["RENDERERS"]
+
+RESULTS = "mpkit.views.results"
 
 RENDERERS = {
     "Timeline": {
@@ -25,82 +30,61 @@ RENDERERS = {
         "html": "mpkit.views.timeline.diagnosis:diagnosis_html",
         "panel": "mpkit.views.timeline.diagnosis:diagnosis_panel",
     },
+    "Cluster": {"waiting": "mpkit.views.dashboard.widget:show_waiting"},
     "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
-    "RunList": {
-        "text": "mpkit.views.comparison.run_list:run_list_text",
-        "widget": "mpkit.views.comparison.run_list:run_list_view",
-    },
     "WatchedRun": {"widget": "mpkit.views.dashboard.widget:show_run"},
-    "CommMatrix": {
-        "text": "mpkit.views.traffic.text:traffic_text",
-        "svg": "mpkit.views.traffic.svg:traffic_svg",
-        "chart": "mpkit.views.traffic.chart:traffic_figure",
+    "Comparison": {
+        "text": f"{RESULTS}.comparison:comparison_text",
+        "svg": f"{RESULTS}.comparison:comparison_svg",
+        "chart": f"{RESULTS}.steps:causes",
+        "widget": f"{RESULTS}.comparison:comparison_view",
+    },
+    "WhatIf": {
+        "text": f"{RESULTS}.what_if:what_if_text",
+        "svg": f"{RESULTS}.what_if:what_if_svg",
+        "widget": f"{RESULTS}.what_if:what_if_view",
+    },
+    "RunList": {
+        "text": f"{RESULTS}.run_list:run_list_text",
+        "widget": f"{RESULTS}.run_list:run_list_view",
     },
     "CommVolume": {
-        "text": "mpkit.views.traffic.volume:volume_text",
-        "html": "mpkit.views.traffic.volume:volume_html",
-    },
-    "AttentionWork": {
-        "text": "mpkit.views.sequences.work:work_text",
-        "svg": "mpkit.views.sequences.work:work_svg",
-    },
-    "ExpertLoad": {
-        "text": "mpkit.views.experts.load:load_text",
-        "svg": "mpkit.views.experts.load:load_svg",
-    },
-    "ExpertBalance": {
-        "text": "mpkit.views.experts.balance:balance_text",
-        "svg": "mpkit.views.experts.balance:balance_svg",
+        "text": f"{RESULTS}.volume:volume_text",
+        "html": f"{RESULTS}.volume:volume_html",
     },
     "TokenRoutes": {
-        "text": "mpkit.views.experts.routes:routes_text",
-        "svg": "mpkit.views.experts.routes:routes_svg",
+        "text": f"{RESULTS}.routes:routes_text",
+        "svg": f"{RESULTS}.routes:routes_svg",
     },
     "Placement": {
         "text": "mpkit.views.placement.text:placement_text",
         "svg": "mpkit.views.placement.svg:placement_svg",
     },
-    "Comparison": {
-        "text": "mpkit.views.comparison.text:comparison_text",
-        "svg": "mpkit.views.comparison.svg:comparison_svg",
-        "chart": "mpkit.views.comparison.chart:comparison_figure",
-        "widget": "mpkit.views.comparison.chart:comparison_view",
-    },
-    "Chart": {
-        "text": "mpkit.views.comparison.table_chart:chart_text",
-        "chart": "mpkit.views.comparison.table_chart:chart_figure",
-    },
-    "BubbleCurve": {
-        "text": "mpkit.views.comparison.bubble_curve:bubble_curve_text",
-        "svg": "mpkit.views.comparison.bubble_curve:bubble_curve_svg",
-    },
-    "MemoryByPlan": {
-        "text": "mpkit.views.memory.by_plan:by_plan_text",
-        "svg": "mpkit.views.memory.by_plan:by_plan_svg",
-    },
-    "WhatIf": {
-        "text": "mpkit.views.comparison.what_if:what_if_text",
-        "svg": "mpkit.views.comparison.what_if:what_if_svg",
-        "widget": "mpkit.views.comparison.what_if:what_if_view",
-    },
+    "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
     "CheckupReport": {
         "text": "mpkit.views.commands.doctor:report_text",
         "html": "mpkit.views.commands.doctor:report_html",
         "terminal": "mpkit.views.commands.doctor:print_report",
     },
-    "Estimate": {
-        "svg": "mpkit.views.comparison.estimate:estimate_svg",
+    # ---- charts
+    "Chart": {
+        "text": "mpkit.views.chart.text:chart_text",
+        "svg": "mpkit.views.chart.svg:chart_svg",
+        "figure": "mpkit.views.chart.figure:chart_figure",
     },
+    "BubbleCurve": {"chart": f"{RESULTS}.steps:bubble_curve", "text": f"{RESULTS}.steps:bubble_curve_text"},
+    "Scaling": {"chart": f"{RESULTS}.steps:scaling_chart"},
+    "Estimate": {"chart": f"{RESULTS}.steps:estimate_chart"},
     "Advice": {
-        "chart": "mpkit.views.comparison.advice:advice_figure",
-        "table": "mpkit.views.comparison.advice:advice_table",
-        "parts": "mpkit.views.comparison.advice:advice_parts",
+        "chart": f"{RESULTS}.steps:advice_chart",
+        "table": f"{RESULTS}.advice:advice_table",
+        "parts": f"{RESULTS}.advice:advice_parts",
     },
-    "Scaling": {"chart": "mpkit.views.comparison.scaling:scaling_figure"},
-    "MemoryByStrategy": {
-        "svg": "mpkit.views.memory.strategies_svg:strategies_svg",
-        "chart": "mpkit.views.memory.strategies:strategies_figure",
-    },
-    "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
+    "MemoryByPlan": {"chart": "mpkit.views.memory.charts:by_plan"},
+    "MemoryByStrategy": {"chart": "mpkit.views.memory.charts:by_strategy"},
+    "CommMatrix": {"chart": f"{RESULTS}.ranks:traffic", "text": f"{RESULTS}.ranks:traffic_text"},
+    "AttentionWork": {"chart": f"{RESULTS}.ranks:attention", "text": f"{RESULTS}.ranks:attention_text"},
+    "ExpertLoad": {"chart": f"{RESULTS}.ranks:load", "text": f"{RESULTS}.ranks:load_text"},
+    "ExpertBalance": {"chart": f"{RESULTS}.ranks:balance", "text": f"{RESULTS}.ranks:balance_text"},
 }
 """By the name of a result's class and the form: the renderer's module and name."""

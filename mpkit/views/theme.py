@@ -1,7 +1,7 @@
 """The theme of every figure, page and widget: grounds, fonts, margins, and the colours that stand for no operation.
 
     SVG       `sheet` and `svg` take classes from `style_block`: light or dark as readers prefer, light on paper
-    plotly    `dress_chart` gives a Figure a transparent ground, the font, margins, grid lines and a legend below
+    plotly    `chart/figure.py` gives a Figure a transparent ground, the font, grid lines and a legend below
     browser   `browser/` has FONT and the names below in place of "$font", "$accent" ...; `look` sends THEMES
 
 What the colours of operations, memory and idle time mean is in `colours`; those of the mesh's axes are in `plan.mesh`.
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Any
 
 __all__ = [
     "ACCENT",
@@ -30,7 +29,6 @@ __all__ = [
     "THEMES",
     "WHOLE_WORDS",
     "Theme",
-    "dress_chart",
     "page_style",
     "style_block",
     "substitute_theme",
@@ -134,38 +132,3 @@ def wrap_words(words: str, width: float, size: float = TEXT, *, bold: bool = Fal
     """
     letter = (0.62 if bold else 0.56) * size
     return wrap(words, max(int(width / letter), 8))
-
-
-TITLE = 44
-"""Letters of a chart's title per line: as many as fit the narrowest column, 400 pixels."""
-
-
-def dress_chart(
-    figure: Any, title: str = "", height: int = 360, *, left: int = 64, above: int = 0, below: int = 52, **layout: Any
-) -> Any:  # fmt: skip
-    """Give a plotly Figure the theme, and return it.
-
-    Its legend is a line below it, which breaks where the column ends, so that narrow charts keep their width.
-
-    Args:
-        figure: what to dress.
-        title: its heading; it breaks after 44 letters.
-        height: in pixels; each further line of the title adds to it.
-        left, above, below: margins in pixels, `above` beside the title.
-        layout: further arguments of `update_layout`.
-    """
-    lines = wrap(title, TITLE)
-    tall = 20 * max(len(lines) - 1, 0)
-    top = 48 * bool(lines) + above
-    under = -(below + 4) / max(height - top - below, 1)  # in heights of the plot: below the axis' title
-    legend = {"orientation": "h", "x": 0, "y": under, "yanchor": "top", "traceorder": "normal"}
-    figure.update_layout(
-        title={"text": "<br>".join(lines), "font": {"size": HEADING}, "x": 0, "xanchor": "left", "pad": {"l": 8}},
-        height=height + tall, margin={"l": left, "r": 16, "t": top + tall, "b": below},
-        paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": FONT, "color": GREY, "size": TEXT},
-        hoverlabel={"font": {"color": THEMES["light"].text}, "bgcolor": THEMES["light"].ground},
-        **{"legend": legend, **layout},
-    )  # fmt: skip
-    axis = {"gridcolor": LINE, "zeroline": False, "automargin": True}
-    return figure.update_xaxes(**axis).update_yaxes(**axis)

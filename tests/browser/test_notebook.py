@@ -158,7 +158,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     look_at(machines.locator(".mpkit-timeline"))
     screenshot(page, "notebook-without-nvlink")
 
-    pictures = [("picture", "naive.timeline().step(2).show()"), ("memory", "memory_figure(gpipe")]
+    pictures = [("picture", "naive.timeline().step(2).show()"), ("memory", "show(memory=True)")]
     if cells == "all":
         pictures += [("formula", "# the runs as points"), ("recompute", "mk.experiments.memory_by_plan")]
     for name, code in pictures:

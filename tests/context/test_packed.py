@@ -22,7 +22,6 @@ from mpkit.models import GPTConfig, PackedGPT, document_mask, next_token_loss
 from mpkit.plan.chunks import deal_chunks
 from mpkit.strategies.context.layout import packed_lengths
 from mpkit.trace.attention_work import AttentionWork
-from mpkit.views.sequences.work import work_svg, work_text
 from tests.recipes import adamw
 from tests.serial import EXACT, Train, check_equal, same, serial
 
@@ -142,9 +141,9 @@ def test_the_work_as_text_and_as_a_picture() -> None:
         np.array([[9.0, 9, 9, 9]] * 2 + [[20, 68, 44, 44]]), first=5, groups=[(0, 1), (2, 3)]
     )
     assert work.imbalance == pytest.approx(68 / 44) and len(work.to_dataframe()) == 12
-    text, picture = work_text(work), work_svg(work)
+    text, picture = str(work), work.to_svg()
     assert "in step 7" in text and "0.45 x mean" in text and "1.55 x the mean" in text
-    assert picture.count("<title>rank") == 4 and "rank 1: 68 pairs, 1.55 x mean" in picture
+    assert picture.count("<title>pairs") == 4 and "68, 1.55 x mean" in picture
 
 
 # ---- a loss over uneven numbers of tokens ---------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
+from mpkit.common.display import draw
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
-from mpkit.views.comparison.estimate import estimate_svg
-from mpkit.views.dashboard.html import static
-from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
+from mpkit.views.chart.svg import chart_svg
+from mpkit.views.dashboard.html import LEGIBLE, static
 from mpkit.views.drawing.clock_words import clock_words
+from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.series import device_memory
-from mpkit.views.memory.svg import memory_svg
 from mpkit.views.page.html import html
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.tracks import pack_tracks
@@ -32,7 +32,7 @@ def drawn_words(svg: str) -> list[str]:
 @pytest.mark.parametrize("machine", ["8x-a100-nvlink", "8x-rtx-4090"])
 def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: str) -> None:
     found = mk.fits("llama3-8b", PLAN, machine, **ASKED)
-    picture, text = estimate_svg(found), str(found)
+    picture, text = draw(found, "svg"), str(found)
     (needed,) = re.findall(r": ([\d.]+ of [\d.]+ GiB) on rank 0", text)
     words = drawn_words(picture)
     assert words[0].startswith(f"llama3-8b {'fits' if found else 'does not fit'} {machine}: ")
@@ -49,7 +49,7 @@ def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: st
 def test_a_bar_for_each_stage_with_its_own_total() -> None:
     plan = mk.Plan(pp=4, dp=2, schedule="1f1b", microbatches=8)
     found = mk.fits("gpt3-1.3b", plan, "8x-rtx-4090", global_batch=64, sequence=2048)
-    words = drawn_words(estimate_svg(found))
+    words = drawn_words(draw(found, "svg"))
     assert [each for each in words if each.startswith("ranks")] == [
         f"ranks {2 * i}-{2 * i + 1}" for i in range(4)
     ]
@@ -64,7 +64,7 @@ def test_an_estimate_is_a_picture_in_a_notebook_with_the_numbers_of_its_text() -
     found = mk.estimate("llama3-8b", PLAN, "8x-a100-nvlink", **ASKED)
     bundle = found._repr_mimebundle_()
     assert bundle["text/plain"] == str(found) and bundle["text/html"].startswith("<img alt=")
-    words = drawn_words(estimate_svg(found))
+    words = drawn_words(draw(found, "svg"))
     assert all(
         number in "".join(words) for number in re.findall(r"[\d.,]+ (?:ms|s|tokens/s|TFLOP/s)\b", str(found))
     )
@@ -73,14 +73,10 @@ def test_an_estimate_is_a_picture_in_a_notebook_with_the_numbers_of_its_text() -
         assert any(each.startswith(cause) and each.endswith(f", {share}") for each in words), cause
 
 
-def test_a_finished_run_stays_on_its_last_step_below_a_strip_of_the_whole() -> None:
+def test_a_finished_run_stays_on_its_last_step() -> None:
     long = mk.simulate(mk.Plan.gpipe(4, 8), 1e-3, 2e-3, 2e-3, 1e-4, steps=LEGIBLE + 1)
-    assert drawn_words(strip_svg(long)) == ["the whole run: 9 steps in 500 ms; below: step 8"]
     page = static("GPipe", "finished", "", "", long, [], note="A note.")
-    assert page.count("<img alt=") == 3 and "step 8" in page and "A note.</p>" in page
-    assert (
-        static("GPipe", "finished", "", "", long.step(8), []).count("<img alt=") == 2
-    )  # no strip of one step
+    assert page.count("<img alt=") == 2 and "A note.</p>" in page
 
 
 def test_a_bubble_beyond_theory_is_split_to_the_digit() -> None:
@@ -112,12 +108,15 @@ def test_somebody_elses_trace_names_its_file_clock_and_device(tmp_path: Path) ->
 
 def test_memory_says_its_share_of_the_device_where_the_machine_is_known() -> None:
     timeline = mk.simulate(mk.Plan.gpipe(2, 2))
-    assert "device" not in pack_tracks(timeline)[0]["tracks"][0] and "percentages" not in memory_svg(timeline)
+    assert (
+        "device" not in pack_tracks(timeline)[0]["tracks"][0]
+        and "Percentages" not in memory_over_time(timeline).note
+    )
     known = replace(timeline, clock="virtual", meta={"hardware": "2x-titan-rtx"})
     known.held["total"] *= 6_000_000_000
     assert device_memory(known) == (24_000_000_000, "TITAN RTX")
     assert pack_tracks(known)[0]["tracks"][0]["device"] == 24_000_000_000
-    words = drawn_words(memory_svg(known))
+    words = drawn_words(chart_svg(memory_over_time(known)))
     assert words.count("peak 11.2 GiB, 50.0 %") == 2
     told = " ".join(words)
     assert (
@@ -136,7 +135,7 @@ def test_a_path_of_many_operations_is_no_slab() -> None:
 
 def test_amounts_of_a_list_have_one_unit() -> None:
     found = mk.fits("gpt2", mk.Plan.ddp(2), "2x-titan-rtx", sequence=1024)
-    for words in (str(found), " ".join(drawn_words(estimate_svg(found)))):
+    for words in (str(found), " ".join(drawn_words(draw(found, "svg")))):
         assert "buffers" in words and {*re.findall(r"\d (GiB|MiB|KiB)\b", words)} == {"GiB"}, words
 
 

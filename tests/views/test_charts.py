@@ -1,12 +1,23 @@
-"""The charts of loss and metrics by step."""
+"""Charts as data, and what SVG, plotly and text show of them: the same numbers."""
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from math import inf, nan
 
+import pytest
+
+import mpkit as mk
+from mpkit.common.display import draw
 from mpkit.trace.metrics import Metrics
-from mpkit.views.dashboard.charts import charts_svg, panels_of
+from mpkit.views.chart.chart import COUNT, Axis, Chart, Panel, Series
+from mpkit.views.chart.figure import chart_figure
+from mpkit.views.chart.svg import chart_svg
+from mpkit.views.chart.text import chart_text
+from mpkit.views.results.losses import losses
+from mpkit.views.results.steps import causes
 
 METRICS = Metrics(
     {
@@ -15,28 +26,87 @@ METRICS = Metrics(
         "lr": {0: {0: 1e-3, 1: 1e-3}, 1: {0: 1e-3, 1: 1e-3}},
     }
 )
+STACKED = [Series("a", [1.0, 3.0]), Series("b", [2.0, None]), Series("limit", [2.5, 2.5], "#d55e00", "mark")]
+
+
+def words_of(drawn: str) -> list[str]:
+    return [
+        "".join(each.itertext()) for each in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["bars", "rows"])
+def test_bars_are_stacked_in_every_form(kind: str) -> None:
+    chart = Chart("T", [Panel(STACKED, ["x", "y"], kind, groups=[("one", 1), ("other", 1)])])  # type: ignore[arg-type]
+    drawn = chart_svg(chart)
+    size, at = ("height", "y") if kind == "bars" else ("width", "x")
+    bars = re.findall(rf'<rect class="i(\w+)" [^>]*{at}="([\d.]+)"[^>]*{size}="([\d.]+)"[^>]*><title>', drawn)
+    lengths = [float(size) for _, _, size in bars]
+    assert lengths[1] == pytest.approx(3 * lengths[0], rel=0.02) and lengths[2] == pytest.approx(
+        2 * lengths[0], rel=0.02
+    )
+    figure = chart_figure(chart)
+    assert figure.layout.barmode == "stack" and [trace.name for trace in figure.data] == ["a", "b", "limit"]
+    assert [each for each in (figure.data[0].y if kind == "bars" else figure.data[0].x)] == [1, 3]
+    assert chart_text(chart).splitlines()[-1].split() == ["other", "y", "3", "2.5", "3"]
+
+
+def test_no_two_numbers_of_an_axis_touch_in_a_narrow_chart() -> None:
+    long = Panel([Series("a", list(range(200)))], [f"rank {i}" for i in range(200)])
+    lines = Panel([Series("b", [1, 2], look="line")], [0, 12_345_678], "lines", x=Axis(unit=COUNT))
+    for panel in (long, lines):
+        drawn = chart_svg(Chart("", [panel]), 400)
+        places = re.findall(r'x="([\d.]+)" y="([\d.]+)" font-size="11" text-anchor="middle">([^<]+)<', drawn)
+        assert places
+        for (x, _, one), (after, _, other) in pairwise(places):
+            assert float(after) - float(x) >= 3 * (len(one) + len(other)), (one, other)
+        assert all(float(x) + 3.3 * len(words) <= 400 for x, _, words in places)
+
+
+def test_a_long_name_is_whole_beside_its_bar() -> None:
+    timeline = mk.simulate(mk.Plan.gpipe(4, 8))
+    name = "Plan(dp=2, pp=4, schedule='1f1b', microbatches=8)"
+    chart = causes(mk.compare(short=timeline, **{name: timeline}))
+    for width in (400, 960):
+        drawn = chart_svg(chart, width)
+        assert name in " ".join(words_of(drawn))
+        for x, words in re.findall(r'<text class="words" x="([\d.]+)"[^>]*text-anchor="end">([^<]+)<', drawn):
+            assert float(x) - 6.0 * len(words) >= 0, words
 
 
 def test_evaluation_shares_the_panel_of_what_it_evaluates() -> None:
-    panels = panels_of([3.0, 2.5], 4, METRICS)
-    assert [panel.name for panel in panels] == ["loss", "<b>norm</b>", "lr"]
-    assert panels[0].lines == {"loss": {4: 3.0, 5: 2.5}, "eval loss": {1: 2.0, 3: 1.0}}
-    assert list(panels[1].lines) == ["<b>norm</b>, rank 0", "<b>norm</b>, rank 1"]
-    assert list(panels[2].lines) == ["lr"]  # the same on both
+    chart = losses([3.0, 2.5], 4, METRICS)
+    assert chart is not None
+    assert [panel.title for panel in chart.panels] == ["loss", "<b>norm</b>", "lr"]
+    first = {each.name: dict(zip(each.at, each.values, strict=True)) for each in chart.panels[0].series}
+    assert first == {"loss": {4: 3.0, 5: 2.5}, "eval loss": {1: 2.0, 3: 1.0}}
+    assert [each.name for each in chart.panels[1].series] == ["<b>norm</b>, rank 0", "<b>norm</b>, rank 1"]
+    assert [each.name for each in chart.panels[2].series] == ["lr"]  # the same on both
 
 
-def test_the_axes_have_names_and_numbers_and_no_value_is_html() -> None:
-    drawn = charts_svg([3.0, 2.5, nan, inf], 0, METRICS)
-    root = ET.fromstring(drawn)
-    texts = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("step") == 3 and "2.5" in texts and "<b>" not in drawn
-    assert any("eval loss 1" in text for text in texts)
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 5
+def test_losses_have_axes_and_no_value_is_html() -> None:
+    chart = losses([3.0, 2.5, nan, inf], 0, METRICS)
+    assert chart is not None
+    drawn = chart_svg(chart)
+    assert words_of(drawn).count("step") == 3 and "2.5" in words_of(drawn) and "<b>" not in drawn
+    assert len(re.findall("<polyline", drawn)) == 5
 
 
-def test_nothing_is_drawn_of_too_little() -> None:
-    assert charts_svg([1.0, 2.0], 0, Metrics()) == ""
-    assert charts_svg([1.0, 1.0, 1.0], 0, Metrics()).startswith("<svg")
-    assert charts_svg([nan, nan, nan], 0, Metrics()).startswith("<svg")
-    many = Metrics({f"m{i}": {0: {0: float(i)}} for i in range(20)})
-    assert "not drawn: m12" in charts_svg([], 0, many)
+def test_nothing_is_drawn_of_too_little_and_the_place_of_what_comes_is_kept() -> None:
+    assert losses([1.0, 2.0], 0, Metrics()) is None
+    for values in ([1.0, 1.0, 1.0], [nan, nan, nan]):
+        chart = losses(values, 0, Metrics())
+        assert chart is not None and chart_svg(chart).startswith("<svg")
+    many = losses([], 0, Metrics({f"m{i}": {0: {0: float(i)}} for i in range(20)}))
+    assert many is not None and "not drawn: m12" in chart_svg(many)
+    # A run's chart is as tall before its first step as at its end, so that nothing below it moves.
+    heights = {
+        re.search(r'height="(\d+)"', chart_svg(chart))[1]  # type: ignore[index]
+        for values in ([], [3.0], [3.0, 2.0, 1.0]) if (chart := losses(values, 0, Metrics(), 9)) is not None
+    }  # fmt: skip
+    assert len(heights) == 1
+
+
+def test_a_result_without_a_form_says_so() -> None:
+    with pytest.raises(LookupError, match="nobody draws a Timeline as carpet"):
+        draw(mk.simulate(mk.Plan.gpipe(2, 1)), "carpet")

@@ -5,26 +5,55 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
+from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
-from mpkit.views.dashboard.html import head, output, progress, sparkline, trouble
+from mpkit.views.dashboard.html import head, output, progress, trouble
 from mpkit.views.dashboard.pace import Pace, TimeLeft
 from mpkit.views.dashboard.widget import Dashboard
 from mpkit.views.drawing.lanes import groups_of, rank_label
-from mpkit.views.memory.chart import memory_figure
 from mpkit.views.timeline.tracks import MOMENTS, pack_tracks
 from mpkit.views.timeline.widget import TimelineView
 
 LABELS = [f"GPU {rank}" for rank in range(4)]
 
 
+def board_of(title: str, labels: list[str], steps: int, on_stop: Any, **known: Any) -> Dashboard:
+    board = Dashboard(title, labels, steps)
+    board.begin(labels, on_stop, **known)
+    return board
+
+
+def test_lanes_are_there_before_the_run_is_and_nothing_below_them_moves(gpipe: mk.Timeline) -> None:
+    board = Dashboard("GPipe", [f"rank {rank}" for rank in range(4)], steps=9)
+    assert len(board.timeline.labels) == 4 and "starting 4 processes" in board._head.value
+    assert board._stop.disabled and board.timeline.tracks_head["tracks"]
+    empty = board._charts.value
+    assert "<img" in empty, "the losses have their place"
+    board.begin(LABELS, lambda: None, theory=3 / 11)
+    assert board.timeline.labels == LABELS and not board._stop.disabled and "27.3 %" in board.timeline.note
+    board.add_spans(gpipe.spans, gpipe.names)
+    board.set_charts([3.0, 2.0, 1.0], 0, Metrics())
+    assert board._charts.value != empty and board._charts.value.count("<img") == empty.count("<img")
+
+
+def test_a_run_that_is_rejected_leaves_no_view() -> None:
+    board = Dashboard("GPipe", LABELS, steps=9)
+    board._handle = SimpleNamespace(update=lambda shown, raw: seen.append(shown))
+    seen: list[dict[str, str]] = []
+    board.withdraw()
+    assert seen == [{"text/plain": ""}]
+
+
 def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", LABELS, steps=3, on_stop=lambda: None, theory=3 / 11)
+    board = board_of("GPipe", LABELS, steps=3, on_stop=lambda: None, theory=3 / 11)
     assert "in theory" in board.timeline.note and "27.3 %" in board.timeline.note
     assert "running" in board.mimebundle()["text/plain"]
     board.add_spans(gpipe.spans[:100], gpipe.names)
@@ -32,7 +61,6 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
     board.set_memory(gpipe)
     board.add_output("[rank 1] hello")
     board.timeline.flush()
-    assert board._memory_worker.join()
     assert board._bar.value == 2
     assert "4.2500" in board._words.value and "of 3" in board._words.value
     assert "[rank 1] hello" in board._output.value
@@ -47,7 +75,7 @@ def test_a_run_from_its_start_to_its_end(gpipe: mk.Timeline) -> None:
 
 
 def test_the_head_has_the_proof_in_words(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", LABELS, steps=3, on_stop=None)
+    board = board_of("GPipe", LABELS, steps=3, on_stop=None)
     board.set_proof(Proof())
     assert "serial" not in board._head.value and "verified" not in board._head.value
     board.add_spans(gpipe.spans[:100], gpipe.names)
@@ -64,7 +92,7 @@ def test_the_head_has_the_proof_in_words(gpipe: mk.Timeline) -> None:
 def test_ranks_of_a_mesh_are_grouped_from_the_start(meshed) -> None:
     timeline = meshed(Mesh(pp=2, dp=2, tp=2), 2)
     labels = [rank_label(timeline, rank) for rank in range(8)]
-    board = Dashboard("2 x 2 x 2", labels, steps=1, on_stop=lambda: None, groups=groups_of(timeline))
+    board = board_of("2 x 2 x 2", labels, steps=1, on_stop=lambda: None, groups=groups_of(timeline))
     before = board.timeline.groups
     assert [group["heading"] for group in before][1] == "pp0 dp1 · ranks 2, 3"
     board.finish(timeline)
@@ -74,7 +102,7 @@ def test_ranks_of_a_mesh_are_grouped_from_the_start(meshed) -> None:
 
 def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None:
     hostile = "<script>alert(1)</script>"
-    board = Dashboard(hostile, LABELS, steps=3, on_stop=lambda: None)
+    board = board_of(hostile, LABELS, steps=3, on_stop=lambda: None)
     board.add_output(hostile)
     board.finish(replace(gpipe, spans=gpipe.spans[:0]), f"rank 2 raised {hostile}", status="failed")
     for html in (
@@ -95,7 +123,7 @@ def test_the_stop_button_stops_without_holding_the_kernel_up() -> None:
         may_end.wait(10)
         ended.set()
 
-    board = Dashboard("GPipe", LABELS, steps=3, on_stop=stop)
+    board = board_of("GPipe", LABELS, steps=3, on_stop=stop)
     board._stop.click()  # returns, although stopping takes its time
     assert board._stop.disabled and not ended.is_set()
     may_end.set()
@@ -103,7 +131,7 @@ def test_the_stop_button_stops_without_holding_the_kernel_up() -> None:
 
 
 def test_threads_may_fill_it_together(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", LABELS, steps=100, on_stop=lambda: None)
+    board = board_of("GPipe", LABELS, steps=100, on_stop=lambda: None)
     acts = [
         lambda i: board.add_spans(gpipe.spans[i : i + 1], gpipe.names),
         lambda i: board.set_progress(i, [1.0] * i),
@@ -129,7 +157,7 @@ def test_threads_may_fill_it_together(gpipe: mk.Timeline) -> None:
 
 
 def test_long_output_keeps_its_end() -> None:
-    board = Dashboard("GPipe", LABELS, steps=1, on_stop=lambda: None)
+    board = board_of("GPipe", LABELS, steps=1, on_stop=lambda: None)
     for i in range(1200):
         board.add_output(f"<line {i}>")
     assert "&lt;line 1199&gt;" in board._output.value and "&lt;line 600&gt;" not in board._output.value
@@ -138,7 +166,6 @@ def test_long_output_keeps_its_end() -> None:
 def test_words() -> None:
     assert progress(0, 5, []).count("<b>") == 1
     assert "nan" in progress(1, 5, [float("nan")])
-    assert sparkline([3.0, 2.0, float("nan"), 1.0]).count(",") == 3 + 1  # the last is named again
     assert output([]) == trouble("") == ""
     assert "failed" in head("x", "failed")
 
@@ -150,33 +177,6 @@ def test_pace_gives_costly_things_a_twentieth_of_the_time() -> None:
 
 
 # ---------------------------------------------------------------- memory
-
-
-def test_a_panel_a_gpu_with_its_peak(data_parallel: mk.Timeline) -> None:
-    figure = memory_figure(data_parallel)
-    used = [trace.name for trace in figure.data[: len(figure.data) // 2 - 1]]
-    assert len(figure.data) == 2 * (len(used) + 1) and used[0] == "params"  # no key that nothing wears
-    assert [title.text for title in figure.layout.annotations] == [
-        "rank 0 (CPU): <b>peak 1.95 KiB</b>",
-        "rank 1 (CPU): <b>peak 1.95 KiB</b>",
-    ]
-    peak = figure.data[len(used)]
-    assert peak.y[0] == np.float32(2000 / 1024) and peak.x[0] == 3.0
-    assert all(trace.x.dtype == trace.y.dtype == np.float32 for trace in figure.data)
-
-
-def test_few_points_whatever_the_length(gpipe: mk.Timeline) -> None:
-    held = np.zeros(200_000, gpipe.held.dtype)
-    held["time"], held["total"] = np.arange(200_000), np.arange(200_000) % 1000
-    figure = memory_figure(replace(gpipe, held=held))
-    assert max(len(trace.x) for trace in figure.data) <= 500
-    assert figure.data[0].y.max() == 999  # of micro-batches
-
-
-def test_many_gpus_have_a_bar_each(gpipe: mk.Timeline) -> None:
-    figure = memory_figure(replace(gpipe, world_size=40))
-    assert {trace.type for trace in figure.data} == {"bar"}
-    assert len(figure.data[0].x) == 40
 
 
 def tracks_of(view: TimelineView) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -218,14 +218,14 @@ def test_memory_of_a_long_run_has_few_moments_and_all_peaks(gpipe: mk.Timeline) 
 
 
 def test_a_run_without_memory_keeps_no_place_for_it(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", LABELS, steps=1, on_stop=None)
+    board = board_of("GPipe", LABELS, steps=1, on_stop=None)
     assert board.timeline.tracks_head
     board.finish(replace(gpipe, held=gpipe.held[:0]))
     assert not board.timeline.tracks_head
 
 
 def test_progress_and_the_end_are_said(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", LABELS, steps=3, on_stop=None)
+    board = board_of("GPipe", LABELS, steps=3, on_stop=None)
     board.set_progress(1, [4.5])
     assert board.timeline.said == "step 1 of 3, loss 4.5000"
     board.set_progress(2, [4.5, 4.25])
@@ -235,7 +235,7 @@ def test_progress_and_the_end_are_said(gpipe: mk.Timeline) -> None:
 
 
 def test_the_time_that_is_left_is_said_until_the_end(gpipe: mk.Timeline) -> None:
-    board = Dashboard("GPipe", LABELS, steps=9, on_stop=None)
+    board = board_of("GPipe", LABELS, steps=9, on_stop=None)
     now = iter([0.0, 40.0])
     board._time_left = TimeLeft(9, clock=lambda: next(now))
     for step in (3, 5):  # a training that was resumed after two steps

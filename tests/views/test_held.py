@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.timeline.replay.spans import HELD
 from mpkit.trace import CATEGORIES
+from mpkit.views.chart.svg import chart_svg
+from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.peak import UNMEASURED, repeated_from
 from mpkit.views.memory.series import memory_of
-from mpkit.views.memory.svg import memory_svg
 from mpkit.views.timeline.tracks import pack_tracks
 
 CHANGES = st.lists(
@@ -53,7 +54,7 @@ def test_categories_over_time(data_parallel: mk.Timeline) -> None:
 
 
 def test_a_panel_a_gpu_with_its_peak(data_parallel: mk.Timeline) -> None:
-    drawn = memory_svg(data_parallel, title="<b>")
+    drawn = chart_svg(memory_over_time(data_parallel, title="<b>"))
     root = ElementTree.fromstring(drawn)
     panels = root.findall("{http://www.w3.org/2000/svg}g")
     assert [panel.get("aria-label") for panel in panels] == ["rank 0 (CPU)", "rank 1 (CPU)"]
@@ -61,14 +62,14 @@ def test_a_panel_a_gpu_with_its_peak(data_parallel: mk.Timeline) -> None:
 
 
 def test_a_simulation_counts_micro_batches() -> None:
-    assert "peak 8 micro-batches" in memory_svg(mk.simulate(mk.Plan.gpipe(4, 8)))
+    assert "peak 8 micro-batches" in chart_svg(memory_over_time(mk.simulate(mk.Plan.gpipe(4, 8))))
 
 
 def test_many_gpus_and_no_memory(gpipe: mk.Timeline) -> None:
     many = replace(gpipe, world_size=100)
-    drawn = memory_svg(many)
+    drawn = chart_svg(memory_over_time(many))
     assert "and 36 GPUs more" in drawn
-    ElementTree.fromstring(memory_svg(replace(gpipe, held=gpipe.held[:0])))
+    ElementTree.fromstring(chart_svg(memory_over_time(replace(gpipe, held=gpipe.held[:0]))))
 
 
 def test_watched_steps_that_were_not_measured_are_marked() -> None:
@@ -79,7 +80,7 @@ def test_watched_steps_that_were_not_measured_are_marked() -> None:
     # The second step frees what the first held when it began, and the third does the same: the fourth is not measured.
     fourth = timeline.spans[(timeline.spans["step"] == 3) & (timeline.spans["rank"] == 0)]
     assert repeated_from(watched) == fourth["start"].min()
-    drawn = memory_svg(watched)
+    drawn = chart_svg(memory_over_time(watched))
     assert UNMEASURED in " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
     assert drawn.count('opacity="0.5"') == 2
     head, _ = pack_tracks(watched)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
+from mpkit.common.display import draw, in_notebook
 from mpkit.common.missing_packages import require_torch
 from mpkit.common.tracebacks import public
 from mpkit.devices.local.table import devices_html, devices_text
@@ -303,7 +305,7 @@ class Cluster:
             ValueError: an argument cannot work; raised before any process starts.
         """
         timeout = check_timeout(timeout)
-        with self._turns.instead_of_earlier(on_busy):
+        with self._turns.instead_of_earlier(on_busy), self._shown_ahead(show, plan, steps) as board:
             self._imports.join()
             from mpkit.launch.session.run import Run
             from mpkit.strategies.prepare.prepare import prepare
@@ -314,8 +316,22 @@ class Cluster:
                 lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, every=every,
                 checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate, ema=ema,
             ))  # fmt: skip
-        self._turns.training = Run(self, job, timeout=timeout, show=show)
+        self._turns.training = Run(self, job, timeout=timeout, show=show, board=board)
         return self._run_own_rank(self._turns.training)
+
+    @contextmanager
+    def _shown_ahead(self, show: bool | None, plan: Plan | None, steps: int) -> Iterator[Any]:
+        """Show empty lanes in a notebook while a training is prepared in the body; if it is rejected, they go again."""
+        sees = in_notebook() and show is not False and self._session is None
+        if not sees or not hasattr(plan, "describe") or not isinstance(steps, int):
+            yield None
+            return
+        board = draw(self, "waiting", plan, steps)
+        try:
+            yield board
+        except BaseException:
+            board.withdraw()
+            raise
 
     def _agree_on_job(self, make_job: Callable[[], TrainJob]) -> TrainJob:
         """Return the job; under a launcher, once all processes have found that they ask for the same.

@@ -68,6 +68,7 @@ class Run(RunResults):
         timeout: float | None = None,
         show: bool | None = None,
         observers: tuple[Observer, ...] = (),
+        board: Any = None,
     ) -> None:
         from mpkit.strategies.packing.edited_modules import installed_modules
         from mpkit.strategies.runtime.train import train
@@ -95,7 +96,7 @@ class Run(RunResults):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
                     self._observers.add(ProgressLine())
             elif show or (show is None and in_notebook()):
-                self.show()
+                self.show(board)
         except BaseException:
             self._launch.end()
             raise
@@ -157,12 +158,16 @@ class Run(RunResults):
 
     # ---- shown --------------------------------------------------------------------------------------------
 
-    def show(self) -> None:
-        """Show the run's picture: the live one in a notebook, else the newest step as text."""
+    def show(self, board: Any = None) -> None:
+        """Show the run's picture: the live one in a notebook, else the newest step as text.
+
+        Args:
+            board: a view that was displayed while the run was prepared; None: display one here.
+        """
         if not in_notebook():
             print(self.timeline())
             return
-        self._dashboard = draw(self, "widget")
+        self._dashboard = draw(self, "widget", board)
         self.look(self._dashboard)
 
     @property

@@ -1,4 +1,4 @@
-"""The runs of this notebook, or of a folder: what each was and what came out, sortable and comparable.
+"""The runs of this notebook, or of a folder: what each was and what came out; two are compared.
 
 keep    a run that has ended leaves a row, and the timeline of its last step
 runs    the rows so far; or of the traces that were saved in a folder, which outlast the notebook
@@ -64,7 +64,7 @@ class KeptRun:
 
 
 class RunList(Sequence[KeptRun]):
-    """The runs of this notebook, the oldest first; in a notebook, a table to sort."""
+    """The runs of this notebook, the oldest first; in a notebook, a table."""
 
     def __init__(self, rows: Sequence[KeptRun]) -> None:
         self._rows = list(rows)

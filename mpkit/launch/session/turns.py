@@ -58,7 +58,8 @@ class Turns:
     def instead_of_earlier(self, on_busy: str | None) -> Iterator[None]:
         """Prepare a new training in the body while an earlier one still runs; then make the cluster free for it.
 
-        If the new training is refused, the earlier one is shown again, since both may belong to the same cell.
+        If the new training is refused, the earlier one goes on, and a line says how to see it: its view may be gone if
+        both belong to one cell.
         """
         on_busy = check_on_busy(on_busy) or ("stop" if in_notebook() else "raise")
         if on_busy == "raise":
@@ -68,7 +69,6 @@ class Turns:
         except Exception:
             earlier = self.training
             if earlier is not None and not earlier.done and earlier.shown:
-                print("mpkit: the earlier run goes on; this is its view")
-                earlier.show()
+                print("mpkit: the earlier run goes on: run.show() shows it here, run.stop() ends it")
             raise
         self.make_free(on_busy)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from numpy import minimum
 
 from mpkit.common.calls import answers
-from mpkit.common.display import HasChart, data_frame, draw
+from mpkit.common.display import ChartedResult, data_frame, draw
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
@@ -45,7 +45,7 @@ __all__ = ["Advice", "advise"]
 
 
 @dataclass(frozen=True)
-class Advice(HasChart, DelegatedAnswer):
+class Advice(ChartedResult, DelegatedAnswer):
     """The plans that fit, the best first; it prints the best of them with reasons.
 
     A notebook shows a table of the best plan of each family as well, and a chart of step time against memory with the

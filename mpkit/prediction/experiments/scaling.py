@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.display import HasChart, data_frame
+from mpkit.common.display import ChartedResult, data_frame
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.borrowed_cluster import borrow_clusters
@@ -71,7 +71,7 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
-class Scaling(HasChart):
+class Scaling(ChartedResult):
     """The result of `scaling`: prints as a table, and shows itself as a chart in a notebook.
 
     The chart (`figure`) shows throughput by ranks: one line per strategy, and the ideal line.

@@ -25,14 +25,8 @@ to try:
     own.js       a schedule that the reader writes, checked
     trial.js     sliders, and the panel that shows what they set
 
-And on pages whose run the reader can replay on another link:
+A separate module:
 
-    retimed.js   a recorded run on a link: when each operation runs
-    relink.js    the link's name and numbers, and the panel that shows the run on it
-
-Separate modules:
-
-    sortable.js      a table that the reader sorts
     slider_names.js  names for ipywidgets' sliders
 """
 
@@ -42,7 +36,7 @@ from importlib.resources import files
 
 from mpkit.views.theme import substitute_theme
 
-__all__ = ["FILES", "RELINK", "TRIAL", "css", "esm", "slider_names", "sortable"]
+__all__ = ["FILES", "TRIAL", "css", "esm", "slider_names"]
 
 FILES = (
     "words",
@@ -65,7 +59,6 @@ FILES = (
 )
 
 TRIAL = ("played", "own", "trial")
-RELINK = ("retimed", "relink")
 
 
 def esm(more: tuple[str, ...] = ()) -> str:
@@ -83,11 +76,6 @@ def esm(more: tuple[str, ...] = ()) -> str:
 def css() -> str:
     """Return the style sheet that belongs to it."""
     return _read("timeline.css")
-
-
-def sortable() -> tuple[str, str]:
-    """Return the source of the sortable table's module, and its style sheet."""
-    return _read("sortable.js"), _read("sortable.css")
 
 
 def slider_names() -> str:

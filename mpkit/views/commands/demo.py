@@ -1,24 +1,27 @@
 """The main demonstration: train one model on one batch of text with each strategy in turn, and compare the costs.
 
 serial     one process: the losses and the time that the others are compared with
-each       the strategy on all ranks, drawn while it runs
+each       the strategy on all ranks, its typical step drawn as text
 compare    a table
 keep       the interactive timelines in one HTML file
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from mpkit.common.disk import write_whole
 from mpkit.common.units import bytes_text, memory_text, percent, seconds
 from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.run import Run
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
 from mpkit.strategies.data.datasets import text_batches
@@ -28,11 +31,15 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.trace.proof import Proof
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
-from mpkit.views.timeline.terminal import watch
+from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.timeline.text import text
 
 __all__ = ["Demo", "Outcome"]
 
 EQUAL = "equal to serial"
+
+WIDEST = 120
+"""The most columns of a picture; a wider one is harder to read, not easier."""
 
 LOOK_FOR = (
     "Each picture has a row per rank, and time goes to the right: blue is forward, orange backward, green the "
@@ -161,10 +168,29 @@ class Demo:
             seed=self.seed,
             show=False,
         )
-        watch(run, title=name, console=self.console, live=not self.plain, typical=find_typical_step)
+        self._follow(run, name)
         exact = plan.bubble_in_theory
         theory = None if exact is None else float(exact)
         return Outcome(name, run.timeline(), run.losses, run.proof, theory, f"{plan.describe()} {seen}")
+
+    def _follow(self, run: Run, name: str) -> None:
+        """Show a bar while the run goes on, and its typical step when it is over."""
+        with Progress(
+            console=self.console, transient=True, disable=self.plain or not self.console.is_terminal
+        ) as bar:
+            task = bar.add_task(name, total=run.steps)
+            while not run.done:
+                bar.update(task, completed=run.first_step + len(run.losses))
+                time.sleep(0.1)
+        run.wait()
+        self.console.print(
+            f"[bold]{name}[/bold]: loss {run.losses[-1]:.4f} after {run.steps} steps", highlight=False
+        )
+        timeline, width = run.timeline(), max(min(self.console.width, WIDEST), 40)
+        drawn = text(
+            timeline, width, step=find_typical_step(timeline), fold=run.plan.ranks > FOLDED, notes=False
+        )
+        self.console.print(drawn, highlight=False, soft_wrap=True, markup=False)
 
     def table(self, outcomes: list[Outcome]) -> Table:
         """Return a table of what each strategy cost, with a column per strategy."""

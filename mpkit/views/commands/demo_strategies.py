@@ -45,8 +45,8 @@ SEEN = {
     NAIVE: "One stage works while all others wait for its result: a staircase down, and one up again.",
     GPIPE: "Cut into micro-batches, a batch lets the stages work at the same time. What is left of the bubble is the "
     "beginning, while the last stages wait for their first input, and the end, while the first ones have finished.",
-    "gpipe-recompute": "Each stage keeps its inputs only and computes its forward again (light blue) before each "
-    "backward: less memory, more time.",
+    "gpipe-recompute": "Each stage keeps its inputs only. Each backward begins by computing the forward again (light "
+    "blue, in the thin row below it): less memory, more time.",
     ONE_F_ONE_B: "Each stage alternates between forwards and backwards as soon as it can, and so holds the activations "
     "of few micro-batches. The bubble is as large as GPipe's.",
     "zb-h1": "Backwards are split: the half that the stage before waits for (red), and the gradients of the weights "

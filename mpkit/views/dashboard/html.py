@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,15 +10,18 @@ from mpkit.common.safe_text import escape
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
-from mpkit.views.dashboard.charts import charts_svg
-from mpkit.views.dashboard.strip import LEGIBLE, strip_svg
+from mpkit.views.chart.svg import chart_svg
 from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.colours import WHITE
 from mpkit.views.drawing.lanes import FOLDED
-from mpkit.views.memory.svg import memory_svg
+from mpkit.views.memory.charts import memory_over_time
+from mpkit.views.results.losses import losses as losses_chart
 from mpkit.views.theme import ACCENT, ALARM, MARGIN, MONO, STATUS, TEXT, THEMES, WHOLE_WORDS
 from mpkit.views.timeline.picture import picture
 from mpkit.views.timeline.svg import summary, svg
+
+LEGIBLE = 8
+"""Steps up to which one picture shows all of them, as `seen.js` does."""
 
 __all__ = [
     "STOP_HINT",
@@ -27,7 +29,6 @@ __all__ = [
     "head",
     "output",
     "progress",
-    "sparkline",
     "starting_html",
     "static",
     "trouble",
@@ -78,40 +79,17 @@ def starting_html(ranks: int) -> str:
 
 
 def progress(step: int, steps: int | None, losses: Sequence[float], left: float | None = None) -> str:
-    """Return the number of steps, the latest loss, all losses as a line, and about the seconds that are left.
+    """Return the number of steps, the latest loss, and about the seconds that are left.
 
     >>> "1:05 left" in progress(3, 9, [], 65.2), "left" in progress(9, 9, [])
     (True, False)
     """
     words = f"step <b>{step}</b>" + (f" of {steps}" if steps is not None else "")
     if losses:
-        words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b> {sparkline(losses)}'
+        words += f' <span style="{_FAINT}">&nbsp;loss</span> <b>{losses[-1]:.4f}</b>'
     if left is not None:
         words += f' <span style="{_FAINT}">&nbsp;about {int(left) // 60}:{int(left) % 60:02d} left</span>'
     return f'<div style="font-variant-numeric:tabular-nums;margin:0 {MARGIN:g}px;white-space:nowrap">{words}</div>'
-
-
-def sparkline(losses: Sequence[float], width: int = 110, height: int = 22) -> str:
-    """Draw the losses as a small line; values that are not finite are left out.
-
-    >>> sparkline([1.0]), sparkline([float("nan"), float("inf")])
-    ('', '')
-    """
-    points = [(i, loss) for i, loss in enumerate(losses) if math.isfinite(loss)]
-    points = points[:: max(1, len(points) // width)] + points[-1:]
-    if len(points) < 3:
-        return ""
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    span = (high - low) or 1.0
-    last = points[-1][0] or 1
-    path = " ".join(
-        f"{2 + x / last * (width - 4):.1f},{2 + (high - y) / span * (height - 4):.1f}" for x, y in points
-    )
-    return (
-        f'<svg role="img" aria-label="loss from {losses[0]:.3g} to {losses[-1]:.3g}" width="{width}" '
-        f'height="{height}" style="vertical-align:middle;margin-left:6px">'
-        f'<polyline points="{path}" fill="none" stroke="{ACCENT}" stroke-width="1.6" stroke-linejoin="round"/></svg>'
-    )
 
 
 def output(lines: Sequence[str]) -> str:
@@ -136,10 +114,10 @@ def trouble(message: str) -> str:
     )
 
 
-def charts(losses: Sequence[float], first_step: int, metrics: Metrics) -> str:
+def charts(losses: Sequence[float], first_step: int, metrics: Metrics, steps: int | None = None) -> str:
     """Return the charts of loss and metrics as an image; "" if there is too little to draw."""
-    drawn = partial(charts_svg, losses, first_step, metrics)
-    return image(drawn, "Loss and metrics by step", fill=True) if drawn() else ""
+    chart = losses_chart(losses, first_step, metrics, steps)
+    return "" if chart is None else image(partial(chart_svg, chart), chart.told, fill=True)
 
 
 def static(
@@ -155,7 +133,7 @@ def static(
 ) -> str:
     """Return the whole dashboard without a kernel: pictures as images, for a saved notebook.
 
-    Of a long run it shows the last step, below a strip of the whole, as the live view does. `note` is what its picture
+    Of a long run it shows the last step. `note` is what its picture
     cannot say, such as why its bubble is not that of theory.
     """
     drawn = [
@@ -166,12 +144,6 @@ def static(
     ]
     fold = timeline.world_size > FOLDED
     step = timeline.steps[-1] if len(timeline.steps) > LEGIBLE else None
-    if step is not None:
-        drawn.append(
-            image(
-                partial(strip_svg, timeline), f"The whole run as a strip, its last step framed: step {step}"
-            )
-        )
     words = summary(picture(timeline, step, fold=fold))
     drawn.append(image(partial(svg, timeline, step=step, fold=fold), words))
     drawn.append(
@@ -179,5 +151,5 @@ def static(
     )
     if len(timeline.held):
         shown = timeline if step is None else timeline.step(step)
-        drawn.append(image(partial(memory_svg, shown), "Memory by GPU over time"))
+        drawn.append(image(partial(chart_svg, memory_over_time(shown)), "Memory by GPU over time"))
     return "".join([*drawn, output(lines)])

@@ -1,8 +1,9 @@
 """The dashboard that a Run shows in a notebook: progress, timeline, memory, a stop button, the ranks' output.
 
-    Dashboard    the widgets, filled from any thread by methods that take the data they need
-    RunView      observes a Run, and fills a Dashboard
-    show_run     makes both and displays them
+    Dashboard      the widgets, filled from any thread by methods that take the data they need
+    RunView        observes a Run, and fills a Dashboard
+    show_run       makes both and displays them
+    show_waiting   displays the empty lanes of a run that is being prepared, which `show_run` then fills
 
 When the run ends, the output is replaced by one that contains pictures, too, so that a saved notebook shows them
 without a kernel.
@@ -23,7 +24,7 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
-from mpkit.views.dashboard.pace import Background, Pace, TimeLeft
+from mpkit.views.dashboard.pace import Pace, TimeLeft
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.text import text
@@ -36,10 +37,12 @@ except ImportError as error:
     raise needs_notebook("a run's dashboard", error) from error
 
 if TYPE_CHECKING:
+    from mpkit.launch.session.cluster import Cluster
     from mpkit.launch.session.run import Run
     from mpkit.launch.session.watched_run import WatchedRun
+    from mpkit.plan.plan import Plan
 
-__all__ = ["Dashboard", "RunView", "show_run"]
+__all__ = ["Dashboard", "RunView", "show_run", "show_waiting"]
 
 SPEAK = 10.0
 """The least seconds between two lines that a screen reader is told about steps and losses."""
@@ -55,28 +58,13 @@ class Dashboard:
         title: what the run is called.
         labels: the labels of the timeline's lanes, one per rank.
         steps: the total number of steps; None if it is unknown.
-        on_stop: called, in a thread of its own, when the stop button is pressed; None: there is no button.
-        theory: the bubble according to the formula, to show next to the measured one.
-        groups: the groups of the ranks.
-        layers: the layers of each stage, as `layers_trait` returns them.
-        gpus: whether the ranks' GPUs are sampled.
     """
 
-    def __init__(
-        self,
-        title: str,
-        labels: Sequence[str],
-        steps: int | None,
-        on_stop: Callable[[], object] | None,
-        *,
-        theory: float | None = None,
-        groups: Sequence[LaneGroup] = (),
-        layers: Sequence[dict[str, Any]] = (),
-        gpus: bool = False,
-    ) -> None:
+    def __init__(self, title: str, labels: Sequence[str], steps: int | None) -> None:
         self.title, self.steps = title, steps
         self._lock = threading.RLock()
-        self._on_stop, self._theory = on_stop, theory
+        self._on_stop: Callable[[], object] | None = None
+        self._theory: float | None = None
         self._lines: list[str] = []
         self._static: tuple[str, str] | None = None  # text/html and text/plain, once the run is over
         self._handle: Any = None
@@ -90,18 +78,15 @@ class Dashboard:
             self._bar.layout.display = "none"
         self._words = ipywidgets.HTML(parts.progress(0, steps, []))
         self._stop = ipywidgets.Button(
-            description="Stop", icon="stop", layout={"width": "110px"}, tooltip=parts.STOP_HINT
+            description="Stop", icon="stop", layout={"width": "110px"}, tooltip=parts.STOP_HINT, disabled=True
         )
         self._stop.on_click(self._on_press)
-        if on_stop is None:
-            self._stop.layout.display = "none"
-        self.timeline = TimelineView(labels=labels, groups=groups, layers=layers)
+        self.timeline = TimelineView(labels=labels)
         self.timeline.live = True
-        self.timeline.note = self._note()
         self._trouble, self._output = ipywidgets.HTML(), ipywidgets.HTML()
-        self._charts, self._charted = ipywidgets.HTML(), ""
-        self.timeline.expect_tracks(gpus=gpus)
-        self._memory_worker: Background[Timeline] = Background(self.timeline.set_tracks)
+        # Its place is kept from the start, so that nothing below it moves when the first losses come.
+        self._charts, self._charted = ipywidgets.HTML(parts.charts([], 0, Metrics(), steps)), ""
+        self.timeline.expect_tracks()
         self._said, self._time_left = Pace(SPEAK), TimeLeft(self.steps)
         self._stop.add_class("mpkit-stop")
         line = ipywidgets.HBox([self._bar, self._stop, self._words], layout={"align_items": "center"})
@@ -109,6 +94,35 @@ class Dashboard:
             [self._head, line, self._trouble, self.timeline, self._charts, self._output]
         )
         self.widget.add_class("mpkit-run")
+
+    def begin(
+        self,
+        labels: Sequence[str],
+        on_stop: Callable[[], object] | None,
+        *,
+        theory: float | None = None,
+        groups: Sequence[LaneGroup] = (),
+        layers: Sequence[dict[str, Any]] = (),
+        gpus: bool = False,
+    ) -> None:
+        """Say what is known of a run as soon as it is launched.
+
+        Args:
+            labels: the labels of the timeline's lanes, one per rank.
+            on_stop: called, in a thread of its own, when the stop button is pressed; None: there is no button.
+            theory: the bubble according to the formula, to show next to the measured one.
+            groups: the groups of the ranks.
+            layers: the layers of each stage, as `layers_trait` returns them.
+            gpus: whether the ranks' GPUs are sampled.
+        """
+        self._on_stop, self._theory = on_stop, theory
+        self._stop.disabled = False
+        if on_stop is None:
+            self._stop.layout.display = "none"
+        with self.timeline.hold_sync():
+            self.timeline.begin(labels, groups, layers)
+            self.timeline.note = self._note()
+            self.timeline.expect_tracks(gpus=gpus)
 
     # ---- filling ------------------------------------------------------------------------------------------
 
@@ -139,15 +153,15 @@ class Dashboard:
 
     def set_charts(self, losses: Sequence[float], first_step: int, metrics: Metrics) -> None:
         """Show the loss and what was logged, by step."""
-        charted = parts.charts(losses, first_step, metrics)
+        charted = parts.charts(losses, first_step, metrics, self.steps)
         with self._lock:
             self._charted = charted
             self._charts.value = self._charted
 
     def set_memory(self, timeline: Timeline) -> None:
-        """Show memory and samples of GPUs so far; they are drawn in the background."""
+        """Show memory and samples of GPUs so far."""
         if has_tracks(timeline):
-            self._memory_worker.put(timeline)
+            self.timeline.set_tracks(timeline)
 
     def add_output(self, line: str) -> None:
         """Show a line that a rank printed, with the rank's label."""
@@ -209,10 +223,18 @@ class Dashboard:
 
     # ---- showing ------------------------------------------------------------------------------------------
 
+    def withdraw(self) -> None:
+        """Take the dashboard away: its run was rejected before it began."""
+        self.widget.close()
+        if self._handle is not None:
+            self._handle.update({"text/plain": ""}, raw=True)
+
     def show(self) -> None:
         """Display the dashboard here; the same output is replaced when the run ends."""
         from IPython.display import display
 
+        if self._handle is not None:  # since the run was prepared
+            return
         self._handle = display(self.mimebundle(), raw=True, display_id=True)
 
     def mimebundle(self) -> dict[str, Any]:
@@ -253,22 +275,18 @@ class Dashboard:
 class RunView:
     """Observes a training or a watched program (`mpkit.launch.session.run.Observer`), and fills a Dashboard."""
 
-    def __init__(self, run: Run | WatchedRun) -> None:
+    def __init__(self, run: Run | WatchedRun, board: Dashboard | None = None) -> None:
         self.run = run
         self.cell_id = _cell_id()
         self._feed, self._cell = run.feed(), _cell()
         self._loss_pace, self._memory_pace = Pace(0.3), Pace(0.4, first=0.3)
         so_far = self._feed.timeline()
-        self.dashboard = Dashboard(
-            run.title,
-            [rank_label(so_far, rank) for rank in range(so_far.world_size)],
-            run.steps,
-            None if run.blocks else run.stop,
-            theory=run.theory,
-            groups=groups_of(so_far),
-            layers=layers_trait(so_far),
-            gpus="sampled_gpus" in so_far.meta,
-        )
+        labels = [rank_label(so_far, rank) for rank in range(so_far.world_size)]
+        self.dashboard = board or Dashboard(run.title, labels, run.steps)
+        self.dashboard.begin(
+            labels, None if run.blocks else run.stop, theory=run.theory, groups=groups_of(so_far),
+            layers=layers_trait(so_far), gpus="sampled_gpus" in so_far.meta,
+        )  # fmt: skip
 
     def was_before(self, other: RunView) -> bool:
         """Return whether its cell was run in an earlier execution than that of another view."""
@@ -319,15 +337,27 @@ def _cell_id() -> str:
     return str(parent.get("metadata", {}).get("cellId", ""))
 
 
-def show_run(run: Run | WatchedRun) -> RunView:
+def show_waiting(cluster: Cluster, plan: Plan, steps: int) -> Dashboard:
+    """Display the empty lanes of a run that is being prepared, and return the dashboard for `show_run`."""
+    title = plan.describe().split(". ")[0].rstrip(".")
+    board = Dashboard(title, [f"rank {rank}" for rank in range(cluster.ranks)], steps)
+    board.show()
+    return board
+
+
+def show_run(run: Run | WatchedRun, board: Dashboard | None = None) -> RunView:
     """Display a run's dashboard here, and return its view, which has to be notified of the run's progress.
+
+    Args:
+        run: the run.
+        board: what is displayed of it already, since it was prepared.
 
     If this cell was run before, the front end has cleared its output. A run from then that is still going, on a cluster
     that has been replaced since, could no longer be seen or stopped by anyone, so it is stopped here.
     """
     from IPython import get_ipython
 
-    view = RunView(run)
+    view = RunView(run, board)
     shown: WeakSet[RunView] = vars(get_ipython()).setdefault("_mpkit_views", WeakSet())
     for earlier in [each for each in shown if each.cell_id and each.cell_id == view.cell_id]:
         if earlier.was_before(view) and not earlier.run.done:

@@ -27,6 +27,7 @@ __all__ = [
     "CAUSE_INKS",
     "DEVICE_INKS",
     "INKS",
+    "SPARE_INK",
     "Ink",
     "Key",
     "contrast",
@@ -104,6 +105,9 @@ CATEGORY_INKS = {
 }
 """The colours of the categories of memory, by theme (light, dark): violets, in the order in which they are stacked of
 unlike lightness; the last three are of predictions alone."""
+
+SPARE_INK = ("#c9ccd1", "#565c66")
+"""What an allocator reserves beside what is held: of no category."""
 
 DEVICE_INKS = {
     "utilisation": ("#5b6b00", "#b9c94a"),

@@ -4,7 +4,7 @@ ground     a rounded rectangle in the theme's colour, and a heading on it that w
 classes    colours as classes, one block per theme, so that one file serves readers of both, and paper
 keys       a legend: a coloured square and a word each, on as many lines as it needs
 
-A sheet's classes: `ground` and `words`, `faint`, `line` as in `Theme`; `m0`, `m1`, ... are the categories of memory.
+A sheet's classes: `ground` and `words`, `faint`, `line` as in `Theme`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from mpkit.common.safe_text import escape
-from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.colours import CATEGORY_INKS
 from mpkit.views.theme import FONT, HEADING, MARGIN, TEXT, THEMES, style_block, wrap_words
 
-__all__ = ["KeyLines", "category_classes", "faint_lines", "keys", "sheet"]
+__all__ = ["KeyLines", "faint_lines", "keys", "sheet"]
 
 LINE = 20.0
 """Pixels from line to line."""
@@ -86,12 +84,6 @@ def _rules(kind: str, theme: str, classes: dict[str, dict[str, str]]) -> str:
     return "".join(f".mpkit-{kind} .{of}{{{rule}}}" for of, rule in rules.items())
 
 
-def category_classes() -> dict[str, dict[str, str]]:
-    """Return the classes of the categories of memory."""
-    inks = [CATEGORY_INKS[word] for word in CATEGORIES]
-    return {name: {f"m{i}": f"fill:{ink[name == 'dark']}" for i, ink in enumerate(inks)} for name in THEMES}
-
-
 def faint_lines(lines: Iterable[str], y: float) -> list[str]:
     """Draw faint words, a line below the other, the first at `y`."""
     return [
@@ -109,24 +101,30 @@ class KeyLines(NamedTuple):
     more: float
 
 
-def keys(looks: Iterable[tuple[str, str]], y: float, width: float, last: str = "") -> KeyLines:
+def keys(
+    looks: Iterable[tuple[str, str]], y: float, width: float, last: str = "", left: float = MARGIN
+) -> KeyLines:
     """Draw a legend, the squares of its first line from `y` down.
 
     Args:
-        looks: for each key, the attribute that colours it, such as `class="m0"`, and its word.
+        looks: for each key, the attribute that colours it, such as `class="m0"`, and its word; with `data-thin` in it,
+            it is drawn as a line.
         y: the upper edge, in pixels.
         width: of the picture.
         last: faint words behind the last key.
+        left: where its lines begin.
     """
     parts: list[str] = []
-    x, top = MARGIN, y
+    x, top = left, y
     for look, word in [*looks, *([("", last)] if last else [])]:
         square = 20 if look else 0
         room = square + 7 * len(word) + 14
-        if x + room - 14 > width - MARGIN and x > MARGIN:
-            x, y = MARGIN, y + LINE
+        if x + room - 14 > width - MARGIN and x > left:
+            x, y = left, y + LINE
         if look:
-            parts.append(f'<rect {look} x="{x:g}" y="{y:g}" width="14" height="12" rx="2"/>')
+            thin = "data-thin" in look
+            tall = f'y="{y + 4:g}" height="3"' if thin else f'y="{y:g}" height="12"'
+            parts.append(f'<rect {look} x="{x:g}" {tall} width="14" rx="{1 if thin else 2}"/>')
         shown = "words" if look else "faint"
         parts.append(f'<text class="{shown}" x="{x + square:g}" y="{y + 10.5:g}">{escape(word)}</text>')
         x += room

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B, ZB_H1
 from mpkit.views.explorer.exploration import ExplorerSetting
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["explore"]
 
@@ -19,18 +15,14 @@ __all__ = ["explore"]
 @public
 def explore(
     *schedules: str,
-    model: torch.nn.Module | None = None,
-    data: Any = None,
-    loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     **setting: Any,
 ) -> Any:
-    """Compare schedules in a notebook, with sliders, text to copy and edit, and a button that runs a schedule.
+    """Compare schedules in a notebook, with sliders and text to copy and edit.
+
+    Rows train on ranks too: `cluster.train(model, data, mk.Plan.from_schedule(rows), ...)`.
 
     Args:
         schedules: one or two names, or rows of your own as text; by default 1F1B and ZB-H1.
-        model, data, loss, optimizer: what the run button trains, as in `Cluster.train`; by default a small GPT on
-            text.
         setting: initial values of the sliders: ranks, microbatches, virtual_stages, forward, input_grad, weight_grad,
             hop.
 
@@ -61,4 +53,4 @@ def explore(
     settings = [ExplorerSetting(name, **setting) for name in schedules or (ONE_F_ONE_B, ZB_H1)]
     for each in settings:
         each.plan  # noqa: B018  (raises if the settings cannot work)
-    return Explorer(settings, model=model, data=data, loss=loss, optimizer=optimizer)
+    return Explorer(settings)

@@ -3,8 +3,6 @@
 set     a slider moved: each side is simulated and drawn again
 edit    the text of a side was edited and applied: it becomes a schedule of its own; if it cannot work, the picture of
         the one before is marked as stale
-run     a side's schedule trains a model on real ranks (`mpkit.views.explorer.explored_run`, imported when the button
-        is pressed)
 """
 
 from __future__ import annotations
@@ -12,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpkit.common.display import image
-from mpkit.common.missing_packages import needs_notebook, require_torch
+from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
-from mpkit.errors import MpkitError
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.timeline.comparison import compare_timelines
-from mpkit.views.comparison.svg import comparison_svg
 from mpkit.views.drawing.slider_names import SliderNames
 from mpkit.views.explorer.exploration import Exploration, ExplorerSetting
+from mpkit.views.results.comparison import comparison_svg
 from mpkit.views.theme import STATUS, WHOLE_WORDS
 from mpkit.views.timeline.widget import TimelineView
 
@@ -30,9 +27,6 @@ try:
     import ipywidgets
 except ImportError as error:
     raise needs_notebook("the schedule explorer", error) from error
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Explorer"]
 
@@ -63,20 +57,17 @@ STALE = "The picture is that of the last schedule that worked, not of what is se
 
 
 class Side:
-    """One schedule: its dropdown, figures, timeline, rows and buttons.
+    """One schedule: its dropdown, figures, timeline, rows.
 
     While what is set cannot work, the side is `stale`: it shows the last schedule that did.
 
     Args:
         setting: the initial settings.
         redraw: called after the schedule was changed.
-        run: called with the Plan to run; returns the HTML to show.
     """
 
-    def __init__(
-        self, setting: ExplorerSetting, redraw: Callable[[], None], run: Callable[[Any], str]
-    ) -> None:
-        self._redraw, self._run = redraw, run
+    def __init__(self, setting: ExplorerSetting, redraw: Callable[[], None]) -> None:
+        self._redraw = redraw
         named = setting.schedule in SCHEDULES
         self._own = "" if named else setting.schedule
         self.schedule = ipywidgets.Dropdown(
@@ -89,20 +80,15 @@ class Side:
         self.apply = ipywidgets.Button(
             description="draw my rows", tooltip="simulate the rows as they stand here"
         )
-        self.train = ipywidgets.Button(description="run on ranks", tooltip="train a model by this schedule")
-        self.problem, self.result = ipywidgets.HTML(), ipywidgets.HTML()
+        self.problem = ipywidgets.HTML()
         self.explored: Exploration | None = None
         self.stale = False
         self.schedule.observe(self._on_choice, names="value")
         self.apply.on_click(self._on_apply)
-        self.train.on_click(self._on_train)
         self.box = ipywidgets.VBox(
-            [
-                self.schedule, self.figures, self.problem, self.view, self.rows,
-                ipywidgets.HBox([self.apply, self.train]), self.result,
-            ],
+            [self.schedule, self.figures, self.problem, self.view, self.rows, self.apply],
             layout={"flex": "1 1 380px", "min_width": "300px"},
-        )  # fmt: skip
+        )
 
     def set(self, setting: ExplorerSetting) -> None:
         """Simulate with these degrees and times; if they cannot work, say why and mark the picture as stale."""
@@ -114,7 +100,7 @@ class Side:
             self._mark_stale()
             return
         self.problem.value = ""
-        self.stale = self.train.disabled = False
+        self.stale = False
         self.view.stale = False
         words = [
             f"<b>{escape(value)}</b> {escape(name)}"
@@ -132,7 +118,7 @@ class Side:
 
     def _mark_stale(self) -> None:
         """Grey out the picture, which belongs to an earlier setting, with its figures taken away."""
-        self.stale = self.train.disabled = True
+        self.stale = True
         self.figures.value = ""
         self.view.bubble = self.view.step_time = None
         self.view.note = STALE
@@ -150,18 +136,6 @@ class Side:
         else:
             self.schedule.value = OWN  # this redraws, too
 
-    def _on_train(self, _: Any) -> None:
-        if self.explored is None:
-            return
-        self.train.disabled = True
-        self.result.value = "training ..."
-        try:
-            self.result.value = self._run(self.explored.plan)
-        except (ValueError, MpkitError) as error:
-            self.result.value = _problem(str(error))
-        finally:
-            self.train.disabled = self.stale
-
 
 class Explorer(ipywidgets.VBox):
     """The explorer's widget; see `mpkit.explore`.
@@ -171,18 +145,9 @@ class Explorer(ipywidgets.VBox):
         sides: the sides, one per schedule.
     """
 
-    def __init__(
-        self,
-        settings: Sequence[ExplorerSetting],
-        *,
-        model: torch.nn.Module | None = None,
-        data: Any = None,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-    ) -> None:
-        self._job = model, data, loss, optimizer
+    def __init__(self, settings: Sequence[ExplorerSetting]) -> None:
         self.sliders = {name: _slider(name, getattr(settings[0], name)) for name in SLIDERS}
-        self.sides = [Side(setting, self._on_change, self._train) for setting in settings]
+        self.sides = [Side(setting, self._on_change) for setting in settings]
         for slider in self.sliders.values():
             slider.observe(lambda _: self._on_change(), names="value")
         super().__init__(
@@ -214,18 +179,6 @@ class Explorer(ipywidgets.VBox):
         room = max(drawn, default=0.0)
         for side in self.sides:
             side.draw(room)
-
-    def _train(self, plan: Any) -> str:
-        """Run the plan on real ranks; return the predicted and the measured timeline below each other, as HTML."""
-        require_torch("The button that runs a schedule on ranks")
-        from mpkit.views.explorer.explored_run import train
-
-        run = train(plan, *self._job)
-        comparison = compare_timelines([("", run)])
-        return (
-            image(partial(comparison_svg, comparison), str(comparison))
-            + f"<pre>{escape(str(comparison))}</pre>"
-        )
 
 
 def _slider(name: str, value: float) -> Any:

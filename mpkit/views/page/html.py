@@ -24,16 +24,15 @@ from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text, percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.notes import proof_notes
-from mpkit.timeline.replay.link_program import LinkProgram
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace.proof import Proof
-from mpkit.views.browser import RELINK, TRIAL, css, esm
+from mpkit.views.browser import TRIAL, css, esm
+from mpkit.views.chart.svg import chart_svg
 from mpkit.views.drawing.badge import badge
 from mpkit.views.drawing.clock_words import clock_words, files_words
 from mpkit.views.drawing.lanes import FOLDED, groups_of, groups_trait, rank_label, widest_label
+from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.series import held_text
-from mpkit.views.memory.svg import highest_of, memory_svg
-from mpkit.views.page.relink import relink_section
 from mpkit.views.page.trial import LINK, trial
 from mpkit.views.theme import THEMES, style_block, substitute_theme
 from mpkit.views.timeline.bubble_count import BubbleCounter
@@ -58,7 +57,6 @@ def html(
     steps: Mapping[str, int] | None = None,
     base: str = "",
     try_it: tuple[int, int] | None = None,
-    relink: LinkProgram | None = None,
 ) -> str:
     """Return a page with one timeline, or with several by name.
 
@@ -72,7 +70,6 @@ def html(
         steps: the step whose figures are shown, by the timeline's name; left out, the last complete one.
         base: the timeline that speed-ups are relative to; "": the slowest.
         try_it: p ranks and m micro-batches, with which a section of schedules to try begins; None: no such section.
-        relink: the run of the first timeline, which readers can then replay on another link; None: no such section.
 
     Raises:
         ValueError: there is no timeline, or there are facts about one that is not given.
@@ -90,7 +87,7 @@ def html(
         raise ValueError(f"facts about {sorted(unknown)}, but the timelines are {sorted(named)}")
     title = title or ("Timelines" if len(named) > 1 else _title(next(iter(named.values()))))
     compared = [timeline for name, timeline in named.items() if name != base] or [*named.values()]
-    highest = max(map(highest_of, compared))
+    highest = max((held["total"] for each in compared for held in each.peak_memory_of_run), default=0)
     common = _common_notes(named)
     widest = widest_label(named.values())
     shown = {name: _shown_step(timeline, steps.get(name)) for name, timeline in named.items()}
@@ -102,7 +99,6 @@ def html(
         for number, (name, timeline) in enumerate(named.items())
     ]
     more = [trial(*try_it)] if try_it else []
-    more += [relink_section(relink)] if relink else []
     page = Template(
         substitute_theme((files("mpkit.views.browser") / "page.html").read_text(encoding="utf-8"))
     )
@@ -115,7 +111,7 @@ def html(
         summary=_summary(shown, facts, base, like, [below, *common]) if len(named) > 1 or facts else "",
         sections="\n".join([*sections, *more]),
         look=_embed_json(look()),
-        script=esm((*(TRIAL if try_it else ()), *(RELINK if relink else ()))),
+        script=esm(TRIAL if try_it else ()),
     )
 
 
@@ -193,8 +189,8 @@ def _pack_bytes(values: bytes) -> str:
 
 def _memory(timeline: Timeline, highest: int, like: int, when: str) -> str:
     """Return the memory of each GPU while the figures are of it, drawn twice: for wide windows and for phones."""
-    wide = memory_svg(timeline, 1100, highest=highest, like=like)
-    narrow = memory_svg(timeline, 360, highest=highest, like=like)
+    chart = memory_over_time(timeline, highest=highest, like=like)
+    wide, narrow = chart_svg(chart, 1100), chart_svg(chart, 360)
     drawn = f"<div class='wide'>{wide}</div><div class='narrow'>{narrow}</div>"
     many = "" if timeline.world_size > 8 else " open"
     return f"<details{many}><summary>Memory by GPU{when}</summary>{drawn}</details>"

@@ -29,7 +29,7 @@ from mpkit.views.timeline.picture import Picture, PictureRow, picture
 from mpkit.views.timeline.stages import bars, chunk_of
 from mpkit.views.timeline.waits_in_vain import vain_svg
 
-__all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "summary", "svg"]
+__all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "summary", "svg", "timeline_svg"]
 
 HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
 GAP, BETWEEN, GUTTER = 2.0, 7.0, 96.0
@@ -87,6 +87,16 @@ def svg(
     Raises:
         ValueError: the width leaves no room for a picture, or there is no such theme.
     """
+    return timeline_svg(
+        timeline, width, title=title, step=step, theme=theme, room=room, fold=fold, gutter=gutter, over=over
+    )[0]
+
+
+def timeline_svg(
+    timeline: Timeline, width: int = 960, *, title: str = "", step: int | None = None, theme: str = "auto",
+    room: float = 0.0, fold: bool = False, gutter: float = 0.0, over: Over | None = None,
+) -> tuple[str, int]:  # fmt: skip
+    """Return what `svg` does, and its height in pixels, for pictures that stand below each other."""
     if width < 240:
         raise ValueError(f"width={width} leaves no room for a picture: give 240 pixels or more")
     if theme not in ("auto", *THEMES):
@@ -110,7 +120,7 @@ def svg(
     height += 20 * len(notes) - 20 + MARGIN
     ranks = f"{timeline.world_size} rank{'s' * (timeline.world_size != 1)}"
     name = escape(title or f"Timeline of {ranks}")
-    return "\n".join(
+    drawn = "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" class="mpkit" role="img" width="{width}" '
             f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="{TEXT}">',
@@ -125,6 +135,7 @@ def svg(
             "</svg>",
         ]
     )
+    return drawn, round(height)
 
 
 def summary(pic: Picture) -> str:

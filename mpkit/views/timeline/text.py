@@ -3,8 +3,7 @@
     rank 0 (CPU) |0░1░2░3░·····················3▓▓▓2▓▓▓1▓▓▓0▓▓▓|
 
 The number at the start of an operation is its micro-batch; the characters after it show its kind. Below stands what
-NVML said of the ranks' GPUs, over all steps. `terminal.py`
-draws the same cells in colour, while a run goes on.
+NVML said of the ranks' GPUs, over all steps.
 """
 
 from __future__ import annotations

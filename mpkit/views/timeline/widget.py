@@ -67,6 +67,7 @@ class TimelineView(anywidget.AnyWidget):
         groups: the groups of the ranks, if no timeline is given.
         layers: the layers of each stage (`layers_trait`), if no timeline is given.
         widest: see below.
+        memory: whether to draw what each rank held, below the lanes.
 
     Attributes:
         bubble: the idle share of a step; None before there is any.
@@ -125,6 +126,7 @@ class TimelineView(anywidget.AnyWidget):
         groups: Sequence[LaneGroup] = (),
         layers: Sequence[dict[str, Any]] = (),
         widest: str = "",
+        memory: bool = False,
     ) -> None:
         super().__init__(
             look=look(), title=title, labels=list(labels), clock=CLOCKS.get(clock, clock), room=room, widest=widest,
@@ -134,6 +136,7 @@ class TimelineView(anywidget.AnyWidget):
         self._batches = SpanBatches()
         self._counter = BubbleCounter(max(len(labels), 1))
         self._timeline: Timeline | None = None
+        self._memory = memory
         self._sent = self._names_sent = 0
         self._changed: set[int] = set()  # steps whose extents grew since they were last sent
         self._flushed = 0.0
@@ -145,8 +148,15 @@ class TimelineView(anywidget.AnyWidget):
         self.observe(self._find_path, "path_shown")
         if timeline is not None:
             self.replace(timeline)
-            if len(timeline.device_samples):
+            if memory or len(timeline.device_samples):
                 self.set_tracks(timeline)
+
+    def begin(
+        self, labels: Sequence[str], groups: Sequence[LaneGroup], layers: Sequence[dict[str, Any]]
+    ) -> None:
+        """Name the lanes of a view that was displayed before anything was known of them."""
+        self._counter = BubbleCounter(max(len(labels), 1))
+        self.labels, self.groups, self.layers = list(labels), groups_trait(groups, len(labels)), list(layers)
 
     # ---- feeding --------------------------------------------------------------------------------------------
 
@@ -304,7 +314,11 @@ class TimelineView(anywidget.AnyWidget):
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         with self._lock:
-            fallback = static_bundle(self._timeline, self.title) if self._timeline is not None else {}
+            fallback = (
+                static_bundle(self._timeline, self.title, memory=self._memory)
+                if self._timeline is not None
+                else {}
+            )
         return {**(data or {}), **fallback}, metadata
 
 

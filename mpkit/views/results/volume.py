@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpkit.common.safe_text import escape
+from mpkit.common.table import table_text
 from mpkit.common.units import bytes_text
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.theme import STATUS
@@ -45,14 +46,7 @@ def volume_text(volume: CommVolume) -> str:
     rows = [HEAD, *_cells(volume)]
     if not volume.rows:
         return f"{volume.of}: nothing{' that is known' if volume.unknown else ''}."
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    lines = [
-        "  ".join(
-            word.ljust(width) if i in LEFT else word.rjust(width)
-            for i, (word, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = table_text(rows, LEFT)
     return "\n".join([volume.of, "", *lines, *(["", volume.note] if volume.note else [])])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.safe_text import escape
+from mpkit.common.table import table_text
 from mpkit.common.units import memory_text, percent, seconds
-from mpkit.views.comparison.svg import comparison_svg
+from mpkit.views.results.comparison import comparison_svg, comparison_view
 
 if TYPE_CHECKING:
     from mpkit.launch.session.what_if_result import PredictedStep, WhatIf
@@ -19,11 +20,11 @@ HEADS = "step time", "change", "compute", "exposed", "idle", "bubble"
 def what_if_text(found: WhatIf) -> str:
     """Return a row for the run and for each change, and memory, as lines of text."""
     names = ["the run", *(row.change for row in found.rows[1:])]
-    width = max(map(len, names))
-    lines = [" " * width + "".join(f"  {head:>10}" for head in HEADS)]
+    table = [["", *HEADS]]
     for number, (name, row) in enumerate(zip(names, found.rows, strict=True)):
         change = row.step_time - found.rows[number - 1].step_time if number else None
-        lines.append(f"{name:<{width}}" + "".join(f"  {cell:>10}" for cell in _cells(row, change)))
+        table.append([name, *_cells(row, change)])
+    lines = table_text(table)
     whole = found.step_time - found.before.step_time
     relative = whole / found.before.step_time
     lines += [
@@ -84,8 +85,6 @@ def what_if_svg(found: WhatIf, width: int = 960) -> str:
 def what_if_view(found: WhatIf) -> Any:
     """Lay out both interactive timelines on one axis, and the table below them."""
     import ipywidgets
-
-    from mpkit.views.comparison.chart import comparison_view
 
     return ipywidgets.VBox(
         [comparison_view(found.comparison), ipywidgets.HTML(f"<pre>{escape(str(found))}</pre>")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpkit.common.table import table_text
 from mpkit.views.drawing.axes import ink_of
 from mpkit.views.drawing.sheet import sheet
 from mpkit.views.theme import MARGIN
@@ -31,12 +32,13 @@ def routes_text(routes: TokenRoutes) -> str:
         routes: what to show.
     """
     matrix = routes.matrix
-    wide = max(8, len(f"{matrix.max():.0f}") + 2, *(len(f"rank {rank}") + 2 for rank in routes.ranks))
-    lines = [f"Rows of {routes.layer} in step {routes.step}, from a rank's tokens to a rank's experts"]
-    lines.append("".ljust(10) + "".join(f"to {rank}".rjust(wide) for rank in routes.ranks))
-    for rank, row in zip(routes.ranks, matrix, strict=True):
-        lines.append(f"rank {rank}".ljust(10) + "".join(f"{value:.0f}".rjust(wide) for value in row))
-    lines.append("computes".ljust(10) + "".join(f"{value:.0f}".rjust(wide) for value in matrix.sum(axis=0)))
+    rows = [["", *(f"to {rank}" for rank in routes.ranks)]]
+    rows += [
+        [f"rank {rank}", *map("{:.0f}".format, row)] for rank, row in zip(routes.ranks, matrix, strict=True)
+    ]
+    rows.append(["computes", *map("{:.0f}".format, matrix.sum(axis=0))])
+    head = f"Rows of {routes.layer} in step {routes.step}, from a rank's tokens to a rank's experts"
+    lines = [head, *table_text(rows)]
     return "\n".join([*lines, f"{routes.moved_share:.0%} of the rows leave their rank"])
 
 

@@ -1,0 +1,53 @@
+"""A table of words, as lines of text for a terminal and as HTML for a notebook: words to the left, numbers right."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from mpkit.common.safe_text import escape
+
+__all__ = ["table_html", "table_text"]
+
+Rows = Sequence[Sequence[str]]
+
+
+def table_text(rows: Rows, left: Collection[int] = (0,)) -> list[str]:
+    """Return a line per row, its columns aligned.
+
+    >>> print(*table_text([["plan", "step"], ["DDP", "1.20 s"]]), end=" |")
+    plan    step DDP   1.20 s |
+
+    Args:
+        rows: the cells; the first row may be the heads.
+        left: the numbers of the columns of words; those of numbers end where their heads end.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def table_html(rows: Rows, left: Collection[int] = (0,), caption: str = "") -> str:
+    """Return the same as an HTML table, the first row its heads; a narrow column scrolls it.
+
+    >>> table_html([["plan"], ["<b>"]]).count("&lt;b&gt;")
+    1
+    """
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = (
+            f'<{tag} style="text-align:{"left" if at in left else "right"};white-space:nowrap">{escape(cell)}</{tag}>'
+            for at, cell in enumerate(row)
+        )
+        return f"<tr>{''.join(cells)}</tr>"
+
+    said = f"<caption style='text-align:left;caption-side:top'>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div style="overflow-x:auto;font-variant-numeric:tabular-nums"><table>{said}'
+        f"<thead>{line('th', rows[0])}</thead>"
+        f"<tbody>{''.join(line('td', row) for row in rows[1:])}</tbody></table></div>"
+    )

@@ -1,0 +1,210 @@
+"""A chart as data: panels of series over places, and nothing about how it is drawn.
+
+    Chart     a title, panels, a note below
+    Panel     its kind, the places, the series over them, its axes
+    Series    values with a name, a colour and a look
+    Axis      a title and a unit; where it begins, and whether it is logarithmic
+    Unit      how an amount is written, and which round amounts an axis has
+
+A result's chart is a function of a few lines that returns one (`views/*/…_chart.py`, `renderers.py`). Kinds of panels:
+
+    bars      a bar per place, its series stacked; places may be in groups
+    rows      the same lying down
+    lines     series against numbers
+    areas     series against time, stacked; each value holds until the next
+    cells     a cell per place and series, its colour by the value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from mpkit.common.units import bytes_text, memory_text, percent, seconds
+from mpkit.views.drawing.ticks import levels, memory_levels, ticks
+
+__all__ = [
+    "COUNT",
+    "NUMBER",
+    "SECONDS",
+    "SHARE",
+    "Axis",
+    "Chart",
+    "Ink",
+    "Panel",
+    "Series",
+    "Unit",
+    "bytes_of_memory",
+]
+
+Kind = Literal["bars", "rows", "lines", "areas", "cells"]
+Look = Literal["fill", "line", "joined", "dashes", "steps", "points", "rings", "dots", "mark", "band"]
+Ink = str | tuple[str, str]
+"""A colour on all grounds, or one on light and one on dark ones."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How amounts are written.
+
+    Attributes:
+        words: an amount in words.
+        levels: levels(highest, most) returns at most `most` + 1 round amounts up to the highest, with their words.
+    """
+
+    words: Callable[[float], str]
+    levels: Callable[[float, int], list[tuple[float, str]]]
+
+
+def _plain(words: Callable[[float], str], highest: float, most: int) -> list[tuple[float, str]]:
+    return [(level, words(level)) for level in levels(highest, most)]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _whole(highest: float, most: int) -> list[tuple[float, str]]:
+    return [(level, f"{level:,.0f}") for level in levels(highest, most) if level == int(level)]
+
+
+NUMBER = Unit(_short, partial(_plain, _short))
+COUNT = Unit("{:,.0f}".format, _whole)
+SECONDS = Unit(seconds, ticks)
+SHARE = Unit(percent, partial(_plain, percent))
+WHOLE_SHARE = Unit(lambda share: f"{100 * share:.0f} %", partial(_plain, percent))
+BYTES = Unit(bytes_text, partial(_plain, bytes_text))
+
+
+def bytes_of_memory(like: float = 0) -> Unit:
+    """Return the unit of amounts of memory, that of the largest one beside them.
+
+    >>> bytes_of_memory(3 * 2**30).words(2**28)
+    '0.25 GiB'
+    """
+    return Unit(partial(memory_text, like=like), partial(memory_levels, like=like))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis.
+
+    Attributes:
+        title: what its amounts are.
+        unit: how they are written.
+        low, high: where it begins and ends; None: with the data, and where bars stand, at 0.
+        log: whether it is logarithmic.
+        at: the amounts that are written, where they are not the unit's round ones.
+        hidden: whether it is not drawn.
+    """
+
+    title: str = ""
+    unit: Unit = NUMBER
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    at: Sequence[float] = ()
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values with a name.
+
+    Attributes:
+        name: in the legend.
+        values: one per place; None where there is none.
+        ink: its colour; "": the next of the theme's.
+        look: how it is drawn: stacked ("fill"), as a line, points joined by one, ...; "mark" is a line across each
+            place, such as a formula's value.
+        at: the numbers that the values are at, where they are not those of the panel's places.
+        labels: what stands at each value.
+        told: each value in words, for the pointer; where it is left out, the unit's.
+        inks: a colour for each value.
+        key: its words in the legend, if they are not its name; None: it is not there.
+        low: of a band, its lower edge; `values` are the upper one.
+    """
+
+    name: str
+    values: Sequence[float | None]
+    ink: Ink = ""
+    look: Look = "fill"
+    at: Sequence[float] = ()
+    labels: Sequence[str] = ()
+    told: Sequence[str] = ()
+    inks: Sequence[Ink] = ()
+    key: str | None = ""
+    low: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Series over places.
+
+    Attributes:
+        series: in the order in which they are stacked.
+        places: the names of bars, rows or columns; or the numbers that lines are at.
+        kind: see the module.
+        title, note: above it, left and right.
+        x, y: the axes; of rows, `x` is that of the values.
+        groups: names of neighbouring places, each with their number.
+        ends: what stands at the end of each bar.
+        limit: a line across the values that must not be passed, such as a device's memory, in words too.
+        pale: from which number on the panel is paler: what was not measured.
+        peak: whether a line marks the highest sum.
+        keys: whether its legend stands below it, instead of below all panels.
+    """
+
+    series: Sequence[Series]
+    places: Sequence[object] = ()
+    kind: Kind = "bars"
+    title: str = ""
+    note: str = ""
+    x: Axis = field(default_factory=Axis)
+    y: Axis = field(default_factory=Axis)
+    groups: Sequence[tuple[str, int]] = ()
+    ends: Sequence[str] = ()
+    limit: tuple[float, str] | None = None
+    pale: float | None = None
+    peak: bool = False
+    keys: bool = False
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of its values."""
+        return (self.x if self.kind == "rows" else self.y).unit
+
+    def sums(self) -> list[float]:
+        """Return what is stacked at each place."""
+        stacked = [each.values for each in self.series if each.look == "fill"]
+        return [sum(value or 0.0 for value in column) for column in zip(*stacked, strict=True)]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart.
+
+    Attributes:
+        title: above it.
+        panels: from left to right, line by line.
+        told: the chart in words, for readers who cannot see it.
+        below, note: a line below the title, and one below the panels.
+        across: the most panels side by side.
+        least: the pixels that a panel needs in width.
+        tall: the pixels of a panel's height; rows and cells have their own.
+        shared: whether all panels have one scale.
+        left_out: what is not drawn.
+    """
+
+    title: str
+    panels: Sequence[Panel]
+    told: str = ""
+    below: str = ""
+    note: str = ""
+    across: int = 3
+    least: float = 260.0
+    tall: float = 200.0
+    shared: bool = True
+    left_out: str = ""

@@ -1,1 +1,0 @@
-"""Drawings that compare timelines and runs."""

@@ -1,1 +1,0 @@
-"""The load of experts as a table and as a picture."""

@@ -1,1 +1,0 @@
-"""Drawings of traffic: which rank sends how much to which."""
