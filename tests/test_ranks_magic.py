@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 
@@ -128,19 +128,6 @@ def test_calls_that_will_not_match_are_told_of(run: Run, shell: InteractiveShell
     assert texts(run("%%ranks\nwork.wait()")) == ["[ranks 0-2] tensor([3.])"]
 
 
-def test_tab_completes_names_that_live_on_the_ranks(run: Run, shell: InteractiveShell) -> None:
-    run("%%ranks\nlearning_rate = 0.1\nlayer = torch.nn.Linear(2, 2)")
-
-    def completions(text: str) -> list[str]:
-        with provisionalcompleter():
-            return [each.text for each in shell.Completer.completions(text, len(text))]
-
-    assert completions("%%ranks\nlearn") == ["learning_rate"]
-    assert "layer.weight" in completions("%%ranks\ny = layer.wei")
-    assert "learning_rate" in completions("%ranks learn")
-    assert "learning_rate" not in completions("learn")
-
-
 def test_the_timeline_of_a_cell(run: Run, shell: InteractiveShell) -> None:
     run("%%ranks\nfor _ in range(3): comm.all_reduce(torch.ones(4))")
     run("%%ranks\nwith ctx.record.span('mine'): comm.barrier()")
@@ -212,6 +199,17 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(run: Run, shell: Interactive
     waits = "    try:\n        while True: comm.barrier()\n    except KeyboardInterrupt: comm.barrier()\n"
     shown = run(f"%%ranks 3\nif rank == 0:\n{waits}{INTERRUPT}time.sleep(600)", fails=True)
     assert "rank 0 could not be interrupted" in shown.stdout and "their variables are gone" in shown.stdout
+
+
+def test_a_rank_that_dies_between_two_cells_ends_the_session_with_the_reason(
+    run: Run, shell: InteractiveShell
+) -> None:
+    run("%%ranks 3 --device cpu\npass")
+    assert "cells run on ranks 0,2" in run("%ranks 0,2 --timeout 5").stdout  # a choice, and no Python code
+    os.kill(session(shell).pids[1], signal.SIGKILL)
+    shown = run("%%ranks\nrank", fails=True)
+    assert "rank 1 of 3 was killed by SIGKILL" in shown.stdout and "their variables are gone" in shown.stdout
+    assert len(texts(run("%%ranks\nrank"))) == 3
 
 
 @pytest.mark.soak

@@ -76,8 +76,9 @@ def test_runs_of_a_folder_outlast_the_notebook(train: Callable[..., Run], tmp_pa
         run.trace.save(tmp_path / f"{name}.mpkit")
         kept[name] = keep(run)
     (tmp_path / "c-cut.mpkit").write_bytes((tmp_path / "b-zero.mpkit").read_bytes()[:999])
-    with pytest.warns(UserWarning, match=r"c-cut.mpkit is left out: "):
+    with pytest.warns(UserWarning, match=r"c-cut.mpkit is left out: ") as warned:
         found = mk.runs(str(tmp_path))
+    assert [each.filename for each in warned] == [__file__]
     assert [row.name for row in found] == list(kept)
     for row in found:
         same = kept[row.name]

@@ -238,7 +238,7 @@ class LaunchedRank:
         self.meta["clocks"] = [
             {
                 "node": launcher.nodes[rank], "host": launcher.hosts[rank], "offset": clocks[rank][0][1] / 1e9,
-                "residual": clocks[rank][0][2] / 1e9, "drift": (clocks[rank][1][1] - clocks[rank][0][1]) / 1e9,
+                "residual": clocks[rank][0][2] / 1e9, "drift": _drift(clocks[rank]) / 1e9,
             }
             for rank in firsts
         ]  # fmt: skip
@@ -246,8 +246,8 @@ class LaunchedRank:
             self._write_meta()
 
     def _files_on_rank_0s_clock(self) -> dict[str, bytes]:
-        (began, offset, _), (ended, later, _) = self._clocks
-        slope = (later - offset) / max(1, ended - began)
+        (began, offset, _), (ended, _, _) = self._clocks
+        slope = _drift(self._clocks) / max(1, ended - began)
         files = {}
         for name, (dtype, columns) in TIMES.items():
             content = _read(part(self.folder, self._launcher.rank, name))
@@ -425,6 +425,12 @@ def _unchanged_process() -> Iterator[None]:
         torch.set_num_threads(threads)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
+
+
+def _drift(clocks: list[tuple[int, int, int]]) -> int:
+    """Return by how many ns two measurements of a clock differ, each (when, offset, its error); 0 within the errors."""
+    (_, before, error), (_, after, error_after) = clocks
+    return after - before if abs(after - before) > error + error_after else 0
 
 
 def _read(path: Path) -> bytes:

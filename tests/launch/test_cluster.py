@@ -216,3 +216,16 @@ def test_a_helper_process_that_nobody_uses_ends_and_the_next_run_starts_another(
         assert cluster.fork_server_pid is None
         assert cluster.resized(3).run(lambda ctx: ctx.rank) == [0, 1, 2]
         assert cluster.fork_server_pid not in (None, first)
+
+
+def test_a_cluster_that_shares_a_closed_ones_helper_is_closed() -> None:
+    with mk.Cluster(1, device="cpu") as first:
+        other = first.resized(2)
+    with pytest.raises(ValueError, match="this cluster is closed"):
+        other.run(lambda ctx: ctx.rank)
+    assert other.fork_server_pid is None
+
+
+def test_on_busy_is_checked_on_an_idle_cluster_too(cluster: mk.Cluster) -> None:
+    with pytest.raises(ValueError, match="on_busy='later'"):
+        cluster.run(lambda ctx: ctx.rank, on_busy="later")

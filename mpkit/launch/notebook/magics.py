@@ -23,12 +23,9 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from mpkit.common.tracebacks import public
-from mpkit.launch.notebook.completion import add_matcher
-from mpkit.launch.notebook.replies import CellFailed, failure, show_values
-from mpkit.launch.notebook.selection import is_selection, ranks_of, spelt
-from mpkit.launch.notebook.session import RankSession
+from mpkit.launch.notebook.session import CellFailed, RankSession, failure, show_values, spelt
 
-__all__ = ["RankMagics", "load"]
+__all__ = ["RankMagics", "is_selection", "load", "ranks_of"]
 
 OPTION = re.compile(r"--(timeline|\w+)(?:(?<!timeline)[=\s]+([^\s-]\S*))?")
 FIRST = "there are no ranks yet: `%%ranks 4` in the first line of a cell starts 4 and runs the cell on them"
@@ -46,7 +43,6 @@ class RankMagics(Magics):
         super().__init__(shell)
         self.session: RankSession | None = None
         self._chosen, self._device = "all", "auto"
-        add_matcher(shell, self._complete)
         atexit.register(self._close)
 
     # ---- the magics ---------------------------------------------------------------------------------------
@@ -63,7 +59,9 @@ class RankMagics(Magics):
     @public
     def ranks_line(self, line: str) -> Any:
         """Choose ranks, show them, or run one line on them; see the module."""
-        text, options = _parse_line(line) if line.lstrip().startswith("--") else (line.strip(), {})
+        text, options = line.strip(), dict[str, str]()
+        if line.lstrip().startswith("--") or is_selection(line.partition("--")[0]):  # not Python code
+            text, options = _parse_line(line)
         if "timeline" in options:
             return self._require_session().timeline()
         if not text:
@@ -181,11 +179,6 @@ class RankMagics(Magics):
         where = "" if len(chosen) == self.session.ranks else f"; cells run on {spelt(chosen)}"
         return f"{self.session!r}{where}"
 
-    def _complete(self, text: str) -> list[str]:
-        if self.session is None or self.session.has_ended:
-            return []
-        return self.session.complete(text)
-
     def _close(self) -> None:
         if self.session is not None:
             self.session.close()
@@ -221,6 +214,54 @@ def _name_of_cell(shell: Any) -> str:
             return " ".join(label)
         frame = frame.f_back
     return "Cell"
+
+
+# ---- which ranks -------------------------------------------------------------------------------------------------
+
+PART = re.compile(r"(-?\d+)?(:(-?\d+)?)?")
+
+
+def is_selection(text: str) -> bool:
+    """Return whether a text is meant to choose ranks.
+
+    >>> [is_selection(text) for text in ("0,2", "1:", "all", "2,", "x + 1", "")]
+    [True, True, True, True, False, False]
+    """
+    text = text.strip()
+    return text == "all" or bool(text and re.fullmatch(r"[-\d:,\s]+", text))
+
+
+def ranks_of(text: str, world_size: int) -> list[int]:
+    """Return the ranks that a text chooses: numbers and ranges as in Python, "all", or a number and a comma.
+
+    >>> ranks_of("0,2", 4), ranks_of("1:", 4), ranks_of("2,", 4), ranks_of("-1", 4), ranks_of("all", 2)
+    ([0, 2], [1, 2, 3], [2], [3], [0, 1])
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    if text.strip() == "all":
+        return list(range(world_size))
+    chosen: set[int] = set()
+    for one in filter(None, re.split(r"[,\s]+", text.strip())):
+        if not PART.fullmatch(one):
+            raise ValueError(f"{one!r} chooses no ranks: 0,2 and 1:3 and all do")
+        if ":" in one:
+            start, _, stop = one.partition(":")
+            chosen.update(
+                range(world_size)[slice(int(start) if start else None, int(stop) if stop else None)]
+            )
+            continue
+        number = int(one)
+        if not -world_size <= number < world_size:
+            raise ValueError(
+                f"there is no rank {number}: this session has ranks 0 to {world_size - 1}; `%ranks_reset {number + 1}` "
+                "starts another with more, without the variables of this one"
+            )
+        chosen.add(number % world_size)
+    if not chosen:
+        raise ValueError(f"{text.strip()!r} chooses no ranks of {world_size}: 0,2 and 1:3 and all do")
+    return sorted(chosen)
 
 
 def load(shell: Any) -> None:

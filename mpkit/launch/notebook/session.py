@@ -1,6 +1,6 @@
 """RankSession: ranks that stay, and run one cell after another; variables persist on each rank.
 
-It is one long launch whose function takes requests (`request_loop`). Between cells nobody looks at the launch: ranks
+It is one long launch whose function takes requests (`on_rank`). Between cells nobody looks at the launch: ranks
 sleep, and an idle group is not a hang. While a cell runs, the notebook's own thread looks at it as at any run:
 
     ask         write the request, wake the chosen ranks
@@ -16,20 +16,22 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mpkit.common.tracebacks import public
-from mpkit.errors import Deadlock, MpkitError
+from mpkit.common.disk import write_whole
+from mpkit.common.launch_folder import part
+from mpkit.common.safe_text import escape, visible
+from mpkit.common.tracebacks import internals_shown, public
+from mpkit.errors import Deadlock, MpkitError, RankFailed
 from mpkit.launch.launch import Launch
-from mpkit.launch.notebook.exchange import Reply, Request, read_answer, wake, write_request
-from mpkit.launch.notebook.request_loop import serve
-from mpkit.launch.notebook.selection import spelt
+from mpkit.launch.notebook.on_rank import Reply, Request, serve
 from mpkit.launch.session.cluster import Cluster
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import MEMORY, RankTrace, Trace
 
-__all__ = ["RankSession", "SessionEnded"]
+__all__ = ["CellFailed", "RankSession", "SessionEnded", "failure", "show_values", "spelt"]
 
 POLL = 0.01
 """Seconds between two looks for answers."""
@@ -156,11 +158,6 @@ class RankSession:
 
         self._ask(Request("put", name, value=dumps(value)), list(range(self.ranks)))
 
-    def complete(self, text: str) -> list[str]:
-        """Return what a text can be completed to on rank 0."""
-        found: list[str] = self._ask(Request("complete", text), [0])[0].value or []
-        return found
-
     # ---- requests -----------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, ranks: list[int], *, timeout: float | None = None) -> dict[int, Reply]:
@@ -179,8 +176,12 @@ class RankSession:
         began = time.monotonic()
         while True:
             try:
-                while asleep:
-                    wake(self._launch.folder, asleep[0], number)
+                while asleep and not self._launch.has_ended:
+                    try:
+                        wake(self._launch.folder, asleep[0], number)
+                    except OSError:  # nobody reads that pipe: the rank has died between two cells
+                        self._launch.poll(POLL)
+                        continue
                     asleep = asleep[1:]
                 self._collect(ranks, number, answers)
                 if len(answers) == len(ranks):
@@ -215,8 +216,6 @@ class RankSession:
 
     def _explain_end(self, ranks: list[int], answers: dict[int, Reply]) -> Exception:
         """Return why the session is over; what a rank raised before comes first, since others then waited in vain."""
-        from mpkit.launch.notebook.replies import failure
-
         error = self._launch.error
         why = str(error) if error is not None else "the ranks were ended"
         if len(ranks) < self.ranks:
@@ -248,3 +247,105 @@ def _trace_since(rank: RankTrace, first: int | None) -> RankTrace:
     memory["time"] = memory["time"].clip(min=int(ops["start"][0]))
     memory["op"] = (memory["op"].astype("i8") - first).clip(min=0)
     return RankTrace(ops, memory, rank.names, rank.state, sent_parts=rank.sent_since(first))
+
+
+# ---- what is asked, and what is answered -------------------------------------------------------------------------
+
+
+def write_request(folder: Path, number: int, request: Request) -> None:
+    """Write a request, before ranks are woken for it."""
+    write_whole(folder / f"request{number}.pkl", pickle.dumps(request))
+
+
+def wake(folder: Path, rank: int, number: int) -> None:
+    """Wake a rank for a request."""
+    pipe = os.open(part(folder, rank, "requests"), os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        os.write(pipe, f"{number}\n".encode())
+    finally:
+        os.close(pipe)
+
+
+def read_answer(folder: Path, rank: int, number: int) -> Reply | None:
+    """Return a rank's answer and remove its file; None if there is none yet."""
+    path = part(folder, rank, f"answer{number}")
+    try:
+        with path.open("rb") as file:
+            given: Reply = pickle.load(file)
+    except FileNotFoundError:
+        return None
+    path.unlink(missing_ok=True)
+    return given
+
+
+class CellFailed(RankFailed):
+    """A cell raised on some ranks; those that did not have run it to its end, and all keep their variables."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the ranks' tracebacks, without the frames of the notebook's own process."""
+        return str(self).splitlines()
+
+
+def same(answers: Mapping[int, Reply], key: Any) -> dict[Any, list[int]]:
+    """Return the ranks by what is the same in their answers, the first rank's first."""
+    ranks: dict[Any, list[int]] = {}
+    for rank in sorted(answers):
+        ranks.setdefault(key(answers[rank]), []).append(rank)
+    return ranks
+
+
+def show_values(answers: Mapping[int, Reply]) -> None:
+    """Display the value of the cell's last expression, once for all ranks where it is the same."""
+    from IPython.display import display
+
+    by_value = same(answers, lambda answer: tuple(answer.shown.items()))
+    for shown, ranks in by_value.items():
+        bundle = dict(shown)
+        if not bundle:
+            continue
+        label, lines = f"[{spelt(ranks)}]", bundle["text/plain"].splitlines()
+        text = f"{label} {lines[0]}" if len(lines) == 1 else "\n".join([label, *lines])
+        bundle["text/plain"] = "\n".join(visible(line) for line in text.splitlines())
+        for kind in ("text/html", "image/svg+xml"):
+            if kind in bundle:
+                head = f'<div style="font-family:monospace;margin-top:6px">{escape(label)}</div>'
+                bundle["text/html"] = head + bundle.pop(kind)
+        display(bundle, raw=True)  # type: ignore[no-untyped-call]
+
+
+def failure(answers: Mapping[int, Reply], world_size: int, note: str = "") -> CellFailed | None:
+    """Return the error of the ranks that raised, the same one once; None if none did.
+
+    Args:
+        answers: by rank.
+        world_size: the number of ranks.
+        note: what to add at the end.
+    """
+    failed = {rank: each for rank, each in answers.items() if each.state == "error"}
+    if not failed:
+        return None
+    kind = "traceback" if internals_shown() else "folded"
+    by_error = same(failed, lambda answer: answer.error.get(kind) or answer.error["message"])
+    parts = []
+    for text, ranks in by_error.items():
+        error = failed[ranks[0]].error
+        parts.append(
+            f"{spelt(ranks)} of {world_size}: {error['type']}: {error['message']}\n\n{text.rstrip()}"
+        )
+    if note:
+        parts.append(note)
+    first = min(failed)
+    return CellFailed("\n\n".join(parts), rank=first, traceback=failed[first].error.get("traceback", ""))
+
+
+def spelt(ranks: list[int]) -> str:
+    """Return a label such as "rank 0" or "ranks 0-3".
+
+    >>> spelt([1]), spelt([0, 1, 2, 3]), spelt([0, 2])
+    ('rank 1', 'ranks 0-3', 'ranks 0,2')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {','.join(map(str, ranks))}"

@@ -179,8 +179,7 @@ class Cluster:
         Raises:
             ValueError: there can be no such number of ranks, or this cluster is closed.
         """
-        if self._closed:
-            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
+        self._check_open(ranks)
         if self._session is not None and ranks != self.ranks:
             raise ValueError(
                 f"the launcher has started {self.ranks} ranks, and {ranks} are asked for: start the script with as "
@@ -192,6 +191,11 @@ class Cluster:
             return other
         other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
         return other
+
+    def _check_open(self, ranks: int) -> None:
+        """Check that neither this cluster was closed nor one that shares its helper process."""
+        if self._closed or (self._helper is not None and not self._helper.close.alive):
+            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
 
     def close(self) -> None:
         """Stop whatever runs, and the helper process. A closed cluster cannot be used again."""
@@ -382,8 +386,7 @@ class Cluster:
             grace: seconds to wait past the slowest op, if there is no `timeout`.
             compares: compare each communication with its peers' calls; a training's strategies do not need this.
         """
-        if self._closed:
-            raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={self.ranks})")
+        self._check_open(self.ranks)
         timeout = check_timeout(timeout)
         self._turns.make_free("raise")
         payload = pack(fn, args, modules)

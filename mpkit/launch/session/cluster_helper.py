@@ -42,7 +42,7 @@ class ClusterHelper:
         self._used = True  # since the latest look
         closed = threading.Event()
         self.close = weakref.finalize(self, closed.set)
-        """Ends the looks: the cluster is closed, or gone."""
+        """Ends the looks: the cluster is closed, or gone; afterwards its `alive` is False."""
         threading.Thread(
             target=_look, args=(weakref.ref(self), closed), name="mpkit-idle", daemon=True
         ).start()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, overload
 
 from mpkit.common.disk import check_folder
 from mpkit.common.display import data_frame, draw
-from mpkit.common.tracebacks import public
+from mpkit.common.tracebacks import level_of_user, public
 from mpkit.errors import MpkitError
 from mpkit.plan.plan import Plan
 from mpkit.timeline.comparison import Comparison, compare_timelines
@@ -203,7 +203,9 @@ def runs(folder: str | Path | None = None) -> RunList:
             trace = open_trace(file)
             plan = Plan.from_json(trace.meta["plan"])
         except (MpkitError, ValueError, KeyError) as error:
-            warnings.warn(f"runs({str(folder)!r}): {file.name} is left out: {error}", stacklevel=2)
+            warnings.warn(
+                f"runs({str(folder)!r}): {file.name} is left out: {error}", stacklevel=level_of_user()
+            )
             continue
         done = int(trace.meta.get("first_step", 0)) + len(trace.losses) >= int(trace.meta.get("steps", 0))
         timeline = trace.timeline() if trace.losses else None

@@ -35,10 +35,10 @@ class Turns:
         Raises:
             ValueError: the cluster is busy, and `on_busy` is "raise".
         """
+        check_on_busy(on_busy)
         if self.latest is None or self.latest.has_ended:
             return
         earlier = self.training if self.training is not None and not self.training.done else None
-        check_on_busy(on_busy)
         if earlier is None or on_busy == "raise":
             raise ValueError(
                 "this cluster is still busy with an earlier run: run.wait() for its end, or run.stop() it, or "

@@ -1,0 +1,253 @@
+"""A rank's half of a session: wait for a request, answer it, and wait again, for as long as the session lasts.
+
+Requests and answers are files in the launch's folder, and a pipe per rank wakes it:
+
+    request7.pkl       what is asked; all ranks that are asked read the same file
+    rank3.requests     a pipe: a line with the number of a request wakes the rank, which otherwise sleeps in a read
+    rank3.answer7      its answer, which appears whole
+
+A rank that waits for a request counts as finished in its trace: so it is no part of a hang, and ranks that wait for it
+in a cell that it does not run are recognized as waiting in vain.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import pickle
+import signal
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mpkit.common.disk import write_whole
+from mpkit.common.exceptions import one_line, report
+from mpkit.common.launch_folder import part
+from mpkit.common.tracebacks import fold_chain
+from mpkit.launch.process.output import LabelledLines, end_lines
+from mpkit.launch.process.program_exit import own_process
+from mpkit.strategies.packing.packing import dumps
+from mpkit.strategies.program_calls.comparison import compare_calls
+from mpkit.strategies.rank_context import Context
+
+__all__ = ["Reply", "Request", "run_cell", "serve"]
+
+
+# ---- requests and answers ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """What the ranks are asked to do.
+
+    Attributes:
+        do: "cell", "put" or "get".
+        text: the cell's code, or the name of a variable.
+        name: what tracebacks call the cell.
+        value: for "put": a pickled value.
+    """
+
+    do: str
+    text: str = ""
+    name: str = ""
+    value: bytes = b""
+
+
+@dataclass
+class Reply:
+    """What a rank answers.
+
+    Attributes:
+        state: "ok", "error" or "interrupted".
+        shown: what a notebook displays for the value of the cell's last expression, by type; empty if it has none.
+        value: for "get": the pickled value.
+        error: for an error: its type, message and traceback, and the traceback without the frames of libraries.
+        calls: how many collective calls this rank has made among all ranks.
+        ops, recorded: how many operations its trace had when the cell began, and how many the cell added.
+    """
+
+    state: str = "ok"
+    shown: dict[str, str] = field(default_factory=dict)
+    value: Any = None
+    error: dict[str, str] = field(default_factory=dict)
+    calls: int = 0
+    ops: int = 0
+    recorded: int = 0
+
+
+class Requests:
+    """A rank's end of its pipe.
+
+    Args:
+        folder: the launch's folder.
+        rank: the rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        path = part(folder, rank, "requests")
+        os.mkfifo(path, 0o600)
+        self._pipe = os.open(path, os.O_RDWR)  # with a writer of its own, so that it never ends
+        self._read = b""
+
+    def wait_for_request(self) -> tuple[int, Request]:
+        """Sleep until there is a request, and return its number and the request."""
+        while b"\n" not in self._read:
+            self._read += os.read(self._pipe, 4096)
+        line, _, self._read = self._read.partition(b"\n")
+        with (self._folder / f"request{int(line)}.pkl").open("rb") as file:
+            request: Request = pickle.load(file)
+        return int(line), request
+
+
+def answer(folder: Path, rank: int, number: int, given: Reply) -> None:
+    """Write a rank's answer."""
+    write_whole(part(folder, rank, f"answer{number}"), dumps(given))
+
+
+# ---- the loop ----------------------------------------------------------------------------------------------------
+
+
+def serve(context: Context) -> None:
+    """Answer requests until the launch is ended."""
+    folder, rank = context.record.folder, context.rank
+    namespace = _namespace(context)
+    requests = Requests(folder, rank)
+    context.record.idle(True)
+    answer(folder, rank, 0, Reply())
+    with compare_calls(context.comm):
+        _answer_all(context, requests, namespace)
+
+
+def _answer_all(context: Context, requests: Requests, namespace: dict[str, Any]) -> None:
+    folder, rank = context.record.folder, context.rank
+    while True:
+        number, request = requests.wait_for_request()
+        ops = context.record.count
+        try:
+            given = _do(context, request, namespace)
+        except KeyboardInterrupt:  # between the cell's end and the next line
+            given = Reply("interrupted")
+        given.calls, given.ops, given.recorded = context.comm.issued, ops, context.record.count - ops
+        end_lines()
+        answer(folder, rank, number, given)
+
+
+def _namespace(context: Context) -> dict[str, Any]:
+    """Return the variables that a session begins with, in a module `__main__` of its own."""
+    import torch
+    import torch.distributed as dist
+
+    import mpkit as mk
+
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    vars(main).update(
+        ctx=context, comm=context.comm, rank=context.rank, world_size=context.world_size, device=context.device,
+        torch=torch, dist=dist, mk=mk,
+    )  # fmt: skip
+    return vars(main)
+
+
+def _do(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
+    match request.do:
+        case "cell":
+            return _cell(context, request, namespace)
+        case "put":
+            namespace[request.text] = pickle.loads(request.value)
+            return Reply()
+        case _:  # get
+            return _get(request.text, namespace)
+
+
+def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(lines := getattr(stream, "buffer", None), LabelledLines):
+            lines.begin_again()
+    context.record.idle(False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with own_process():
+            return run_cell(request.text, request.name, namespace)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        context.record.idle(True)
+
+
+def _get(name: str, namespace: dict[str, Any]) -> Reply:
+    """Return the value of an expression, usually a name; tensors on the CPU."""
+    try:
+        value = eval(name, namespace)
+        return Reply(value=dumps(value.detach().cpu() if hasattr(value, "detach") else value))
+    except Exception as error:
+        return Reply("error", error={"type": type(error).__name__, "message": str(error)})
+
+
+# ---- a cell ------------------------------------------------------------------------------------------------------
+
+RICH = {"text/html": "_repr_html_", "image/svg+xml": "_repr_svg_"}
+"""What is shown besides text, if an object has it, by the method that returns it."""
+
+
+def run_cell(code: str, name: str, namespace: dict[str, Any]) -> Reply:
+    """Run a cell.
+
+    Args:
+        code: Python code.
+        name: what tracebacks call it.
+        namespace: the variables of the session on this rank.
+    """
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    try:
+        value = _value(code, name, namespace)
+        if value is not None:
+            namespace["_"] = value
+        return Reply(shown=_show_value(value))
+    except KeyboardInterrupt:
+        return Reply("interrupted")
+    except BaseException as error:  # SystemExit too, which would end the session
+        return Reply("error", error=_describe_value(error))
+
+
+def _value(code: str, name: str, namespace: dict[str, Any]) -> Any:
+    """Return the value of the last expression; None if the cell ends with something else, or with a semicolon."""
+    tree = ast.parse(code, name)
+    last = tree.body[-1] if tree.body else None
+    quiet = code.rstrip().endswith(";")
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, name, "exec"), namespace)
+        return None
+    del tree.body[-1]
+    exec(compile(tree, name, "exec"), namespace)
+    value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+    return None if quiet else value
+
+
+def _show_value(value: Any) -> dict[str, str]:
+    if value is None:
+        return {}
+    shown = {"text/plain": repr(value)}
+    for kind, method in RICH.items():
+        try:
+            rich = getattr(value, method, lambda: None)()
+        except Exception as error:  # of the user's own class; the text is there
+            report(f"{type(value).__name__}.{method} raised {one_line(error)}; the value is shown as text")
+            continue
+        if isinstance(rich, str):
+            shown[kind] = rich
+    return shown
+
+
+def _describe_value(error: BaseException) -> dict[str, str]:
+    try:
+        message = str(error)
+    except Exception as worse:  # the class is the user's own
+        message = f"(its __str__ raises {type(worse).__name__})"
+    whole = "".join(traceback.format_exception(error))
+    fold_chain(error)
+    folded = "".join(traceback.format_exception(error))
+    return {"type": type(error).__name__, "message": message, "traceback": whole, "folded": folded}
