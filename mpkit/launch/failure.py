@@ -15,7 +15,7 @@ from mpkit.common.disk import full_disk
 from mpkit.common.launch_folder import UNREPORTED, part, read_difference, read_error
 from mpkit.common.tracebacks import fold_stack, in_cells, internals_shown
 from mpkit.errors import CommMismatch, NotSerial, RankFailed
-from mpkit.launch.hang.unmatched_calls import first_mismatch
+from mpkit.launch.hang.waits import first_mismatch
 from mpkit.launch.out_of_memory import out_of_memory_text
 from mpkit.trace import Kind, RankTrace, Trace
 

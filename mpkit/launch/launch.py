@@ -1,7 +1,7 @@
 """The parent's half: one launch, from the payload to its outcome.
 
 start     write the folder that the ranks read (`run_folder`), and ask the fork server to fork them
-watch     handle events, show output (`sink`), look for hangs (`hang/hang_watch`); one thread polls until it is over
+watch     handle events, show output (`sink`), look for hangs (`hang/hang.py`); one thread polls until it is over
 end       end all ranks, whatever they and the fork server do
 outcome   results by rank, or the error of the rank that failed first (`failure`)
 """
@@ -21,8 +21,7 @@ from mpkit.common.launch_folder import Settings, part
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import sampler_for
-from mpkit.launch.hang.hang import GRACE, LOOK_EVERY, Patience
-from mpkit.launch.hang.hang_watch import HangWatch
+from mpkit.launch.hang.hang import GRACE, LOOK_EVERY, HangWatch, Patience
 from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
 from mpkit.launch.process.output import OutputReader, Sink
 from mpkit.launch.process.rank_processes import RankProcesses

@@ -34,8 +34,7 @@ from mpkit.common.torch_private import _world
 from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.failure import failure
-from mpkit.launch.hang.hang import LOOK_EVERY, Patience
-from mpkit.launch.hang.hang_watch import HangWatch
+from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch, Patience
 from mpkit.launch.process.launcher_environment import join
 from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.program_exit import own_process

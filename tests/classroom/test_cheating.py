@@ -19,11 +19,10 @@ from mpkit.course.framework.source import run_cell
 from mpkit.course.grading import grader
 from mpkit.course.grading.judge_process import Judges
 from mpkit.course.notebooks import notebook
-from mpkit.course.sandbox import enclose, guard
+from mpkit.course.sandbox import enclose, fair_clock, guard
+from mpkit.course.sandbox.fair_clock import FairClock
 from mpkit.course.sandbox.guard import Guard, enclose_command, list_descendants
 from mpkit.course.verdict import Checked, NotSolved
-from mpkit.launch.process import fair_clock
-from mpkit.launch.process.fair_clock import FairClock
 from tests.classroom.attacks import TOGETHER, TRIED, answer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing encloses processes elsewhere")

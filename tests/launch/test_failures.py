@@ -16,7 +16,7 @@ import torch
 import mpkit as mk
 from mpkit.common.launch_folder import reserve, write_error
 from mpkit.launch.failure import failure
-from mpkit.launch.hang.progress import RankWatch
+from mpkit.launch.hang.waits import RankWatch
 from mpkit.trace import MEMORY, OP, RankTrace, Trace
 from tests.limits import EVENT, wait_until_gone
 

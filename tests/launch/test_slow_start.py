@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.launch.hang import hang_watch, stragglers
+from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import LIMIT, Patience
-from mpkit.launch.hang.progress import Sight
+from mpkit.launch.hang.waits import Sight
 from tests.limits import EVENT
 
 
@@ -25,9 +25,9 @@ def test_a_rank_without_a_handler_gets_no_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a machine so busy that ranks use no CPU time for ten seconds, and answer no request."""
-    monkeypatch.setattr(hang_watch, "NOTICE_AFTER", 0.2)
-    monkeypatch.setattr(hang_watch, "STACKS_TAKE", 1)
-    monkeypatch.setattr(stragglers, "IDLE", 1e9)
+    monkeypatch.setattr(hang, "NOTICE_AFTER", 0.2)
+    monkeypatch.setattr(hang, "STACKS_TAKE", 1)
+    monkeypatch.setattr(hang, "IDLE", 1e9)
     with mk.Cluster(2, device="cpu", start="spawn") as cluster:
         assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
     assert (

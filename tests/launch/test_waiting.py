@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 
 import mpkit as mk
-from mpkit.launch.hang import hang_watch
+from mpkit.launch.hang import hang
 from tests.limits import EVENT
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Half a second for ten, and as long as a busy machine needs for stacks."""
-    monkeypatch.setattr(hang_watch, "NOTICE_AFTER", 0.5)
-    monkeypatch.setattr(hang_watch, "SAID_RANKS", 8)
-    monkeypatch.setattr(hang_watch, "STACKS_TAKE", 150)
+    monkeypatch.setattr(hang, "NOTICE_AFTER", 0.5)
+    monkeypatch.setattr(hang, "SAID_RANKS", 8)
+    monkeypatch.setattr(hang, "STACKS_TAKE", 150)
     yield
 
 

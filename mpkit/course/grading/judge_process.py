@@ -45,7 +45,7 @@ from mpkit.course.sandbox.guard import (
 )
 from mpkit.course.sandbox.ranks_apart import RanksApart
 from mpkit.course.verdict import Checked, checked_of, verdict_json
-from mpkit.launch.process.fair_clock import FairClock
+from mpkit.course.sandbox.fair_clock import FairClock
 
 __all__ = ["Judges"]
 

@@ -26,7 +26,7 @@ import psutil
 
 from mpkit.common.units import memory_text
 from mpkit.course.sandbox import enclose
-from mpkit.launch.process.fair_clock import FairClock
+from mpkit.course.sandbox.fair_clock import FairClock
 
 __all__ = [
     "Guard", "adopt_orphans", "answers_are_apart", "enclose_command", "list_descendants", "sweep", "way_to_enclose",

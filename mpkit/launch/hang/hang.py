@@ -1,9 +1,14 @@
-"""Decide whether the ranks wait for each other forever, and explain which rank waits for which.
+"""Whether the ranks of a launch wait for each other forever; which ranks others wait for; and both in words.
 
-Ranks hang when every one of them waits (its newest op is an open WAIT) or has finished, and none makes progress. A
-rank that computes may take as long as it needs, unless a timeout was requested. If the trace proves that no rank can
-proceed, the launch is given up soon; otherwise the required time without progress is derived from the run itself: a
-few seconds more than the slowest op seen.
+    Patience     decides when to give up
+    WaitWatch    notices for which rank others have waited long, before any rank is given up: that is no error, since a
+                 rank may compute for as long as it needs
+    HangWatch    looks at the ranks again and again, shows the notice, asks for stacks, and returns the error of a hang
+    explain      which rank waits where, which never arrived, and what the others were doing
+
+Ranks hang when every one of them waits (its newest op is an open WAIT) or has finished, and none makes progress. If the
+trace proves that no rank can proceed, the launch is given up soon; otherwise the required time without progress is
+derived from the run itself: a few seconds more than the slowest op seen.
 
 Time is counted from look to look. A look that comes late, after a pause of the whole machine, counts as two at most;
 and without a timeout, a look that finds a rank running (`RankProcesses.running_ranks`) does not count.
@@ -11,19 +16,47 @@ and without a timeout, a look that finds a rank running (`RankProcesses.running_
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
+from mpkit.common.launch_folder import part
 from mpkit.common.tracebacks import fold_stack, in_cells
-from mpkit.launch.hang.progress import FINISHED, Sight
-from mpkit.launch.hang.stragglers import stopped_words
-from mpkit.launch.hang.unmatched_calls import missing_ranks, never, unanswered_calls, waited_for
+from mpkit.errors import CommMismatch, Deadlock
+from mpkit.launch.hang.waits import (
+    FINISHED,
+    RankWatch,
+    Sight,
+    first_mismatch,
+    missing_ranks,
+    never,
+    unanswered_calls,
+    waited_for,
+)
+from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.stacks import place_of, read_stack, request_stack
+from mpkit.launch.process.vitals import cpu_seconds
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
-__all__ = ["GRACE", "LIMIT", "LOOK_EVERY", "Patience", "explain", "reasons"]
-
+__all__ = [
+    "GRACE",
+    "LIMIT",
+    "LOOK_EVERY",
+    "HangWatch",
+    "LaunchSignals",
+    "Patience",
+    "WaitWatch",
+    "explain",
+    "reasons",
+]
 
 LOOK_EVERY = 0.1
 """Seconds between two checks of the ranks' progress."""
@@ -127,6 +160,234 @@ def slowest(trace: Trace) -> float:
         if len(ops):
             longest = max(longest, int((ops["end"] - ops["start"]).max()))
     return longest / 1e9
+
+
+# ---- the notice --------------------------------------------------------------------------------------------------
+
+NOTICE_AFTER = 10.0
+"""Seconds that ranks wait before the notice is printed."""
+
+IDLE = 0.05
+"""Share of a core below which a rank is considered not to compute."""
+
+
+@dataclass
+class WaitWatch:
+    """Watches which ranks wait for which.
+
+    Args:
+        after: seconds of waiting before the notice.
+    """
+
+    after: float = NOTICE_AFTER
+    _since: list[tuple[Sight, float]] = field(
+        default_factory=list
+    )  # by rank: the latest sight, and when it was first seen
+    _cpu: deque[tuple[float, list[float | None]]] = field(default_factory=lambda: deque(maxlen=4))
+
+    def look(self, sights: Sequence[Sight], pids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return (ranks that wait, ranks that they wait for), both empty as long as there is nothing to report."""
+        now = time.monotonic()
+        if not self._since:
+            self._since = [(sight, now) for sight in sights]
+        self._since = [
+            old if old[0] == sight else (sight, now) for old, sight in zip(self._since, sights, strict=True)
+        ]
+        if pids and (not self._cpu or now - self._cpu[-1][0] > self.after / 4):
+            self._cpu.append((now, [cpu_seconds(pid) for pid in pids]))
+        going = [rank for rank, sight in enumerate(sights) if sight.state == 0]
+        waiting = [r for r in going if sights[r].waiting and now - self._since[r][1] > self.after]
+        others = [rank for rank in going if not sights[rank].waiting]
+        if waiting:
+            return (waiting, others) if others else ([], [])
+        if not pids or any(now - self._since[rank][1] <= self.after for rank in going):
+            return [], []
+        idle = [rank for rank in going if (self.cpu_share(rank, pids) or 0.0) < IDLE]
+        starting = [rank for rank in going if not sights[rank].started]
+        if starting and idle:
+            return ([rank for rank in idle if sights[rank].started] or starting, starting)
+        return (idle, [r for r in going if r not in idle] or idle) if idle else ([], [])
+
+    def cpu_share(self, rank: int, pids: Sequence[int]) -> float | None:
+        """Return the number of cores that the rank has used lately; None where the system does not report it."""
+        if not self._cpu:  # `look` has not been called since the ranks were started
+            return None
+        then, before = self._cpu[0]
+        now, earlier, used = time.monotonic(), before[rank], cpu_seconds(pids[rank])
+        return None if earlier is None or used is None or now <= then else (used - earlier) / (now - then)
+
+
+def ranks_spelt(ranks: Sequence[int]) -> str:
+    """Return a phrase such as "rank 1" or "ranks 0, 2 and 3".
+
+    >>> ranks_spelt([1]), ranks_spelt([0, 2, 3])
+    ('rank 1', 'ranks 0, 2 and 3')
+    """
+    words = [str(rank) for rank in ranks]
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def stopped_words(rank: int, pid: int) -> str:
+    """Return what to report about a rank stopped by SIGSTOP, with the command that continues it."""
+    return f"rank {rank} is stopped (SIGSTOP, or a debugger): kill -CONT {pid}"
+
+
+# ---- the watch ---------------------------------------------------------------------------------------------------
+
+SAID_RANKS = 4
+"""The number of awaited ranks whose location is reported."""
+
+
+Ask = Callable[[Sequence[int], Callable[[float], bool]], dict[int, str] | None]
+"""Takes ranks and `LaunchSignals.goes_on`; returns their stacks, or None if the launch ends meanwhile."""
+
+
+class LaunchSignals(Protocol):
+    """What a HangWatch asks of a launch."""
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that the ranks have recorded so far."""
+
+    def goes_on(self, wait: float) -> bool:
+        """Handle events, such as exits of ranks, for some seconds, and return whether the launch goes on."""
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+
+
+class HangWatch:
+    """Watches the ranks of one launch.
+
+    Args:
+        folder: the launch's folder.
+        ranks: the number of ranks.
+        processes: the ranks' processes.
+        patience: decides when to give up.
+        local: the ranks that write there, under a launcher on several nodes; None for all.
+
+    Attributes:
+        waiting_for: the notice of a long wait, in words; None while there is none.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience,
+        local: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._local, self._processes = range(ranks) if local is None else local, processes
+        self._ask: Ask = partial(ask_stacks, folder, processes)
+        self._patience, self._watch = patience, RankWatch(folder, ranks, local)
+        patience.knows_all = len(self._local) == ranks
+        self._waiting = WaitWatch(NOTICE_AFTER)
+        self._said: set[str] = set()
+        self.waiting_for: str | None = None
+        self._waited_for: list[int] = []  # the ranks that it is about
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether some rank had made progress when they were looked at last."""
+        return self._patience.still == 0.0
+
+    def look(self, launch: LaunchSignals) -> bool:
+        """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
+        sights = self._watch.look_at_all()
+        trace = launch.trace if self._patience.wants_trace(sights) else None
+        still = self._patience.has_seen(sights)
+        stopped = self._processes.stopped_pids() if still else {}
+        waits = [rank for rank, sight in enumerate(sights) if sight.waiting or sight.state == FINISHED]
+        running = self._processes.running_ranks(waits) if still else set()
+        if self._patience.is_over(sights, trace, stopped, running):
+            return True
+        waiting, others = self._waiting.look(sights, self._processes.pids)
+        if not others:
+            self.waiting_for = None
+        elif self.waiting_for is None or others != self._waited_for:
+            self._notice(launch, waiting, others, sights)
+        return False
+
+    def _notice(
+        self, launch: LaunchSignals, waiting: list[int], others: list[int], sights: Sequence[Sight]
+    ) -> None:
+        stacks = self._ask(others, launch.goes_on)
+        if stacks is None:
+            return
+        stopped, self._waited_for = self._processes.stopped_pids(), others
+        places = []
+        for rank in others[:SAID_RANKS]:
+            share = self._waiting.cpu_share(rank, self._processes.pids)
+            busy = "" if share is None else ", using CPU time" if share >= IDLE else ", using no CPU time"
+            place = place_of(stacks[rank])
+            where = f"at {place}" if place else "in C code" if sights[rank].started else "starting"
+            places.append(
+                stopped_words(rank, stopped[rank]) if rank in stopped else f"rank {rank} is {where}{busy}"
+            )
+        more = [f"{len(others) - SAID_RANKS} more"] * (len(others) > SAID_RANKS)
+        for_whom = f"for {ranks_spelt(others)}" if waiting != others else "and none uses CPU time"
+        have = "has" if len(waiting) == 1 else "have"
+        self.waiting_for = (
+            f"{ranks_spelt(waiting)} {have} waited for {self._waiting.after:g} s {for_whom}: "
+            + "; ".join(places + more)
+        )
+        if self.waiting_for not in self._said:
+            self._said.add(self.waiting_for)
+            limit = self._patience.timeout or LIMIT
+            idle = "" if self._patience.timeout else " without CPU time"
+            launch.say(f"mpkit: {self.waiting_for}. (An error after {limit:g} s{idle}: timeout=...)")
+
+    def verdict(self, launch: LaunchSignals) -> CommMismatch | Deadlock | None:
+        """Return the error of ranks that hang; None if the launch ends while they are asked where they are."""
+        trace, now, stopped = launch.trace, time.monotonic_ns(), self._processes.stopped_pids()
+        still = self._patience.still
+        stacks = self._ask(list(self._local), launch.goes_on)
+        if stacks is None:
+            return None
+        return first_mismatch(trace) or Deadlock(explain(trace, stacks, still, now, stopped, self._local))
+
+    def close(self) -> None:
+        """Close the files that are watched."""
+        self._watch.close()
+
+
+STACKS_TAKE, STACKS_EVERY = 30, 0.02
+"""Looks, and the seconds between two of them, that ranks are given to write their stacks, from their own thread and
+then on a signal. A pause of the whole machine is one look."""
+
+
+def ask_stacks(
+    folder: Path, processes: RankProcesses, ranks: Sequence[int], handle_events: Callable[[float], bool]
+) -> dict[int, str] | None:
+    """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
+
+    Args:
+        folder: the launch's folder.
+        processes: the ranks' processes.
+        ranks: the ranks to ask.
+        handle_events: handles events, such as exits of ranks, for some seconds; returns whether the launch goes on.
+    """
+    paths = {rank: part(folder, rank, "stack") for rank in ranks}
+    ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+    stacks = dict.fromkeys(ranks, "")
+    stopped = processes.stopped_pids()
+    for by_signal in (False, True):
+        missing = [rank for rank in ranks if not stacks[rank] and rank not in stopped]
+        for rank in missing:
+            # Without the pipe a rank has no handler yet, and the signal would end it.
+            if by_signal and processes.runs(rank) and part(folder, rank, "ask").exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(processes.pids[rank], signal.SIGUSR1)
+            else:
+                request_stack(folder, rank)
+        for _ in range(STACKS_TAKE):
+            if not missing:
+                break
+            if not handle_events(STACKS_EVERY):
+                return None
+            stacks |= {rank: read_stack(folder, rank, ends[rank]) for rank in missing}
+            missing = [rank for rank in missing if not stacks[rank]]
+    return stacks
+
+
+# ---- in words ----------------------------------------------------------------------------------------------------
 
 
 def explain(
