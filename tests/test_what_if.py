@@ -15,9 +15,7 @@ import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.launch.session.what_if_result import WhatIf
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
-from mpkit.prediction.what_if.changed_trace import faster, without_overlap
-from mpkit.prediction.what_if.plan_changes import settings
-from mpkit.prediction.what_if.what_if import BAND, what_if
+from mpkit.prediction.what_if import BAND, faster, settings, what_if, without_overlap
 from mpkit.trace import Kind
 from tests.recipes import adamw
 

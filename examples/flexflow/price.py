@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from examples.flexflow.layer import Layer, Split, TensorLayout, splits_of
 from examples.flexflow.resharding import ReshardingCollective, backward, forward
-from mpkit.devices.collective import collective_time
-from mpkit.devices.hardware import Hardware
+from mpkit.devices.hardware import Hardware, collective_time
 from mpkit.trace import Kind
 
 __all__ = ["ITEMSIZE", "STATES", "Array", "ChainCosts", "ChainPrices"]

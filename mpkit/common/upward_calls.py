@@ -15,7 +15,7 @@ __all__ = ["METHODS", "provide_method"]
 METHODS = {
     "ExpertLoad.balance": "mpkit.prediction.experts.expert_balance:balance_load",
     "Plan.placement": "mpkit.strategies.placement.placement:placement",
-    "Run.what_if": "mpkit.prediction.what_if.what_if:what_if",
+    "Run.what_if": "mpkit.prediction.what_if:what_if",
     "Timeline.diagnose": "mpkit.timeline.diagnosis.rules:diagnose",
 }
 """By the name of the method, or of the function that calls it: the module and the name of its function."""
@@ -25,7 +25,7 @@ def provide_method(method: str) -> Callable[..., Any]:
     """Return the function of a method.
 
     >>> provide_method("Run.what_if").__module__
-    'mpkit.prediction.what_if.what_if'
+    'mpkit.prediction.what_if'
     """
     module, _, name = METHODS[method].partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)

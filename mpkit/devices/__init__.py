@@ -2,7 +2,7 @@
 
 In     the name of a machine, or what was measured on one.
 Out    `Hardware`: the seconds of an operation, a message and a collective; the devices of this machine (`local`).
-Begin  with `hardware.py`, then `collective.py`.
+Begin  with `hardware.py`.
 May import  `common`, `trace`, `plan`.
 
 `mk.hardware("2x-titan-rtx")` makes a machine of the catalogue; a `Hardware` of your own is made

@@ -1,20 +1,237 @@
-"""Hardware: a machine or several, and what an op, a message and a collective take on it.
+"""Hardware: what an operation, a message and a collective take on a machine, or on several.
 
-A device runs an op by the roofline (`device`), a link carries what devices of one node send (`link`), and collectives
-of several nodes go over both (`collective`).
+Device. It runs an op in the time of its arithmetic or of its memory traffic, whichever is longer (the roofline:
+Williams, Waterman and Patterson 2009).
+
+Link. How long a message or a collective takes between devices that are equally far from each other.
+
+    t = hops x latency + wire factor x payload / rate + ramp x sqrt(payload)
+
+The wire factor is the fraction of the payload that each rank has to send, and hops is how often it has to wait for a
+neighbour: on a ring of n ranks, each rank sends 2(n-1)/n of the payload in an all-reduce, in 2(n-1) rounds.
+
+Sources: wire factors, nccl-tests, doc/PERFORMANCE.md; rounds of the ring, Thakur, Rabenseifner and Gropp 2005, section
+3; the last term, sweeps of stas00/ml-engineering.
+
+Collective. How long a collective takes on one node or on several.
+
+A ring of n ranks waits n - 1 times for a neighbour, and most neighbours share a node: with 8 devices per node, 7 of 8
+hops stay inside. Between nodes all devices of a group in one node send through their own network cards, so the rate is
+the sum of theirs, and at most that of the link inside. An all-reduce of many nodes goes along a tree where that is
+faster, which has as many hops between nodes as the tree is deep.
+
+    ring    calls x (hops inside x latency + hops between x latency) + wire factor x bytes / rate
+    tree    calls x 2 (devices per node x latency + 1.5 log2(nodes) x latency) + wire factor x bytes / (TREE x rate)
+
+and the ramp of the link (`Link.ramp`). In an all-to-all each rank sends a part to each other one: to those of its node
+by the link inside, to all others by its own network card, both at once; the slower of them counts, and of uneven parts
+the rank that sends or receives most over it. Replays, plays and estimates all take their times from here.
+
+Sources: NCCL's rings and trees; Sanders, Speck and Traff 2009.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log2, sqrt
+
+import numpy as np
 
 from mpkit.common.tracebacks import public
-from mpkit.devices.collective import collective_time, find_busiest
-from mpkit.devices.device import Device
-from mpkit.devices.link import Link, hops, wire_factor
+from mpkit.trace import Kind
 
-__all__ = ["Device", "Hardware", "Link", "hops", "wire_factor"]
+__all__ = ["RAMP", "Device", "Hardware", "Link", "collective_time", "find_busiest", "hops", "wire_factor"]
+
+
+@public
+@dataclass(frozen=True)
+class Device:
+    """A device that computes: a GPU, or a core of a CPU.
+
+    Attributes:
+        name: the name of the device, such as "H100 SXM".
+        flops: floating-point operations per second that large matrix products really reach, by dtype.
+        bandwidth: bytes per second to and from its memory.
+        memory: bytes of its memory; 0 if unknown.
+        host: bytes per second between it and the host's memory.
+        sources: by attribute, where its value is from: published, fitted or assumed.
+        peak: published floating-point operations per second, by dtype: the unit of model FLOPs utilization.
+        half: the precision of 16 bits that its matrix units have: "bf16", or "fp16" alone (Volta, Turing).
+        blocked_convolutions: whether its convolutions are oneDNN's, whose kernels take memory for blocked copies
+            (`mpkit.trace.record.workspace`).
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    bandwidth: float
+    memory: int = 0
+    host: float = 10e9
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    peak: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
+    blocked_convolutions: bool = False
+    half: str = "bf16"
+
+    def rate(self, dtype: str = "float32") -> float:
+        """Return the FLOPs per second in a dtype; a dtype for which the device has no units runs as float32.
+
+        >>> Device("toy", {"float32": 1e12, "bfloat16": 8e12}, bandwidth=1e11).rate("bfloat16") / 1e12
+        8.0
+        """
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def time(self, flops: float, nbytes: float = 0.0, dtype: str = "float32") -> float:
+        """Return the seconds that an op takes: its arithmetic or its memory traffic, whichever is longer.
+
+        >>> Device("toy", {"float32": 1e12}, bandwidth=1e11).time(flops=1e12, nbytes=2e11)
+        2.0
+        """
+        return max(flops / self.rate(dtype), nbytes / self.bandwidth)
+
+
+RAMP = 5e-9
+"""The ramp of links whose rates were measured with large payloads; fitted to nccl-tests on NVLink and EFA."""
+
+_MESSAGES = Kind.SEND, Kind.RECV
+
+
+def wire_factor(kind: int, n: int) -> float:
+    """Return what each rank sends, as a fraction of the payload, when n ranks run this operation together.
+
+    The payload is the whole tensor: for an all-gather, what every rank ends with; for a reduce-scatter, what it begins
+    with.
+
+    >>> wire_factor(Kind.ALL_REDUCE, 4), wire_factor(Kind.ALL_GATHER, 4), wire_factor(Kind.SEND, 2)
+    (1.5, 0.75, 1.0)
+    """
+    if kind == Kind.ALL_REDUCE:
+        return 2 * (n - 1) / n
+    if kind in _PARTS:
+        return (n - 1) / n
+    return 1.0 if n > 1 else 0.0  # a message, broadcast, reduce: all of it, once
+
+
+_PARTS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER, Kind.GATHER)
+
+
+def hops(kind: int, n: int) -> int:
+    """Return how many times a rank waits for a neighbour on a ring of n ranks.
+
+    >>> hops(Kind.ALL_REDUCE, 8), hops(Kind.ALL_GATHER, 8), hops(Kind.SEND, 2)
+    (14, 7, 1)
+    """
+    if kind in (Kind.ALL_REDUCE, Kind.BARRIER):
+        return 2 * (n - 1)
+    return n - 1  # a message has two ends and thus one hop
+
+
+@public
+@dataclass(frozen=True)
+class Link:
+    """The connection between two devices; it is equally fast in both directions at once.
+
+    Attributes:
+        name: the name of the link, such as "NVLink 3".
+        latency: seconds per hop.
+        bandwidth: bytes per second in one direction, as a message reaches it.
+        bus: bytes per second that a collective reaches, by kind; kinds that are left out reach `bandwidth`. This is
+            what nccl-tests calls bus bandwidth: the rate on the wire, whatever the number of ranks.
+        sources: by attribute, where its value is from: published, fitted or assumed.
+        ramp: seconds per square root of a byte, since measured sweeps reach their rate gradually; 0 for none.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    bus: Mapping[Kind, float] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    ramp: float = 0.0
+
+    def time(self, kind: int, nbytes: float, n: int = 2) -> float:
+        """Return the seconds that a message, or a collective of n ranks, takes for a payload of `nbytes`.
+
+        >>> link = Link("example", latency=1e-6, bandwidth=1e9)
+        >>> round(link.time(Kind.ALL_REDUCE, 8e6, n=4) * 1e6)  # 6 hops, 1.5 * 8 MB
+        12006
+        """
+        if n < 2:
+            return 0.0  # a single rank does not communicate
+        ramp = 0.0 if kind in _MESSAGES else self.ramp * sqrt(nbytes)
+        return hops(kind, n) * self.latency + self.transfer(kind, nbytes, n) + ramp
+
+    def transfer(self, kind: int, nbytes: float, n: int = 2) -> float:
+        """Return the seconds that the payload keeps the wire busy at the link's rate."""
+        return wire_factor(kind, n) * nbytes / self.rate(kind)
+
+    def rate(self, kind: int) -> float:
+        """Return the bytes per second on the wire that a collective, or a message, reaches."""
+        return self.bus.get(kind, self.bandwidth)  # type: ignore[call-overload,no-any-return]
+
+
+TREE = 0.9
+"""The share of the ring's rate that a tree reaches."""
+
+
+def collective_time(
+    kind: int, nbytes: float, n: int, nodes: int, inside: Link, between: Link | None, calls: int = 1,
+    busiest: tuple[float, float] | None = None,
+) -> float:  # fmt: skip
+    """Return the seconds that a collective takes, or a message between two ranks.
+
+    >>> bus, network = Link("bus", 1e-6, 100e9), Link("network", 10e-6, 10e9)
+    >>> round(collective_time(Kind.ALL_GATHER, 8e9, 8, 2, bus, network), 6)  # 40 GB/s; 5 hops inside, 2 between
+    0.175025
+    >>> round(collective_time(Kind.ALL_TO_ALL, 8e9, 8, 2, bus, network), 6)  # half of it leaves the node, 10 GB/s
+    0.400025
+
+    Args:
+        kind: of the collective.
+        nbytes: its payload, over all calls: what every rank has before a reduce-scatter or after an all-gather.
+        n: ranks.
+        nodes: nodes that they are on, each with as many.
+        inside: the link inside a node.
+        between: each device's share of the link between nodes; None if all are on one.
+        calls: calls that the payload is sent in, one after the other.
+        busiest: of an all-to-all of uneven parts, what `find_busiest` returns; None: each part is as large.
+    """
+    if n < 2:
+        return 0.0  # a single rank does not communicate
+    sent = wire_factor(kind, n) * nbytes if busiest is None else sum(busiest)
+    if nodes < 2 or between is None:
+        rounds, rate, ramp = calls * hops(kind, n) * inside.latency, inside.rate(kind), inside.ramp
+        return rounds + sent / rate + ramp * sqrt(calls * nbytes)
+    twice = hops(kind, n) // (n - 1)
+    per_node = max(1, n // nodes)
+    rate = min(inside.rate(kind), per_node * between.rate(kind))
+    if kind == Kind.ALL_TO_ALL:
+        near, away = busiest or ((per_node - 1) / n * nbytes, (n - per_node) / n * nbytes)
+        slower = max(near / inside.rate(kind), away / between.rate(kind))
+        rate = sent / slower if slower else rate
+    ramp = between.ramp * sqrt(calls * nbytes)
+    crossing = min(nodes, n - 1)
+    ring = twice * ((n - 1 - crossing) * inside.latency + crossing * between.latency)
+    ringing = calls * ring + sent / rate
+    if kind != Kind.ALL_REDUCE:
+        return ringing + ramp
+    tree = twice * ((per_node - 1) * inside.latency + 1.5 * log2(nodes) * between.latency)
+    return min(ringing, calls * tree + sent / (TREE * rate)) + ramp
+
+
+def find_busiest(parts: Sequence[Sequence[float]], nodes: Sequence[int]) -> tuple[float, float]:
+    """Return the most bytes of an all-to-all that one rank sends or receives inside its node, and across nodes.
+
+    >>> find_busiest([[9, 1, 2], [3, 9, 4], [5, 6, 9]], [0, 0, 1])  # rank 2 is on the other node, and sends 5 + 6
+    (3.0, 11.0)
+
+    Args:
+        parts: by sender and receiver, as places in the group; what a rank keeps counts nowhere.
+        nodes: the node of each.
+    """
+    sent, node = np.array(parts, float), np.asarray(nodes)
+    np.fill_diagonal(sent, 0)
+    near = np.where(node[:, None] == node, sent, 0)
+    most_near, most_away = (float(max(each.sum(0).max(), each.sum(1).max())) for each in (near, sent - near))
+    return most_near, most_away
 
 
 @public
@@ -142,7 +359,7 @@ class Hardware:
     def time(
         self, kind: int, nbytes: float, ranks: Sequence[int], parts: Sequence[Sequence[float]] | None = None
     ) -> float:
-        """Return the seconds of a collective, or of a message between two ranks (`mpkit.devices.collective`).
+        """Return the seconds of a collective, or of a message between two ranks (`mpkit.devices.hardware`).
 
         Args:
             kind, nbytes: what it is, and its payload.

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 import mpkit as mk
-from mpkit.devices.hardware import Hardware
-from mpkit.devices.link import Link
+from mpkit.devices.hardware import Hardware, Link
 from mpkit.trace import Kind, Lane, RankTrace
 
 __all__ = ["CASES", "Case", "first_finding"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.course.lab import _machine, _play_run, timeline
-from mpkit.prediction.what_if.changed_trace import faster
+from mpkit.prediction.what_if import faster
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.trace import Kind, Lane
 from tests.test_schedule import valid_schedules

@@ -14,8 +14,7 @@ from difflib import get_close_matches
 from mpkit.devices.catalogue import machines
 from mpkit.devices.catalogue.machines import GIGA, INFINIBAND, gpu
 from mpkit.devices.catalogue.tables import one
-from mpkit.devices.hardware import Device, Hardware, Link
-from mpkit.devices.link import RAMP
+from mpkit.devices.hardware import RAMP, Device, Hardware, Link
 from mpkit.plan.checks import whole
 from mpkit.trace import Kind
 

@@ -11,9 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 from mpkit.devices.catalogue.tables import fit_all_reduce, fit_loopback, one, rows, sweep
-from mpkit.devices.collective import collective_time
-from mpkit.devices.hardware import Device, Hardware, Link
-from mpkit.devices.link import RAMP
+from mpkit.devices.hardware import RAMP, Device, Hardware, Link, collective_time
 from mpkit.trace import Kind
 
 __all__ = ["GIGA", "INFINIBAND", "MACHINES", "gpu"]

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpkit.plan.schedule.summary import bubble, pairs_by_stage, peak_live
-from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
-from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.prices import Floats, Indices, LayoutColumns, LayoutPrices
 from mpkit.prediction.cost_model.communication import network_of, overlapped_time
 from mpkit.prediction.cost_model.kernels import kernels_of
 from mpkit.prediction.cost_model.layout import Layout

@@ -23,9 +23,8 @@ import numpy as np
 
 from mpkit.plan.checks import every
 from mpkit.plan.schedule.catalogue import has_pairs
-from mpkit.prediction.advice.columns import Floats, Indices, LayoutColumns
 from mpkit.prediction.advice.offers import Offers, offers_of
-from mpkit.prediction.advice.prices import LayoutPrices
+from mpkit.prediction.advice.prices import Floats, Indices, LayoutColumns, LayoutPrices
 from mpkit.prediction.advice.screening import Screening
 from mpkit.prediction.advice.space import families
 from mpkit.prediction.cost_model.layout import Layout

@@ -1,6 +1,6 @@
 """Communication: what an estimate asks of a machine's links, in terms of ranks per node.
 
-The times are those of `mpkit.devices.collective`, which replays take as well.
+The times are those of `mpkit.devices.hardware`, which replays take as well.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpkit.devices.collective import collective_time
-from mpkit.devices.hardware import Hardware
+from mpkit.devices.hardware import Hardware, collective_time
 from mpkit.trace import Kind
 
 __all__ = ["KAPPA", "Network", "network_of", "overlapped_time"]

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mpkit.devices.device import Device
+from mpkit.devices.hardware import Device
 from mpkit.plan.schedule.summary import peak_live
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout

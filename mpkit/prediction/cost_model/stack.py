@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 
-from mpkit.devices.device import Device
+from mpkit.devices.hardware import Device
 from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
 

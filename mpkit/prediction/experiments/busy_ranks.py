@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.devices.link import Link, hops, wire_factor
+from mpkit.devices.hardware import Link, hops, wire_factor
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
