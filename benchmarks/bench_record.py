@@ -22,7 +22,6 @@ from mpkit.models import GPT
 from mpkit.trace import Kind
 from mpkit.trace.record.hooks import watch
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved_tensors import count_saved
 
 OPS = 2000
 PAIRS, WARM_UP, STEPS = 20, 3, 15
@@ -110,6 +109,8 @@ class _Training:
     def step(self) -> None:
         """Run each micro-batch forward and backward, and then the optimizer."""
         with self.record.step(self.number) if self.record else nullcontext():
+            if self.record:
+                self.record.begin_memory(self.tokens.shape)
             self.optimizer.zero_grad()
             for number, tokens in enumerate(self.tokens):
                 if self.record:
@@ -126,13 +127,12 @@ class _Training:
     def _recorded(self, record: Recorder, number: int, tokens: torch.Tensor) -> None:
         record.ledger.track(tokens, "activations")
         index = record.begin(Kind.FORWARD, "F", stage=0, microbatch=number, flops=1e9, nbytes=1000)
-        with count_saved(record, 0, tokens.shape) as saved:
+        with record.memory.saving():
             loss = self._forward(tokens)
         record.ledger.track(loss, "activations")
         record.end(index)
         index = record.begin(Kind.BACKWARD, "B", stage=0, microbatch=number, flops=2e9, nbytes=2000)
         loss.backward()
-        saved.release()
         record.end(index)
 
 

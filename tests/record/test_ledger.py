@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -155,63 +154,13 @@ def test_tied_weights_count_once(record: Recorder) -> None:
     assert held(record.ledger) == {"params": 7 * 5 * 4}
 
 
-def block_of(ledger: Ledger, tensors: list[torch.Tensor]) -> None:
-    """Enter the tensors as one."""
-    others = [weakref.ref(tensor) for tensor in tensors[:-1]]
-    nbytes = sum(tensor.nbytes for tensor in tensors[:-1])
-    ledger.change(("grads", ledger.enter_block(others, nbytes, tensors[-1], "grads")))
-
-
-def test_what_enters_is_written_by_whom_it_concerns(tmp_path: Path, record: Recorder) -> None:
-    tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    assert record.ledger.enter([*tensors, tensors[0].view(1, 1)], "grads") == 24
-    assert record.ledger.enter(tensors, "params") == 0
-    assert held(record.ledger) == written(tmp_path) == {}
-    record.ledger.change(("grads", 24))
-    tensors.clear()
-    assert held(record.ledger) == written(tmp_path) == {}
-
-
-def test_a_block_dies_with_its_last(tmp_path: Path, record: Recorder) -> None:
-    tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    block_of(record.ledger, tensors)
-    assert held(record.ledger) == {"grads": 24}
-    while tensors:
-        del tensors[0]
-    assert held(record.ledger) == {}
-    assert list(read_rank(tmp_path, 0).memory["delta"]) == [24, -24]
-
-
-def test_what_outlives_its_block_stands_for_itself(record: Recorder) -> None:
-    tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    block_of(record.ledger, tensors)
-    kept = tensors.pop(1)
-    tensors.clear()
-    assert held(record.ledger) == {"grads": 8}
-    del kept
-    assert held(record.ledger) == {}
-
-
-def test_a_tensor_of_a_block_may_be_asked_for(record: Recorder) -> None:
-    for number in range(3):
-        tensors = [torch.zeros(n) for n in (1, 2, 3)]
-        block_of(record.ledger, tensors)
-        record.ledger.track(tensors[number], "grads")  # known
-        assert held(record.ledger) == {"grads": 24}
-        record.ledger.move(tensors[number], "activations")
-        assert held(record.ledger) == {
-            "grads": 24 - tensors[number].nbytes,
-            "activations": tensors[number].nbytes,
-        }
-        block_of(record.ledger, [torch.zeros(4), tensors[2]])  # its last is known: no block
-        tensors.clear()
-        assert held(record.ledger) == {}
-
-
-def test_some_of_a_block_may_be_gone_when_it_is_asked_for(record: Recorder) -> None:
-    tensors = [torch.zeros(n) for n in (1, 2, 3)]
-    block_of(record.ledger, tensors)
-    del tensors[0]
-    assert held(record.ledger) == {"grads": 24}  # not looked at yet
-    record.ledger.track(tensors[0], "grads")
-    assert held(record.ledger) == {"grads": 20}
+def test_a_quiet_ledger_counts_and_writes_nothing_until_it_is_awake(tmp_path: Path, record: Recorder) -> None:
+    first, second = torch.zeros(1), torch.zeros(2)
+    record.ledger.track(first, "grads")
+    record.ledger.be_quiet()
+    record.ledger.track(second, "params")
+    del first
+    assert held(record.ledger) == written(tmp_path) == {"grads": 4}
+    record.ledger.be_awake()
+    assert held(record.ledger) == written(tmp_path) == {"params": 8}
+    assert list(read_rank(tmp_path, 0).memory["delta"]) == [4, -4, 8]  # less first: no peak that never was

@@ -27,7 +27,6 @@ from mpkit.strategies.tensor.vocabulary import divide_embedding
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import count
 from mpkit.trace.record.hooks import watch
-from mpkit.trace.record.saved_tensors import count_saved
 
 Clusters = Callable[[int], mk.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -432,15 +431,13 @@ def halves_on_a_rank(ctx: Any, model: nn.Module, x: Tensor, targets: Tensor, seq
     sharded = shard_model(model, ctx.comm, sequence=sequence, overlap=False)
     watch(ctx.record, model)
     x = x.clone().requires_grad_()
-    with count_saved(ctx.record, 0, "key") as saved, AttentionAgain():
+    with ctx.record.memory.saving(), AttentionAgain():
         logits = model.head(model.block1(model.block0(x)))
         ctx.record.ledger.track(logits, "activations")
         loss = next_token_loss(logits, targets)
     (dx,), later = input_grads([loss], [torch.ones_like(loss)], [x])
     assert all(p.grad is None for p in model.parameters())
-    saved.halve()
     later.run()
-    saved.release()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name in sorted(sharded.partial):
         ctx.comm.all_reduce(gradients[name])

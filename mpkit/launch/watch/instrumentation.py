@@ -4,7 +4,7 @@
     actions          forward, loss, backward, optimizer, steps       `modules`, `optimizers`, `actions`; every backward
     stages           stage and micro-batch, under torch's pipelining  `pipelining`
     data             the time until samples are there                `loading`
-    costs            FLOPs, bytes and memory of each action            `costs`, `measured_step`
+    costs            FLOPs, bytes and memory of each action            `costs`
     names            what the program says it is doing               `annotations`
 
 Nothing of the program changes: torch offers a place to listen at each of these, and `ProgramRecording` takes its
@@ -79,6 +79,7 @@ class ProgramRecording:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         WATCHED.reset(self._token)
+        self.costs.uninstall()
         for part in reversed(self._parts()):
             part.uninstall()
         if kind is None:
@@ -93,14 +94,13 @@ class ProgramRecording:
         | Modules
         | Optimizers
         | EngineRuns
-        | WatchedCosts
         | WatchedLoaders
         | ProgramStages,
         ...,
     ]:
         return (
             self.annotations, self.completion, self.communication, self.modules, self.optimizers, self.backwards,
-            self.costs, self.loading, self.stages,
+            self.loading, self.stages,
         )  # fmt: skip
 
     def _backward_begins(self, outputs: Any) -> None:

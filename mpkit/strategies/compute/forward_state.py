@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.stage.second_forward import StartingPoint
 from mpkit.strategies.stage.split_backward import WeightGrads
-from mpkit.trace.record.saved_tensors import SavedTensors
 
 __all__ = ["KeptForward"]
 
@@ -23,7 +22,6 @@ class KeptForward:
         inputs: the stage's inputs, which are leaves.
         outputs: the stage's outputs; empty if they are recomputed.
         start: where the forward started from, if it is recomputed.
-        saved: what autograd saved.
         weight_grads: what I leaves for W.
         of_blocks: the same for blocks that were recomputed in I.
     """
@@ -31,7 +29,6 @@ class KeptForward:
     inputs: Value
     outputs: tuple[Tensor, ...] = ()
     start: StartingPoint | None = None
-    saved: SavedTensors = field(default_factory=SavedTensors)
     weight_grads: WeightGrads | None = None
     of_blocks: list[WeightGrads] | None = None
 

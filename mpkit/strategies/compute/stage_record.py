@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +14,6 @@ from mpkit.strategies.stage.stage import Stage, track
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved_tensors import SavedTensors, count_saved
 
 __all__ = ["StageRecord"]
 
@@ -71,16 +72,9 @@ class StageRecord:
         """Count what a computation has made as activations, for as long as it lives."""
         track(made, self.recorder)
 
-    def watch_saved(self, key: Hashable, *, split: bool) -> SavedTensors:
-        """Return a context manager that counts what a forward saves for its backward.
-
-        Args:
-            key: the micro-batch's signature.
-            split: whether the backward is split, which releases what was saved in another order.
-        """
-        # What recomputed blocks save is released within a backward, so no count can be reused.
-        every = bool(self._stage.recomputed)
-        return count_saved(self.recorder, self._stage.number, (key, split), every=every)
+    def count_saved(self) -> AbstractContextManager[Any]:
+        """Return a context manager that counts what a forward saves for its backward."""
+        return self.recorder.memory.saving()
 
     def block_costs(self, key: Hashable) -> Callable[[str], tuple[float, int]]:
         """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""

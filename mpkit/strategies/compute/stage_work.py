@@ -110,7 +110,7 @@ class StageWork:
                 self._stage.sharded.draws,
             )  # fmt: skip
             with (
-                self._record.watch_saved(key, split=split) as kept.saved,
+                self._record.count_saved(),
                 self._inside(),
                 self._stage.recompute_blocks(around),
                 self._hear_draws(m),
@@ -137,7 +137,7 @@ class StageWork:
         assert kept.start is not None
         with (
             kept.start.begin_again(),
-            self._record.watch_saved(key, split=m in self._split) as kept.saved,
+            self._record.count_saved(),
         ):
             kept.outputs = self._compute(m, kept.inputs)
         self._record.track(kept.outputs)
@@ -163,7 +163,6 @@ class StageWork:
         with self._sync.backward(self._stage.number, last):
             if outputs:
                 torch.autograd.backward(outputs, starts)
-            kept.saved.release()
         self._record.end(op)
         return self._of_inputs(kept, [tensor.grad for tensor in kept.differentiable])
 
@@ -180,7 +179,6 @@ class StageWork:
             # What W needs is in `weight_grads`.
             kept.inputs = kept.outputs = ()
             del outputs, starts
-            kept.saved.halve()
             self._record.track(kept.weight_grads.held_gradients())
         self._record.end(op)
         return of_inputs
@@ -194,7 +192,6 @@ class StageWork:
             kept.weight_grads.run()
             while kept.of_blocks:
                 kept.of_blocks.pop(0).run()
-            kept.saved.release()
         self._record.end(op)
 
     def _of_inputs(self, kept: KeptForward, grads: list[Tensor | None]) -> tuple[Tensor, ...]:

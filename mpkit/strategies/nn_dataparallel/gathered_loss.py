@@ -15,7 +15,6 @@ from mpkit.strategies.nn_dataparallel.scatter_feed import ScatteredMicroBatch
 from mpkit.strategies.stage.stage import Stage, onto_device, track
 from mpkit.trace import Kind
 from mpkit.trace.record.flops import Flops
-from mpkit.trace.record.saved_tensors import count_saved
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -79,7 +78,7 @@ def gathered_loss(
         Kind.FORWARD, "loss", microbatch=m,
         flops=sum(f.forward for f in flops), nbytes=sum(f.forward_bytes for f in flops),
     )  # fmt: skip
-    with count_saved(record, -1, tuple(scattered.keys)) as saved:
+    with record.memory.saving():
         loss, *count = loss_share(job, boundary.pack(ends), targets, scattered.whole)
     record.end(op)
     # ---- backward
@@ -88,7 +87,6 @@ def gathered_loss(
         flops=sum(f.backward for f in flops), nbytes=sum(f.backward_bytes for f in flops),
     )  # fmt: skip
     torch.autograd.backward([loss], [torch.full_like(loss, scale)])
-    saved.release()
     gradients = tuple(end.grad for end in ends)
     track((gradient for gradient in gradients if gradient is not None), record)
     record.end(op)

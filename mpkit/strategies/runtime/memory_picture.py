@@ -45,4 +45,4 @@ def picture_of(recorder: Recorder) -> dict[str, dict[str, int]]:
             "free": free,
             "total": total,
         }
-    return {"held": dict(recorder.ledger.held), "device": device}
+    return {"held": recorder.memory.held, "device": device}

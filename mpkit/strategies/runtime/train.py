@@ -26,6 +26,7 @@ from mpkit.strategies.data_parallel.replicated_part import (
 from mpkit.strategies.data_parallel.sync_batchnorm import announce_sync, over_whole_batch
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
 from mpkit.strategies.experts.copies import find_copies
+from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.guard import GuardedLoss
@@ -131,12 +132,17 @@ class Training:
         self.checkpoints = Checkpoints(context, job, axes, self)
         self.evidence = RankEvidence(context, job, self)
         self._expert_rows = expert_rows
+        # What experts hold depends on the tokens that choose them.
+        self._varies = bool(find_experts(job.what.model)) or job.where.packed
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
         self.evidence.begin(number)
         with self._record.step(number):
             batch = self.feed.take(number)
+            self._record.begin_memory(
+                tuple((each.key, each.samples, each.weight > 0) for each in batch), varies=self._varies
+            )
             if isinstance(self._job.what.loss, GuardedLoss) and self.pipeline.computes_loss:
                 for microbatch in batch:
                     self._job.what.loss.check(microbatch.inputs, microbatch.targets)

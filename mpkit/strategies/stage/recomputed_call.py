@@ -18,7 +18,6 @@ from mpkit.strategies.stage.second_forward import StartingPoint
 from mpkit.strategies.stage.split_backward import WeightGrads, input_grads
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved_tensors import count_saved
 
 if TYPE_CHECKING:
     from mpkit.strategies.stage.block_recompute import RecomputedBlock
@@ -175,7 +174,7 @@ class BlockCall:
             self.setting.restore(),
             around.modes(),
             self.start.begin_again(),
-            count_saved(record, stage, ("block", self.block.name), every=True) as saved,
+            record.memory.saving(),
         ):
             made = self._select_made(self.compute(inputs)[0])
         record.end(op)
@@ -188,7 +187,6 @@ class BlockCall:
             if outputs:
                 torch.autograd.backward(outputs, [g for _, g in pairs])
             grads = iter([x.grad for x in wanted])
-            saved.release()
         else:
             of_inputs, later = input_grads(outputs, [g for _, g in pairs], wanted)
             grads = iter(of_inputs)

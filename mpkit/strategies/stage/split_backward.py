@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpkit.strategies.stage.graph_cut import GraphCut
-from mpkit.trace.record.saved_tensors import PackedTensor
+from mpkit.trace.record.memory import PackedTensor
 
 __all__ = ["WeightGrads", "input_grads"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,7 +80,6 @@ class CountingMode(TorchDispatchMode):
     def count_memory(self, ledger: Ledger) -> None:
         """Count each storage that an operator makes in this ledger from now on."""
         self._ledger = ledger
-        ledger.notices = True
 
     def _count_memory_of(self, func: Any, args: tuple[Any, ...], out: Any, ledger: Ledger) -> None:
         """Count what an operator makes, and what its kernel needs meanwhile."""
@@ -189,6 +189,9 @@ class CountedRecorder(Recorder):
         _FLOAT(self._file.map, at + _AT["flops"], counted.flops - flops)
         _LONG(self._file.map, at + _AT["bytes"], counted.nbytes - moved)
         _FLOAT(self._file.map, at + _AT["value"], counted.operators - operators)
+
+    def begin_memory(self, key: Hashable, *, varies: bool = False) -> None:
+        """Measure every step: each operator is seen anyway."""
 
     def loss(self, value: float) -> None:
         """Write nothing: the loss is unknown."""

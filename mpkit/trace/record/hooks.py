@@ -16,11 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from mpkit.trace import Kind
-from mpkit.trace.record.gradients import RecordedGradients
+from mpkit.trace.record.memory import Gradients
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved_tensors import count_saved
 
-__all__ = ["HookHandles", "count_saved", "layers_of", "watch", "watch_optimizer"]
+__all__ = ["HookHandles", "layers_of", "watch", "watch_optimizer"]
 
 
 class HookHandles:
@@ -41,17 +40,9 @@ class HookHandles:
         self._last.clear()
 
     def _watch_gradients(self, recorder: Recorder, module: nn.Module) -> None:
-        ledger, savings = recorder.ledger, recorder.savings
-        gradients = RecordedGradients(
-            ledger, module.parameters(), made=lambda: savings.gradient_made(recorder.place()[:2])
-        )
-        ledger.change(("grads", gradients.collect()))  # existing gradients
-        if (
-            not savings.measured
-        ):  # else they are collected: there is a runtime, which says when a backward is over
-            gradients.watch()
-        savings.gradients.append(gradients)
-        self._last = [gradients.unwatch, lambda: savings.gradients.remove(gradients)]
+        gradients = Gradients(recorder.ledger, module.parameters(), recorder.allocated)
+        recorder.memory.add(gradients)
+        self._last.append(lambda: recorder.memory.remove(gradients))
 
 
 def watch(
@@ -100,9 +91,6 @@ def watch_optimizer(
 
     def begin_step(*_: Any) -> None:
         nonlocal index
-        made = recorder.savings.collect()
-        if made:  # by a backward that was not released
-            recorder.ledger.change(("grads", made))
         index = recorder.begin(Kind.OPTIMIZER, name, nbytes=touched)
 
     def end_step(*_: Any) -> None:

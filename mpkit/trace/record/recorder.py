@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from math import nan
 from pathlib import Path
@@ -23,13 +23,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, lane_of
-from mpkit.trace.record.allocator import allocated_on
 from mpkit.trace.record.clock import clock_for
 from mpkit.trace.record.contexts import Current, RecordedSpan, Step
 from mpkit.trace.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.trace.record.ledger import Ledger
+from mpkit.trace.record.memory import StepMemory, allocated_on
 from mpkit.trace.record.parts import OpParts
-from mpkit.trace.record.saved_tensors import Savings
 from mpkit.trace.record.sent_parts import SentParts
 from mpkit.trace.record.values import Values
 
@@ -74,7 +73,7 @@ class Recorder:
         folder: the folder of its files.
         ledger: the memory that this rank holds, by category.
         allocated: the device's allocator, to which the ledger is brought up after each action; None on the CPU.
-        savings: what forwards save for their backwards; see `mpkit.trace.record.saved_tensors`.
+        memory: the memory of steps, measured or played back; see `mpkit.trace.record.memory`.
         values: what `log` writes.
         layers: whether hooks are to record every layer within an action as well.
         divides: whether the FLOPs of an op in several parts are known of the whole.
@@ -100,7 +99,7 @@ class Recorder:
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
         self.ledger = Ledger(self._memory, self._file, device, now)
         self.allocated = allocated_on(device, self.ledger)
-        self.savings = Savings(self.allocated)
+        self.memory = StepMemory(self.ledger, self._file, self.allocated)
         self.values = Values(folder, rank, self._names)
         self._sent_parts = SentParts(folder, rank)
         self._clock = clock_for(device)
@@ -121,6 +120,8 @@ class Recorder:
         Ops of the compute lane nest: an op that begins inside another ends before it. Communication may overlap
         anything. The arguments are the columns of `mpkit.trace.OP`.
         """
+        if self.memory.active and kind < _WAIT and self._open is _NOTHING:
+            self.memory.begin(kind, name, self._now())
         names = self._names
         named, called, among = names[name], names[where] if where else 0, names[group] if group else 0
         file = self._file  # after the names: a disk without room for one closes it
@@ -162,6 +163,8 @@ class Recorder:
             else:
                 cpu = self._thread_time()
             self._open = (index, cpu, around[2] + 1 if around[2] < 255 else 255, around)  # `depth` is a byte
+            if self.memory.active and around is _NOTHING and kind != _WAIT:
+                self.memory.began(start)
         return index
 
     def note_parts(self, index: int, parts: Sequence[int]) -> None:
@@ -209,8 +212,11 @@ class Recorder:
         _END(file.map, at + _AT_END, now, cpu)
         if nbytes:
             _LONG(file.map, at + _AT_BYTES, nbytes)
-        if self.allocated is not None and last == index and around is _NOTHING:
-            self.allocated.settle()
+        if last == index and around is _NOTHING:
+            if self.memory.active and file.map[at] != _WAIT:
+                self.memory.end(now)
+            if self.allocated is not None:
+                self.allocated.settle()
 
     def costs(self, index: int, flops: float, nbytes: int) -> None:
         """Write the FLOPs of a compute op and the bytes that it moved, known only when it is over."""
@@ -264,8 +270,19 @@ class Recorder:
         if index >= 0:
             _FLOAT(self._file.map, _FIRST + _SIZE * index + _AT_VALUE, nan)
 
+    def begin_memory(self, key: Hashable, *, varies: bool = False) -> None:
+        """Say that the memory of the step under way is that of every other step with this key.
+
+        Args:
+            key: shapes and dtypes of the step's batch.
+            varies: whether it is not.
+        """
+        self.memory.begin_step(key, self._now(), varies=varies)
+
     def end_step(self) -> None:
         """End a step, as `step` does on leaving."""
+        if self.memory.active:
+            self.memory.end_step(self._now())
         self.end(self._step_op)
         if self._late:
             self._resolve()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -10,9 +10,9 @@ import torch
 
 from mpkit.trace import CATEGORIES
 from mpkit.trace.record.contexts import Current
-from mpkit.trace.record.ledger import Claim, Ledger
+from mpkit.trace.record.ledger import Ledger
+from mpkit.trace.record.memory import Instrument, StepMemory
 from mpkit.trace.record.recorder import Recorder
-from mpkit.trace.record.saved_tensors import Savings
 
 __all__ = ["SilentRecorder"]
 
@@ -22,7 +22,6 @@ class SilentLedger(Ledger):
 
     def __init__(self) -> None:
         self.held = dict.fromkeys(CATEGORIES, 0)
-        self.notices = False
 
     def track(self, tensor: torch.Tensor, category: str) -> None:
         """Count nothing."""
@@ -30,28 +29,28 @@ class SilentLedger(Ledger):
     def move(self, tensor: torch.Tensor, category: str) -> None:
         """Count nothing."""
 
-    def claim(self, tensor: torch.Tensor, category: str, claim: Claim) -> None:
-        """Count nothing."""
-
-    def enter(self, tensors: Iterable[torch.Tensor], category: str) -> int:
-        """Count nothing."""
-        return 0
-
-    def enter_block(self, others: list[Any], nbytes: int, last: torch.Tensor, category: str) -> int:
-        """Count nothing."""
-        return 0
-
     def change(self, *deltas: tuple[str, int]) -> None:
         """Count nothing."""
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Count nothing."""
 
-    def forget(self) -> None:
+
+class SilentMemory(StepMemory):
+    """The memory of steps that nobody looks at."""
+
+    def __init__(self) -> None:
+        self.active = self.playing = False
+
+    def add(self, instrument: Instrument) -> None:
+        """Install nothing."""
+
+    def remove(self, instrument: Instrument) -> None:
         """Do nothing."""
 
-    def clear(self) -> None:
-        """Do nothing."""
+    def saving(self) -> Any:
+        """Return a context that does nothing."""
+        return nullcontext()
 
 
 class SilentRecorder(Recorder):
@@ -66,7 +65,8 @@ class SilentRecorder(Recorder):
     def __init__(self) -> None:
         self.layers = False
         self.ledger = SilentLedger()
-        self.savings = Savings()
+        self.memory = SilentMemory()
+        self.allocated = None
 
     def begin(self, kind: int, name: str = "", **columns: Any) -> int:
         """Record nothing, and return the index of no op."""
@@ -90,6 +90,9 @@ class SilentRecorder(Recorder):
         return nullcontext()
 
     def begin_step(self, number: int) -> None:
+        """Record nothing."""
+
+    def begin_memory(self, key: Hashable, *, varies: bool = False) -> None:
         """Record nothing."""
 
     def end_step(self) -> None:

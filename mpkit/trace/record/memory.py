@@ -1,0 +1,490 @@
+"""The memory of a step: measured once, and then played back.
+
+To see each tensor that is made takes time: hooks on what autograd saves and on gradients make a small step some 10 %
+longer, a dispatch mode that sees every operator 40 %. So steps are
+
+    measured    the ledger sees each storage when it is made and when it is freed. The changes between one action's
+                begin or end and the next one's are a `Segment`, whose times are relative to the ops inside it
+    played      a later step of the same batch shapes. No hook, no mode; the ledger counts what it is told, but is
+                quiet. At each begin and end of an action, the measured step's segment is written, scaled to the time
+                that the action took now
+
+so that the peak, what is held at the peak and the curve are those of a step that is measured: to the byte.
+
+The first two steps are measured (the first one makes the optimizer's states, and ZeRO-3 learns its order), each step
+whose shapes are new, and steps 4, 8, 16 and so on. If such a repetition differs, shapes do not tell what a step holds,
+and from then on each of its kind is measured. A played step that begins an action other than the measured one's is
+measured from there on.
+
+Who knows what a tensor is for says so by `Ledger.track`. What autograd saves in a forward is counted as activations
+(`StepMemory.saving`), and gradients when they are made. On a GPU the ledger is brought up to torch's allocator after
+each action, which also knows temporaries, workspaces and the batch: they are in "buffers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from mpkit.trace import CATEGORIES, HEADER, MEMORY, OP
+from mpkit.trace.record.files import RecordFile
+from mpkit.trace.record.ledger import Ledger
+
+__all__ = [
+    "DeviceAllocator",
+    "Gradients",
+    "HasStats",
+    "Instrument",
+    "PackedTensor",
+    "Segment",
+    "StepMemory",
+    "allocated_on",
+]
+
+POINTS = 16
+"""A segment has at most so many changes; those of a longer one are summed up between them, but for its peak."""
+
+Array = npt.NDArray[Any]
+
+
+class Instrument(Protocol):
+    """What sees tensors being made in measured steps."""
+
+    def install(self) -> None:
+        """Begin to see them, and count those that are there already."""
+
+    def uninstall(self) -> None:
+        """See them no longer."""
+
+
+class Segment:
+    """What happened to a rank's memory between two boundaries of actions.
+
+    Args:
+        mark: what the boundary at its end is: kind, name and details of the action that begins there; None: an end.
+        changes: (n,) of `MEMORY`, whose `op` counts the ops begun since the segment's beginning; no times.
+        share: (n,) where in the time between that op's begin and the next one's each change is, from 0 to 1.
+
+    Attributes:
+        peak: how many changes there are up to the largest sum; 0: the sum is largest at the beginning.
+        at_peak, in_all: the sum of the changes up to the peak, and of all of them, in bytes by category.
+    """
+
+    def __init__(self, mark: Hashable, changes: Array, share: Array) -> None:
+        self.mark = mark
+        peak = int(np.append(0, changes["delta"].cumsum()).argmax())
+        if len(changes) > POINTS:
+            changes, share, peak = _thin(changes, share, peak)
+        columns = changes["op"], share, changes["category"], changes["delta"]
+        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        self.peak = peak
+        self.at_peak, self.in_all = _sums(changes[:peak]), _sums(changes)
+
+    @classmethod
+    def measured(
+        cls, mark: Hashable, changes: list[tuple[int, int, int, int]], first: int, times: list[int]
+    ) -> Segment:
+        """Return the segment of these changes, which `Ledger.captured` has.
+
+        Args:
+            mark: what ends it.
+            changes: (ops begun before, time, category, bytes) of each.
+            first: ops begun before it.
+            times: its beginning, the beginnings of the ops inside it, and its end, in ns.
+        """
+        table, edges = np.array(changes, np.int64).reshape(-1, 4), np.array(times)
+        op = np.clip(table[:, 0] - first, 0, len(times) - 2)
+        share = np.clip((table[:, 1] - edges[op]) / np.maximum(edges[op + 1] - edges[op], 1), 0.0, 1.0)
+        relative = np.zeros(len(table), MEMORY)
+        relative["op"], relative["category"], relative["delta"] = op, table[:, 2], table[:, 3]
+        return cls(mark, relative, share)
+
+    def __len__(self) -> int:
+        """Return how many changes it has."""
+        return len(self._rows)
+
+    def repeats(self, other: Segment) -> bool:
+        """Return whether it is the same but for states of the optimizer, which are made when they are first needed."""
+        leave_out = "optimizer"
+        return self.mark == other.mark and all(
+            mine[name] == theirs[name]
+            for mine, theirs in ((self.at_peak, other.at_peak), (self.in_all, other.in_all))
+            for name in mine
+            if name != leave_out
+        )
+
+    def values(self, first: int, times: list[int], spike: int = 0) -> list[int]:
+        """Return the changes in another place and time: time, op, category and delta of `MEMORY`, one after another.
+
+        Args:
+            first, times: as for `measured`.
+            spike: bytes of "buffers" that come and go at the peak.
+        """
+        values: list[int] = []
+        last, latest = len(times) - 2, times[0]
+        buffers = CATEGORIES.index("buffers")
+        for i, (op, share, category, delta) in enumerate(self._rows):
+            if i == self.peak and spike > 0:
+                values += (latest, first, buffers, spike, latest, first, buffers, -spike)
+            if op > last:
+                op = last
+            time = int(times[op] + share * (times[op + 1] - times[op]))
+            if time > latest:
+                latest = time
+            values += (latest, first + op, category, delta)
+        if len(self._rows) == self.peak and spike > 0:
+            values += (latest, first + last, buffers, spike, latest, first + last, buffers, -spike)
+        return values
+
+
+def _sums(changes: Array) -> dict[str, int]:
+    return {name: int(changes["delta"][changes["category"] == i].sum()) for i, name in enumerate(CATEGORIES)}
+
+
+def _thin(changes: Array, share: Array, peak: int) -> tuple[Array, Array, int]:
+    """Sum up the changes between some points, one of which is the peak; return what is left, and the peak's place."""
+    kinds = len(np.unique(changes["category"]))
+    points = np.linspace(0, len(changes), max(POINTS // kinds, 2)).round().astype(int)
+    ends = np.unique(np.append(points[1:], peak))
+    kept, at, begin = list[Array](), 0, 0
+    for end in ends[ends > 0].tolist():
+        sums = [
+            (nbytes, CATEGORIES.index(name)) for name, nbytes in _sums(changes[begin:end]).items() if nbytes
+        ]
+        rows = changes[end - 1 : end].repeat(len(sums))
+        rows["delta"], rows["category"] = (
+            zip(*sorted(sums), strict=True) if sums else ((), ())
+        )  # less first: no new peak
+        kept.append(rows)
+        begin = end
+        if end == peak:
+            at = sum(map(len, kept))
+    shares = [share[end - 1].repeat(len(rows)) for end, rows in zip(ends[ends > 0], kept, strict=True)]
+    return np.concatenate(kept), np.concatenate(shares), at
+
+
+class StepMemory:
+    """The memory of one rank's steps. The recorder calls `begin` and `end` for each outermost action of a known step.
+
+    Args:
+        ledger: where memory is counted.
+        ops: the rank's ops.
+        allocated: the allocator of a GPU.
+
+    Attributes:
+        active: whether a step is under way whose actions are measured or played.
+        playing: whether it is played.
+        detail: what else tells the action that begins next from others.
+        instruments: what sees tensors in measured steps; outside of known steps they are installed too.
+        checks: whether steps 4, 8, 16 and so on are measured again.
+        before_end: called before a measured action ends.
+    """
+
+    def __init__(self, ledger: Ledger, ops: RecordFile, allocated: DeviceAllocator | None = None) -> None:
+        self._ledger, self._ops, self._allocated = ledger, ops, allocated
+        self.active = self.playing = False
+        self.detail: Hashable = None
+        self.instruments: list[Instrument] = []
+        self.checks = True
+        self.before_end: Callable[[], None] = lambda: None
+        self._installed = True
+        self._known: dict[
+            Hashable, tuple[dict[str, int], list[Segment]]
+        ] = {}  # levels before, and what followed
+        self._varying: set[Hashable] = set()
+        self._steps = 0
+        self._key: Hashable = None
+        self._levels: dict[str, int] = {}
+        self._segments: list[Segment] = []  # those of the step, or those that are played
+        self._next = 0  # the segment to play next
+        self._complete = False  # whether all of the step is measured
+        self._from = 0, 0  # where the segment began: ops begun, time
+
+    # ---- steps
+
+    def begin_step(self, key: Hashable, now: int, *, varies: bool = False) -> None:
+        """Begin to measure a step, or to play one; the recorder ends it.
+
+        Args:
+            key: two steps with equal keys hold the same: shapes and dtypes of their batches.
+            now: the time.
+            varies: whether they do not, so that each has to be measured.
+        """
+        step, self._steps = self._steps, self._steps + 1
+        self._key, self._from, self.active = key, (self._ops.count, now), True
+        again = self.checks and step > 2 and not step & (step - 1)
+        self.playing = key in self._known and not (again or varies or key in self._varying)
+        if self.playing:
+            self._uninstall()
+            self._ledger.on_use = None
+            self._ledger.be_quiet()
+            levels, self._segments = self._known[key]
+            self._ledger.set_levels(levels)
+            self._next = 0
+        else:
+            self._measure()
+            self._ledger.captured, self._complete = [], True
+            self._levels, self._segments = dict(self._ledger.held), []
+
+    def end_step(self, now: int) -> None:
+        """End the step."""
+        self.follow("step ends")
+        self._cut("step ends", now)
+        self.active = False
+        if self.playing:
+            self.playing = False
+            self._ledger.on_use = self._measure
+            return
+        self._ledger.captured = None
+        if not self._complete or self._steps < 2:
+            return
+        before = self._known.get(self._key)
+        if before is not None and not (
+            len(before[1]) == len(self._segments) and all(map(Segment.repeats, before[1], self._segments))
+        ):
+            self._varying.add(self._key)
+        self._known[self._key] = self._levels, self._segments
+
+    def _measure(self) -> None:
+        """See everything from here on."""
+        self._ledger.on_use = None
+        self._install()
+        self._ledger.be_awake()
+
+    def _install(self) -> None:
+        if not self._installed:
+            self._installed = True
+            for instrument in self.instruments:
+                instrument.install()
+
+    def _uninstall(self) -> None:
+        if self._installed:
+            self._installed = False
+            for instrument in self.instruments:
+                instrument.uninstall()
+
+    def add(self, instrument: Instrument) -> None:
+        """Install another instrument, for now and for measured steps."""
+        self.instruments.append(instrument)
+        if self._installed:
+            instrument.install()
+
+    def remove(self, instrument: Instrument) -> None:
+        """Do without an instrument from now on."""
+        self.instruments.remove(instrument)
+        if self._installed:
+            instrument.uninstall()
+
+    # ---- actions
+
+    def begin(self, kind: int, name: str, now: int) -> None:
+        """End the segment before an action, which is about to begin."""
+        mark = kind, name, self.detail
+        self.detail = None
+        self.follow(mark)
+        self._cut(mark, now)
+
+    def began(self, now: int) -> None:
+        """Begin the segment inside an action, whose op is written."""
+        self._from = self._ops.count, now
+
+    def end(self, now: int) -> None:
+        """End the action that is under way."""
+        if not self.playing:
+            self.before_end()
+        self._cut(None, now)
+        self._from = self._ops.count, now
+
+    def follow(self, mark: Hashable) -> None:
+        """Measure the rest of the step if the boundary that comes now is none of the step that is played."""
+        if self.playing and self._segments[self._next].mark != mark:
+            self._known.pop(self._key, None)
+            self.playing, self._complete = False, False
+            self._measure()
+
+    def _cut(self, mark: Hashable, now: int) -> None:
+        if self.playing and self._allocated is None and not len(self._segments[self._next]):
+            self._next += 1
+            return
+        if not (self.playing or self._complete):
+            return
+        first, begin = self._from
+        times = [begin, now]
+        if self._ops.count > first:
+            at = HEADER.itemsize + OP.itemsize * first
+            begun = self._ops.map[at : at + OP.itemsize * (self._ops.count - first)]
+            times[1:1] = np.frombuffer(begun, OP)["start"].tolist()
+        if self.playing:
+            self._play(first, times)
+        else:
+            changes, self._ledger.captured = self._ledger.captured or [], []
+            self._segments.append(Segment.measured(mark, changes, first, times))
+
+    def _play(self, first: int, times: list[int]) -> None:
+        segment = self._segments[self._next]
+        self._next += 1
+        spike = 0
+        if self._allocated is not None:
+            held = sum(self._ledger.held.values()) + sum(segment.at_peak.values())
+            spike = self._allocated.take_peak() - held
+        if len(segment) or spike > 0:
+            self._ledger.write_all(segment.values(first, times, spike), segment.in_all)
+
+    # ---- what is there to see
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return a context in which what autograd saves is counted as activations, if the step is measured."""
+        if self.playing or not torch.is_grad_enabled():
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since
+    # autograd leaves the check for in-place writes to the hooks, it is made here.
+    def _pack(self, tensor: Tensor) -> PackedTensor:
+        self._ledger.track(tensor, "activations")
+        return PackedTensor(tensor.detach(), tensor._version)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The bytes held by category; in an action that is played, at its peak."""
+        levels = dict(self._ledger.held)
+        if self.playing and self._next < len(self._segments):
+            for name, nbytes in self._segments[self._next].at_peak.items():
+                levels[name] += nbytes
+        return levels
+
+
+class PackedTensor:
+    """A tensor that autograd saved, with its version counter at that time."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = version
+
+    def drop(self) -> None:
+        """Free the tensor, since it will not be needed again."""
+        self.tensor = None
+
+
+def _unpack(packed: PackedTensor) -> Tensor:
+    tensor, version = packed.tensor, packed.version
+    assert tensor is not None, "a node whose saved tensors were let go of is not called again"
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+            f"{version} instead. Write `x = x + y` for `x += y` where backward needs the old x"
+        )
+    return tensor
+
+
+class Gradients:
+    """The gradients of some parameters, each counted as soon as it is made.
+
+    Args:
+        ledger: where they are counted.
+        allocated: the allocator of a GPU; what it held most is counted before and after each gradient.
+    """
+
+    def __init__(
+        self, ledger: Ledger, parameters: Iterable[nn.Parameter], allocated: DeviceAllocator | None
+    ) -> None:
+        self._ledger, self._allocated = ledger, allocated
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._hooks: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Count those that are there, and from now on each that is made."""
+        self.collect()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._see) for p in self._parameters]
+
+    def uninstall(self) -> None:
+        """See them no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def collect(self) -> None:
+        """Count those that are there."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._ledger.track(parameter.grad, "grads")
+
+    def _see(self, parameter: Tensor) -> None:
+        if self._allocated is not None:
+            self._allocated.look()
+        if parameter.grad is not None:
+            self._ledger.track(parameter.grad, "grads")
+        if self._allocated is not None:
+            self._allocated.look()
+
+
+# ---------------------------------------------------------------- a GPU's allocator
+
+
+class HasStats(Protocol):
+    """`torch.cuda`, `torch.xpu`: a device's module whose allocator keeps statistics."""
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        """Return the statistics."""
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Let the peak be what is allocated now."""
+
+
+class DeviceAllocator:
+    """The allocator of a rank's device, and the ledger that is brought up to it.
+
+    The ledger knows the tensors that something is said of: parameters, what autograd saved, buckets. It does not know
+    an operator's temporaries, a library's workspace, or a batch. On the CPU nobody counts these. On a GPU torch's
+    caching allocator does. The largest total of a rank's records is then `torch.cuda.max_memory_allocated`.
+    """
+
+    def __init__(self, api: HasStats, device: torch.device, ledger: Ledger) -> None:
+        self._api, self._device, self._ledger = api, device, ledger
+        self._unnamed = 0
+
+    def take_peak(self) -> int:
+        """Return the bytes that were allocated at most since the last look."""
+        told = self._api.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
+        self._api.reset_peak_memory_stats(self._device)
+        return 0 if told is None else int(told["all"]["peak"])  # None: nothing has been allocated on it yet
+
+    def look(self) -> int:
+        """Write what came and went since the last look, a spike of "buffers"; return the bytes allocated now."""
+        told = self._api.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
+        if told is None:
+            return 0
+        passed = told["all"]["peak"] - sum(self._ledger.held.values())
+        if passed > 0:
+            self._ledger.correct(("buffers", passed), ("buffers", -passed))
+        self._api.reset_peak_memory_stats(self._device)
+        return int(told["all"]["current"])
+
+    def settle(self) -> None:
+        """Write what came and went, and keep in "buffers" what is allocated now beyond what the categories hold."""
+        now, held = self.look(), self._ledger.held
+        unnamed = min(self._unnamed, held["buffers"])  # less where the ledger has started anew
+        by = max(now - sum(held.values()), -unnamed)
+        self._ledger.correct(("buffers", by))
+        self._unnamed = unnamed + by
+
+
+def allocated_on(device: torch.device | None, ledger: Ledger) -> DeviceAllocator | None:
+    """Return the allocator of a device; None where it keeps no statistics, as on the CPU.
+
+    >>> allocated_on(torch.device("cpu"), None) is None  # type: ignore[arg-type]
+    True
+    """
+    api = None if device is None else getattr(torch, device.type, None)
+    return DeviceAllocator(api, device, ledger) if hasattr(api, "memory_stats_as_nested_dict") else None  # type: ignore[arg-type]

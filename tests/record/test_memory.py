@@ -1,0 +1,160 @@
+"""A step's memory is measured once and then played back: both ways are equal to the byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpkit as mk
+from mpkit.data import text_batches
+from mpkit.models import GPT, next_token_loss
+from mpkit.trace import CATEGORIES, Kind, RankTrace, read_rank
+from mpkit.trace.record.memory import POINTS, Segment, StepMemory
+from mpkit.trace.record.recorder import Recorder
+
+STEPS = 7  # 0, 1 and 4 are measured
+
+Clusters = Callable[[int], mk.Cluster]
+
+
+def measure_every_step(*_: Any) -> None:
+    """As `on_step`, which only ranks call: measure each step from here on."""
+    begin_step = StepMemory.begin_step
+
+    def measured(self: StepMemory, key: Any, now: int, *, varies: bool = False) -> None:
+        begin_step(self, key, now, varies=True)
+
+    StepMemory.begin_step = measured  # type: ignore[method-assign]
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def peaks(rank: RankTrace) -> list[tuple[int, ...]]:
+    """What each step held when it held most: in all, and by category."""
+    memory = rank.memory
+    levels = np.zeros((len(memory), len(CATEGORIES)), np.int64)
+    levels[np.arange(len(memory)), memory["category"]] = memory["delta"]
+    levels = levels.cumsum(axis=0)
+    found = []
+    for step in rank.ops[rank.ops["kind"] == Kind.STEP]:
+        within = levels[(memory["time"] >= step["start"]) & (memory["time"] <= step["end"])]
+        totals = within.sum(axis=1)
+        found.append((int(totals.max()), *within[totals.argmax()].tolist()))
+    return found
+
+
+def both_ways(
+    clusters: Clusters, plan: mk.Plan, model: nn.Module, batches: Any, loss: Any, optimizer: Any
+) -> None:
+    found = []
+    for on_step in (nothing, measure_every_step):
+        run = clusters(plan.ranks).train(
+            model, batches, plan, loss=loss, optimizer=optimizer, steps=STEPS, on_step=on_step
+        )
+        run.wait()
+        found.append([peaks(rank) for rank in run.trace.ranks])
+    assert found[0] == found[1]
+    return found[0][0][-1][0]
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=4, width=32, heads=4, length=16)
+
+
+PLANS = {
+    "ddp": mk.Plan.ddp(2, microbatches=2),
+    "zero1": mk.Plan.zero(1, 2),
+    "zero2": mk.Plan.zero(2, 2),
+    "zero3": mk.Plan.zero(3, 2),
+    "hsdp": mk.Plan(dp=4, zero=3, dp_shard=2),
+    "offload": mk.Plan(dp=2, zero=2, offload="optimizer"),
+    "tp": mk.Plan(tp=2, sequence_parallel=True),
+    "cp": mk.Plan(cp=2),
+    "pipeline": mk.Plan(pp=2, microbatches=4, schedule="1f1b"),
+    "split": mk.Plan(pp=2, microbatches=4, schedule="zb_h1"),
+    "recompute": mk.Plan(dp=2, zero=3, recompute="full"),
+}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def test_played_steps_are_measured_ones_and_stages_of_zero_need_less_and_less(clusters: Clusters) -> None:
+    batches, held = text_batches(batch=8, length=16, steps=2), {}
+    for name in ("zero1", "zero2", "zero3", "split"):
+        held[name] = both_ways(clusters, PLANS[name], gpt(), batches, next_token_loss, adamw)
+    assert held["zero1"] >= held["zero2"] >= held["zero3"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("draw", range(200))
+def test_played_steps_are_measured_ones_whatever_the_plan(clusters: Clusters, draw: int) -> None:
+    chance = random.Random(draw)
+    torch.manual_seed(draw)
+    width, heads = chance.choice([(16, 2), (32, 4), (48, 4)])
+    model = GPT(layers=chance.choice([4, 6]), width=width, heads=heads, length=16)
+    optimizer = chance.choice(
+        [adamw, lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9)]
+    )
+    batches = text_batches(batch=chance.choice([8, 12]), length=16, steps=chance.choice([1, 3]))
+    both_ways(clusters, chance.choice(list(PLANS.values())), model, batches, next_token_loss, optimizer)
+
+
+def train(record: Recorder, widths: list[int]) -> list[bool]:
+    """A step for each width: an action that keeps 10 tensors of it, and one that frees them; whether it was played."""
+    played = []
+    for step, width in enumerate(widths):
+        with record.step(step):
+            record.begin_memory(width)
+            played.append(record.memory.playing)
+            op, kept = record.begin(Kind.FORWARD), []
+            for _ in range(0 if record.memory.playing else 10):
+                kept.append(torch.zeros(width))
+                record.ledger.track(kept[-1], "activations")
+            record.end(op)
+            op = record.begin(Kind.BACKWARD)
+            kept.clear()
+            record.end(op)
+    return played
+
+
+def test_new_shapes_are_measured_and_known_ones_played(tmp_path: Any) -> None:
+    record = Recorder(tmp_path, 0)
+    assert train(record, [5, 5, 5, 7, 5, 7, 7]) == [False, False, True, False, False, True, True]
+    record.close()
+    assert [total for total, *_ in peaks(read_rank(tmp_path, 0))] == [200, 200, 200, 280, 200, 280, 280]
+
+
+def test_another_action_than_the_known_one_is_measured(tmp_path: Any) -> None:
+    record = Recorder(tmp_path, 0)
+    train(record, [5, 5, 5])
+    kept = torch.zeros(3)
+    with record.step(3):
+        record.begin_memory(5)
+        assert record.memory.playing
+        op = record.begin(Kind.COMPUTE, "something else")
+        record.ledger.track(kept, "activations")
+        record.end(op)
+        assert not record.memory.playing
+    assert record.ledger.held["activations"] == 12
+    assert train(record, [5]) == [False]
+
+
+def test_a_long_segment_keeps_its_peak_and_its_end() -> None:
+    changes = [(1, 10 + i, i % 2, 1 + i if i < 600 else -500) for i in range(900)]
+    segment = Segment.measured(None, changes, 1, [10, 1000])
+    values = np.array(segment.values(5, [0, 100])).reshape(-1, 4)
+    sums, wanted = values[:, 3].cumsum(), np.cumsum([change[3] for change in changes])
+    assert len(values) <= POINTS + 2
+    assert (sums.max(), sums[-1]) == (wanted.max(), wanted[-1])
+    assert (np.diff(values[:, 0]) >= 0).all()
