@@ -221,3 +221,24 @@ def test_memory_that_repeats_a_measured_step_is_marked(clusters: Clusters) -> No
         "each later step of that kind is drawn as it was measured then" in note for note in watched.notes
     )
     assert not mk.simulate(mk.Plan.gpipe(2, 2)).notes
+
+
+def a_scheduler_that_communicates(ctx: Any) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+        dist.all_reduce(torch.ones(5))  # of a scheduler, or a receive that a pipeline posts
+
+
+def test_what_is_sent_after_the_optimizer_belongs_to_the_next_step(clusters: Clusters) -> None:
+    clusters(2).run(a_scheduler_that_communicates, watch=True)
+    for rank in clusters(2).trace.ranks:
+        ops = rank.ops[rank.ops["kind"] == Kind.ALL_REDUCE]
+        assert ops["step"].tolist() == [0, 1, 1, 2, 2, 3]
+        steps = rank.ops[rank.ops["kind"] == Kind.STEP]
+        ends = rank.ops["end"][rank.ops["kind"] == Kind.OPTIMIZER]
+        assert (steps["start"][1:] >= ends[: len(steps) - 1]).all()
+    assert clusters(2).timeline().steps == [0, 1, 2]  # the last call begins no step

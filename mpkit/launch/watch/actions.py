@@ -6,8 +6,9 @@ backward     one run of autograd's engine
 optimizer    one optimizer's step
 
 An action that begins within another one is a part of it (depth 1 and more in the trace).
-A step ends with the last optimizer step before the next forward: gradients may be accumulated over several backwards,
-and several optimizers may step. `mk.watch.step()` says instead where a step ends.
+A step ends with its last optimizer step: gradients may be accumulated over several backwards, and several optimizers may
+step. What is loaded, sent or received before the next forward belongs to the next step, such as a pipeline's receives.
+`mk.watch.step()` says instead where a step ends.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Actions:
         self._loss = -1
         self._step, self._in_step, self._stepped = 0, False, False
         self._by_hand = False
+        self._acted = False  # whether the step has had an action
         self._losses: list[torch.Tensor] = []
         self._spans = 0  # communications by hand
 
@@ -69,6 +71,7 @@ class Actions:
             self.end_loss()
             self._before()
             self._begin_step(kind)
+            self._acted = True
             flops = self._costs.begins(kind, name, inputs)
         self._depth += 1
         stage, microbatch = self.place
@@ -150,6 +153,11 @@ class Actions:
             self._costs.step_begins()
             self._in_step = True
 
+    def communicate(self) -> None:
+        """End the step if its optimizer has stepped: what is sent before the next forward belongs to the next step."""
+        if self._stepped and not self._depth:
+            self._begin_step(Kind.SEND)
+
     def begin_data(self) -> None:
         """Begin the step to which the samples belong that are about to be loaded."""
         self.end_loss()
@@ -169,8 +177,14 @@ class Actions:
             self._record.end_step()
             self._step += 1
             self.step_ended()
-        self._in_step = self._stepped = False
+        self._in_step = self._stepped = self._acted = False
         self._losses.clear()
+
+    def finish(self) -> None:
+        """End the last step; one that has only communicated is none, and stays open."""
+        self.end_loss()
+        if self._acted:
+            self.end_step()
 
     def step(self) -> None:
         """End the step here; from now on, optimizers no longer end steps."""

@@ -59,6 +59,7 @@ class ProgramRecording:
         optimizers: WeakSet[Optimizer] = WeakSet()
         self.costs = WatchedCosts(record, self.annotations, roots, optimizers)
         self.actions = Actions(record, self.costs, self.completion.settle)
+        self.communication.before = self.actions.communicate
         self.actions.alone = str(comm.rank)
         self.modules = Modules(record, self.actions, roots, depth)
         self.actions.step_ended = self.modules.step_ended
@@ -83,7 +84,7 @@ class ProgramRecording:
         for part in reversed(self._parts()):
             part.uninstall()
         if kind is None:
-            self.actions.end_step()
+            self.actions.finish()
 
     def _parts(
         self,

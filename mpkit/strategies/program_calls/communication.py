@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ class Communication:
         annotations: what the program says it is doing.
         checks: compares calls with the peers'; None: what compares those of `comm`.
         direct_only: leave alone what DDP, FSDP and the like issue.
+
+    Attributes:
+        before: called before each call is recorded.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Communication:
         self._checks = checks or comm.wire.checks
         self._comm, self._completion, self._lines, self._annotations = comm, completion, lines, annotations
         self._record: Recorder = comm.wire.record
+        self.before: Callable[[], None] = lambda: None
         self._groups: dict[int, tuple[Any, Communicator]] = {}
         self._texts: dict[tuple[torch.dtype, torch.Size], str] = {}
         self._axes: dict[str, str] = {}  # the name that a DeviceMesh gave to the axis of a group
@@ -103,6 +108,7 @@ class Communication:
                 return go_on(keyset & after, *args)
             by_python = lines.by_python
             completion.settle()
+            self.before()
             op, call = begin(operator, args, args[at_group], where)
             if call is not None:
                 call.publish()
