@@ -94,9 +94,9 @@ class Recorder:
         self.folder = folder = Path(folder)
         self._now, self._thread_time = now, thread_time
         self.layers = layers
-        self._names = NameFile(folder / f"rank{rank}.names", self._stop)
         self._memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
+        self._names = NameFile(folder / f"rank{rank}.names", self._stop)
         self.ledger = Ledger(self._memory, self._file, device, now)
         self.allocated = allocated_on(device, self.ledger)
         self.memory = StepMemory(self.ledger, self._file, self.allocated)
