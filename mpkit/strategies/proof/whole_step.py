@@ -66,6 +66,7 @@ class WholeStep:
         remembered: what model and loss remember in Python from earlier steps, of the first rank that does.
         other_memory: the places of what they remember that cannot be sent.
         other_draws: whether a forward drew random numbers that are not torch's.
+        decides: whether a forward looked at tensors' values.
         frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
         scale: the loss scale.
@@ -86,6 +87,7 @@ class WholeStep:
     remembered: Remembered = field(default_factory=dict)
     other_memory: list[str] = field(default_factory=list)
     other_draws: bool = False
+    decides: bool = False
     scale: float = 1.0
     skipped: bool = False
 
@@ -164,6 +166,7 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
         found.other_memory += [place for place in others if place not in found.other_memory]
     found.missing = [name for name, mask in filled.items() if not bool(mask.all())]
     found.other_draws = any(file["other_draws"] for file in files)
+    found.decides = any(file["decides"] for file in files)
     found.scale, found.skipped = files[0]["scale"], files[0]["skipped"]
     return found
 
