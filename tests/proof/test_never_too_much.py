@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -301,10 +301,6 @@ def large_rows() -> list[tuple[Tensor, Tensor]]:
     return made
 
 
-def stream(targets: Tensor) -> Iterator[Any]:
-    return iter(batches(targets))
-
-
 class Rows(torch.utils.data.Dataset[Any]):
     def __init__(self, targets: Tensor) -> None:
         self.targets = targets
@@ -334,11 +330,11 @@ def test_a_mask_that_hides_something_later(clusters: Clusters, how: Callable[[],
 
 
 SAID: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "a mask in a stream": (
-        lambda: {"data": stream(hidden(-1.0)), "loss": masked},
+    "a mask": (
+        lambda: {"data": batches(hidden(-1.0)), "loss": masked, "verify": (1,)},
         "in the loss, div divides by another",
     ),
-    "NaN in a stream": (lambda: {"data": stream(hidden(torch.nan)), "loss": known}, "in the loss, "),
+    "NaN": (lambda: {"data": batches(hidden(torch.nan)), "loss": known, "verify": (1,)}, "in the loss, "),
     "capacity": (lambda: {"data": large_rows(), "model": net(Capacity())}, "in the forward, "),
     "an optimizer": (lambda: {"optimizer": Warms, "plan": DDP}, "the optimizer computes "),
 }

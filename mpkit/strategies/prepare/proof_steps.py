@@ -89,7 +89,20 @@ def with_proof(
         every = None if how.evaluation is None else how.evaluation.every
         steps = range(how.first_step, how.steps)
         wanted = tuple(sorted({*wanted, *telling_steps(what.batches, steps, special, every)}))
-    return replace(how, verified=wanted)
+    return replace(how, verified=wanted, unverified=_missing_steps(verify, how.first_step, how.steps))
+
+
+def _missing_steps(verify: Any, first: int, steps: int) -> str:
+    """Return in words which steps were asked for and are not done; "" if there are none.
+
+    >>> _missing_steps((1, 11), 0, 2), _missing_steps("all", 0, 2)
+    ('there is no step 11 to compare: this run does steps 1 to 2', '')
+    """
+    missing = [n for n in verify if not first < n <= steps] if isinstance(verify, tuple) else []
+    if not missing:
+        return ""
+    which = f"step {missing[0]}" if len(missing) == 1 else f"steps {', '.join(map(str, missing))}"
+    return f"there is no {which} to compare: this run does steps {first + 1} to {steps}"
 
 
 def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:

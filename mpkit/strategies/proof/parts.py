@@ -97,7 +97,7 @@ def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
         return _for_layer(plan, model, None, apart)
     if any(abs(float(leaf) - whole.loss) <= tolerance * abs(whole.loss) for leaf in scalars):
         return _for_model_loss(plan)
-    return _for_loss(plan, *_kind_of(attempt, whole, split), whole.loss, put_together, size)
+    return _for_loss(plan, *_kind_of(attempt, whole, split, tolerance), whole.loss, put_together, size)
 
 
 def _compute(attempt: Attempt, which: slice, draws: StepDraws) -> Computed:
@@ -197,7 +197,9 @@ def _same_rows(whole: Tensor, parts: Sequence[Any], samples: Sequence[Samples], 
 # ---- the loss ------------------------------------------------------------------------------------------------
 
 
-def _kind_of(attempt: Attempt, whole: Computed, split: Sequence[Computed]) -> tuple[str, str]:
+def _kind_of(
+    attempt: Attempt, whole: Computed, split: Sequence[Computed], tolerance: float
+) -> tuple[str, str]:
     """Return the kind of loss ("sum", "mean" over something other than samples, "whole"), and a note."""
     if isclose(sum(each.loss for each in split), whole.loss, rel_tol=1e-4):
         return "sum", ""
@@ -208,7 +210,7 @@ def _kind_of(attempt: Attempt, whole: Computed, split: Sequence[Computed]) -> tu
         losses = [_loss_of(attempt, which) for which in few]
     except Exception as error:  # the loss may be undefined for so few samples
         return "whole", f" Of one, two or three samples it raises {one_line(error)}."
-    return ("mean" if _is_weighted_mean(*losses) else "whole"), ""
+    return ("mean" if _is_weighted_mean(*losses, tolerance=tolerance) else "whole"), ""
 
 
 def _loss_of(attempt: Attempt, which: slice) -> float:
@@ -220,7 +222,9 @@ def _loss_of(attempt: Attempt, which: slice) -> float:
     return float(value) if pair is None else float(pair[0] / pair[1])
 
 
-def _is_weighted_mean(a: float, b: float, c: float, ab: float, bc: float, abc: float) -> bool:
+def _is_weighted_mean(
+    a: float, b: float, c: float, ab: float, bc: float, abc: float, *, tolerance: float
+) -> bool:
     """Return whether the losses of samples a, b, c and of some together are those of a weighted mean."""
     if not all(map(isfinite, (a, b, c))):  # undefined for one sample: all masked, or a spread
         return any(map(isfinite, (a, b, c)))
@@ -230,7 +234,7 @@ def _is_weighted_mean(a: float, b: float, c: float, ab: float, bc: float, abc: f
     weight_b = (ab - a) / (b - ab)
     weight_c = weight_b * (bc - b) / (c - bc) if c != bc else 0.0
     expected = (a + weight_b * b + weight_c * c) / (1 + weight_b + weight_c)
-    return weight_b > 0 and weight_c > 0 and isclose(expected, abc, rel_tol=1e-3)
+    return weight_b > 0 and weight_c > 0 and isclose(expected, abc, rel_tol=max(1e-6, tolerance))
 
 
 # ---- words ---------------------------------------------------------------------------------------------------

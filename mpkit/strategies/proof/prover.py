@@ -89,12 +89,12 @@ class Prover:
     def _lost_files(self, step: int) -> list[Path]:
         return files_of(self._folder, self._job.plan.ranks, step, lost_of)
 
-    def verify(self, step: int, loss: float) -> None:
+    def verify(self, step: int, loss: float | None) -> None:
         """Compare a step that all ranks have finished.
 
         Args:
             step: the step, counted from 0.
-            loss: the loss that the run reports for it.
+            loss: the loss that the run reports for it; None: the sum of the ranks' shares.
 
         Raises:
             NotSerial: the step is not that of serial training.
@@ -102,6 +102,8 @@ class Prover:
         if lost := [rank for rank, path in enumerate(self._lost_files(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
         found = assemble_step(self._files(step), self._shapes, self._serial.weights)
+        if loss is None:
+            loss = self._loss_of(found)
         batch = None
         try:
             batch = self._start(step, found)
@@ -120,6 +122,13 @@ class Prover:
             says = f"step {step + 1} is not that of serial training: {difference}".rstrip()
             raise NotSerial(says, step=step + 1) from None
         self._last, self._known = step, found.after
+
+    def _loss_of(self, found: WholeStep) -> float:
+        """Return the sum of the shares of the ranks that have different samples or tokens."""
+        mesh = self._job.plan.mesh
+        places = [mesh.place(rank) for rank in range(self._job.plan.ranks)]
+        first = [rank == mesh.rank(*place) and place.tp == 0 for rank, place in enumerate(places)]
+        return sum(loss for loss, counts in zip(found.losses, first, strict=True) if counts and loss is not None)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)

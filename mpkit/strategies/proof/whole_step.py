@@ -69,6 +69,7 @@ class WholeStep:
         decides: whether a forward looked at tensors' values.
         frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
+        losses: each rank's share of the loss; None where it computes none.
         scale: the loss scale.
         skipped: whether the update was left out.
     """
@@ -88,6 +89,7 @@ class WholeStep:
     other_memory: list[str] = field(default_factory=list)
     other_draws: bool = False
     decides: bool = False
+    losses: list[float | None] = field(default_factory=list)
     scale: float = 1.0
     skipped: bool = False
 
@@ -159,6 +161,7 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
             where = Elements(rank, piece["name"], piece["start"], _shard(piece["shard"], shape))
             found.frozen.append((where, piece["held"]))
         found.draws.append(file["draws"])
+        found.losses.append(file["loss"])
         found.buffers.append(file["buffers"])
         found.buffers_before.append(file["buffers_before"])
         values, others = file["remembered"]

@@ -162,6 +162,7 @@ class RankEvidence:
             "draws": self._heard.draws,
             "other_draws": self._heard.others.drawn,
             "decides": self._heard.decides,
+            "loss": self._training.loss,
             "scale": scale,
             "skipped": skipped,
         }
