@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mpkit.course.tell import _shows
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 

@@ -128,7 +128,9 @@ class Prover:
         mesh = self._job.plan.mesh
         places = [mesh.place(rank) for rank in range(self._job.plan.ranks)]
         first = [rank == mesh.rank(*place) and place.tp == 0 for rank, place in enumerate(places)]
-        return sum(loss for loss, counts in zip(found.losses, first, strict=True) if counts and loss is not None)
+        return sum(
+            loss for loss, counts in zip(found.losses, first, strict=True) if counts and loss is not None
+        )
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)

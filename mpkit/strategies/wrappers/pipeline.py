@@ -62,7 +62,7 @@ def pipeline(
             differ in shape.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         microbatches: into how many micro-batches a batch is divided; None for the number of ranks.
-        prove: the number of first steps whose loss and gradients are compared with plain PyTorch, on each rank; 0: none.
+        prove: the number of first steps whose loss and gradients are compared with plain PyTorch on each rank; 0: none.
         options: other fields of a Plan that a pipeline has: virtual_stages, recompute, cut.
 
     Returns:
