@@ -124,13 +124,14 @@ class Prover:
         self._last, self._known = step, found.after
 
     def _loss_of(self, found: WholeStep) -> float:
-        """Return the sum of the shares of the ranks that have different samples or tokens."""
+        """Return the sum of the shares of the ranks that have different samples or tokens; stages tell each other."""
         mesh = self._job.plan.mesh
-        places = [mesh.place(rank) for rank in range(self._job.plan.ranks)]
-        first = [rank == mesh.rank(*place) and place.tp == 0 for rank, place in enumerate(places)]
-        return sum(
-            loss for loss, counts in zip(found.losses, first, strict=True) if counts and loss is not None
-        )
+        by_stage: dict[int, float] = {}
+        for rank, loss in enumerate(found.losses):
+            place = mesh.place(rank)
+            if loss is not None and rank == mesh.rank(*place) and place.tp == 0:
+                by_stage[place.pp] = by_stage.get(place.pp, 0.0) + loss
+        return next(iter(by_stage.values()))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
