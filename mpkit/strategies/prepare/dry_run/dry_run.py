@@ -156,6 +156,11 @@ OWN_SEED = 0x6D706B6974
 """The seed during a dry run: one that nobody else sets."""
 
 
+def _is_users(seed: int) -> bool:
+    """Return whether a seed was set by the user's code: those of divided layers (`own_draws`) are hashes of 63 bits."""
+    return seed != OWN_SEED and seed < 2**32
+
+
 class _SeedListener(TorchDispatchMode):
     """A mode that notices draws from torch's generator after another seed was set inside."""
 
@@ -164,7 +169,7 @@ class _SeedListener(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.seeded = self.seeded or (draws_numbers(func) and torch.initial_seed() != OWN_SEED)
+        self.seeded = self.seeded or (draws_numbers(func) and _is_users(torch.initial_seed()))
         return func(*args, **(kwargs or {}))
 
 
@@ -175,7 +180,7 @@ def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[L
     try:
         with _SeedListener() as heard:  # type: ignore[no-untyped-call]
             passed = _walk_layers(model, inputs, targets, loss)
-        if heard.seeded or torch.initial_seed() != OWN_SEED:
+        if heard.seeded or _is_users(torch.initial_seed()):
             raise ValueError(SEEDED)
     finally:
         torch.default_generator.set_state(state)
