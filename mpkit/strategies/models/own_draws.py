@@ -125,11 +125,6 @@ class OwnDraws:
         for name in (*self.around, *names):
             self.begin(name, device, ahead=True)
 
-    @property
-    def divides(self) -> bool:
-        """Whether a span has begun, inside which the generators have seeds of their own."""
-        return bool(self._open)
-
     def move(self, names: Sequence[str], device: torch.device) -> None:
         """End the spans that are not among these, and begin those that have not begun."""
         begun = [span.name for span in self._open]
