@@ -19,6 +19,7 @@ from types import ModuleType
 from mpkit.course.exercise_text import ExerciseText, read_text
 from mpkit.course.framework.exercise import HOME, Exercise
 from mpkit.course.framework.source import ExerciseSource, given_in
+from mpkit.course.signatures import FILE, Signature, read_signatures
 
 __all__ = ["ExerciseEntry", "families", "find", "of_family", "solution_folders"]
 
@@ -59,6 +60,11 @@ class ExerciseEntry:
     def text_path(self) -> Path:
         """The path of the exercise's text file."""
         return Path(str(self.module.__file__)).with_suffix(".md")
+
+    @property
+    def signatures(self) -> dict[str, Signature]:
+        """What each wrong answer of the text did when it was recorded, by the mistake's name."""
+        return read_signatures(self.text_path.parent / FILE).get(self.name, {})
 
     @property
     def given_code(self) -> str:

@@ -52,7 +52,7 @@ class ExerciseText:
         title: its first line.
         task: the text that the student reads below the title.
         start: the hint for a student who has not written anything yet.
-        mistakes: the mistakes; what recognizes them is in the Python file.
+        mistakes: the mistakes.
         otherwise: the hints if no mistake shows.
     """
 
@@ -64,23 +64,8 @@ class ExerciseText:
     otherwise: tuple[str, ...] = ()
 
     def complete(self, exercise: Exercise) -> Exercise:
-        """Return the exercise of the Python file with the hints and mistakes of this one.
-
-        Raises:
-            ValueError: The exercise recognizes a mistake that this file does not have.
-        """
-        unknown = set(exercise.when) - {mistake.name for mistake in self.mistakes}
-        if unknown:
-            raise ValueError(
-                f"{self.path.with_suffix('.py')}: when= has {', '.join(sorted(unknown))}, and {self.path.name} has no "
-                f'such "## Mistake: ..."'
-            )
-        return replace(
-            exercise,
-            start=self.start,
-            mistakes=tuple(replace(each, when=exercise.when.get(each.name)) for each in self.mistakes),
-            otherwise=self.otherwise,
-        )
+        """Return the exercise of the Python file with the hints and mistakes of this one."""
+        return replace(exercise, start=self.start, mistakes=self.mistakes, otherwise=self.otherwise)
 
 
 @dataclass(frozen=True)

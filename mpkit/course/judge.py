@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.detectors.relations import Relation, find_relation
-from mpkit.course.framework.exercise import UNFORESEEN, Case, CheckRow, Exercise, Mistake, Seen
-from mpkit.course.framework.kinds import OnRanks
+from mpkit.course.framework.exercise import Case, CheckRow, Exercise, Mistake, Seen
+from mpkit.course.framework.kinds import OnRanks, Questions
 from mpkit.course.framework.measures import LOOP, WASTEFUL
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.schedules import Schedules
 from mpkit.course.framework.source import run_cell
 from mpkit.course.sandbox.allowance import TooBusy
+from mpkit.course.signatures import find_mistake
 from mpkit.course.verdict import NOT_JUDGED, Checked
 from mpkit.trace import Lane
 
@@ -87,7 +88,7 @@ def _judge_once(
     passed = last.ok
     # ---- tell
     right = [row.seen.case for row in rows if row.ok and row.seen is not None and last.seen is not None]
-    mistake, hints = ("", ()) if passed else tell(entry, last, room, right)
+    mistake, hints = ("", ()) if passed else tell(entry, last, right)
     # ---- hint
     hint = hints[min(failures, len(hints) - 1)] if hints else ""
     # ---- show
@@ -180,15 +181,12 @@ SLIPS = (
 """Errors of typing, which say nothing of what the student has understood."""
 
 
-def tell(
-    entry: ExerciseEntry, row: CheckRow, room: Room, right: Sequence[Case] = ()
-) -> tuple[str, Sequence[str]]:
+def tell(entry: ExerciseEntry, row: CheckRow, right: Sequence[Case] = ()) -> tuple[str, Sequence[str]]:
     """Return the name of the mistake that shows, and its hints; else of a relation to the right results.
 
     Args:
         entry: the exercise.
         row: the check that failed.
-        room: the ranks to run wrong answers on.
         right: the cases of the checks that passed.
     """
     exercise, seen = entry.exercise, row.seen
@@ -197,9 +195,8 @@ def tell(
             return STUB, (exercise.start,)
         if _is_typing_error(seen):
             return SLIP, ()
-        for mistake in (LOOP, *exercise.mistakes, *WASTEFUL):
-            if _shows(entry, mistake, seen, room):
-                return mistake.name, mistake.hints
+        if mistake := _find_mistake(entry, row):
+            return mistake.name, mistake.hints
         if seen.error and seen.where and not seen.mismatch:
             return SLIP, ()
         if isinstance(exercise, OnRanks):
@@ -224,12 +221,18 @@ def _is_typing_error(seen: Seen) -> bool:
     return bool(seen.where) and kind is not None and kind[1] in SLIPS and "NoneType" not in seen.error
 
 
-def _shows(entry: ExerciseEntry, mistake: Mistake, seen: Seen, room: Room) -> bool:
-    if mistake.when is None:
-        wrong = run_cell(mistake.wrong, entry.exercise.name_of_answer, mistake.name, entry.given_code)
-        other = entry.exercise.try_again(PackedAnswer.pack(wrong), seen, room) if seen.is_finished else None
-        return other is not None and entry.exercise.same_result(seen, other)
-    try:
-        return bool(mistake.when(seen))
-    except (*UNFORESEEN, AssertionError):  # there is nothing to look at: no results, no trace
-        return False
+def _find_mistake(entry: ExerciseEntry, row: CheckRow) -> Mistake | None:
+    """Return the mistake that shows: an endless loop, one of the exercise's, or one of those that use too much."""
+    exercise, seen = entry.exercise, row.seen
+    assert seen is not None
+    if seen.hang and "waits in" not in seen.hang and "not waiting; it has" in seen.hang:
+        return LOOP
+    if isinstance(exercise, Questions):
+        for mistake in exercise.mistakes:
+            wrong = run_cell(mistake.wrong, exercise.name_of_answer, mistake.name, entry.given_code)
+            if exercise.shares_error(seen, wrong):
+                return mistake
+        return None
+    name = find_mistake(entry.signatures, row)
+    found = next((mistake for mistake in exercise.mistakes if mistake.name == name), None)
+    return found or WASTEFUL.get(seen.budget)

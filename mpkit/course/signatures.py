@@ -15,17 +15,22 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpkit.course.framework.equal import is_tensor
 from mpkit.course.framework.exercise import CheckRow, Seen
+from mpkit.course.framework.room import PackedAnswer, Room
+from mpkit.course.framework.source import run_cell
 from mpkit.trace import Lane
 
-__all__ = ["FILE", "Signature", "find_mistake", "read_signatures", "signature_of", "write_signatures"]
+if TYPE_CHECKING:
+    from mpkit.course.catalogue import ExerciseEntry
+
+__all__ = ["FILE", "Signature", "find_mistake", "read_signatures", "record_signatures", "signature_of"]
 
 FILE = "signatures.json"
 """The file of a family's folder that has the signatures of its exercises' wrong answers."""
@@ -42,9 +47,10 @@ class Signature:
     """How an answer failed.
 
     Attributes:
-        kind: "result", "budget", "hang", "mismatch" or "error".
+        kind: "result", "race", "budget", "hang", "mismatch" or "error".
         detail: of a result the case, of a budget its name, of a hang what ranks wait for, of an error its message.
-        numbers: of a result two sums per rank; else how many communications each rank began.
+        numbers: of a result two sums per rank; else how many communications each rank began and the kind of the last,
+            after how much of a budget was used.
     """
 
     kind: str
@@ -72,6 +78,10 @@ class Signature:
         return 0.0 if same else math.inf
 
 
+RACE = Signature("race", "")
+"""The signature of results that something was read too early for, and that are others in each run."""
+
+
 def signature_of(row: CheckRow) -> Signature:
     """Return the signature of a check that failed."""
     seen = row.seen
@@ -84,7 +94,8 @@ def signature_of(row: CheckRow) -> Signature:
     if seen.error:
         return Signature("error", _plain_error(seen.error), _begun(seen))
     if seen.budget:
-        return Signature("budget", seen.budget, _begun(seen))
+        used = re.search(r"\d[\d.]*", row.got)
+        return Signature("budget", seen.budget, (float(used[0]) if used else 0.0, *_begun(seen)))
     assert seen.got is not None
     return Signature("result", str(seen.case), tuple(number for got in seen.got for number in _sums(got)))
 
@@ -100,12 +111,13 @@ def _plain_error(error: str) -> str:
 
 
 def _begun(seen: Seen) -> tuple[float, ...]:
-    """Return how many communications each rank began; of a schedule a number for each row."""
+    """Return how many communications each rank began, and the kind of the last; of a schedule a number for each row."""
     if seen.schedule is not None:
         return tuple(float(zlib.crc32(" ".join(map(str, row)).encode()) % 9973) for row in seen.schedule.rows)
     if seen.trace is None:
         return ()
-    return tuple(float((rank.ops["lane"] == Lane.COMM).sum()) for rank in seen.trace.ranks)
+    kinds = [rank.ops["kind"][rank.ops["lane"] == Lane.COMM] for rank in seen.trace.ranks]
+    return tuple(float(number) for each in kinds for number in (len(each), each[-1] if len(each) else 0))
 
 
 def _sums(value: Any) -> tuple[float, float]:
@@ -129,17 +141,19 @@ def _numbers(value: Any) -> Iterator[float]:
         for each in value:
             yield from _numbers(each)
     elif isinstance(value, bool | int | float):
-        yield max(-1e4, min(1e4, float(value))) if math.isfinite(value) else 9876.5
+        yield float(value) if math.isfinite(value) else 9876.5
     else:
         yield float(zlib.crc32(str(value).encode()) % 9973)
 
 
 def find_mistake(known: dict[str, Signature], row: CheckRow) -> str:
     """Return the name of the mistake that a failed check shows; "" if none."""
-    own = signature_of(row)
-    distances = {name: each.distance(own) for name, each in known.items()}
-    nearest = min(distances, key=distances.__getitem__, default="")
-    return nearest if distances.get(nearest, math.inf) < math.inf else ""
+    for own in (signature_of(row), *([RACE] if row.seen is not None and row.seen.raced else [])):
+        distances = {name: each.distance(own) for name, each in known.items()}
+        nearest = min(distances, key=distances.__getitem__, default="")
+        if distances.get(nearest, math.inf) < math.inf:
+            return nearest
+    return ""
 
 
 @cache
@@ -153,10 +167,38 @@ def read_signatures(path: Path) -> dict[str, dict[str, Signature]]:
     }
 
 
-def write_signatures(path: Path, exercise: str, found: dict[str, Signature]) -> Sequence[tuple[str, str]]:
-    """Write an exercise's signatures into its family's file; return the pairs of mistakes that cannot be told apart."""
-    whole = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    whole[exercise] = {name: asdict(one) for name, one in found.items()}
+def _first_failure(entry: ExerciseEntry, wrong: Any, room: Room) -> CheckRow | None:
+    """Return the first check that a wrong answer fails in; None if it passes."""
+    rows = entry.exercise.examine(PackedAnswer.pack(wrong), room)
+    return next((row for row in rows if not row.ok), None)
+
+
+def record_signatures(entry: ExerciseEntry, room: Room) -> list[str]:
+    """Run an exercise's wrong answers, and write their signatures into its family's file.
+
+    Returns:
+        What is wrong, in words: wrong answers that pass, and pairs that cannot be told apart.
+    """
+    found: dict[str, Signature] = {}
+    faults = []
+    for mistake in entry.exercise.mistakes:
+        wrong = run_cell(mistake.wrong, entry.exercise.name_of_answer, mistake.name, entry.given_code)
+        failed = _first_failure(entry, wrong, room)
+        if failed is None:
+            faults.append(f"{entry.name}: {mistake.name} is not caught: add a case, or a budget")
+            continue
+        own = signature_of(failed)
+        if failed.seen is not None and failed.seen.raced:
+            again = _first_failure(entry, wrong, room)
+            own = own if again is not None and signature_of(again).distance(own) == 0.0 else RACE
+        alike = [name for name, each in found.items() if each.distance(own) == 0.0]
+        faults += [
+            f"{entry.name}: {mistake.name} does what {name} does: keep one, or add a case" for name in alike
+        ]
+        found[mistake.name] = own
+    path = entry.text_path.with_name(FILE)
+    whole = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    whole[entry.name] = {name: asdict(one) for name, one in found.items()}
     lines = [
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(mistake)}: {json.dumps(one)}" for mistake, one in many.items())
@@ -165,7 +207,4 @@ def write_signatures(path: Path, exercise: str, found: dict[str, Signature]) -> 
     ]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     read_signatures.cache_clear()
-    names = list(found)
-    return [
-        (a, b) for at, a in enumerate(names) for b in names[at + 1 :] if found[a].distance(found[b]) == 0.0
-    ]
+    return faults

@@ -172,8 +172,9 @@ class Launch:
             self.end(error)
             raise
 
-    work = finish
-    """Let the ranks do their work, and return when they have ended."""
+    def work(self) -> None:
+        """Let the ranks do their work, and return when they have ended."""
+        self.finish()
 
     def _take_events(self, wait: float) -> None:
         assert self._id is not None

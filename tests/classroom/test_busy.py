@@ -11,8 +11,8 @@ from mpkit.course import check as checking
 from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import Case, CheckRow, Seen
 from mpkit.course.framework.room import PackedAnswer, Play, Room
-from mpkit.course.grading.grade import GradeStore, key_of
-from mpkit.course.grading.report import Grade, GradeReport, results
+from mpkit.course.grading.grades import Grade, GradeStore, key_of
+from mpkit.course.grading.report import GradeReport, results
 from mpkit.course.grading.submissions import HandedIn, handed_in
 from mpkit.course.judge import RUNS, judge, not_judged
 from mpkit.course.notebooks import write_notebooks

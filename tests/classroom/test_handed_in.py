@@ -16,7 +16,8 @@ import pytest
 from mpkit.course.catalogue import find
 from mpkit.course.framework.exercise import CheckRow
 from mpkit.course.grading import grade as grading
-from mpkit.course.grading.report import Grade, GradeReport, page_names, results, write_gradescope
+from mpkit.course.grading.grades import Grade
+from mpkit.course.grading.report import GradeReport, page_names, results, write_gradescope
 from mpkit.course.grading.roster import due_date, read_roster
 from mpkit.course.grading.submissions import HandedIn, handed_in
 from mpkit.course.sandbox.enclose import WAYS

@@ -10,7 +10,8 @@ import pytest
 
 import mpkit as mk
 from mpkit.course.catalogue import find
-from mpkit.course.grading.report import Grade, GradeReport
+from mpkit.course.grading.grades import Grade
+from mpkit.course.grading.report import GradeReport
 from mpkit.course.grading.submissions import handed_in
 from mpkit.course.predictions.amounts import amount
 from mpkit.course.predictions.predict import PREDICTED, box

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpkit.course.framework.equal import difference
-from mpkit.trace import Lane, Trace
+from mpkit.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
 __all__ = [
-    "HOME", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Recognizer", "Seen",
+    "HOME", "UNFORESEEN", "Answer", "Budget", "Case", "CheckRow", "Exercise", "Mistake", "Seen",
 ]  # fmt: skip
 
 HOME = "mpkit.course.exercises"
@@ -40,9 +40,6 @@ another shape. Anything else is an error of the exercise, or of a class that the
 
 Answer = Callable[..., Any]
 """A student's function or class."""
-
-Recognizer = Callable[["Seen"], Any]
-"""Whether what an answer did shows a mistake."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +110,7 @@ class Seen:
         budget: the budget that is exceeded, as `Budget.what`; "" if none is.
         used: by rank, the FLOPs of its matrix products, and the most bytes that its tensors held.
         target: what the solution did in the same case; None if it did not run.
+        raced: whether wrong results depend on how fast messages were.
     """
 
     case: Case
@@ -129,6 +127,7 @@ class Seen:
     budget: str = ""
     used: Sequence[tuple[float, float]] = ()
     target: Seen | None = None
+    raced: bool = False
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -164,22 +163,6 @@ class Seen:
     def close(self, wrong: Sequence[Any]) -> bool:
         """Return whether the results are equal to these, by rank."""
         return self.got is not None and difference(list(wrong), self.got) is None
-
-    def matches(self, other: Seen) -> bool:
-        """Return whether another answer did the same: same results and, if a budget is exceeded, same communication."""
-        if self.schedule is not None:
-            return other.schedule is not None and self.schedule.rows == other.schedule.rows
-        if not (self.is_finished and other.got is not None and self.close(other.got)):
-            return False
-        return not self.budget or self._shape() == other._shape()
-
-    def _shape(self) -> list[list[tuple[int, int]]]:
-        """Return, by rank, the kinds and bytes of its communication, in order."""
-        assert self.trace is not None
-        return [
-            [(int(op["kind"]), int(op["bytes"])) for op in rank.ops if op["lane"] == Lane.COMM]
-            for rank in self.trace.ranks
-        ]
 
 
 @dataclass(frozen=True)
@@ -222,15 +205,12 @@ class Mistake:
     Attributes:
         name: its name, such as "summed-not-averaged".
         hints: two or more, from a question to almost the solution; the student gets the next one each time.
-        wrong: the source of an answer that has it; "": `when` recognizes it in any exercise.
-        when: whether what the answer did in the case that failed shows the mistake. None: it does if `wrong` does the
-            same in that case. (Ranks that hang take seconds, so such mistakes are better recognized by `seen.hang`.)
+        wrong: the source of an answer that has it, by whose signature it is recognized (`mpkit.course.signatures`).
     """
 
     name: str
     hints: Sequence[str]
     wrong: str = ""
-    when: Recognizer | None = None
 
 
 @dataclass(frozen=True)
@@ -263,9 +243,8 @@ class Exercise(ABC):
 
     Attributes:
         solution: the right answer: a function, class or value of that cell.
-        when: by name, what recognizes a mistake whose wrong answer need not be run (`Mistake.when`).
         start: the hint for a student who has not written anything yet.
-        mistakes: three or more; the first one that shows gives the hint, so special ones come before general ones.
+        mistakes: three or more; the one that shows gives the hint.
         otherwise: the hints if no mistake shows.
         after: the tutorial notebook that prepares for the exercise, such as "02-data-parallel".
         place: the number by which the exercises of a family are sorted.
@@ -280,7 +259,6 @@ class Exercise(ABC):
     points: int = 10
     called: str = ""
     predict: str = ""
-    when: Mapping[str, Recognizer] = field(default_factory=dict)
     start: str = ""
     mistakes: Sequence[Mistake] = ()
     otherwise: Sequence[str] = ()
@@ -295,13 +273,9 @@ class Exercise(ABC):
         """Try the answer; yield a row for each thing checked, up to the first that is wrong."""
 
     def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen | None:
-        """Return what another answer does in the same case; None if there is nothing to run."""
+        """Return what another answer does in the same case, such as the solution; None if there is nothing to run."""
         return None
 
     def is_untouched(self, seen: Seen) -> bool:
         """Return whether the student has not written anything yet."""
         return "NotImplementedError" in seen.error
-
-    def same_result(self, seen: Seen, other: Seen) -> bool:
-        """Return whether two answers did the same in a case."""
-        return seen.matches(other)

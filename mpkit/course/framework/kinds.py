@@ -53,6 +53,7 @@ class OnRanks(Exercise):
             results of all ranks: parts that the ranks choose, which have to make a whole. None: the results themselves.
         result: what `play` returns, in words, such as "the sum".
         budgets: the budgets, checked once all results of a case are right.
+        raced: whether something was read before it had arrived: such results differ from run to run. None: nothing can.
     """
 
     cases: Sequence[Case]
@@ -61,12 +62,15 @@ class OnRanks(Exercise):
     result: str
     budgets: Sequence[Budget] = ()
     together: Callable[[Case, list[Any]], list[Any]] | None = None
+    raced: Callable[[Seen], Any] | None = None
 
     def examine(self, answer: PackedAnswer, room: Room) -> Iterator[CheckRow]:
         """Try the answer case by case."""
         for case in self.cases:
             seen = replace(self._play_case(answer, case, room), expected=self.expected(case))
             row = self._result(seen)
+            if not row.ok and seen.is_finished and self.raced is not None and self.raced(seen):
+                row = replace(row, seen=replace(seen, raced=True))
             yield row
             if not row.ok:
                 return
@@ -136,25 +140,21 @@ class Questions(Exercise):
             got = "no answer yet" if value in (..., "...") else spell(value)
             yield CheckRow(name, spell(right) if ok else "?", got, ok, seen)
 
-    def try_again(self, answer: PackedAnswer, seen: Seen, room: Room) -> Seen:
-        """Read the values of another answer."""
-        return replace(self._read_values(answer, room), expected=seen.expected)
-
     def is_untouched(self, seen: Seen) -> bool:
         """Return whether no question has an answer yet."""
         values = seen.got[0] if seen.got is not None else None
         return isinstance(values, dict) and all(value in (..., "...") for value in values.values())
 
-    def same_result(self, seen: Seen, other: Seen) -> bool:
-        """Return whether some value is wrong and equal to the other answer's."""
-        if seen.got is None or other.got is None:
+    def shares_error(self, seen: Seen, wrong: Any) -> bool:
+        """Return whether the answer has a value of a mistake's where that is wrong."""
+        values = seen.got[0] if seen.got is not None else None
+        if not isinstance(values, dict):
             return False
-        truth, given, theirs = seen.expected[0], seen.got[0], other.got[0]
         return any(
-            name in given
-            and not self._right(name, right, theirs[name])
-            and difference(theirs[name], given[name]) is None
-            for name, right in truth.items()
+            not self._right(name, right, theirs := wrong[name])
+            and not self._right(name, right, values.get(name, ...))
+            and self._right(name, theirs, values[name])
+            for name, right in seen.expected[0].items()
         )
 
     def _right(self, name: str, right: Any, value: Any) -> bool:

@@ -267,8 +267,8 @@ def row_beside(seen: Seen, target: Seen) -> CheckRow:
     return next((row for row in rows if not row.ok), within)
 
 
-WASTEFUL = (
-    Mistake(
+WASTEFUL = {
+    WORK.what: Mistake(
         name="work-not-divided",
         hints=(
             "The results are right. How many samples, layers or columns does each rank compute, and how many are "
@@ -276,9 +276,8 @@ WASTEFUL = (
             "A rank computes about as much as all ranks together should. Then nothing is gained by having several: "
             "each has to compute its own part only, and to send what the others need of it.",
         ),
-        when=lambda seen: seen.budget == WORK.what,
     ),
-    Mistake(
+    HELD.what: Mistake(
         name="nothing-is-freed",
         hints=(
             "The results are right. What does a rank still hold when it is done, and for what?",
@@ -286,28 +285,25 @@ WASTEFUL = (
             "only a number, and let go of the rest: of one step before the next, of one micro-batch after its "
             "backward.",
         ),
-        when=lambda seen: seen.budget == HELD.what,
     ),
-    Mistake(
+    BYTES.what: Mistake(
         name="sends-too-much",
         hints=(
             "The results are right. What does a rank send that nobody needs, or that others have already?",
             "Write down who needs what, and how large it is. A rank sends its own part, or the sum, and not everything "
             "that it was given.",
         ),
-        when=lambda seen: seen.budget == BYTES.what,
     ),
-    Mistake(
+    CALLS.what: Mistake(
         name="too-many-calls",
         hints=(
             "The results are right, and so are the bytes. In how many pieces do you send them?",
             "Each message and each collective costs its latency, however small it is. Send a tensor whole, or several "
             "tensors as one.",
         ),
-        when=lambda seen: seen.budget == CALLS.what,
     ),
-)
-"""The mistakes of answers whose results are right, and that use too much."""
+}
+"""By the limit that is exceeded: the mistakes of answers whose results are right, and that use too much."""
 
 LOOP = Mistake(
     name="an-endless-loop",
@@ -317,5 +313,4 @@ LOOP = Mistake(
         "Print what the loop's condition reads, once each time round: it does not change, or it changes away from the "
         "end.",
     ),
-    when=lambda seen: seen.hang and "waits in" not in seen.hang and "not waiting; it has" in seen.hang,
 )

@@ -89,6 +89,11 @@ def _add_exercises(commands: Commands) -> None:
         example="mpkit exercises class/", run=_exercises,
     )  # fmt: skip
     write.add_argument("folder", type=Path, metavar="FOLDER", help="the folder to write to")
+    write.add_argument(
+        "--record", default="", metavar="NAMES",
+        help="before that, run the wrong answers of these exercises, a list with commas or all, and keep what they do: "
+        "checks recognize mistakes by it. For authors, after a change of an exercise",
+    )  # fmt: skip
 
 
 def _grade(options: argparse.Namespace) -> None:
@@ -129,7 +134,17 @@ def _grade(options: argparse.Namespace) -> None:
 
 
 def _exercises(options: argparse.Namespace) -> None:
+    from mpkit.course.catalogue import families, find, of_family
+    from mpkit.course.framework.kinds import Questions
+    from mpkit.course.framework.room import shared_room
     from mpkit.course.notebooks import link_tutorials, write_notebooks
+    from mpkit.course.signatures import record_signatures
 
+    names = [name.strip() for name in options.record.split(",") if name.strip()]
+    every = [entry for package in families() for entry in of_family(package.__name__.rpartition(".")[2])]
+    for entry in every if names == ["all"] else map(find, names):
+        if not isinstance(entry.exercise, Questions):  # whose wrong values are in the text
+            for fault in record_signatures(entry, shared_room()):
+                print(fault)
     for path in (*write_notebooks(options.folder), *link_tutorials(options.folder)):
         print(path)

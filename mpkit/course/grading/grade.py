@@ -8,27 +8,24 @@ report     write each row as soon as it is known
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from inspect import getsource
 from pathlib import Path
-from typing import Any
 
 from mpkit.common.safe_text import visible
 from mpkit.common.this_process import make_undumpable
 from mpkit.course.grading.grader import Grader
-from mpkit.course.grading.report import ClassReport, Grade, GradeReport
+from mpkit.course.grading.grades import Grade, GradeStore, key_of
+from mpkit.course.grading.report import ClassReport, GradeReport
 from mpkit.course.grading.roster import Roster
 from mpkit.course.grading.submissions import HandedIn, handed_in
 from mpkit.course.grading.workers import in_parallel
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, way_to_enclose
 
-__all__ = ["ClassGrades", "GradeStore", "grade", "key_of"]
+__all__ = ["ClassGrades", "grade"]
 
 ENCLOSED = {
     "namespaces": "each notebook and each answer sees its own processes only, writes to a folder of its own only, and "
@@ -138,65 +135,3 @@ def _grades(submissions: Sequence[HandedIn], guard: Guard, jobs: int) -> Iterato
     elif submissions:
         with Grader(guard) as grader:
             yield from grader.all(submissions)
-
-
-# ---- kept
-
-VERSION = 6
-
-
-def key_of(each: HandedIn, guard: Guard) -> str:
-    """Return a digest of all that a grade depends on: the notebook, the exercises' own files, the limits."""
-    sources = [
-        getsource(entry.module) + entry.text_path.read_text(encoding="utf-8") for entry in each.exercises
-    ]
-    names = [entry.name for entry in each.exercises]
-    told = [VERSION, each.name, each.digest, names, sources, each.questions, dict(each.predicted)]
-    return hashlib.sha256(json.dumps([*told, asdict(replace(guard, hidden=()))]).encode()).hexdigest()
-
-
-class GradeStore:
-    """The grades so far, in a file beside the table with one line per notebook: a stopped grading goes on from it.
-
-    Args:
-        path: the path of the file; None: no grades are kept.
-        anew: whether to ignore the grades that are in it.
-    """
-
-    def __init__(self, path: Path | None, *, anew: bool = False) -> None:
-        self._path = path
-        self._lines: dict[str, dict[str, Any]] = {}
-        if path is None or anew or not path.is_file():
-            return
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-            try:  # if a line was cut short or changed, its notebook is graded again
-                entry = json.loads(line)
-                self._lines[str(entry["key"])] = dict(entry["grade"])
-            except (ValueError, TypeError, KeyError, RecursionError):
-                continue
-
-    def get(self, key: str, handed_in: HandedIn) -> Grade | None:
-        """Return the grade of that key, if there is one."""
-        try:
-            return Grade.of_json(handed_in, self._lines[key]) if key in self._lines else None
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
-
-    def begin(self, kept: Mapping[str, Grade]) -> None:
-        """Replace the file by one with these grades only."""
-        if self._path is None:
-            return
-        partial = self._path.with_name(self._path.name + ".partial")
-        whole = [_line(key, grade) for key, grade in kept.items() if grade.is_whole]
-        partial.write_text("".join(whole), encoding="utf-8")
-        partial.replace(self._path)
-
-    def add(self, key: str, grade: Grade) -> None:
-        """Append one grade to the file; one that is not whole is no grade, and its notebook is graded again."""
-        if self._path is not None and grade.is_whole:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(_line(key, grade))
-
-
-def _line(key: str, grade: Grade) -> str:
-    return json.dumps({"key": key, "notebook": grade.handed_in.name, "grade": grade.to_json()}) + "\n"

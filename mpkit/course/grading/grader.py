@@ -23,8 +23,8 @@ from typing import Self
 from mpkit.course.catalogue import solution_folders
 from mpkit.course.framework.room import name_cell_lines
 from mpkit.course.grading.collect import ENDED, STARTED
+from mpkit.course.grading.grades import Grade
 from mpkit.course.grading.judge_process import Judges
-from mpkit.course.grading.report import Grade
 from mpkit.course.grading.submissions import HandedIn, NoNotebook, predictions_kept, read_file
 from mpkit.course.judge import not_judged
 from mpkit.course.progress import FILE

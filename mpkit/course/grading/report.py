@@ -24,110 +24,16 @@ from mpkit.common.disk import write_whole
 from mpkit.common.safe_text import escape, visible
 from mpkit.course.catalogue import ExerciseEntry
 from mpkit.course.framework.measures import LOOP, WASTEFUL
+from mpkit.course.grading.grades import Grade, totals
 from mpkit.course.grading.roster import Roster, late_text, plainly
 from mpkit.course.grading.submissions import HandedIn
 from mpkit.course.judge import UNCOUNTED
 from mpkit.course.predictions.amounts import spell_amount
 from mpkit.course.predictions.questions import POINTS, question
-from mpkit.course.verdict import Checked, checked_html, checked_of, verdict_json
+from mpkit.course.verdict import checked_html
 from mpkit.views.theme import ACCENT, STATUS, page_style
 
-__all__ = ["ClassReport", "Grade", "GradeReport", "Hardness", "page_names", "results", "write_gradescope"]
-
-
-class Grade:
-    """The grade of one notebook.
-
-    Attributes:
-        handed_in: the notebook.
-        checked: the verdict on each exercise; None if there was none.
-        notes: what went wrong with the notebook as a whole, or with its cells.
-        remarks: by exercise, why there was no verdict.
-        predictions: by question, the prediction; None if there was none.
-    """
-
-    def __init__(
-        self, handed_in: HandedIn, checked: Mapping[str, Checked | None], notes: Sequence[str] = (),
-        remarks: Mapping[str, str] | None = None, predictions: Mapping[str, float | None] | None = None,
-    ) -> None:  # fmt: skip
-        self.handed_in = handed_in
-        self.checked = dict(checked)
-        self.notes = tuple(notes)
-        self.remarks = dict(remarks or {})
-        self.predictions = dict(predictions or dict.fromkeys(handed_in.questions))
-
-    def points(self, name: str) -> int:
-        """Return the points for one exercise."""
-        checked = self.checked.get(name)
-        entry = next((entry for entry in self.handed_in.exercises if entry.name == name), None)
-        return entry.exercise.points if entry is not None and checked is not None and checked.passed else 0
-
-    def points_predicted(self, name: str) -> int:
-        """Return the points for a prediction: one for each that is made, one more if it is close."""
-        value = self.predictions.get(name)
-        return 0 if value is None else 1 + question(name).close(value)
-
-    def is_judged(self, name: str) -> bool:
-        """Return whether the machine let an exercise be judged; what has no answer counts as judged."""
-        checked = self.checked.get(name)
-        return checked is None or not checked.not_judged
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all exercises were judged."""
-        return all(map(self.is_judged, self.checked))
-
-    @property
-    def total(self) -> int:
-        """The points for all exercises and predictions together."""
-        return _totals([self])[0]
-
-    @property
-    def most(self) -> int:
-        """The highest possible number of points."""
-        return _totals([self])[1]
-
-    @property
-    def all_notes(self) -> list[str]:
-        """The notes on the notebook, then the remarks on its exercises."""
-        return [*self.notes, *(f"{name}: {remark}" for name, remark in self.remarks.items())]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the grade as JSON's types."""
-        checked = {name: verdict_json(one) if one is not None else None for name, one in self.checked.items()}
-        said = {"notes": list(self.notes), "remarks": self.remarks, "predictions": self.predictions}
-        return {"checked": checked, **said}
-
-    @classmethod
-    def of_json(cls, handed_in: HandedIn, values: dict[str, Any]) -> Grade:
-        """Return the grade of a notebook from what `to_json` returned for it.
-
-        Raises:
-            KeyError, TypeError, ValueError: The values were not made by `to_json`.
-        """
-        known = {entry.name: entry for entry in handed_in.exercises}
-        checked = {
-            str(name): checked_of(known[name], one) if one is not None else None
-            for name, one in values["checked"].items()
-        }
-        remarks = {str(name): str(remark) for name, remark in values["remarks"].items()}
-        predictions = {
-            name: float(value) if (value := values["predictions"].get(name)) is not None else None
-            for name in handed_in.questions
-        }
-        return cls(handed_in, checked, tuple(map(str, values["notes"])), remarks, predictions)
-
-
-def _totals(grades: Sequence[Grade]) -> tuple[int, int]:
-    """Return the points and the highest possible number; of an exercise in several notebooks the best counts."""
-    entries = {entry.name: entry for grade in grades for entry in grade.handed_in.exercises}
-    questions = dict.fromkeys(name for grade in grades for name in grade.predictions)
-    best = sum(max(grade.points(name) for grade in grades) for name in entries)
-    best += sum(max(grade.points_predicted(name) for grade in grades) for name in questions)
-    return best, sum(entry.exercise.points for entry in entries.values()) + POINTS * len(questions)
-
-
-# ---- the table, and a page per student
+__all__ = ["ClassReport", "GradeReport", "Hardness", "page_names", "results", "write_gradescope"]
 
 
 class GradeReport:
@@ -171,7 +77,7 @@ class GradeReport:
     def of_class(self) -> ClassReport:
         """Return what the class found hard, as far as it is graded."""
         theirs = self._theirs()
-        shares = [points / most if most else 0.0 for points, most in map(_totals, theirs.values())]
+        shares = [points / most if most else 0.0 for points, most in map(totals, theirs.values())]
         late = sum(bool(self._late(student, grades)) for student, grades in theirs.items())
         hard = tuple(_hardness(entry, theirs) for entry in self._entries.values())
         return ClassReport(tuple(shares), len(self._missing), late, hard)
@@ -210,7 +116,7 @@ class GradeReport:
             notes = [note for grade in grades for note in grade.all_notes] + self._odd(student, grades)
             late = [late_text(self._late(student, grades))] if dated else []
             said = _plain("; ".join(map(visible, notes)))
-            table.writerow([_plain(student), *_totals(grades), *late, *points, said])
+            table.writerow([_plain(student), *totals(grades), *late, *points, said])
         most = sum(entry.exercise.points for entry in self._entries.values()) + POINTS * len(self._questions)
         for name in self._missing:
             empty = [""] * (len(self._entries) + len(self._questions) + dated)
@@ -293,7 +199,7 @@ def _page(title: str, body: str) -> str:
 
 def _student_page(student: str, grades: Sequence[Grade], notes: Sequence[str], late: timedelta) -> str:
     """Return a student's page: points, what each answer did, and hints."""
-    points, most = _totals(grades)
+    points, most = totals(grades)
     mark = f' <span class="late">{late_text(late)}</span>' if late else ""
     parts = [f"<h1>{escape(student)}: {points} of {most} points{mark}</h1>"]
     parts += [f"<p><b>{escape(note)}</b></p>" for note in notes]
@@ -448,7 +354,9 @@ def _hardness(entry: ExerciseEntry, theirs: Mapping[str, Sequence[Grade]]) -> Ha
         for checked in judged
         if not checked.passed and checked.mistake not in ("", *UNCOUNTED)
     )
-    first = {mistake.name: mistake.hints[0] for mistake in (*entry.exercise.mistakes, *WASTEFUL, LOOP)}
+    first = {
+        mistake.name: mistake.hints[0] for mistake in (*entry.exercise.mistakes, *WASTEFUL.values(), LOOP)
+    }
     hints = {name: first.get(name, entry.exercise.start) for name in mistakes}
     return Hardness(
         entry.name, len(asked), sum(checked.passed for checked in judged),

@@ -30,7 +30,7 @@ import psutil
 
 from mpkit.common.this_process import make_undumpable
 from mpkit.course.grading.grader import Grader
-from mpkit.course.grading.report import Grade
+from mpkit.course.grading.grades import Grade
 from mpkit.course.grading.submissions import HandedIn
 from mpkit.course.sandbox.guard import Guard, adopt_orphans, list_descendants, sweep
 

@@ -90,11 +90,6 @@ def expected(case: Case) -> list[object]:
     return [one] * case.ranks
 
 
-def accepted(seen: Seen) -> bool:
-    """Return whether a batch that cannot be cut evenly was cut."""
-    return seen.is_finished and seen.expected[0] == "refused"
-
-
 EXERCISE = OnRanks(
     solution=micro_batches,
     cases=(
@@ -112,8 +107,4 @@ EXERCISE = OnRanks(
     result="the micro-batches",
     after="07-three-dimensions",
     place=20,
-    when={
-        "lets-a-remainder-go": accepted,
-        "forgets-pp": lambda seen: seen.case["pp"] > 1 and "there is no sample" in seen.error,
-    },
 )

@@ -121,11 +121,6 @@ def largest(case: Case) -> int:
     return max(-(-sum(p.numel() for p in part.parameters()) // n) * n for part in stages(case))
 
 
-def of_all_ranks(seen: Seen) -> bool:
-    """Return whether the calls that do not match were made without a group."""
-    return f"of ranks {','.join(map(str, range(seen.case.ranks)))}." in seen.mismatch
-
-
 EXERCISE = OnRanks(
     solution=Zero1,
     cases=(Case(2, 1, {"dp": 2}), Case(4, 2, {"dp": 2}), Case(6, 3, {"dp": 2}), Case(6, 4, {"dp": 3})),
@@ -149,14 +144,4 @@ EXERCISE = OnRanks(
     ),
     after="07-three-dimensions",
     place=30,
-    when={
-        "shards-over-all-ranks": lambda seen: (
-            seen.case.ranks > seen.case["dp"]
-            and (of_all_ranks(seen) if seen.mismatch else "cuts the first dimension" in seen.error)
-        ),
-        "group-along-pp": lambda seen: (
-            seen.case.ranks > seen.case["dp"] and (seen.mismatch or "group" in seen.error)
-        ),
-        "states-are-not-sharded": lambda seen: "optimizer states" in seen.budget,
-    },
 )

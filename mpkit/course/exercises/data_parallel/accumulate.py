@@ -94,8 +94,4 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=70,
-    when={
-        "sends-every-time": lambda seen: "all-reduces" in seen.budget,
-        "one-backward-for-all": lambda seen: "peak" in seen.budget,
-    },
 )

@@ -97,12 +97,4 @@ EXERCISE = OnRanks(
     after="02-data-parallel",
     predict="buckets",
     place=50,
-    when={
-        "one-bucket-for-all": lambda seen: seen.budget == "largest bucket" and len(sent(seen)) == 1,
-        "a-bucket-for-each-parameter": lambda seen: (
-            seen.budget == "collectives"
-            and len(sent(seen)) == len(list(serial.model(0, WIDTHS).parameters()))
-        ),
-        "closes-when-there-is-more": lambda seen: seen.case["bucket_bytes"] == 144 and seen.budget,
-    },
 )

@@ -66,12 +66,4 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=30,
-    when={
-        "weights-averaged": lambda seen: (
-            seen.is_finished and not seen.budget and seen.case["optimizer"] == "Adam"
-        ),
-        "broadcasts-in-every-step": lambda seen: (
-            seen.budget == "payload" and calls(Kind.BROADCAST)(seen) > len(MODEL)
-        ),
-    },
 )

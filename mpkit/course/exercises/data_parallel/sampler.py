@@ -79,13 +79,4 @@ EXERCISE = OnRanks(
     result="shards of 3 epochs",
     after="02-data-parallel",
     place=90,
-    when={
-        "shuffles-within-a-fixed-shard": lambda seen: (
-            all(one["shuffled"] and not one["other samples in every epoch"] for one in seen.got)
-            and all(one["another order in every epoch"] for one in seen.got)
-        ),
-        "shuffles-with-whatever-there-is": lambda seen: any(
-            not one["the same order when asked again"] for one in seen.got
-        ),
-    },
 )

@@ -96,10 +96,4 @@ EXERCISE = OnRanks(
     ),
     after="02-data-parallel",
     place=20,
-    when={
-        "all-reduce-instead-of-reduce": lambda seen: (
-            calls(Kind.ALL_REDUCE)(seen) > 0 and "not DP's" in seen.budget
-        ),
-        "backward-through-the-wire": lambda seen: "does not require grad" in seen.error,
-    },
 )

@@ -71,11 +71,4 @@ EXERCISE = OnRanks(
     budgets=(Budget("ranks that go on before it is saved", gone_on, 0),),
     after="03-zero",
     place=40,
-    when={
-        "gather-by-the-root-only": lambda seen: (
-            " in gather number" in seen.hang or "calls gather(" in seen.mismatch
-        ),
-        "a-branch-on-rank": lambda seen: seen.mismatch or "never came to all_gather" in seen.hang,
-        "no-barrier": lambda seen: seen.budget,
-    },
 )

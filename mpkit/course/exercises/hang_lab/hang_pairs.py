@@ -66,11 +66,6 @@ def expected(case: Case) -> list[dict[str, object]]:
     ]
 
 
-def waits_in_group(seen: Seen, *groups: str) -> bool:
-    """Return whether some rank waits in a collective of one of these groups."""
-    return any(f"waits in all_reduce number 0 of ranks {group}" in seen.hang for group in groups)
-
-
 EXERCISE = OnRanks(
     solution=train_step,
     cases=(Case(4, 1, {"samples": 10}), Case(4, 2, {"samples": 6})),
@@ -79,9 +74,4 @@ EXERCISE = OnRanks(
     result="loss and gradient",
     after="07-three-dimensions",
     place=60,
-    when={
-        "a-barrier": lambda seen: seen.hang and calls(Kind.BARRIER)(seen) > 0,
-        "the-pipeline-for-a-group": lambda seen: waits_in_group(seen, "0,2", "1,3"),
-        "the-whole-world-for-a-group": lambda seen: "of ranks 0,1,2,3" in seen.hang,
-    },
 )

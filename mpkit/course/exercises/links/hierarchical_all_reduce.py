@@ -71,16 +71,4 @@ EXERCISE = OnRanks(
     ),
     after="13-links-and-collectives",
     place=40,
-    when={
-        "makes-its-own-groups-only": lambda seen: seen.mismatch or seen.hang,
-        "one-flat-all-reduce": lambda seen: (
-            seen.budget == BETWEEN
-            and bytes_between_nodes(seen) >= 2 * (seen.case.ranks - 1) / seen.case.ranks * LENGTH * 8
-            and not bytes_inside_nodes(seen)
-        ),
-        "one-rank-for-the-node": lambda seen: seen.budget and bytes_inside_nodes(seen) > inside(seen.case),
-        "everybody-sends-the-node-s-sum": lambda seen: (
-            seen.budget == BETWEEN and bytes_between_nodes(seen) == seen.case["a_node"] * between(seen.case)
-        ),
-    },
 )

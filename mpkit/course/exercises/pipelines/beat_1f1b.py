@@ -25,12 +25,6 @@ mine = """
 P, M, CAP = 4, 6, 3
 
 
-def halves(seen: Seen) -> bool:
-    """Return whether some backward is split."""
-    assert seen.schedule is not None
-    return any(action.kind == "W" for row in seen.schedule.rows for action in row)
-
-
 EXERCISE = Schedules(
     solution=mine,
     called="mine",
@@ -41,12 +35,4 @@ EXERCISE = Schedules(
     ),
     after="04-schedules",
     place=80,
-    when={
-        "too-much-memory": lambda seen: seen.budget.startswith("live"),
-        "the-backward-is-whole": lambda seen: seen.budget == "bubble" and not halves(seen),
-        "w-in-the-way": lambda seen: seen.budget == "bubble" and halves(seen),
-        "ranks-wait-for-each-other": lambda seen: (
-            "wait for each other" in seen.error or "comes before" in seen.error
-        ),
-    },
 )

@@ -40,13 +40,4 @@ EXERCISE = Schedules(
     budgets=(Budget("bubble", bubble, in_one_round),),
     after="01-pipeline-bubbles",
     place=30,
-    when={
-        "one-row-for-all": lambda seen: ONE_ROW in seen.error,
-        "1f1b": lambda seen: seen.budget == SHAPE and bubble(seen) <= in_one_round(seen.case) + 1e-9,
-        "one-at-a-time": lambda seen: seen.budget == SHAPE,
-        "forgets-the-last-micro-batch": lambda seen: (
-            "the schedule is for" in seen.error and "asked for were" in seen.error
-        ),
-        "backwards-on-rank-0-first": lambda seen: seen.error,
-    },
 )

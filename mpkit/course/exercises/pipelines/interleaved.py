@@ -27,12 +27,6 @@ def held(case: Case) -> float:
     return float(case["virtual_stages"] * case.ranks + case.ranks - 1)
 
 
-def blocks(seen: Seen) -> bool:
-    """Return whether each rank holds consecutive stages: the first rank the first v, and so on."""
-    holders = seen.schedule.stage_to_rank if seen.schedule is not None else ()
-    return len(holders) > len(set(holders)) and list(holders) == sorted(holders)
-
-
 EXERCISE = Schedules(
     solution=interleaved,
     cases=(
@@ -52,12 +46,4 @@ EXERCISE = Schedules(
     ),
     after="04-schedules",
     place=60,
-    when={
-        "neighbouring-stages-on-a-rank": blocks,
-        "warm-up-of-1f1b": lambda seen: "a backward needs what its forward kept" in seen.error,
-        "backwards-through-the-stages-in-forward-order": lambda seen: (
-            "wait for each other" in seen.error or "the gradient comes from" in seen.error
-        ),
-        "names-no-stage": lambda seen: "stages, and asked for were" in seen.error,
-    },
 )

@@ -46,12 +46,4 @@ EXERCISE = Schedules(
     after="04-schedules",
     predict="1f1b-live",
     place=50,
-    when={
-        "the-first-rank-has-the-shortest-warm-up": lambda seen: (
-            "wait for each other" in seen.error or "comes before" in seen.error
-        ),
-        "more-warm-up-than-micro-batches": lambda seen: (
-            seen.error and seen.case["microbatches"] < seen.case.ranks
-        ),
-    },
 )

@@ -140,10 +140,4 @@ EXERCISE = OnRanks(
     budgets=(Budget("peak of the activations of a rank", peak("activations"), enough, "bytes"),),
     after="01-pipeline-bubbles",
     place=90,
-    when={
-        "calls-the-library": calls_library,
-        "keeps-the-graph": lambda seen: seen.budget,
-        "draws-other-random-numbers": lambda seen: seen.is_finished and seen.case["dropout"],
-        "input-without-a-gradient": lambda seen: "NoneType" in seen.error,
-    },
 )

@@ -171,21 +171,6 @@ def left_alone(seen: Seen) -> float:
     return float(most)
 
 
-def disobeys(seen: Seen) -> bool:
-    """Return whether some rank's actions are not the row's."""
-    rows_asked = [" ".join(row) for row in rows_of(seen.case)]
-    return seen.got is not None and [got["actions"] for got in seen.got] != rows_asked
-
-
-def waits_last(seen: Seen) -> bool:
-    """Return whether rank 0 waited for no send before its last backward."""
-    assert seen.trace is not None
-    ops = seen.trace.ranks[0].ops
-    last = max(at for at, op in enumerate(ops) if op["kind"] == Kind.BACKWARD)
-    waits = [op for op in ops[:last] if op["kind"] == Kind.WAIT]
-    return not any(ops[int(op["ref"])]["kind"] == Kind.SEND for op in waits)
-
-
 EXERCISE = OnRanks(
     solution=run_a_row,
     cases=(
@@ -205,12 +190,4 @@ EXERCISE = OnRanks(
     ),
     after="04-schedules",
     place=55,
-    when={
-        "waits-in-every-send": lambda seen: seen.hang and "never sent" not in seen.hang,
-        "waits-for-all-sends-at-the-end": lambda seen: seen.budget == HELD and waits_last(seen),
-        "keeps-what-is-done": lambda seen: seen.budget == HELD,
-        "input-without-a-gradient": lambda seen: "NoneType" in seen.error,
-        "gradients-are-not-sent": lambda seen: "never sent" in seen.hang,
-        "ignores-the-row": disobeys,
-    },
 )

@@ -95,8 +95,4 @@ EXERCISE = OnRanks(
     ),
     after="05-real-models",
     place=100,
-    when={
-        "all-ranks-of-the-run": lambda seen: seen.case.ranks > 2 and "never came to" in seen.hang,
-        "forgets-the-ranks-in-the-middle": lambda seen: "NoneType" in seen.error,
-    },
 )

@@ -65,19 +65,6 @@ def volume(case: Case) -> float:
     return 8 * 2 * (case.ranks - 1) * part
 
 
-def never_waits_for_sends(seen: Seen) -> bool:
-    """Return whether something was sent with isend and never waited for.
-
-    A send that a rank was in when another rank's error ended the run has no wait either, and is the rank's last call.
-    """
-    assert seen.trace is not None
-    for rank in seen.trace.ranks:
-        waited = {int(op["ref"]) for op in rank.ops if op["kind"] == Kind.WAIT}
-        if any(op["kind"] == Kind.SEND and at not in waited for at, op in enumerate(rank.ops[:-1])):
-            return not seen.budget
-    return False
-
-
 EXERCISE = OnRanks(
     solution=all_reduce,
     cases=(
@@ -98,11 +85,4 @@ EXERCISE = OnRanks(
     after="02-data-parallel",
     predict="ring-bytes",
     place=40,
-    when={
-        "uses-a-collective": lambda seen: seen.budget == "collectives",
-        "all-send-first": lambda seen: seen.hang.count("waits in send to rank") >= 2 * seen.case.ranks,
-        "all-receive-first": lambda seen: seen.hang.count("waits in recv from rank") >= 2 * seen.case.ranks,
-        "sends-not-waited-for": never_waits_for_sends,
-        "whole-tensors": lambda seen: seen.budget == VOLUME,
-    },
 )

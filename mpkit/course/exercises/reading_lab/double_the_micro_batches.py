@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import mpkit as mk
 from mpkit.course.author import *
-from mpkit.course.lab import is_near, read_answer
 
 # %% given
 P = 4  # stages
@@ -70,8 +69,6 @@ def truth(room: Room) -> Mapping[str, float | int]:
     return dict(zip(predictions, right, strict=True))
 
 
-BUBBLE, SAME, LONGER, GPIPE, ONE, BEST = predictions
-
 OTHERS = P - 1
 TWICE_BEFORE = 2 * BEFORE
 REST_OF_ALL = REST * M
@@ -82,15 +79,4 @@ EXERCISE = Questions(
     truth=truth,
     after="01-pipeline-bubbles",
     place=30,
-    when={
-        "half-the-bubble": lambda seen: is_near(seen, BUBBLE, (P - 1) / (2 * BEFORE)),
-        "half-the-step": lambda seen: any(
-            is_near(seen, SAME, wrong) for wrong in (1.5 * BEFORE, 3.0 * BEFORE, 1.5 * TWICE)
-        ),
-        "twice-the-step": lambda seen: (
-            is_near(seen, LONGER, 6.0 * BEFORE) or is_near(seen, LONGER, 3.0 * TWICE)
-        ),
-        "1f1b-grows-with-m": lambda seen: read_answer(seen, ONE) == TWICE or read_answer(seen, GPIPE) == P,
-        "the-more-the-better": lambda seen: isinstance(read_answer(seen, BEST), int),
-    },
 )

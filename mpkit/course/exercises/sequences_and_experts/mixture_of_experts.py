@@ -117,8 +117,4 @@ EXERCISE = OnRanks(
     ),
     after="15-experts",
     place=30,
-    when={
-        "every-token-to-every-expert": lambda seen: seen.budget == SENT,
-        "no-capacity": lambda seen: "index" in seen.error or "out of" in seen.error,
-    },
 )

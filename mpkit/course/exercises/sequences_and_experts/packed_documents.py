@@ -102,19 +102,6 @@ def limit(case: Case) -> float:
     return int(1.1 * sum(mk.attention_work(documents_of(case), 1)) / case.ranks)
 
 
-def is_slow(seen: Seen, order: str) -> bool:
-    """Return whether the busiest rank has as much work as it would have in that order of the whole sequence."""
-    work = mk.attention_work(documents_of(seen.case), seen.case.ranks, order)
-    return seen.budget == WORK and most("pairs")(seen) == max(work)
-
-
-def has_the_ends(seen: Seen) -> bool:
-    """Return whether the busiest rank has as much work as the last part of each document has."""
-    parts = [(length, length // seen.case.ranks) for length in documents_of(seen.case)]
-    ends = sum(each * (length - each) + each * (each + 1) // 2 for length, each in parts)
-    return seen.budget == WORK and most("pairs")(seen) == ends
-
-
 EXERCISE = OnRanks(
     solution=deal_tokens,
     cases=(Case(2, 1, {"documents": 2}), Case(3, 5, {"documents": 3}), Case(4, 2, {"documents": 5})),
@@ -128,11 +115,4 @@ EXERCISE = OnRanks(
     ),
     after="14-long-sequences",
     place=25,
-    when={
-        "a-part-in-order": lambda seen: is_slow(seen, "contiguous"),
-        "zigzag-over-the-whole": lambda seen: is_slow(seen, "zigzag"),
-        "a-part-of-each-document": has_the_ends,
-        "token-by-token": lambda seen: seen.budget == STRETCHES,
-        "whole-documents": lambda seen: "the ranks have" in str(seen.got),
-    },
 )

@@ -108,8 +108,4 @@ EXERCISE = OnRanks(
     ),
     after="14-long-sequences",
     place=10,
-    when={
-        "all-send-first": lambda seen: seen.hang,
-        "gathers-the-sequence": lambda seen: seen.budget == CALLS,
-    },
 )

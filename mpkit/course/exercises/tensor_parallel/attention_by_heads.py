@@ -124,8 +124,4 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=40,
-    when={
-        "whole-number-of-heads": lambda seen: "unflatten" in seen.error,
-        "f-three-times": lambda seen: seen.budget,
-    },
 )

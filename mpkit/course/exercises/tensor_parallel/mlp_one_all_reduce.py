@@ -106,7 +106,4 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=30,
-    when={
-        "gathers-between-the-layers": lambda seen: seen.budget,
-    },
 )

@@ -139,8 +139,4 @@ EXERCISE = OnRanks(
     ),
     after="06-tensor-parallel",
     place=60,
-    when={
-        "norm-of-the-whole-sequence": lambda seen: seen.budget == HELD,
-        "all-reduce-and-cut": lambda seen: seen.budget == SENT,
-    },
 )

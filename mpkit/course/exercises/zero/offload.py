@@ -84,10 +84,4 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=60,
-    when={
-        "optimizer-on-the-device": lambda seen: seen.budget == OPTIMIZER,
-        "gradient-left-on-the-device": lambda seen: "same device" in seen.error,
-        "whole-gradients-over-the-bus": lambda seen: seen.budget == DOWN,
-        "whole-optimizer": lambda seen: seen.budget == UP,
-    },
 )

@@ -95,6 +95,7 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="the outputs",
+    raced=early,
     budgets=(
         Budget("collectives", collectives, LAYERS),
         Budget(EXPOSED, count_exposed_layers, 1),
@@ -102,10 +103,4 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=50,
-    when={
-        "waits-at-once": lambda seen: seen.budget == EXPOSED,
-        "gathers-all-at-the-beginning": lambda seen: seen.budget == HELD,
-        "computes-before-the-wait": lambda seen: seen.is_finished and not seen.budget and early(seen),
-        "one-gather-too-many": lambda seen: seen.budget == "collectives" or "IndexError" in seen.error,
-    },
 )

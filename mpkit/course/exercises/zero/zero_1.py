@@ -81,8 +81,4 @@ EXERCISE = OnRanks(
     after="03-zero",
     predict="zero-1-bytes",
     place=20,
-    when={
-        "whole-optimizer": lambda seen: seen.budget == OPTIMIZER,
-        "all-reduces-the-gradients": lambda seen: seen.budget == SENT,
-    },
 )

@@ -113,9 +113,4 @@ EXERCISE = OnRanks(
     ),
     after="03-zero",
     place=40,
-    when={
-        "keeps-what-it-gathered": lambda seen: seen.budget == HELD,
-        "all-reduces-the-gradients": lambda seen: seen.budget == SENT,
-        "gathers-too-often": lambda seen: seen.budget == GATHERS,
-    },
 )

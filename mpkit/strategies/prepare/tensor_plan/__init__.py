@@ -1,0 +1,1 @@
+"""Whether the shards of a TensorPlan compute what the whole model computes."""
