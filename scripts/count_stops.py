@@ -6,6 +6,8 @@
                 any of them can be read without the others. A function to which a check hands the plan on is a stop.
     forward     the frames of mpkit from the training loop to the model's own forward
     wire        the frames of mpkit from a gradient's hook to torch.distributed
+    launch      the functions of mpkit from `Cluster.run(fn)` to fn: those on the stack when the fork server is asked
+                for ranks, and those on a rank's when it calls fn, without the decorators of public methods
 
 The walk is that of a real training of a small chain with a pipeline of two stages, and with DDP for the wire.
 """
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import mpkit as mk
+from mpkit.launch.process.fork_server_client import ForkServerClient
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.checks import CHECKS, find_rejection
 from mpkit.strategies.prepare.prepare import prepare
@@ -103,6 +106,35 @@ def frames_on_a_rank(ctx: Any, plan: mk.Plan) -> tuple[list[str], list[str]]:
     return Probe.frames, wire
 
 
+def functions_on_stack(frame: FrameType | None) -> list[str]:
+    """Return "module: function" of mpkit's functions on a stack, the outermost first."""
+    found = []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and path.parent.name != "common":
+            found.append(f"{path.relative_to(ROOT)}: {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return found[::-1]
+
+
+def hops_of_launch(cluster: mk.Cluster) -> list[str]:
+    """Return the functions from `Cluster.run(fn)` to fn: here, and on a rank."""
+    asked: list[str] = []
+    tell = ForkServerClient.tell
+
+    def note(self: ForkServerClient, **command: Any) -> None:
+        if command["do"] == "launch":
+            asked[:] = functions_on_stack(sys._getframe(1))
+        tell(self, **command)
+
+    ForkServerClient.tell = note  # type: ignore[method-assign]
+    try:
+        on_rank = cluster.run(lambda ctx: functions_on_stack(sys._getframe(1)))[0]
+    finally:
+        ForkServerClient.tell = tell  # type: ignore[method-assign]
+    return asked + on_rank
+
+
 def main() -> None:
     """Print the figures."""
     torch.manual_seed(0)
@@ -118,8 +150,12 @@ def main() -> None:
     with mk.Cluster(ranks=2, device="cpu") as cluster:
         forward, _ = cluster.run(frames_on_a_rank, mk.Plan.pipeline("1f1b", 2, 2))[0]
         _, wire = cluster.run(frames_on_a_rank, mk.Plan.ddp(2))[0]
+        hops = hops_of_launch(cluster)
     print(f"forward: {len(forward) - 1} frames below {forward[-1]}, {' < '.join(forward)}")
     print(f"wire: {len(wire)} frames, {' < '.join(wire)}")
+    print(f"launch: {len(hops)} functions in {len({hop.partition(':')[0] for hop in hops})} files")
+    for hop in hops:
+        print(f"        {hop}")
 
 
 if __name__ == "__main__":

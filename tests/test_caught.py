@@ -242,100 +242,7 @@ def test_looking_for_attention_draws_nothing_of_the_callers() -> None:
     assert any(each.startswith("A sample of Sequential was computed for real") for each in said)
 
 
-# ---------------------------------------------------------------- models divided by tensor parallelism
-
-
-class Residual(nn.Module):
-    """What it adds to its input is inside of it, which a region cannot divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Fn(nn.Module):
-    """A layer that is one function of its input and of whether it trains."""
-
-    def __init__(self, fn: Callable[[Tensor, bool], Tensor]) -> None:
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fn(x, self.training)
-
-
-def trains_only(x: Tensor, training: bool) -> Tensor:
-    if not training:
-        raise Odd("no evaluation")
-    return x
-
-
-def between(middle: nn.Module) -> tuple[nn.Module, mk.Plan]:
-    """A region of two linear layers, with this one between them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 4))
-    return model, mk.Plan(tp=2, tensor=mk.tensor.TensorPlan((mk.tensor.Region("0", ("0",), "2"),)))
-
-
-def test_a_model_of_one_precision_is_compared_in_it() -> None:
-    assert reports(lambda: prepared(*between(FloatOnly(nn.ReLU())))) == []
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), FloatOnly(Residual()))
-    plan = mk.tensor.TensorPlan((mk.tensor.Region("1", ("1.inner.up",), "1.inner.down"),))
-    with pytest.raises(ValueError, match="does not compute what it computes whole"):
-        prepared(model, mk.Plan(tp=2, tensor=plan))
-
-
-def test_a_model_that_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"could not be checked .*fails in evaluation mode .*Odd: no evaluation.*tp=1"
-    ):
-        prepared(*between(Fn(trains_only)))
-
-
-@pytest.mark.parametrize(
-    ("fn", "why"),
-    [
-        (lambda x, _: x + torch.rand_like(x), "computes another loss or gradient each time"),
-        (lambda x, _: x.sqrt(), "is not finite"),
-    ],
-)
-def test_a_model_whose_numbers_cannot_be_compared_is_reported(fn: Any, why: str) -> None:
-    (said,) = reports(lambda: prepared(*between(Fn(fn))))
-    assert "could not be checked on two samples" in said and why in said
-
-
-# ---------------------------------------------------------------- the probe
-
-
-def test_a_small_difference_that_float64_cannot_explain_is_reported() -> None:
-    """A layer that takes a little from the other samples, in float32 only."""
-
-    def mixes(share: float) -> nn.Module:
-        return FloatOnly(Fn(lambda x, _: x + share * x.mean(0)))
-
-    (said,) = set(reports(lambda: prepared(net(mixes(5e-5)), mk.Plan.ddp(2))))
-    assert "That may be rounding, or a loss or layer that looks at other samples" in said
-    assert "Odd: float32 is wanted" in said
-    with pytest.raises(
-        ValueError, match=r"\(Compared in the model's own precision: in float64 it raises Odd: float32"
-    ):
-        prepared(net(mixes(0.5)), mk.Plan.ddp(2))
-
-
-def test_a_loss_that_has_no_value_for_few_samples() -> None:
-    def spread(out: Tensor, y: Tensor) -> Tensor:
-        if len(out) < 4:
-            raise Odd("too few")
-        return (out - y).square().mean(1).std()
-
-    with pytest.raises(
-        ValueError, match=r"needs the whole batch.*Of one, two or three samples it raises Odd: too few"
-    ):
-        prepared(net(), mk.Plan.ddp(2), loss=spread)
+# ---------------------------------------------------------------- the loss
 
 
 def test_a_loss_that_cannot_be_sent_is_refused_at_once() -> None:
@@ -347,20 +254,6 @@ def test_a_loss_that_cannot_be_sent_is_refused_at_once() -> None:
 
     with pytest.raises(ValueError, match=r"The loss cannot be sent to the ranks: TypeError: .*lock"):
         prepared(net(), mk.Plan.ddp(2), loss=guarded)
-
-
-def test_masks_that_cannot_be_tried_are_reported_where_the_data_has_them() -> None:
-    def by_tens(out: Tensor, y: Tensor) -> Tensor:
-        """Targets are tens of ones and zeros, and others no targets."""
-        if not bool(((y == 0) | (y == 10)).all()):
-            raise Odd("no target")
-        return (out.sum(1) - y).square().mean()
-
-    targets = torch.tensor([0, 10, 0, 10, 0, 10, 10, 0])
-    known = [(X, targets)]
-    assert reports(lambda: prepared(net(), mk.Plan.ddp(2), known, by_tens)) == []
-    (said,) = reports(lambda: prepared(net(), mk.Plan.ddp(2), [(X, targets), (X, targets - 1)], by_tens))[:1]
-    assert said.startswith("data[1] has targets of -1") and "Odd: no target" in said
 
 
 # ---------------------------------------------------------------- ranks, and a class

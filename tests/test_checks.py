@@ -54,7 +54,7 @@ def test_a_plan_makes_at_most_15_stops_from_train_to_the_last_check() -> None:
     assert stops[0] == ("launch/session/cluster.py", "train")
     assert len(stops) <= 15, stops
     after = stops[stops.index(("strategies/prepare/checks.py", "find_rejection")) + 1 :]
-    assert {module.split("/")[2] for module, _ in after} <= {"optimizer", "probe"}
+    assert {module.split("/")[2] for module, _ in after} <= {"optimizer"}
 
 
 class Residual(nn.Module):

@@ -467,3 +467,42 @@ def test_compiled_layers_are_not_divided_and_scripted_models_not_cut() -> None:
         prepare(torch.compile(body), data, mk.Plan.tp(2), ranks=2, **how)
     with pytest.raises(ValueError, match="the model is one block"):
         prepare(torch.jit.script(body), data, mk.Plan.gpipe(2, 2), ranks=2, **how)
+
+
+def test_preparing_leaves_everything_as_it_was() -> None:
+    calls = [0]
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            calls[0] += 1
+            return F.mse_loss(out, y) * self.weight.detach().sum()
+
+    model, loss = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2)),
+        Counting(),
+    )
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    prepared(model=model, plan=mk.Plan.ddp(2), loss=loss)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *loss.parameters()))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [(mk.Plan.gpipe(2, 2), "2 micro-batches"), (mk.Plan.cp(2), "part of every sequence")],
+    ids=str,
+)
+def test_a_loss_of_the_whole_batch_is_refused_where_it_cannot_be(plan: mk.Plan, message: str) -> None:
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    model = mk.models.GPT(vocab=8, width=8, layers=2, heads=2, length=8)
+    loss = mk.whole_batch_loss(mk.models.next_token_loss)
+    with pytest.raises(ValueError, match=message):
+        prepared(model=model, data=[(tokens, tokens)], plan=plan, loss=loss)

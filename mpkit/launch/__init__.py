@@ -6,7 +6,7 @@ Begin  with `session/cluster.py` (Cluster, Run), then `launch.py` (one launch, f
 
 process/     code that runs in the fork server and in each rank
 hang/        detects ranks that wait for each other forever, and explains which waits for which
-external/    ranks that a launcher such as torchrun has started, on one machine or several
+torchrun.py  processes that a launcher such as torchrun has started; launched_rank.py: one launch on them
 watch/       any torch program, watched; notebook/: `%%ranks`; doctor/: what is wrong with this machine
 
 May import  `common`, `trace`, `plan`, `devices`, `timeline`, `strategies`.

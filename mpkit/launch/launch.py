@@ -172,9 +172,8 @@ class Launch:
             self.end(error)
             raise
 
-    def work(self) -> None:
-        """Let the ranks do their work, and return when they have ended."""
-        self.finish()
+    work = finish
+    """Let the ranks do their work, and return when they have ended."""
 
     def _take_events(self, wait: float) -> None:
         assert self._id is not None

@@ -47,11 +47,14 @@ class Proof:
 
         >>> Proof((1, 2)).badge, Proof(why_not="verify=False").badge, Proof().badge
         ('equal to serial training in steps 1 and 2', 'not verified: verify=False', '')
+        >>> Proof((1,), why_not="step 3 cannot be repeated").badge
+        'equal to serial training in step 1; step 3 cannot be repeated'
         """
         if self.difference:
             return "not equal to serial training"
         if self.steps:
-            return f"equal to serial training in {number_steps(self.steps)}"
+            equal = f"equal to serial training in {number_steps(self.steps)}"
+            return f"{equal}; {self.why_not}" if self.why_not else equal
         return f"not verified: {self.why_not}" if self.why_not else ""
 
     def __str__(self) -> str:

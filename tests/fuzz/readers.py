@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mpkit.course.grading.notebook_record import read_justifications, tries_shown, variant_of
-from mpkit.course.grading.reading import NoNotebook, calls_in, code_cells
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk

@@ -104,6 +104,9 @@ def test_which_steps(clusters: Clusters, tmp_path: Any) -> None:
     assert any(
         note.startswith("Equal to serial training in steps 2 and 4") for note in mk.Timeline.of(loaded).notes
     )
+    beyond = train(clusters, Net(), mk.Plan.ddp(2), verify=(1, 11)).wait()
+    assert beyond.proof.steps == (1,)
+    assert beyond.proof.badge.endswith("there is no step 11 to compare: this run does steps 1 to 4")
     off = train(clusters, Net(), mk.Plan.ddp(2), verify=False).wait()
     assert str(off.proof) == "not verified: verify=False"
     for wrong in (0, "some", (1, 0), True):

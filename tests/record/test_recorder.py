@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit.timeline.replay import Replay
-from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, PartFlag, Trace, read_rank
+from mpkit.trace import HEADER, MEMORY, OP, Kind, Lane, Trace, read_rank
 from mpkit.trace.record.clock import clock_for
 from mpkit.trace.record.recorder import Recorder
 
@@ -312,45 +311,3 @@ def test_a_cpu_needs_no_late_clock() -> None:
         clock.mark(0, False)
         assert not clock.late
         assert clock.resolve() == []
-
-
-def test_an_op_that_makes_way_is_recorded_in_parts(tmp_path: Path) -> None:
-    """FLOPs and bytes are divided by CPU time when the op is over; until then a live replay leaves its parts."""
-    clock = [0]
-
-    def now() -> int:
-        clock[0] += 1_000_000  # 1 ms for each reading, so that CPU time is read each time
-        return clock[0]
-
-    record = Recorder(tmp_path, 0, now=now, thread_time=lambda: clock[0])
-    live = Replay(world_size=1)
-
-    def feed() -> int:
-        rank = read_rank(tmp_path, 0)
-        live.feed(0, rank.ops, rank.names)
-        return len(live.advance())
-
-    forward = record.begin(Kind.FORWARD, "1F2", stage=1, microbatch=2, flops=10.0, nbytes=7)
-    layer = record.begin(Kind.FORWARD, "mlp", stage=1, microbatch=2, where="a.py:1")
-    ops = record.suspend()
-    assert ops == [forward, layer] and not record.busy
-    record.end(record.begin(Kind.BACKWARD, "0B1", stage=0, microbatch=1))
-    assert feed() == 0
-    record.resume(ops)
-    assert record.current == (None, 1, 2)
-    for _ in range(4):
-        now()
-    record.end(layer)
-    record.end(forward)
-    record.end(record.begin(Kind.BACKWARD, "0B2", stage=0, microbatch=2))
-    rank = read_rank(tmp_path, 0)
-    assert [rank.name(name) for name in rank.ops["name"]] == ["1F2", "mlp", "0B1", "1F2", "mlp", "0B2"]
-    first, later = PartFlag.GOES_ON, PartFlag.CONTINUES
-    assert rank.ops["flags"].tolist() == [first, first, 0, later, later, 0]
-    assert rank.ops["depth"].tolist() == [0, 1, 0, 0, 1, 0]
-    one, two = rank.ops[[0, 3]]
-    assert (rank.ops["end"] > 0).all() and one["end"] < rank.ops["start"][2] < two["start"]
-    assert one["flops"] + two["flops"] == 10.0 and one["bytes"] + two["bytes"] == 7
-    assert one["flops"] / two["flops"] == pytest.approx(one["cpu"] / two["cpu"]) and one["cpu"] < two["cpu"]
-    assert rank.name(rank.ops["where"][4]) == "a.py:1"
-    assert feed() == 5

@@ -1,4 +1,4 @@
-"""Never silently wrong: a random training equals plain PyTorch, or is refused before a rank starts.
+"""Never silently wrong: a random training equals plain PyTorch, or is refused or stopped.
 
 Losses, optimizers, layers, hooks and data are drawn from `tests/ingredients.py`, and a plan; what is trained serially
 in plain PyTorch is the whole batch at once.
@@ -127,9 +127,8 @@ def test_a_training_equals_plain_pytorch_or_is_refused(
             return
         try:
             run.wait()
-        except mk.RankFailed as stopped:  # a masked target that nobody could see before the ranks started
-            assert case["data"] in ("generator", "stream") and case["masked"] != "none", stopped
-            assert not is_ordinary(drawn) and "such came in this micro-batch" in str(stopped)
+        except (mk.errors.NotSerial, mk.RankFailed) as stopped:
+            assert not is_ordinary(drawn), f"stopped, though all of it is ordinary: {stopped}"
             return
         losses, weights = whole_batch_training(
             make_model(case["layers"], case["hook"], case["seed"]), pairs, loss, case["optimizer"]

@@ -35,6 +35,7 @@ from mpkit.course.catalogue import ExerciseEntry, find, solution_folders
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.judge import judge
 from mpkit.course.sandbox.allowance import Limits
+from mpkit.course.sandbox.fair_clock import FairClock
 from mpkit.course.sandbox.guard import (
     Guard,
     adopt_orphans,
@@ -45,7 +46,6 @@ from mpkit.course.sandbox.guard import (
 )
 from mpkit.course.sandbox.ranks_apart import RanksApart
 from mpkit.course.verdict import Checked, checked_of, verdict_json
-from mpkit.course.sandbox.fair_clock import FairClock
 
 __all__ = ["Judges"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from functools import cache
 
-from mpkit.common.evidence import ask
 from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import QUERY, parse_gpus
 
@@ -50,4 +50,9 @@ def _gpus(count: int) -> Inventory:
 
 @cache
 def _nvidia_smi() -> str:
-    return ask(QUERY, limit=5.0).text
+    """Return what nvidia-smi prints; "" where it is missing, fails, or does not answer: then nothing is known."""
+    try:
+        done = subprocess.run(QUERY, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

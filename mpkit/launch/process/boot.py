@@ -76,12 +76,9 @@ def _script_folder() -> str | None:
     return os.path.dirname(file) if file and os.path.isabs(file) else None
 
 
-def _boot(settings: dict[str, Any]) -> None:
+if __name__ == "__main__":
+    settings: dict[str, Any] = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]
     sys.meta_path.insert(0, PinnedFinder(settings["files"]))
     module, function = settings["entry"].split(":")
     getattr(importlib.import_module(module), function)(*settings["arguments"])
-
-
-if __name__ == "__main__":
-    _boot(json.loads(sys.argv[1]))

@@ -65,11 +65,7 @@ def verified_alike(job: TrainJob, launcher: Launcher) -> TrainJob:
 
 
 def provable_here(job: TrainJob, launch: LaunchedRank) -> TrainJob:
-    """Return the job as it is if this process can compare its steps, and otherwise without steps, and why."""
-    if launch.apart:
-        return job.without_proof(
-            "a launcher started the ranks, and they do not all write into rank 0's folder"
-        )
+    """Return the job as it is if this process compares its steps, and otherwise without steps, and why."""
     return (
         job if launch.leads else job.without_proof("rank 0's process compares the steps, and has `run.proof`")
     )

@@ -6,9 +6,9 @@ backward     one run of autograd's engine
 optimizer    one optimizer's step
 
 An action that begins within another one is a part of it (depth 1 and more in the trace).
-A step ends with its last optimizer step: gradients may be accumulated over several backwards, and several optimizers may
-step. What is loaded, sent or received before the next forward belongs to the next step, such as a pipeline's receives.
-`mk.watch.step()` says instead where a step ends.
+A step ends with its last optimizer step: gradients may be accumulated over several backwards, and several optimizers
+may step. What is loaded, sent or received before the next forward belongs to the next step, such as a pipeline's
+receives. `mk.watch.step()` says instead where a step ends.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from mpkit.strategies.compute.stage_forward import PartForward, StageForward
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.guard import GuardedLoss
 from mpkit.strategies.loss.mean import MeanLoss, SummedMeans
 from mpkit.strategies.loss.quotient import Quotient, as_pair
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
@@ -72,8 +71,6 @@ def _counted_loss(loss: Any, output: Any, targets: Value, weight: float) -> Any:
     """
     if isinstance(loss, WholeBatchLoss):
         return loss(output, targets, counts=weight > 0)
-    if isinstance(loss, GuardedLoss):
-        loss = loss.loss
     if isinstance(loss, Quotient):
         loss = loss.loss
     if isinstance(owner := getattr(loss, "__self__", None), MeanLoss):  # `MeanLoss.mean`

@@ -24,6 +24,7 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.quotient import shares
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.randomness import Draws, OtherDraws, Randomness
+from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.partition.boundary import Boundary
 from mpkit.strategies.stage.partitioned_stage import PartitionedStage
 from mpkit.strategies.stage.stage import PRECISIONS, Stage, arguments_of, cast, onto_device
@@ -53,6 +54,7 @@ class StageForward:
         attention: as above; recomputation needs it too.
         attended: by micro-batch of the step, the pairs of a query and a key in attentions over divided sequences.
         others: learns whether forwards draw random numbers that are not torch's; None: nobody wants to know.
+        facts: learns what the loss does; None: nobody wants to know.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class StageForward:
         self._randomness = Randomness(job.how.seed, replica, context.device, self._own)
         self.attention = attention
         self.others: OtherDraws | None = None
+        self.facts: StepFacts | None = None
         self._step = -1
         self._microbatches: list[MicroBatch] = []
         self.attended: dict[int, int] = {}
@@ -140,7 +143,13 @@ class StageForward:
         microbatch = self._microbatches[m]
         draws.begin("the loss")
         targets = onto_device(microbatch.targets, self._device, self._record)
-        return loss_share(self._job, output, targets, microbatch.weight)
+        of_targets = leaves(targets)
+        with (
+            nullcontext()
+            if self.facts is None
+            else self.facts.of_loss(len(of_targets[0]) if of_targets else 0)
+        ):
+            return loss_share(self._job, output, targets, microbatch.weight)
 
     # ---- check --------------------------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from mpkit.strategies.compute.forward_state import KeptForward
 from mpkit.strategies.compute.stage_forward import StageForward
 from mpkit.strategies.compute.stage_record import StageRecord
-from mpkit.strategies.data.microbatch import Value
+from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws, HeardDraws
+from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.stage.block_recompute import RecomputeScope
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.second_forward import SecondForward
@@ -70,6 +71,7 @@ class StageWork:
         self._microbatches: list[MicroBatch] = []
         self._loss_scale = 1.0
         self._heard: ForwardDraws | None = None
+        self._facts: StepFacts | None = None
         # Compiled code cannot be listened to.
         self._compiled = any(type(each).__name__ == "OptimizedModule" for each in stage.layers.modules())
 
@@ -82,6 +84,11 @@ class StageWork:
         """Note what forwards draw at random from now on; None: no longer."""
         self._heard = heard
         self._compute.others = None if heard is None else heard.others
+
+    def watch(self, facts: StepFacts) -> None:
+        """Note from now on what forwards and the loss do."""
+        if not self._compiled:
+            self._facts = self._compute.facts = facts
 
     def _key(self, m: int) -> Hashable:
         """Return the signature of a micro-batch."""
@@ -100,7 +107,7 @@ class StageWork:
         op = self._record.begin(Kind.FORWARD, m, key)
         kept = self._kept[m] = KeptForward(inputs)
         if self._recompute:
-            with torch.no_grad(), self._twice.first() as kept.start, self._hear_draws(m):
+            with torch.no_grad(), self._twice.first() as kept.start, self._hear_draws(m), self._hear_facts(m):
                 outputs = self._compute(m, inputs)
         else:
             split = m in self._split
@@ -114,6 +121,7 @@ class StageWork:
                 self._inside(),
                 self._stage.recompute_blocks(around),
                 self._hear_draws(m),
+                self._hear_facts(m),
             ):
                 outputs = kept.outputs = self._compute(m, inputs)
         self._record.track(outputs)
@@ -124,7 +132,12 @@ class StageWork:
         """Return a context in which the random draws of a micro-batch's forward are heard, if somebody listens."""
         if self._heard is None or self._compiled:
             return nullcontext()
-        return HeardDraws(self._heard.draws.setdefault((self._stage.number, m), []))
+        return HeardDraws(self._heard.draws.setdefault((self._stage.number, m), []), self._heard)
+
+    def _hear_facts(self, m: int) -> AbstractContextManager[Any]:
+        """Return a context in which it is noted what a micro-batch's forward does."""
+        data = leaves(self._microbatches[m].inputs)
+        return nullcontext() if self._facts is None else self._facts.of_forward(len(data[0]) if data else 0)
 
     # ---- recompute ----------------------------------------------------------------------------------------
 

@@ -6,21 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.models.randomness import OtherDraws
 
-__all__ = ["DRAWING", "CannotReplay", "ForwardDraws", "GivenDraws", "HeardDraws"]
+__all__ = ["CannotReplay", "ForwardDraws", "GivenDraws", "HeardDraws", "draws_numbers"]
 
-DRAWING = (
-    "bernoulli", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "uniform_", "normal", "normal_",
-    "random_", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "poisson",
-    "multinomial", "native_dropout", "rrelu_with_noise", "rrelu_with_noise_", "binomial",
+UNTAGGED = (
+    "_sample_dirichlet", "binomial", "_fused_dropout", "random", "random_", "randn_like", "randint_like",
 )  # fmt: skip
-"""The operators that draw random numbers, by name."""
+"""Operators that draw random numbers and that torch does not tag as such."""
 
-RRELU = ("rrelu_with_noise", "rrelu_with_noise_")
+RRELU = ("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional")
 
 FUSED = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -28,6 +27,21 @@ FUSED = (
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward", "_cudnn_rnn", "miopen_rnn",
 )  # fmt: skip
 """The operators of GPUs that draw a dropout mask inside their kernel, which is neither heard nor given."""
+
+KERNELS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "miopen")
+"""How the names of operators begin that draw a mask only if they drop out, inside a kernel."""
+
+
+def draws_numbers(func: Any) -> bool:
+    """Return whether an operator draws random numbers outside of a fused kernel.
+
+    >>> draws_numbers(torch.ops.aten._standard_gamma.default), draws_numbers(torch.ops.aten.mm.default)
+    (True, False)
+    """
+    name = func.overloadpacket.__name__
+    return name in UNTAGGED or (
+        torch.Tag.nondeterministic_seeded in func.tags and not name.startswith(KERNELS)
+    )
 
 
 class CannotReplay(Exception):
@@ -41,10 +55,12 @@ class ForwardDraws:
     Attributes:
         draws: torch's numbers, by stage and micro-batch, in order.
         others: whether they draw others than torch's, which nobody hears.
+        decides: whether Python looks at a tensor's value in one, which may decide how often it draws.
     """
 
     draws: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     others: OtherDraws = field(default_factory=OtherDraws)
+    decides: bool = False
 
 
 class HeardDraws(TorchDispatchMode):
@@ -52,6 +68,7 @@ class HeardDraws(TorchDispatchMode):
 
     Args:
         into: receives a copy of each operator's draws, in order: a mask, noise, or numbers.
+        heard: learns whether Python looks at a tensor's value; None: nobody does.
 
     >>> import torch
     >>> heard = []
@@ -61,9 +78,9 @@ class HeardDraws(TorchDispatchMode):
     True
     """
 
-    def __init__(self, into: list[Tensor]) -> None:
+    def __init__(self, into: list[Tensor], heard: ForwardDraws | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._into = into
+        self._into, self._heard = into, heard
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,8 +88,10 @@ class HeardDraws(TorchDispatchMode):
         """Run one operator."""
         made = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in DRAWING:
-            drawn = args[1] if name in RRELU else made[1] if name == "native_dropout" else made
+        if self._heard is not None and name == "_local_scalar_dense":
+            self._heard.decides = True
+        if draws_numbers(func):
+            drawn = args[1] if name in RRELU[:2] else made[1] if isinstance(made, tuple) else made
             self._into.append(drawn.detach().clone())
         return made
 
@@ -103,14 +122,16 @@ class GivenDraws(TorchDispatchMode):
             raise CannotReplay(
                 f"{name} draws its dropout mask inside a kernel of the GPU, where mpkit cannot hear it"
             )
-        if name not in DRAWING:
+        if not draws_numbers(func):
             return func(*args, **kwargs)
-        if name == "native_dropout":
-            values, p = args[0], float(args[1])
+        if name in ("native_dropout", "_fused_dropout"):
+            values, p = args[0], float(args[1]) if name == "native_dropout" else 1.0 - float(args[1])
             mask = self._give(tuple(values.shape), 1.0 - p).to(values.device)
             return values * mask * (1.0 / (1.0 - p) if p < 1.0 else 0.0), mask.bool()
         if name in RRELU:
             values, noise = args[0], self._give(tuple(args[0].shape), None).to(args[0])
+            if name == "rrelu_with_noise_functional":
+                return values.where(values > 0, values * noise), noise
             args[1].copy_(noise)
             made = values.where(values > 0, values * noise)
             return args[0].copy_(made) if name.endswith("_") else made

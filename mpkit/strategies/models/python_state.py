@@ -1,4 +1,4 @@
-"""What model and loss remember in Python from one forward to the next: counters, factors, modes.
+"""What model, loss and optimizer remember in Python from one step to the next: counters, factors, modes.
 
 A step that is computed again, later and by another process, has to begin with the same. Parameters and buffers are not
 meant.
@@ -6,10 +6,13 @@ meant.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 __all__ = ["PythonState", "Remembered"]
@@ -19,16 +22,27 @@ CONTAINERS = (list, dict, set, tuple)
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """What torch itself keeps in a module."""
 
+OWN_OF_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {
+    "params",
+    "param_names",
+    "initial_lr",
+}
+"""What torch itself keeps in an optimizer, and in its groups besides hyperparameters."""
+
+SOURCES = (Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+"""What may change with each use, without a trace that can be read."""
+
 Remembered: TypeAlias = "dict[tuple[str, str], Any]"
 """Values by their holder's place and their name, such as ("block.0", "calls")."""
 
 
 class PythonState:
-    """What model and loss remember.
+    """What model, loss and optimizer remember.
 
     Args:
         model: the model.
         loss: the loss: a function, which remembers in the variables around it, or an object.
+        optimizer: the optimizer, whose states are not meant, but its attributes and those of its groups.
 
     >>> model = nn.Sequential(nn.Dropout())
     >>> state = PythonState(model, None)
@@ -37,8 +51,11 @@ class PythonState:
     ({('0', 'training'): False}, [])
     """
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
+    def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._holders = dict(_holders("", model, set())) | dict(_holders("loss", loss, set()))
+        if optimizer is not None:
+            groups = {f"optimizer.group {i}": group for i, group in enumerate(optimizer.param_groups)}
+            self._holders |= groups | {"optimizer": vars(optimizer)}
         self._first = dict(self._values())
         self._marks = {place: _mark(value) for place, value in self._first.items()}
 
@@ -77,7 +94,8 @@ class PythonState:
         for path, holder in self._holders.items():
             for name, held in holder.items():
                 value = held.cell_contents if isinstance(held, CellType) else held
-                if name not in OWN and (_plain(value) or _remembers(value)):
+                own = OWN_OF_OPTIMIZER if path.startswith("optimizer") else OWN
+                if name not in own and (_plain(value) or _remembers(value)):
                     yield (path, name), value
 
 
@@ -111,13 +129,15 @@ def _remembers(value: Any) -> bool:
     """Return whether a value that is not plain may remember something, and is neither a weight nor made of weights."""
     if isinstance(value, CONTAINERS):
         return not any(isinstance(each, (nn.Parameter, nn.Module)) for each in value)
-    return isinstance(value, Tensor) and not value.requires_grad
+    return isinstance(value, SOURCES) or (isinstance(value, Tensor) and not value.requires_grad)
 
 
 def _mark(value: Any) -> Any:
     """Return what is different once a value has changed."""
     if isinstance(value, Tensor):
         return id(value), value._version
+    if isinstance(value, SOURCES):
+        return object()  # nobody knows
     return (id(value), len(value)) if isinstance(value, CONTAINERS) else value
 
 

@@ -28,12 +28,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpkit.errors import MpkitError
 from mpkit.strategies.models.own_draws import OwnDraws
 
 __all__ = ["Draws", "OtherDraws", "OtherState", "Randomness", "may_draw", "seed_all", "seed_of"]
 
 SILENT = ("linear", "conv", "normalization", "batchnorm", "sparse", "flatten", "container", "padding", "loss")
 """The modules of torch.nn whose layers draw no random numbers."""
+
+SEEDED = (
+    "A forward, or the loss, sets the seed of torch's random numbers (torch.manual_seed). Ranks draw for their own "
+    "samples, so each would draw for its samples what plain PyTorch draws for the first ones. What works: no "
+    "seed inside the forward, and seed=0 in train(); or numbers that are made once and kept: "
+    'self.register_buffer("noise", ...)'
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,11 @@ class Draws:
     device: torch.device
     own: OwnDraws
     others: OtherDraws | None = None
+    _latest: list[int] = field(default_factory=list)  # the seed that the latest layer began with
 
     def begin(self, layer: str, spans: Sequence[str] = ()) -> None:
         """Seed the generators for a layer, whose random numbers are drawn from here on; it begins in these spans."""
+        self.check_seed()
         if self.others is not None:
             self.others.end()
         seed = seed_of(*self.place, layer=layer)
@@ -58,6 +68,19 @@ class Draws:
         if self.others is not None:
             self.others.begin()
         self.own.enter(spans, self.device)
+        self._latest[:] = [self.generators[0].initial_seed()]
+
+    def check_seed(self) -> None:
+        """Check that the layer that has begun set no seed by itself.
+
+        Raises:
+            MpkitError: it did.
+        """
+        seed = self.generators[0].initial_seed()
+        if (
+            self._latest and seed != self._latest[0] and seed < 2**32
+        ):  # those of layers and spans are hashes of 63 bits
+            raise MpkitError(SEEDED)
 
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
@@ -65,7 +88,9 @@ class Draws:
         states = [generator.get_state() for generator in self.generators]
         try:
             yield
+            self.check_seed()
         finally:
+            self._latest.clear()
             self.own.leave()
             if self.others is not None:
                 self.others.end()

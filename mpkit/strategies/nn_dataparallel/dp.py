@@ -38,6 +38,7 @@ from mpkit.strategies.data_parallel.unused_parameters import unused_error
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
+from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.nn_dataparallel.gathered_loss import ShareForward, gathered_loss
 from mpkit.strategies.nn_dataparallel.replicate_parameters import ReplicateParameters
 from mpkit.strategies.nn_dataparallel.scatter_feed import (
@@ -93,6 +94,10 @@ class DP(GradientSync):
     def listen(self, heard: ForwardDraws | None) -> None:
         """Note what forwards draw at random from now on; None: no longer."""
         self._work.listen(heard)
+
+    def watch(self, facts: StepFacts) -> None:
+        """Note from now on what forwards and losses do."""
+        self._work.watch(facts)
 
     def begin_step(self) -> None:
         """Drop the gradients of the previous step."""

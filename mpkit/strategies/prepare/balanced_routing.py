@@ -65,7 +65,7 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
                 call_of(plan, {"sequence_parallel": False}),
             )
     # ---- both losses
-    counts = task.probed is not None and task.probed.nominal is not None
+    counts = task.form is not None and task.form.nominal is not None
     if counts and (layer.aux_loss or layer.z_loss):
         yield (
             "the gradients of a router's losses are those of a mean over tokens, but those of the outputs' loss "

@@ -26,13 +26,15 @@ from mpkit.strategies.prepare.layers import (
     check_embeddings,
 )
 from mpkit.strategies.prepare.optimizer.examine import check_optimizer
-from mpkit.strategies.prepare.outputs import check_gathered_outputs, check_unused_parameters
+from mpkit.strategies.prepare.outputs import (
+    check_gathered_outputs,
+    check_unused_parameters,
+    check_whole_batch_loss,
+)
 from mpkit.strategies.prepare.packed_documents import check_packed_documents
-from mpkit.strategies.prepare.probe import check_parts, check_whole_batch_loss
 from mpkit.strategies.prepare.recompute import check_kept_tensors, check_recomputed_blocks
 from mpkit.strategies.prepare.resume import check_saved_state
 from mpkit.strategies.prepare.shared_memory import check_shared_memory
-from mpkit.strategies.prepare.tensor_plan.compare_shards import check_tensor_plan
 
 __all__ = ["CHECKS", "SET_UP", "Check", "find_rejection"]
 
@@ -151,19 +153,6 @@ model, tokens = Whole(vocab=4, layers=1, width=4, heads=1, length=8), torch.zero
 inputs = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
 train(model, mk.Plan(cp=2), data=(inputs, tokens), loss=mk.models.next_token_loss)
 """),
-    Check("tensor plan", check_tensor_plan, """
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-region = mk.tensor.Region("1", ("1.up",), "1.down")
-train(nn.Sequential(nn.Linear(4, 4), Residual()), mk.Plan.tp(2, tensor=mk.tensor.TensorPlan((region,))))
-"""),
     Check("optimizer", check_optimizer, """
 train(nn.Linear(4, 4), mk.Plan.zero(2, 2), optimizer=torch.optim.Adafactor)
 """),
@@ -181,14 +170,6 @@ train(nn.Linear(4, 4), mk.Plan.ddp(2), optimizer=Counts, checkpoint_every=10, ch
     Check("loss of the whole batch", check_whole_batch_loss, """
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 train(model, mk.Plan.gpipe(2, 4), loss=mk.whole_batch_loss(mse_loss))
-"""),
-    Check("parts of a batch", check_parts, """
-class Centered(nn.Linear):
-    def forward(self, x):
-        return super().forward(x - x.mean(0))
-
-
-train(Centered(4, 4), mk.Plan.ddp(2))
 """),
     Check("balanced routing", check_balanced_routing, """
 model = mk.models.MixtureOfExperts(4, experts=4, aux_loss=0.01)

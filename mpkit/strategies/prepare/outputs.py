@@ -1,4 +1,4 @@
-"""Checks of what a forward makes: outputs that rank 0 gathers, and a graph that reaches every parameter."""
+"""Checks of what a forward makes: outputs that rank 0 gathers, a graph that reaches every parameter, a loss of all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from mpkit.common.exceptions import needs_content, one_line, report
 from mpkit.strategies.data.microbatch import map_tensors, part
 from mpkit.strategies.data_parallel.unused_parameters import unused_message
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
+from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copies import without_content
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 
-__all__ = ["check_gathered_outputs", "check_unused_parameters"]
+__all__ = ["check_gathered_outputs", "check_unused_parameters", "check_whole_batch_loss"]
 
 
 def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> Rejection | None:
@@ -34,6 +35,24 @@ def check_gathered_outputs(resolved: ResolvedPlan, _: Task) -> Rejection | None:
                 f"of {samples} sample{'s' * (samples > 1)} the model makes {made}. Either let it return a tensor "
                 f"(batch, ...) or a tuple of such, or Plan.ddp({plan.dp}), which gathers none."
             )
+    return None
+
+
+def check_whole_batch_loss(resolved: ResolvedPlan, task: Task) -> Rejection | None:
+    """Reject losses of the whole batch where a rank does not see all of it at once."""
+    plan = resolved.plan
+    if not isinstance(task.given_loss, WholeBatchLoss):
+        return None
+    if plan.microbatches > 1:
+        return Rejection(
+            f"{plan}: mk.whole_batch_loss needs all samples at once, and of {plan.microbatches} micro-batches the "
+            "first ones are over before the last one begins: microbatches=1 in the Plan (schedule='naive')."
+        )
+    if plan.cp > 1:
+        return Rejection(
+            f"{plan}: mk.whole_batch_loss gathers samples, and with cp={plan.cp} each rank has a part of every "
+            f"sequence: cp=1, as in mk.Plan.ddp({plan.ranks})."
+        )
     return None
 
 

@@ -39,6 +39,7 @@ from mpkit.strategies.prepare.checks import find_rejection
 from mpkit.strategies.prepare.dry_run.copies import ready_to_travel
 from mpkit.strategies.prepare.dry_run.isolation import on_threads, quiet
 from mpkit.strategies.prepare.hooks import check_global_hooks
+from mpkit.strategies.prepare.loss_form import find_loss_form
 from mpkit.strategies.prepare.plan_warnings import warn_if_nothing_recomputed
 from mpkit.strategies.prepare.proof_steps import SpecialValues, check_verify, with_proof
 from mpkit.strategies.prepare.recompute import count_recomputed
@@ -100,6 +101,7 @@ def prepare(
         known = [*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further]
         packed = plan.cp > 1 and any(packed_lengths(inputs) is not None for inputs, _ in known)
         resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name, packed=packed)
+        task.form = find_loss_form(resolved, task, special.mean)
         # ---- checks
         raise_rejection(find_rejection(resolved, task))
         warn_if_nothing_recomputed(resolved, task)
@@ -144,8 +146,8 @@ def _build_job(
     facts = facts_of(model, task.examined)
     saving, resume = _check_checkpoints(options, facts, asked.steps)
     # ---- what and how
-    assert task.probed is not None, "a check has set it"
-    loss, nominal = task.probed
+    assert task.form is not None, "it was resolved before"
+    loss, nominal = task.form
     hooks = parameter_hooks(task.given_model)
     what = Problem(model, batches, loss, list(model.state_dict()), nominal, hooks, task.given_loss)
     how = Procedure(

@@ -4,14 +4,17 @@
     drawn       one of the later ones
     telling     later ones in which something happens for the first time:
                     a batch of other shapes than all before
-                    targets with a value that the loss treats by itself (ignored, padded, a limit), or none with it
+                    targets with a value that the loss treats by itself (ignored, padded, a limit), or none with it; NaN
                     the first step after an evaluation, which leaves the model in another mode for a while
 
-Data in memory is inspected before the start. Of data that is loaded later, only the sizes of the batches are known.
+Data in memory is inspected before the start. Of a dataset the sizes of the batches are known; its first samples are
+read if the loss treats some targets by itself. What happens for the first time in another step is said in the run's
+line.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -27,6 +30,7 @@ from mpkit.strategies.job.feed import BatchSource, WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.dry_run.copies import has_content
+from mpkit.strategies.prepare.loss_form import OneMean, copy_loss, find_mean
 
 __all__ = ["SpecialValues", "check_verify", "telling_steps", "with_proof"]
 
@@ -85,7 +89,20 @@ def with_proof(
         every = None if how.evaluation is None else how.evaluation.every
         steps = range(how.first_step, how.steps)
         wanted = tuple(sorted({*wanted, *telling_steps(what.batches, steps, special, every)}))
-    return replace(how, verified=wanted)
+    return replace(how, verified=wanted, unverified=_missing_steps(verify, how.first_step, how.steps))
+
+
+def _missing_steps(verify: Any, first: int, steps: int) -> str:
+    """Return in words which steps were asked for and are not done; "" if there are none.
+
+    >>> _missing_steps((1, 11), 0, 2), _missing_steps("all", 0, 2)
+    ('there is no step 11 to compare: this run does steps 1 to 2', '')
+    """
+    missing = [n for n in verify if not first < n <= steps] if isinstance(verify, tuple) else []
+    if not missing:
+        return ""
+    which = f"step {missing[0]}" if len(missing) == 1 else f"steps {', '.join(map(str, missing))}"
+    return f"there is no {which} to compare: this run does steps {first + 1} to {steps}"
 
 
 def _wanted_steps(verify: Any, first: int, steps: int) -> tuple[int, ...]:
@@ -121,8 +138,12 @@ def _why_not(model: nn.Module, batch: tuple[Value, Value], resolved: ResolvedPla
 MOST_TELLING = 3
 """The most telling steps that are verified by default."""
 
+MOST_READ = 2**13
+"""The most samples of a dataset that are read before the start, if the loss treats some targets by themselves."""
+
 COMPARES = ("eq", "ne", "lt", "le", "gt", "ge")
 INDEXED = ("nll_loss_forward", "nll_loss2d_forward")
+OF_NAN = ("isnan", "nansum", "nan_to_num")
 
 
 class SpecialValues:
@@ -133,6 +154,10 @@ class SpecialValues:
 
     Attributes:
         found: the numbers.
+        mean: what is known of the loss, if it is one call of a mean of torch's; None if it is not, or was not called.
+
+    Raises:
+        ValueError: the loss cannot be sent to the ranks.
 
     >>> import torch
     >>> heard = SpecialValues(lambda out, y: torch.nn.functional.cross_entropy(out, y, ignore_index=3))
@@ -142,16 +167,19 @@ class SpecialValues:
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
-        self.loss = loss
+        self.loss, self._copy = loss, copy_loss(loss)
         self.found: set[float] = set()
+        self.mean: OneMean | None = None
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
         """Return the loss."""
-        with _DrawListener(self.found):
-            return self.loss(outputs, targets)
+        with _ComparisonListener(self.found):
+            value = self.loss(outputs, targets)
+        self.mean = self.mean or find_mean(self._copy, outputs, targets)
+        return value
 
 
-class _DrawListener(TorchDispatchMode):
+class _ComparisonListener(TorchDispatchMode):
     def __init__(self, into: set[float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._into = into
@@ -164,6 +192,8 @@ class _DrawListener(TorchDispatchMode):
             self._into.add(args[4])
         elif name in COMPARES and isinstance(args[1], (int, float)) and not isinstance(args[1], bool):
             self._into.add(args[1])
+        elif name in OF_NAN or (name == "ne" and args[0] is args[1]):
+            self._into.add(math.nan)
         return func(*args, **(kwargs or {}))
 
 
@@ -197,13 +227,20 @@ def telling_steps(
     return tuple(sorted(set(found))[:MOST_TELLING])
 
 
-def _facts(batches: Any, step: int, special: set[float]) -> Iterator[Hashable]:
-    if not isinstance(batches, WholeBatches):
-        yield batches.size(step)
-        return
-    yield batches.key(step, slice(None))
-    targets: Value = batches[step % len(batches)][1]
+def _facts(batches: WholeBatches | BatchSource, step: int, special: set[float]) -> Iterator[Hashable]:
+    """Yield what is so of a batch; of one that has to be loaded, only while that is little."""
+    if isinstance(batches, WholeBatches):
+        yield batches.key(step, slice(None))
+        targets: Value = batches[step % len(batches)][1]
+    else:
+        size = batches.size(step)
+        yield size
+        if not special or (step + 1) * size > MOST_READ:
+            return
+        targets = batches.part(step, slice(0, size))[1]
     for place, leaf in enumerate(leaves(targets)):
+        if leaf.is_floating_point():
+            yield place, "nan", bool(leaf.isnan().any())
         for number in () if leaf.is_complex() else special:
             for how in (leaf.lt, leaf.eq, leaf.gt):
                 yield place, number, how.__name__, bool(how(number).any())

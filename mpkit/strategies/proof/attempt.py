@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
-from mpkit.strategies.data.microbatch import Value, part
+from mpkit.strategies.data.microbatch import Value, leaves, part
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
-from mpkit.strategies.models.python_state import PythonState
-from mpkit.strategies.prepare.dry_run.copies import without_graphs
+from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
-from mpkit.strategies.proof.rounding import SPREADS, RoundingMode, coarsest, distance
+from mpkit.strategies.proof.rounding import SPREADS, RoundingMode, coarsest, distance, largest
 from mpkit.strategies.reference.serial import Serial
 
-__all__ = ["Attempt", "Found", "Noise", "copy_of", "run_user_code"]
+__all__ = ["Attempt", "Found", "Noise", "run_user_code"]
 
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
@@ -34,35 +35,57 @@ sum up in 16 bits inside, as long as the batch is, which nobody can perturb from
 REPETITIONS = 3
 """How often a step is repeated to find out what rounding does to it."""
 
+CEILING = 3.0
+"""How many square roots of a rounding repetitions may be apart: 1e-3 in float32, 4e-8 in float64."""
+
+SMALL = 0.03
+"""The share of the largest gradient below which a gradient may be nothing but rounding."""
+
 
 @dataclass
 class Attempt:
     """One step of serial training.
 
+    Model and loss are copied together, so that a loss that refers to the model sees the copy's, and as they travel to
+    the ranks. What cannot be copied can be computed once, and not again.
+
     Attributes:
         serial: the training, at the beginning of the step.
-        model: a copy of its model from there.
         batch: inputs and targets.
         draws: the random numbers of the step.
         scale: the loss scale.
-        loss_state: what the loss remembers.
+        start: model and loss at the beginning, pickled; or why they cannot be.
     """
 
     serial: Serial
-    model: nn.Module
     batch: tuple[Value, Value]
     draws: StepDraws
     scale: float
-    loss_state: PythonState
+    start: bytes | CannotReplay = b""
 
     def __post_init__(self) -> None:
-        self._loss_remembers = self.loss_state.find_changes()[0]
+        if self.start:
+            return
+        try:
+            with run_user_code("copying model and loss"):
+                self.start = dumps((self.serial.model, self.serial.loss))
+        except CannotReplay as error:
+            self.start = error
 
     def begin_again(self) -> Serial:
-        """Return the training at the beginning of the step once more, to be changed at will."""
+        """Return the training at the beginning of the step once more, to be changed at will.
+
+        Raises:
+            CannotReplay: model and loss cannot be copied.
+        """
+        if isinstance(self.start, CannotReplay):
+            raise self.start
         serial = copy.copy(self.serial)
-        serial.model = copy_of(self.model)
-        self.loss_state.restore(self._loss_remembers)
+        with run_user_code("copying model and loss"):
+            serial.model, serial.loss = pickle.loads(self.start)
+            for module in serial.model.modules():
+                if isinstance(module, nn.RNNBase):
+                    module.flatten_parameters()  # for cuDNN
         return serial
 
     def use_draws(self) -> AbstractContextManager[Any]:
@@ -152,16 +175,6 @@ class Attempt:
             return serial.gradients(*batch, scale=self.scale)
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, also of one that keeps tensors of its latest forward."""
-    with run_user_code("copying the model"):
-        made = copy.deepcopy(without_graphs(model))
-        for module in made.modules():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # for cuDNN
-        return made
-
-
 @contextmanager
 def run_user_code(what: str) -> Iterator[None]:
     """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
@@ -187,17 +200,37 @@ class Noise:
 
     Args:
         attempt: the step.
+
+    Attributes:
+        ceiling: the largest difference that rounding explains, relative to what is compared: about 1e-3 in float32.
+        repeats_differ: whether repetitions differ by more, and as much as what was compared.
     """
 
     def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
+        self._attempt, self.repeats_differ = attempt, False
         self._spread: dict[str, float] = {}
+        self._scales: dict[str, float] = {}
+        tensors = [leaf for value in attempt.batch for leaf in leaves(value)]
+        self.ceiling = CEILING * float(torch.finfo(coarsest(attempt.serial.model, tensors)).eps) ** 0.5
 
-    def bound_of(self, name: str) -> float:
-        """Return how far rounding may bring a gradient, a buffer ("buffer NAME") or the loss ("") from serial."""
+    def explains(self, by: float, name: str) -> bool:
+        """Return whether rounding explains a difference of a gradient, a buffer ("buffer NAME") or the loss ("").
+
+        Raises:
+            CannotReplay: repetitions differ as much, by more than rounding explains; or they fail.
+        """
         if not self._spread:
             self._spread = self._spreads()
-        return self._spread[name]
+        bound, scale = self._spread[name], self._scales[name]
+        if self.ceiling * scale < by <= bound:
+            self.repeats_differ = True
+            what = name if name.startswith("buffer") else f"the gradient of {name}" if name else "the loss"
+            raise CannotReplay(
+                f"repeats of the step differ by {bound / SPREADS / scale if scale else inf:.0e} in {what}, so "
+                "something in it is not the same each time: random numbers that mpkit does not hear (os.urandom, a "
+                "generator of another library), the clock, or what a module keeps outside of itself"
+            )
+        return by <= bound
 
     def _spreads(self) -> dict[str, float]:
         loss, base = self._attempt.repeat_rounded(None)
@@ -207,10 +240,15 @@ class Noise:
             spread[""] = max(spread[""], distance(value, loss))
             for name, gradient in gradients.items():
                 known = base[name]
-                if gradient is not None and known is not None:
+                if gradient is not None and known is not None and gradient.shape == known.shape:
                     spread[name] = max(spread[name], distance(gradient, known))
         found = {name: SPREADS * by for name, by in spread.items()}
         for name, wide in self._attempt.in_32_bits().items():
             known = base[name]
             found[name] += 0.0 if known is None else SHADOWS * distance(known, wide)
+        # A gradient that is zero but for rounding has that of the others.
+        sizes = {name: largest(value) for name, value in base.items() if value is not None}
+        most = max((size for name, size in sizes.items() if not name.startswith("buffer ")), default=0.0)
+        least = {name: 0.0 if name.startswith("buffer ") else SMALL * most for name in found}
+        self._scales = {name: max(sizes.get(name, 0.0), least[name]) for name in found} | {"": largest(loss)}
         return found

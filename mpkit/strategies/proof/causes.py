@@ -10,7 +10,7 @@ mode         the ranks computed in another mode, training or evaluation
 factor       all gradients are the same number of times as large
 share        the gradients are those of one part of the batch: a reduction is missing
 update       the gradients are right, and the optimizer makes something else of them
-sequence     nothing of these, and ranks share sequences: a layer looks at other tokens
+suspects     nothing of these, and something is known not to survive the plan (`suspects`)
 world        nothing of these
 """
 
@@ -22,16 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
-from mpkit.strategies.data.microbatch import batch_size, leaves, part
+from mpkit.strategies.data.microbatch import leaves, part
 from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.quotient import as_pair
-from mpkit.strategies.prepare.probe.compare import are_apart
-from mpkit.strategies.prepare.probe.explain import explain
-from mpkit.strategies.prepare.probe.parts import scatter_samples
-from mpkit.strategies.prepare.probe.trial import ProbeTrial
 from mpkit.strategies.proof.attempt import Attempt
+from mpkit.strategies.proof.parts import explain_parts
 from mpkit.strategies.proof.rounding import coarsest, distance, largest
+from mpkit.strategies.proof.suspects import find_suspects
 
 __all__ = ["cause_of", "cause_of_update"]
 
@@ -42,16 +40,17 @@ def close(attempt: Attempt) -> float:
     A cause that changes less than that is not told from rounding.
     """
     data = [leaf for value in attempt.batch for leaf in leaves(value)]
-    return float(torch.finfo(coarsest(attempt.model, data)).eps ** 0.5)
+    return float(torch.finfo(coarsest(attempt.serial.model, data)).eps ** 0.5)
 
 
-def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
+def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None], says: str) -> str:
     """Return the likely cause of a loss or gradients that are not serial, with what would work.
 
     Args:
         job: the training.
         attempt: the step, from its beginning.
         gradients: those of the ranks, by name; all None where they overflowed.
+        says: what differs, in words.
     """
     untold = []
     kinds = [_parameters, _norms, _memory, _parts]
@@ -65,18 +64,9 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
             continue
         if found:
             return found
-    likely = _sequence(job) if job.plan.cp > 1 else WORLD
+    likely = next(find_suspects(job, says), "") or WORLD
     return likely + (
         f" (The comparison that tells {'; the one that tells '.join(untold)}.)" if untold else ""
-    )
-
-
-def _sequence(job: TrainJob) -> str:
-    return (
-        f"With cp={job.plan.cp} a rank computes its part of each sequence, and only F.scaled_dot_product_attention "
-        "sees the other ranks' tokens. So the likely cause is a layer that looks at other tokens in another way: a "
-        "shift, a cumulative sum, a mean over the sequence, or its length. What works: such a look by "
-        f"F.scaled_dot_product_attention; or cp=1, mk.Plan.ddp({job.plan.ranks})"
     )
 
 
@@ -119,7 +109,7 @@ def _parameters(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | N
 
 
 def _norms(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    norms, plan = batch_norms(attempt.model), job.plan
+    norms, plan = batch_norms(attempt.serial.model), job.plan
     if not norms or (plan.microbatches == 1 and plan.dp == 1):
         return ""
     first = next(iter(norms))
@@ -154,16 +144,7 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
 
 
 def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
-    trial = ProbeTrial(attempt.model, attempt.serial.loss, attempt.batch)
-    size = batch_size(attempt.batch[0])
-    parts = scatter_samples(size, job.plan.microbatches, job.plan.dp)
-    if len(parts) == 1:
-        return ""
-    whole = trial.run([list(range(size))], gradients=True)
-    split = trial.run(parts, gradients=True)
-    return (
-        explain(job.plan, trial, whole, split, parts, size) if are_apart(whole, split, close(attempt)) else ""
-    )
+    return explain_parts(job.plan, attempt, close(attempt))
 
 
 def _mode(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:

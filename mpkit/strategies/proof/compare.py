@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from mpkit.common.exceptions import one_line
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.proof.attempt import Attempt, Noise
 from mpkit.strategies.proof.causes import cause_of_update
+from mpkit.strategies.proof.draws import SharedDraws
 from mpkit.strategies.proof.rounding import distance, few_of, largest
 from mpkit.strategies.proof.whole_step import WholeStep
 from mpkit.strategies.reference.serial import Serial
@@ -30,23 +32,41 @@ class Difference(Exception):
         return f"{self.says}. {self.cause}"
 
 
-def same(what: str, got: Tensor, wanted: Tensor, few: float, more: Callable[[], float] = lambda: 0.0) -> None:
+def same(
+    what: str, got: Tensor, wanted: Tensor, few: float, noise: Noise | None = None, name: str = ""
+) -> None:
     """Compare two tensors.
 
     Args:
         what: what they are.
         got, wanted: the ranks' and the serial one.
         few: a difference without further questions.
-        more: returns what may be added to it.
+        noise: says what may be added to it; None: nothing.
+        name: what the noise calls them.
+
+    Raises:
+        Difference: they are not the same.
+        CannotReplay: nobody knows, since the step cannot be repeated, or its repetitions differ as well.
     """
     got = got.to(wanted.device)
     by = distance(got, wanted)
-    if by <= few or by <= few + more():
+    if by <= few:
         return
+    cause = ""
+    if noise is not None:
+        try:
+            if noise.explains(by - few, name):
+                return
+        except (CannotReplay, SharedDraws, MemoryError, torch.OutOfMemoryError) as error:
+            if noise.repeats_differ or by <= noise.ceiling * largest(wanted):
+                raise
+            cause = (
+                f"The cause is unknown, since the step cannot be repeated to look for it: {one_line(error)}."
+            )
     wide = torch.promote_types(wanted.dtype, torch.float64)  # complex stays complex
     a, b = (each.detach().reshape(-1).to(wide) for each in (got, wanted))
     at = int(torch.nan_to_num((a - b).abs(), nan=float("inf")).argmax())
-    raise Difference(f"{what} is {a[at].item():.6g} and not {b[at].item():.6g}")
+    raise Difference(f"{what} is {a[at].item():.6g} and not {b[at].item():.6g}", cause)
 
 
 def compare_gradients(
@@ -64,7 +84,7 @@ def compare_gradients(
             continue
         what = f"the gradient of {where.name} on rank {where.rank}"
         allowed = few * largest(wanted)
-        same(what, got, where.take(wanted, count), allowed, partial(noise.bound_of, where.name))
+        same(what, got, where.take(wanted, count), allowed, noise, where.name)
 
 
 def compare_weights(job: TrainJob, serial: Serial, found: WholeStep) -> float:
@@ -100,15 +120,15 @@ def compare_buffers(
         for name, got in held.items():
             if name not in wanted or got.shape != wanted[name].shape:
                 continue
-            what, more = f"the buffer {name} on rank {rank}", partial(noise.bound_of, f"buffer {name}")
+            what = f"the buffer {name} on rank {rank}"
             allowed = few * largest(wanted[name]) if got.is_floating_point() or got.is_complex() else 0.0
             try:
-                same(what, got, wanted[name], allowed, more)
+                same(what, got, wanted[name], allowed, noise, f"buffer {name}")
             except Difference:
                 if plan.dp * plan.microbatches == 1:
                     raise
                 part = in_parts(plan.mesh.place(rank).dp)[name]
-                same(what, got, part, allowed, more)
+                same(what, got, part, allowed, noise, f"buffer {name}")
                 if plan.mesh.place(rank).dp == 0:  # all replicas go on with the first one's
                     after[name] = got
                 words = f"the buffer {name} is that of the parts of the batch, one after another"

@@ -43,11 +43,13 @@ class StepDraws:
         plan: the plan of the ranks.
         size: the number of samples in the batch.
         by_rank: by rank, by (stage, micro-batch), what was drawn, in order.
+        decides: whether the model looks at values while it draws, as one that draws until it accepts a number.
     """
 
     plan: Plan
     size: int
     by_rank: list[dict[tuple[int, int], list[Tensor]]]
+    decides: bool = False
     _lines: dict[tuple[int, int, int, int], list[Tensor]] = field(init=False)
     _idle: dict[tuple[int, int, int, int], list[Tensor]] = field(
         init=False
@@ -93,6 +95,11 @@ class StepDraws:
             if number >= len(drawn):
                 if _current_graph_task_id() >= 0:
                     raise CannotReplay("a forward that a backward repeats draws random numbers")
+                if self.decides and drawn:
+                    raise CannotReplay(
+                        "the model looks at values while it draws random numbers, and so draws another number of times "
+                        "for other samples"
+                    )
                 raise SharedDraws(
                     f"the ranks draw {len(drawn)} times in a forward, and serial training draws once more: they "
                     "compute in another mode, training or evaluation, or take another way through the model"
@@ -112,7 +119,7 @@ class StepDraws:
         for m, (begin, end) in enumerate(self._cut()):
             for dp, which in enumerate(rows[m]):
                 k = len(range(self.size)[which])
-                made = StepDraws(self.plan, k, [])
+                made = StepDraws(self.plan, k, [], self.decides)
                 lines = self._lines if begin + dp < end else self._idle
                 made._lines = {where: drawn for where, drawn in lines.items() if where[:2] == (dp, m)}
                 found.append((which, k / self.size if begin + dp < end else 0.0, made))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpkit.common.disk import write_whole
 from mpkit.common.exceptions import one_line
-from mpkit.common.launch_folder import part, write_difference
+from mpkit.common.launch_folder import APART, LAUNCHED, part, write_difference
 from mpkit.common.process_wide import LOCK, silent
 from mpkit.errors import MpkitError, NotSerial
 from mpkit.strategies.job.job import TrainJob
@@ -123,12 +123,22 @@ class ProofThread:
             self._know(self._prover.proof)
             (self._folder / verdict_of(step)).touch()
 
+    def _apart(self) -> bool:
+        """Return whether ranks on other machines send what they have."""
+        launched = self._folder / LAUNCHED
+        return launched.exists() and launched.read_text() == APART
+
     def _verify_step(self, step: int) -> bool:
         """Wait until all ranks have finished a step, and verify it; return False if they never will."""
         place = step - self._job.how.first_step
         while True:
             ended = self._ended.is_set()
-            losses = self._losses() if self._prover.ready(step) else []
+            ready = self._prover.ready(step)
+            losses = self._losses() if ready else []
+            if ready and self._apart():  # whose losses come with the traces, at the end
+                with LOCK, silent():
+                    self._prover.verify(step, None)
+                return True
             if len(losses) > place:
                 with LOCK, silent():  # the ranks print what the model and the loss print
                     self._prover.verify(step, losses[place])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -27,7 +26,7 @@ from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.proof.attempt import Attempt, Noise, copy_of, run_user_code
+from mpkit.strategies.proof.attempt import Attempt, Noise, run_user_code
 from mpkit.strategies.proof.causes import cause_of
 from mpkit.strategies.proof.compare import (
     Difference,
@@ -38,7 +37,7 @@ from mpkit.strategies.proof.compare import (
 )
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.gpu_serial_step import on_device
-from mpkit.strategies.proof.rounding import coarsest, few_of, largest
+from mpkit.strategies.proof.rounding import coarsest, distance, few_of, largest
 from mpkit.strategies.proof.whole_step import WholeStep, assemble_step, files_of
 from mpkit.strategies.reference.serial import Serial
 from mpkit.strategies.runtime.evidence import lost_of
@@ -68,7 +67,7 @@ class Prover:
             model, loss, function.make_optimizer, lr_schedule=schedule, max_grad_norm=job.how.max_grad_norm,
             dtype=PRECISIONS.get(job.plan.precision),
         )  # fmt: skip
-        self._state, self._loss_state = PythonState(model, loss), PythonState(nn.Module(), loss)
+        self._state = PythonState(model, loss, self._serial.optimizer)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
@@ -90,12 +89,12 @@ class Prover:
     def _lost_files(self, step: int) -> list[Path]:
         return files_of(self._folder, self._job.plan.ranks, step, lost_of)
 
-    def verify(self, step: int, loss: float) -> None:
+    def verify(self, step: int, loss: float | None) -> None:
         """Compare a step that all ranks have finished.
 
         Args:
             step: the step, counted from 0.
-            loss: the loss that the run reports for it.
+            loss: the loss that the run reports for it; None: the sum of the ranks' shares.
 
         Raises:
             NotSerial: the step is not that of serial training.
@@ -103,6 +102,9 @@ class Prover:
         if lost := [rank for rank, path in enumerate(self._lost_files(step)) if path.exists()]:
             raise CannotReplay(f"there was no space left for what rank {lost[0]} has of it")
         found = assemble_step(self._files(step), self._shapes, self._serial.weights)
+        if loss is None:
+            loss = self._loss_of(found)
+        batch = None
         try:
             batch = self._start(step, found)
             with on_device(self._device, self._serial):
@@ -112,11 +114,24 @@ class Prover:
             if found.other_memory:  # which may be why, and which serial training cannot begin with
                 raise CannotReplay(
                     f"{found.other_memory[0]} keeps something from step to step that is neither a buffer nor a number. "
-                    'A buffer or a number would do; so would verify="all", which compares step after step'
+                    'A buffer or a number would do; so would verify="all", which compares step after step. As it is, '
+                    f"{difference.says if isinstance(difference, Difference) else difference}"
                 ) from None
+            if batch is not None and not self._reads_again(step, batch):
+                raise CannotReplay("the data gives other samples each time that it is read") from None
             says = f"step {step + 1} is not that of serial training: {difference}".rstrip()
             raise NotSerial(says, step=step + 1) from None
         self._last, self._known = step, found.after
+
+    def _loss_of(self, found: WholeStep) -> float:
+        """Return the sum of the shares of the ranks that have different samples or tokens; stages tell each other."""
+        mesh = self._job.plan.mesh
+        by_stage: dict[int, float] = {}
+        for rank, loss in enumerate(found.losses):
+            place = mesh.place(rank)
+            if loss is not None and rank == mesh.rank(*place) and place.tp == 0:
+                by_stage[place.pp] = by_stage.get(place.pp, 0.0) + loss
+        return next(iter(by_stage.values()))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
@@ -127,12 +142,11 @@ class Prover:
         found.gradients = {
             name: g if g is None else self._to_device(g) for name, g in found.gradients.items()
         }
-        draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws)
-        attempt = Attempt(serial, copy_of(serial.model), batch, draws, found.scale, self._loss_state)
+        draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws, found.decides)
+        attempt = Attempt(serial, batch, draws, found.scale)
         tensors = [t for value in batch for t in leaves(value)]
         few = few_of(coarsest(serial.model, tensors), max(t.numel() for t in tensors))
         value, gradients = attempt.run(serial)
-        loss_remembers = self._loss_state.find_changes()[0]
         while attempt.scale > 1 and not found.skipped and not _finite(gradients):
             attempt.scale /= 2  # what overflows at once does not in parts
             value, gradients = attempt.run(attempt.begin_again())
@@ -141,7 +155,7 @@ class Prover:
         allowed = few_of(value.dtype, 0) * largest(value)
         try:
             reported = torch.tensor(loss, dtype=torch.float64)
-            same("the loss", reported, value, allowed, partial(noise.bound_of, ""))
+            same("the loss", reported, value, allowed, noise)
             if not found.skipped:
                 compare_gradients(found, gradients, noise, few)
             elif _finite(gradients) and self._job.what.nominal is None and not attempt.overflows():
@@ -149,7 +163,9 @@ class Prover:
                     "the ranks left the update out, and no gradient of serial training overflows"
                 )
         except Difference as difference:
-            difference.cause = cause_of(self._job, attempt, found.gradients)
+            difference.cause = difference.cause or cause_of(
+                self._job, attempt, found.gradients, difference.says
+            )
             raise
         if not found.skipped:
             # ---- update
@@ -160,7 +176,6 @@ class Prover:
         words = compare_buffers(self._job, serial, found, attempt, noise, few)
         if found.skipped:
             words = f"step {step + 1} left its update out, since its gradients overflowed in fp16"
-        self._loss_state.restore(loss_remembers)  # whatever was repeated since
         off = abs(loss - float(value)) / max(abs(float(value)), torch.finfo(torch.float64).tiny)
         proof = self.proof
         self.proof = replace(
@@ -171,6 +186,14 @@ class Prover:
     def _batch(self, step: int) -> tuple[Value, Value]:
         source = self._job.what.batches
         return cast(BatchSource, source).part(step, slice(0, source.size(step)))
+
+    def _reads_again(self, step: int, batch: tuple[Value, Value]) -> bool:
+        """Return whether the data gives the same batch again."""
+        pairs = zip(
+            *([t for value in each for t in leaves(value)] for each in (batch, self._batch(step))),
+            strict=True,
+        )
+        return all(a.shape == b.shape and distance(a, b) == 0.0 for a, b in pairs)
 
     def _start(self, step: int, found: WholeStep) -> tuple[Value, Value]:
         """Begin the step where the ranks began it, and return its batch."""
@@ -184,7 +207,8 @@ class Prover:
         serial = self._serial
         if found.missing:
             raise Difference(f"no rank updates some elements of {found.missing[0]}")
-        for name, known in self._known.items() if self._last == step - 1 else ():
+        changed = self._job.how.on_step is not None and self._last is not None  # perhaps, and on purpose
+        for name, known in self._known.items() if self._last == step - 1 and not changed else ():
             same(f"{name} before the step", found.before[name], known, 0.0)
         parameters = dict(serial.model.named_parameters())
         for where, frozen in found.frozen:
@@ -197,10 +221,9 @@ class Prover:
             for name, weight in serial.weights.items():
                 weight.copy_(found.before[name])
             if self._last != step - 1:
-                for name, buffer in serial.model.named_buffers():
-                    for held in reversed(found.buffers_before):  # the first replica's, at last
-                        if name in held:
-                            buffer.copy_(held[name])
+                for held in reversed(found.buffers_before):  # the first replica's, at last
+                    for name, buffer in held.items():
+                        _set_buffer(serial.model, name, buffer)
                 serial.optimizer.state.clear()
                 for name, states in (found.states or {}).items():
                     serial.optimizer.state[serial.weights[name]] = dict(states)
@@ -209,6 +232,17 @@ class Prover:
         for rank, name in found.other_replicas(after=False):
             raise Difference(f"rank {rank} begins the step with another {name} than the one that was updated")
         return batch
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """Give a buffer a value, and perhaps another shape, since buffers may grow."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    buffer = owner._buffers.get(last)
+    if buffer is not None and buffer.shape == value.shape:
+        buffer.copy_(value)
+    elif last in owner._buffers:
+        owner._buffers[last] = value.clone()
 
 
 def _finite(gradients: dict[str, Tensor | None]) -> bool:

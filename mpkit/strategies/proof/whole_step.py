@@ -66,8 +66,10 @@ class WholeStep:
         remembered: what model and loss remember in Python from earlier steps, of the first rank that does.
         other_memory: the places of what they remember that cannot be sent.
         other_draws: whether a forward drew random numbers that are not torch's.
+        decides: whether a forward looked at tensors' values.
         frozen: elements of parameters that are not trained, where the step before was not verified.
         missing: names of parameters of which no rank updates some elements.
+        losses: each rank's share of the loss; None where it computes none.
         scale: the loss scale.
         skipped: whether the update was left out.
     """
@@ -86,6 +88,8 @@ class WholeStep:
     remembered: Remembered = field(default_factory=dict)
     other_memory: list[str] = field(default_factory=list)
     other_draws: bool = False
+    decides: bool = False
+    losses: list[float | None] = field(default_factory=list)
     scale: float = 1.0
     skipped: bool = False
 
@@ -157,6 +161,7 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
             where = Elements(rank, piece["name"], piece["start"], _shard(piece["shard"], shape))
             found.frozen.append((where, piece["held"]))
         found.draws.append(file["draws"])
+        found.losses.append(file["loss"])
         found.buffers.append(file["buffers"])
         found.buffers_before.append(file["buffers_before"])
         values, others = file["remembered"]
@@ -164,6 +169,7 @@ def assemble_step(paths: list[Path], shapes: dict[str, torch.Size], trained: Col
         found.other_memory += [place for place in others if place not in found.other_memory]
     found.missing = [name for name, mask in filled.items() if not bool(mask.all())]
     found.other_draws = any(file["other_draws"] for file in files)
+    found.decides = any(file["decides"] for file in files)
     found.scale, found.skipped = files[0]["scale"], files[0]["skipped"]
     return found
 

@@ -30,7 +30,7 @@ class Serial:
         model: the model; it is trained in place.
         loss: loss(outputs, targets) -> a scalar, the mean over the batch, or (total, count).
         optimizer: optimizer(named parameters) -> torch.optim.Optimizer.
-        lr_schedule: the factor of the learning rate in step i; None: 1.
+        lr_schedule: the factor of the learning rate in step i; None: the optimizer's own.
         max_grad_norm: the global norm to which gradients are clipped; None: they are not.
         dtype: of mixed precision, in which complex numbers keep theirs; None: the model's own.
 
@@ -47,7 +47,7 @@ class Serial:
         self.weights = {name: p if dtype is None else _wide(p) for name, p in trained.items()}
         self.model = model if dtype is None else model.half() if dtype == torch.float16 else model.bfloat16()
         self.loss, self.dtype, self.limit = loss, dtype, max_grad_norm
-        self.schedule, self.optimizer = lr_schedule or (lambda step: 1.0), optimizer(self.weights)
+        self.schedule, self.optimizer = lr_schedule, optimizer(self.weights)
 
     def gradients(self, inputs: Any, targets: Any, scale: float = 1.0) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of a batch, and its gradients by the parameters' names; `scale` is the loss scale."""
@@ -77,7 +77,7 @@ class Serial:
             norm = nn.utils.get_total_norm([g.to(torch.promote_types(g.dtype, torch.float64)) for g in there])
             nn.utils.clip_grads_with_norm_(self.weights.values(), self.limit, norm)
         # ---- update
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if self.schedule is not None else ():
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(step)
         self.optimizer.step()
         self.refresh()

@@ -22,7 +22,6 @@ import torch
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.guard import GuardedLoss
 from mpkit.strategies.nn_dataparallel.dp import DP
 from mpkit.strategies.nn_dataparallel.evaluation import ScoredShares
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
@@ -78,10 +77,6 @@ class Evaluation:
             feed = self._feed()
             for number in range(len(self._job.what.batches)):
                 microbatches = feed.take(number)
-                if isinstance(self._job.what.loss, GuardedLoss):
-                    for each in microbatches:
-                        if each.weight and each.inputs != ():
-                            self._job.what.loss.check(each.inputs, each.targets)
                 added = self._forwards.scores(number, microbatches)
                 if added is not None and self._counts:
                     sums += added

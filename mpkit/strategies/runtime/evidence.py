@@ -16,16 +16,20 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.common.disk import FULL
+from mpkit.common.disk import FULL, write_whole
 from mpkit.common.launch_folder import APART, LAUNCHED, part, read_difference
+from mpkit.errors import NotSerial
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.models.python_state import PythonState
+from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.runtime.checkpoint_state import buffers
 from mpkit.strategies.runtime.evidence_file import write_evidence
 from mpkit.strategies.runtime.first_times import FIRST_TIMES, FirstTimes
@@ -61,7 +65,8 @@ class RankEvidence:
     """One rank's evidence.
 
     Ranks that a launcher started cannot be ended from outside. So they look for the difference that was found, and wait
-    at the end until nothing is left to compare. Where they have no folder in common, there is no evidence.
+    at the end until nothing is left to compare. Ranks without a folder in common (on several machines) send their files
+    to the first one by `gather_object`, whose process compares; it tells the others what was found where all wait.
 
     Args:
         context: this rank's context.
@@ -73,21 +78,43 @@ class RankEvidence:
         self._folder, self._rank = context.record.folder, context.rank
         launched = self._folder / LAUNCHED
         self._launched = launched.read_text() if launched.exists() else ""
-        self._training, self._steps = training, () if self._launched == APART else job.how.verified
+        self._training, self._steps = training, job.how.verified
+        self._comm, self._apart = context.comm, self._launched == APART
         self._now: dict[str, Any] | None = None
         self._heard = ForwardDraws()
         self._last: int | None = None  # the latest step that was verified
         self._step = 0
+        self._used: list[str] = []
         if self._steps:
             path, modules = part(self._folder, self._rank, FIRST_TIMES), dict(job.what.model.named_modules())
-            self._first_times = FirstTimes(path, modules)
-            self._remembered = PythonState(job.what.model, job.what.given_loss or job.what.loss)
+            loss, optimizer = job.what.given_loss or job.what.loss, training.update.optimizer
+            self._remembered = PythonState(job.what.model, loss, optimizer)
+            self._first_times, self._facts = FirstTimes(path, modules), StepFacts()
+            training.pipeline.watch(self._facts)
+            if optimizer is not None and not type(optimizer).__module__.startswith("torch.optim."):
+                self._listen_to(optimizer)
+
+    def _listen_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer of the user's computes."""
+        around: list[AbstractContextManager[Any]] = []
+
+        def enter(*_: Any) -> None:
+            around.append(self._facts.of_optimizer())
+            around[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            around.pop().__exit__(None, None, None)
+
+        optimizer.register_step_pre_hook(enter)
+        optimizer.register_step_post_hook(leave)
 
     def begin(self, step: int) -> None:
         """Note what the step starts from, if it is verified."""
         self._step = step
-        if self._launched:
+        if self._launched and not self._apart:
             self._raise_difference()
+        if self._steps:
+            self._facts.begin_step(compared=step in self._steps)
         if step not in self._steps:
             return
         anew = self._last != step - 1
@@ -108,9 +135,7 @@ class RankEvidence:
     def gradients(self, gradients: Mapping[Piece, Tensor]) -> None:
         """Note the gradients of the whole batch, before they are clipped."""
         if self._steps:
-            used = (self._name(piece.name) for piece in gradients)
-            trained = (self._name(piece.name) for piece in self._training.sync.pieces)
-            self._first_times.note(self._step, used, trained, compared=self._now is not None)
+            self._used = [self._name(piece.name) for piece in gradients]
         if self._now is not None:
             self._now["gradients"] = {self._name(p.name): _on_host(g) for p, g in gradients.items()}
 
@@ -122,8 +147,13 @@ class RankEvidence:
             scale: the loss scale with which its gradients were computed.
             skipped: whether the update was left out, since gradients were not finite.
         """
+        if self._steps:
+            trained = (self._name(piece.name) for piece in self._training.sync.pieces)
+            compared = self._now is not None
+            self._first_times.note(step, self._used, trained, self._facts.collect(), compared=compared)
         if self._now is None:
             return
+        self._facts.may_act_later = self._facts.may_act_later or self._remembered.find_changes() != ({}, [])
         self._training.pipeline.listen(None)
         self._now |= {
             "after": [self._training.update.masters.master_of(piece) for piece in self._training.sync.pieces],
@@ -131,6 +161,8 @@ class RankEvidence:
             "buffers": self._buffers(),
             "draws": self._heard.draws,
             "other_draws": self._heard.others.drawn,
+            "decides": self._heard.decides,
+            "loss": self._training.loss,
             "scale": scale,
             "skipped": skipped,
         }
@@ -141,9 +173,20 @@ class RankEvidence:
                 raise
             part(self._folder, self._rank, lost_of(step)).touch()
         self._now, self._last = None, step
+        if self._apart:
+            self._send(evidence_of(step), lost_of(step))
 
     def wait(self, step: int) -> None:
-        """Wait until every verified step up to this one has its verdict; one that is not equal ends all ranks."""
+        """Wait until every verified step up to this one has its verdict; one that is not equal ends all ranks.
+
+        Every rank calls it.
+        """
+        if self._apart:
+            self._wait_for_first(step)
+            return
+        self._wait_here(step)
+
+    def _wait_here(self, step: int) -> None:
         for verified in self._steps:
             if verified <= step:
                 while not (self._folder / verdict_of(verified)).exists():
@@ -153,8 +196,41 @@ class RankEvidence:
     def finish(self) -> None:
         """End the evidence; called after the last step."""
         if self._launched:
+            if self._apart:
+                self._send(FIRST_TIMES)
             self.wait(self._step)
-            self._raise_difference()
+            if not self._apart:
+                self._raise_difference()
+
+    # ---- without a folder in common
+
+    def _send(self, *names: str) -> None:
+        """Send files of this rank to the first one, which writes them where its own are; every rank calls it."""
+        if not self._steps:
+            return
+        paths = {name: part(self._folder, self._rank, name) for name in names}
+        mine = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
+        every: list[Any] | None = [None] * self._comm.size if self._comm.index == 0 else None
+        dist.gather_object(mine, every, dst=self._comm.ranks[0], group=self._comm.handle)
+        for rank, files in zip(self._comm.ranks, every or (), strict=False):
+            for name, content in files.items() if rank != self._rank else ():
+                write_whole(part(self._folder, rank, name), content)
+        for name in mine if self._comm.index else ():
+            paths[name].unlink()
+
+    def _wait_for_first(self, step: int) -> None:
+        """Wait for the verdicts of the first rank's process, and raise on all ranks what is raised there."""
+        found: list[Any] = [None]
+        if self._comm.index == 0:
+            try:
+                self._wait_here(step)
+                self._raise_difference()
+            except NotSerial as difference:
+                found = [(str(difference), difference.step)]
+        dist.broadcast_object_list(found, src=self._comm.ranks[0], group=self._comm.handle)
+        if found[0] is not None:
+            message, number = found[0]
+            raise NotSerial(message, step=number)
 
     def _raise_difference(self) -> None:
         difference = read_difference(self._folder)

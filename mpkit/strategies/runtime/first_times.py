@@ -1,4 +1,5 @@
-"""What only a rank sees happen for the first time: a parameter gets a gradient, or none; a module changes its mode.
+"""What only a rank sees happen for the first time: a parameter gets a gradient, or none; a module changes its mode; a
+mask in the loss hides something (`mpkit.strategies.models.step_facts`).
 
 A model may take another branch from some step on. If no step that is compared with serial training has the same, the
 rank notes the step in which it happened first, and the run's line names it.
@@ -34,20 +35,30 @@ class FirstTimes:
         self._compared: set[str] = set()
         self._open: dict[str, int] = {}
 
-    def note(self, step: int, used: Iterable[str], trained: Iterable[str], *, compared: bool) -> None:
+    def note(
+        self,
+        step: int,
+        used: Iterable[str],
+        trained: Iterable[str],
+        others: Iterable[str] = (),
+        *,
+        compared: bool,
+    ) -> None:
         """Note which parameters have a gradient in a step, of those that are trained, and in which modes modules are.
 
         Args:
             step: the step, counted from 0.
             used, trained: names of parameters.
+            others: other facts of the step, in words.
             compared: whether the step is compared with serial training.
         """
-        used = frozenset(used)
+        used, others = frozenset(used), frozenset(others)
         modes = tuple(module.training for module in self._modules.values())
-        if (used, modes, compared) == self._latest:
+        if (used, modes, others, compared) == self._latest:
             return
-        self._latest = used, modes, compared
-        facts = {f"{name} gets {'a' if name in used else 'no'} gradient" for name in trained}
+        self._latest = used, modes, others, compared
+        facts = set(others)
+        facts |= {f"{name} gets {'a' if name in used else 'no'} gradient" for name in trained}
         facts |= {
             f"{name or 'the model'} is in {'training' if mode else 'evaluation'} mode"
             for name, mode in zip(self._modules, modes, strict=True)

@@ -44,6 +44,7 @@ from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
+from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.partition.boundary import Route
 from mpkit.strategies.runtime.local_model import attention_over
 from mpkit.strategies.runtime.stage_messages import StageMessages
@@ -102,6 +103,11 @@ class Pipeline:
         """Note what forwards draw at random from now on; None: no longer."""
         for work in self._work.values():
             work.listen(heard)
+
+    def watch(self, facts: StepFacts) -> None:
+        """Note from now on what forwards and losses do."""
+        for work in self._work.values():
+            work.watch(facts)
 
     @property
     def takes_data(self) -> bool:

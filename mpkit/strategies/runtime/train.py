@@ -29,7 +29,6 @@ from mpkit.strategies.experts.copies import find_copies
 from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
-from mpkit.strategies.loss.guard import GuardedLoss
 from mpkit.strategies.loss.mean import MeanLoss
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.blocks import repeated_blocks
@@ -143,9 +142,6 @@ class Training:
             self._record.begin_memory(
                 tuple((each.key, each.samples, each.weight > 0) for each in batch), varies=self._varies
             )
-            if isinstance(self._job.what.loss, GuardedLoss) and self.pipeline.computes_loss:
-                for microbatch in batch:
-                    self._job.what.loss.check(microbatch.inputs, microbatch.targets)
             self._expert_rows.begin(batch)
             self.pipeline.loss_scale = self.update.scaler.scale
             self._routing.begin_step(batch, self.update.scaler.scale)

@@ -30,7 +30,7 @@ def pipeline(
     example: Any,
     loss: Callable[[Any, Any], Tensor],
     microbatches: int | None = None,
-    prove: int = 0,
+    prove: int = 1,
     **options: Any,
 ) -> PipelineParallel:
     """Divide a module into stages over all ranks, which a schedule runs on micro-batches.
@@ -52,6 +52,7 @@ def pipeline(
     ...     return model.step(x, y) < before, list(dict(model.named_parameters()))
     >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
     ...     cluster.run(train)
+    [rank 0] mk.pipeline: equal to plain PyTorch in step 1: gradients within 0
     [(True, ['0.weight', '0.bias']), (True, ['2.weight', '2.bias'])]
 
     Args:
@@ -61,7 +62,7 @@ def pipeline(
             differ in shape.
         loss: loss(outputs, targets) -> scalar, the mean over the batch.
         microbatches: into how many micro-batches a batch is divided; None for the number of ranks.
-        prove: the number of first steps whose loss and gradients are compared with plain PyTorch, on each rank.
+        prove: the number of first steps whose loss and gradients are compared with plain PyTorch on each rank; 0: none.
         options: other fields of a Plan that a pipeline has: virtual_stages, recompute, cut.
 
     Returns:

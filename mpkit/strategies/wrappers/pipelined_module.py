@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import _IncompatibleKeys
@@ -198,24 +199,16 @@ class PipelineParallel(ModuleWrapper):
 
     def _broadcast_from(self, owner: int, tensor: Tensor | None) -> Tensor:
         """Return one rank's tensor on all ranks."""
-        kinds = [
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.int64,
-            torch.int32,
-            torch.bool,
-        ]
-        facts = torch.zeros(10, dtype=torch.int64)
+        facts: list[Any] = [None]
         if self._comm.index == owner:
             assert tensor is not None
-            shape = list(tensor.shape)
-            facts[: 2 + len(shape)] = torch.tensor([kinds.index(tensor.dtype), len(shape), *shape])
-        kind, dims, *sizes = self._comm.broadcast(facts.to(self._device), owner).tolist()
-        empty = torch.empty(sizes[:dims], dtype=kinds[kind])
-        sent = tensor.clone() if self._comm.index == owner and tensor is not None else empty
-        return self._comm.broadcast(sent.to(self._device), owner).cpu()
+            facts = [(tensor.dtype, tuple(tensor.shape))]
+        if self._comm.size > 1:
+            dist.broadcast_object_list(facts, self._comm.ranks[owner], self._comm.handle)
+        dtype, shape = facts[0]
+        sent = torch.empty(shape, dtype=dtype) if tensor is None or self._comm.index != owner else tensor
+        as_bytes = sent.detach().to(self._device, copy=True).contiguous().reshape(-1).view(torch.uint8)
+        return self._comm.broadcast(as_bytes, owner).cpu().view(dtype).view(shape)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

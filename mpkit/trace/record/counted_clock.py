@@ -153,8 +153,6 @@ class CountedRecorder(Recorder):
         counting: the clock, which the caller enters.
     """
 
-    divides = False
-
     def __init__(self, folder: Path, rank: int, counting: CountingMode) -> None:
         super().__init__(folder, rank, now=counting.now, thread_time=counting.now)
         self._counting = counting

@@ -28,7 +28,6 @@ from mpkit.trace.record.contexts import Current, RecordedSpan, Step
 from mpkit.trace.record.files import NameFile, RecordFile, warn_of_end
 from mpkit.trace.record.ledger import Ledger
 from mpkit.trace.record.memory import StepMemory, allocated_on
-from mpkit.trace.record.parts import OpParts
 from mpkit.trace.record.sent_parts import SentParts
 from mpkit.trace.record.values import Values
 
@@ -38,7 +37,6 @@ _BEGIN = struct.Struct("<BBBxhxxiiIIIiiiq16xqd8x").pack_into  # an OP record wit
 _END = struct.Struct("<qq").pack_into
 _LONG = struct.Struct("<q").pack_into
 _FLOAT = struct.Struct("<d").pack_into
-_BEGUN = struct.Struct("<BBBBhxxiiII").unpack_from  # the first columns of an OP record, as far as `where`
 _PLACE = struct.Struct("<hxxii").unpack_from  # stage, microbatch, step
 _FIRST, _SIZE = HEADER.itemsize, OP.itemsize
 _AT = {name: int(OP.fields[name][1]) for name in OP.names}  # type: ignore[index,union-attr]
@@ -58,7 +56,7 @@ _NOTHING: _Open = (-2, 0, 0, None)
 class Recorder:
     """The writer of one rank's operations and memory; a function run by `Cluster.run` has it as `ctx.record`.
 
-    Only one thread at a time may begin and end ops, and ops end in the thread in which they, or their latest parts,
+    Only one thread at a time may begin and end ops, and ops end in the thread in which they
     began; memory may change in any thread.
 
     Args:
@@ -76,10 +74,7 @@ class Recorder:
         memory: the memory of steps, measured or played back; see `mpkit.trace.record.memory`.
         values: what `log` writes.
         layers: whether hooks are to record every layer within an action as well.
-        divides: whether the FLOPs of an op in several parts are known of the whole.
     """
-
-    divides = True
 
     def __init__(
         self,
@@ -94,9 +89,9 @@ class Recorder:
         self.folder = folder = Path(folder)
         self._now, self._thread_time = now, thread_time
         self.layers = layers
-        self._names = NameFile(folder / f"rank{rank}.names", self._stop)
         self._memory = RecordFile(folder / f"rank{rank}.mem", "mem", MEMORY.itemsize)
         self._file = RecordFile(folder / f"rank{rank}.ops", "ops", OP.itemsize)
+        self._names = NameFile(folder / f"rank{rank}.names", self._stop)
         self.ledger = Ledger(self._memory, self._file, device, now)
         self.allocated = allocated_on(device, self.ledger)
         self.memory = StepMemory(self.ledger, self._file, self.allocated)
@@ -105,8 +100,6 @@ class Recorder:
         self._clock = clock_for(device)
         self._late = self._clock.late
         self._open = _NOTHING
-        self._parts = OpParts(self._file, by_cpu=not self._late, divides=self.divides)
-        self._settling: list[int] = []  # ops in parts that are over, on a GPU until their times are known
         self._looked, self._cpu = 0, 0  # when the thread's CPU time was last read, and what it was
         self._step, self._step_op = -1, -1
         self._dropped, self._dropped_at = Current(None, None, None), -1
@@ -202,10 +195,7 @@ class Recorder:
         elif file.map[at + _AT_LANE] != _COMPUTE:
             cpu = 0
         else:
-            self._unwind(self._parts.latest(index))
-            self._settling.append(index)
-            if not self._late:
-                self._settle()
+            self._unwind(index)
             return
         if self._late:
             self._clock.mark(index, True)
@@ -220,7 +210,6 @@ class Recorder:
 
     def costs(self, index: int, flops: float, nbytes: int) -> None:
         """Write the FLOPs of a compute op and the bytes that it moved, known only when it is over."""
-        index = self._parts.latest(index)
         if index >= 0:
             at = _FIRST + _SIZE * index
             _FLOAT(self._file.map, at + _AT_FLOPS, flops)
@@ -228,31 +217,12 @@ class Recorder:
 
     def drop(self, index: int) -> None:
         """Leave the op open in the file, as the one that was running when something failed, and go on without it."""
-        index = self._parts.latest(index)
         if index not in self._stack():
             return
         if self._dropped_at != self._file.count:  # of several, the innermost knows best where the failure was
             self._dropped, self._dropped_at = self.current, self._file.count
         while self._open[0] >= index:
             self._open = self._open[3] or _NOTHING
-
-    def suspend(self) -> list[int]:
-        """End the open ops of the compute lane, which go on later (`resume`); return them, outermost first."""
-        stack = [*self._stack()][::-1]
-        ops = self._parts.suspend(stack)
-        if stack:
-            self._unwind(stack[0])
-        self._looked = 0  # another thread may go on, whose CPU time is another
-        return ops
-
-    def resume(self, ops: list[int]) -> None:
-        """Let suspended ops go on: each gets another part, and is still ended by the number that it had first."""
-        self._looked = 0
-        for op in ops:
-            kind, _, _, _, stage, microbatch, _, named, where = _BEGUN(self._file.map, _FIRST + _SIZE * op)
-            lines = self._names.lines
-            part = self.begin(kind, lines[named], stage=stage, microbatch=microbatch, where=lines[where])
-            self._parts.resume(op, part)
 
     def step(self, number: int) -> Step:
         """Make the context of a training step: every op begun inside `with record.step(0):` belongs to it.
@@ -370,8 +340,3 @@ class Recorder:
             at = _FIRST + _SIZE * index
             _LONG(self._file.map, at + _AT_START, start)
             _LONG(self._file.map, at + _AT_END, end)
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._settling:
-            self._parts.settle(self._settling.pop())

@@ -81,10 +81,6 @@ class SilentRecorder(Recorder):
     def drop(self, index: int) -> None:
         """Record nothing."""
 
-    def suspend(self) -> list[int]:
-        """Record nothing; no op is open."""
-        return []
-
     def step(self, number: int) -> Any:
         """Return a context that does nothing."""
         return nullcontext()
@@ -99,9 +95,6 @@ class SilentRecorder(Recorder):
         """Record nothing."""
 
     def loss(self, value: float) -> None:
-        """Record nothing."""
-
-    def resume(self, ops: list[int]) -> None:
         """Record nothing."""
 
     def costs(self, index: int, flops: float, nbytes: int) -> None:

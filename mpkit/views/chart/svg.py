@@ -74,8 +74,9 @@ def chart_svg(chart: Chart, width: int = 960, *, theme: str = "auto") -> str:
     common = [panel for panel in chart.panels if not panel.keys]
     legend = keys(_legend(common, inks), y - 2, width, chart.left_out)
     y = legend.y + 22 if legend.parts else y - 6
+    name = chart.title or chart.told.partition(".")[0]
     return sheet(
-        "chart", chart.title, chart.told or chart.title, [*body, *legend.parts], width, y, head=chart.title,
+        "chart", name, chart.told or name, [*body, *legend.parts], width, y, head=chart.title,
         below=chart.below, foot=chart.note, theme=theme, classes=inks.classes,
     )  # fmt: skip
 

@@ -71,7 +71,7 @@ def memory_over_time(timeline: Timeline, title: str = "", highest: float = 0, li
     told += [UNMEASURED] if pale < inf else []
     missing = timeline.world_size - len(ranks)
     return Chart(
-        title, panels, "; ".join(f"{label}: {peak}" for label, peak in zip(labels, peaks, strict=True)),
+        title, panels, "Memory by GPU. " + "; ".join(map(": ".join, zip(labels, peaks, strict=True))),
         note=" ".join(told), across=4, least=220, tall=92, left_out=f"and {missing} GPUs more" if missing else "",
     )  # fmt: skip
 

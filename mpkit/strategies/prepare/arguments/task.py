@@ -17,7 +17,7 @@ from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.loss.quotient import Quotient
 
-__all__ = ["OptimizerTraits", "ProbedLoss", "Rejection", "Task", "TrainOptions", "raise_rejection"]
+__all__ = ["LossForm", "OptimizerTraits", "Rejection", "Task", "TrainOptions", "raise_rejection"]
 
 
 Loss = Callable[[Any, Any], Any]
@@ -57,7 +57,7 @@ class OptimizerTraits:
     whole: bool = False
 
 
-class ProbedLoss(NamedTuple):
+class LossForm(NamedTuple):
     """The loss that is trained.
 
     Attributes:
@@ -84,7 +84,7 @@ class Task:
         scheduled: whether there is an lr_schedule.
         saves: whether checkpoints are saved or resumed from.
         examined: what the optimizer's trial showed; empty before the check of that name.
-        probed: the loss as ranks call it; None before the check of its parts.
+        form: the loss as ranks call it; None before it is resolved.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class Task:
     scheduled: bool = False
     saves: bool = False
     examined: OptimizerTraits = OptimizerTraits()
-    probed: ProbedLoss | None = None
+    form: LossForm | None = None
 
     @property
     def batch(self) -> tuple[Value, Value]:

@@ -20,6 +20,8 @@ from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.data.microbatch import Value, map_tensors
 from mpkit.strategies.data_parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.models.heard_draws import draws_numbers
+from mpkit.strategies.models.randomness import SEEDED
 from mpkit.strategies.partition.boundary import Boundary, LayerNumbers
 from mpkit.strategies.prepare.arguments.arguments import CROSS_ENTROPY
 from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
@@ -150,8 +152,42 @@ def _walk_for_real(model: nn.Module, inputs: Value, targets: Value, loss: Loss) 
     return _walk(held, x, y, loss)
 
 
+OWN_SEED = 0x6D706B6974
+"""The seed during a dry run: one that nobody else sets."""
+
+
+def _is_users(seed: int) -> bool:
+    """Return whether a seed was set by the user's code: those of divided layers (`own_draws`) are hashes of 63 bits."""
+    return seed != OWN_SEED and seed < 2**32
+
+
+class _SeedListener(TorchDispatchMode):
+    """A mode that notices draws from torch's generator after another seed was set inside."""
+
+    seeded = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seeded = self.seeded or (draws_numbers(func) and _is_users(torch.initial_seed()))
+        return func(*args, **(kwargs or {}))
+
+
 def _walk(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
     """Run layer after layer and then the loss; return each output and whether the layer writes into its inputs."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(OWN_SEED)
+    try:
+        with _SeedListener() as heard:  # type: ignore[no-untyped-call]
+            passed = _walk_layers(model, inputs, targets, loss)
+        if heard.seeded or _is_users(torch.initial_seed()):
+            raise ValueError(SEEDED)
+    finally:
+        torch.default_generator.set_state(state)
+    return passed
+
+
+def _walk_layers(model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> list[LayerOutput]:
     passed = []
     value: Any = inputs
     for i, (name, layer) in enumerate(layers_of(model)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkit.errors import NotSerial
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.heard_draws import CannotReplay, ForwardDraws, HeardDraws
@@ -71,7 +72,7 @@ class LoopProof:
         self._new_step()
 
     def _new_step(self) -> None:
-        self._begun, self._why_not = False, ""
+        self._begun, self._why_not, self._held_back = False, "", False
         self._now: PlainForward | None = None
         self._ranks.new_step()
         self._gradients.new_step()
@@ -111,6 +112,9 @@ class LoopProof:
         take(self._plain.parameters, self._gradients.held, self._ranks)
         self._begun = True
 
+    def _weights_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._module.parameters()]
+
     # ---- forward
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,6 +124,15 @@ class LoopProof:
             return
         if not self._begun:
             self._take_weights()
+            self._versions = self._weights_versions()
+        if self._held_back and self._weights_versions() != self._versions:
+            self.active = False
+            raise NotSerial(
+                f"{self._wrapper}: step {self._step} is not that of plain PyTorch: weights changed after backwards "
+                "within no_sync() alone, whose gradients no backward has averaged, so each rank updates by its own. "
+                "The last backward before optimizer.step() has to be outside of no_sync()",
+                step=self._step,
+            )
         if any(map(is_opaque, flatten((args, kwargs))[0])):
             self._why_not = "forward takes an iterator, a generator or a function, which cannot be read twice"
         if not self._why_not:
@@ -196,6 +209,7 @@ class LoopProof:
         except CannotReplay as error:
             self._why_not = str(error)
         self._why_not = self._why_not or self._gradients.why_not
+        self._held_back = not last
         if last:
             self._compare(scale, dropped)
 

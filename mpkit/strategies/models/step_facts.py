@@ -1,0 +1,169 @@
+"""What forwards, losses and optimizers of one's own do in a step: facts by which a later step may be unlike the first.
+
+A mask that hides nothing, a limit that nothing reaches, a branch that is not taken: they do not show in the steps that
+are compared with serial training, and may be wrong later. Each rank notes, operator by operator,
+
+    operators   which ones there are
+    truths      whether what is compared, or what masks, is true everywhere, nowhere or in a part
+    limits      whether a clamp, a maximum or a minimum changes anything
+    parts       whether a slice takes all
+    divisors    whether the loss divides by as much for each sample as at first
+
+In a step that is compared, all forwards are listened to. Later, losses are, and optimizers that are not torch's; and
+forwards that look at values, remember something in Python or reduce over samples: others do the same in each step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkit.common.torch_private import TorchDispatchMode
+from mpkit.strategies.models.heard_draws import draws_numbers
+
+__all__ = ["StepFacts"]
+
+LIMITS = (
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "maximum",
+    "minimum",
+    "hardtanh",
+    "threshold",
+    "nan_to_num",
+    "fmod",
+)
+ACROSS = (
+    "mean", "sum", "max", "amax", "min", "amin", "aminmax", "var", "std", "var_mean", "norm", "linalg_vector_norm",
+    "prod", "logsumexp", "median", "cumsum", "sort", "topk", "argsort", "nonzero", "bincount", "scatter_add",
+    "index_add",
+)  # fmt: skip
+"""Operators that may combine samples."""
+
+IGNORES = ("nll_loss_forward", "nll_loss2d_forward")
+
+
+class StepFacts:
+    """The facts of a rank's current step.
+
+    Attributes:
+        facts: so far, in words; `collect` completes them.
+        listeners: the contexts that have been entered, of which the last one listens.
+        may_act_later: whether a forward did something that may have another effect in later steps.
+    """
+
+    def __init__(self) -> None:
+        self.facts: set[str] = set()
+        self.listeners: list[_Listener] = []
+        self.may_act_later = False
+        self._listens = True
+        self._pending: list[tuple[str, Tensor, Tensor]] = []
+        self._first: dict[tuple[str, int], float] = {}
+
+    def begin_step(self, *, compared: bool) -> None:
+        """Forget the step before."""
+        self.facts, self._pending = set(), []
+        self._listens = compared or self.may_act_later
+
+    def of_forward(self, samples: int) -> AbstractContextManager[Any]:
+        """Return the context of a forward of so many samples."""
+        return _Listener(self, "the forward", samples) if self._listens else nullcontext()
+
+    def of_loss(self, samples: int) -> AbstractContextManager[Any]:
+        """Return the context of a loss of so many samples."""
+        return _Listener(self, "the loss", samples)
+
+    def of_optimizer(self) -> AbstractContextManager[Any]:
+        """Return the context of an update."""
+        return _Listener(self, "the optimizer", 0)
+
+    def collect(self) -> set[str]:
+        """Return the facts of the step, once its results are known."""
+        for where, some, every in self._pending:
+            truth = "only true" if bool(every) else "true and false" if bool(some) else "only false"
+            self.facts.add(f"{where} gives {truth}")
+        self._pending = []
+        return self.facts
+
+    def note_truths(self, where: str, value: Tensor) -> None:
+        """Note whether a mask is true everywhere, nowhere or in a part; its values are read at the end of the step."""
+        if value.numel():
+            self._pending.append((where, value.any(), value.all()))
+
+    def note_divisor(self, where: str, number: int, per_sample: float) -> None:
+        """Note how much a division divides by, for each sample."""
+        first = self._first.setdefault((where, number), per_sample)
+        if abs(per_sample - first) > 1e-9 * abs(first):
+            self.facts.add(f"{where} divides by another number for each sample than before")
+
+
+class _Listener(TorchDispatchMode):
+    def __init__(self, into: StepFacts, where: str, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._into, self._where, self._samples = into, where, samples
+        self._counts: Counter[str] = Counter()
+
+    def __enter__(self) -> Any:
+        self._into.listeners.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        self._into.listeners.remove(self)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self._into.listeners[-1] is not self:  # a forward ends with the loss
+            return made
+        name = func.overloadpacket.__name__.removesuffix("_")
+        self._into.facts.add(f"{self._where} computes {name}")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if draws_numbers(func) or first is None:
+            return made
+        here = f"in {self._where}, {name}"
+        if self._where == "the forward":
+            self._note_forward(name, first)
+        if isinstance(made, Tensor) and made.dtype == torch.bool:
+            self._into.note_truths(here, made)
+        for mask in args[1:]:
+            for each in mask if isinstance(mask, (list, tuple)) else (mask,):
+                if isinstance(each, Tensor) and each.dtype == torch.bool:
+                    self._into.note_truths(here, each)
+        if name in LIMITS and isinstance(made, Tensor) and not func.overloadpacket.__name__.endswith("_"):
+            self._into.note_truths(
+                f"the limit {here}", made == first if made.shape == first.shape else made == made
+            )
+        if name in ("slice", "narrow", "select") and isinstance(made, Tensor):
+            self._into.facts.add(f"{here} takes {'all' if made.shape == first.shape else 'a part'}")
+        if name.startswith("nan") and first.is_floating_point():
+            self._into.note_truths(f"{here} of NaN", first.isnan())
+        if name in IGNORES:
+            self._into.note_truths(f"{here}, which ignores targets,", args[1] == args[4])
+        if self._where == "the loss" and self._samples:
+            self._note_divisor(name, here, first, args)
+        return made
+
+    def _note_forward(self, name: str, first: Tensor) -> None:
+        looks = name == "_local_scalar_dense"
+        rows = first.shape[0] if first.dim() else 0
+        across = name in ACROSS and self._samples > 1 and rows > 0 and rows % self._samples == 0
+        self._into.may_act_later = self._into.may_act_later or looks or across
+
+    def _note_divisor(self, name: str, here: str, first: Tensor, args: tuple[Any, ...]) -> None:
+        divisor: Any = None
+        if name == "div" and len(args) > 1:
+            divisor = args[1]
+        elif name == "mean" and len(args) == 1:
+            divisor = first.numel()
+        if isinstance(divisor, Tensor):
+            divisor = float(divisor) if divisor.numel() == 1 and not divisor.is_complex() else None
+        if isinstance(divisor, (int, float)):
+            self._counts[name] += 1
+            self._into.note_divisor(here, self._counts[name], float(divisor) / self._samples)

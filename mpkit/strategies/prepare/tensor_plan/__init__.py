@@ -1,1 +1,0 @@
-"""Whether the shards of a TensorPlan compute what the whole model computes."""

@@ -1,0 +1,316 @@
+"""Do the parts of a batch add up to it? Model and loss on the whole batch, and on each part with its own draws.
+
+layer    a layer that makes something else of a sample when other samples are computed with it
+model    a loss that the model computes itself
+loss     a sum over samples, a mean over something else than samples, or one that needs the whole batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isclose, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.common.exceptions import one_line
+from mpkit.plan.plan import Plan
+from mpkit.strategies.data.microbatch import batch_size, part
+from mpkit.strategies.loss.quotient import as_pair
+from mpkit.strategies.models.heard_draws import GivenDraws
+from mpkit.strategies.models.nested_values import flatten
+from mpkit.strategies.proof.attempt import Attempt, Found
+from mpkit.strategies.proof.draws import StepDraws
+from mpkit.strategies.proof.rounding import distance, largest
+
+__all__ = ["explain_parts"]
+
+PAIR = "loss=lambda out, y: ((F.cross_entropy(out, y, reduction='none') * mask).sum(), mask.sum())"
+MEAN = "loss=mk.mean_loss(lambda out, y: F.cross_entropy(out.flatten(0, -2), y.flatten()))"
+WHOLE = "loss=mk.whole_batch_loss(your_loss)"
+COUNTS = (
+    "What works: let the loss return (total, count), which are added up over all parts, so that it is the sum of "
+    "totals / the sum of counts"
+)
+
+Samples = Sequence[int]
+
+
+@dataclass
+class Computed:
+    """What model and loss make of some samples.
+
+    Attributes:
+        samples: their numbers.
+        loss, count: the loss, and the count that it returned; None for a mean.
+        output: the model's outputs.
+        calls: of each module in the order of the calls, its name and what it returned.
+    """
+
+    samples: Samples
+    loss: float
+    count: float | None
+    output: list[Any]
+    calls: list[tuple[str, list[Any]]]
+
+
+def explain_parts(plan: Plan, attempt: Attempt, tolerance: float) -> str:
+    """Return why the parts of a batch do not add up to it, and what would work; "" if they do.
+
+    Args:
+        plan: determines the parts.
+        attempt: the step.
+        tolerance: the relative difference up to which results are the same.
+    """
+    size = batch_size(attempt.batch[0])
+    parts = [(which, draws) for which, weight, draws in attempt.draws.parts() if weight]
+    if len(parts) < 2:
+        return ""
+    whole = _compute(attempt, slice(None), attempt.draws)
+    split = [_compute(attempt, which, draws) for which, draws in parts]
+    weights = _weights(split, size)
+    put_together = sum(each.loss * weight for each, weight in zip(split, weights, strict=True))
+    loss_differs = isfinite(whole.loss) and not abs(whole.loss - put_together) <= tolerance * max(
+        abs(whole.loss), *(abs(each.loss) for each in split if isfinite(each.loss)), 0.0
+    )
+    apart = _gradients_apart(attempt, parts, weights, tolerance)
+    if not loss_differs and not apart:
+        return ""
+    samples = [each.samples for each in split]
+    alike = all(len(each.output) == len(whole.output) for each in split)
+    rows = alike and all(
+        _same_rows(leaf, [each.output[i] for each in split], samples, tolerance)
+        for i, leaf in enumerate(whole.output)
+        if isinstance(leaf, Tensor) and leaf.dim()
+    )
+    model = attempt.serial.model
+    if not rows:
+        return _for_layer(plan, model, _first_that_differs(whole, split, tolerance) or "", [])
+    scalars = [
+        leaf for i, leaf in enumerate(whole.output)
+        if isinstance(leaf, Tensor) and not leaf.dim()
+        and any(not isclose(float(leaf), float(each.output[i]), rel_tol=tolerance) for each in split)
+    ]  # fmt: skip
+    if not loss_differs and not scalars:
+        return _for_layer(plan, model, None, apart)
+    if any(abs(float(leaf) - whole.loss) <= tolerance * abs(whole.loss) for leaf in scalars):
+        return _for_model_loss(plan)
+    return _for_loss(plan, *_kind_of(attempt, whole, split, tolerance), whole.loss, put_together, size)
+
+
+def _compute(attempt: Attempt, which: slice, draws: StepDraws) -> Computed:
+    """Compute some samples from the beginning of the step, without gradients."""
+    serial, calls = attempt.begin_again(), list[tuple[str, list[Any]]]()
+
+    def note(name: str) -> Any:
+        return lambda _module, _inputs, output: calls.append((name, _detached(output)))
+
+    for name, module in serial.model.named_modules():
+        module.register_forward_hook(note(name))
+    inputs, targets = (part(value, which) for value in attempt.batch)
+    draws.begin()
+    with torch.no_grad(), GivenDraws(draws.give):
+        output = serial.outputs(inputs)
+        value = serial.loss(output, targets)
+    pair = as_pair(value)
+    samples = range(batch_size(attempt.batch[0]))[which]
+    if pair is None:
+        return Computed(samples, float(value), None, _detached(output), calls)
+    return Computed(samples, float(pair[0] / pair[1]), float(pair[1]), _detached(output), calls)
+
+
+def _detached(value: Any) -> list[Any]:
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flatten(value)[0]]
+
+
+def _weights(split: Sequence[Computed], size: int) -> list[float]:
+    """Return each part's share: of the counts where the loss returns them, otherwise of the samples."""
+    if any(each.count is None for each in split):
+        return [len(each.samples) / size for each in split]
+    total = sum(each.count or 0.0 for each in split)
+    return [(each.count or 0.0) / total if total else 0.0 for each in split]
+
+
+def _gradients_apart(
+    attempt: Attempt, parts: Sequence[tuple[slice, StepDraws]], weights: Sequence[float], tolerance: float
+) -> list[str]:
+    """Return the names of parameters whose gradient is not that of the parts together."""
+    whole: Found = attempt.run(attempt.begin_again())
+    total: dict[str, Tensor] = {}
+    for (which, draws), weight in zip(parts, weights, strict=True):
+        inputs, targets = (part(value, which) for value in attempt.batch)
+        for name, gradient in attempt.run(attempt.begin_again(), (inputs, targets), draws)[1].items():
+            if gradient is not None:
+                total[name] = total.get(name, torch.zeros_like(gradient)) + gradient * weight
+    most = max((largest(g) for g in whole[1].values() if g is not None), default=0.0)
+    names = []
+    for name, gradient in whole[1].items():
+        other = total.get(name)
+        if gradient is None or other is None:
+            there = gradient if other is None else other
+            if there is not None and largest(there) > tolerance * most:
+                names.append(name)
+        elif distance(gradient, other) > tolerance * (largest(gradient) + 1e-3 * most):
+            names.append(name)
+    return names
+
+
+def _first_that_differs(whole: Computed, split: Sequence[Computed], tolerance: float) -> str | None:
+    """Return the name of the innermost module whose output differs first; None if all are the same."""
+    samples = [each.samples for each in split]
+    for i, (name, leaves) in enumerate(whole.calls):
+        others = [each.calls[i] if i < len(each.calls) else ("", []) for each in split]
+        if any(other[0] != name or len(other[1]) != len(leaves) for other in others):
+            return name
+        for j, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not _same_rows(
+                leaf, [o[1][j] for o in others], samples, tolerance
+            ):
+                return name
+    return None
+
+
+def _same_rows(whole: Tensor, parts: Sequence[Any], samples: Sequence[Samples], tolerance: float) -> bool:
+    """Return whether the parts' tensors hold the same values as the whole batch's tensor, for the same samples.
+
+    The dimension that is shorter in a part is the batch; each sample may have several consecutive rows in it.
+    """
+    total = sum(map(len, samples))
+    for one, which in zip(parts, samples, strict=True):
+        if not isinstance(one, Tensor) or one.dim() != whole.dim() or one.dtype != whole.dtype:
+            return False
+        shorter = [d for d in range(whole.dim()) if whole.shape[d] != one.shape[d]]
+        expected = whole
+        if shorter:
+            rows, rest = divmod(whole.shape[shorter[0]], total)
+            if len(shorter) > 1 or rest or len(which) == total or one.shape[shorter[0]] != rows * len(which):
+                return False
+            index = torch.tensor([i * rows + j for i in which for j in range(rows)], device=whole.device)
+            expected = whole.index_select(shorter[0], index)
+        if distance(expected, one) > tolerance * largest(expected):
+            return False
+    return True
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------
+
+
+def _kind_of(
+    attempt: Attempt, whole: Computed, split: Sequence[Computed], tolerance: float
+) -> tuple[str, str]:
+    """Return the kind of loss ("sum", "mean" over something other than samples, "whole"), and a note."""
+    if isclose(sum(each.loss for each in split), whole.loss, rel_tol=1e-4):
+        return "sum", ""
+    if len(whole.samples) < 3:
+        return ("mean" if all(isfinite(each.loss) for each in split) else "whole"), ""
+    few = [slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 2), slice(1, 3), slice(0, 3)]
+    try:
+        losses = [_loss_of(attempt, which) for which in few]
+    except Exception as error:  # the loss may be undefined for so few samples
+        return "whole", f" Of one, two or three samples it raises {one_line(error)}."
+    return ("mean" if _is_weighted_mean(*losses, tolerance=tolerance) else "whole"), ""
+
+
+def _loss_of(attempt: Attempt, which: slice) -> float:
+    serial = attempt.begin_again()
+    with torch.no_grad():
+        inputs, targets = (part(value, which) for value in attempt.batch)
+        value = serial.loss(serial.outputs(inputs), targets)
+    pair = as_pair(value)
+    return float(value) if pair is None else float(pair[0] / pair[1])
+
+
+def _is_weighted_mean(
+    a: float, b: float, c: float, ab: float, bc: float, abc: float, *, tolerance: float
+) -> bool:
+    """Return whether the losses of samples a, b, c and of some together are those of a weighted mean."""
+    if not all(map(isfinite, (a, b, c))):  # undefined for one sample: all masked, or a spread
+        return any(map(isfinite, (a, b, c)))
+    if abs(b - ab) < 1e-9 or abs(bc - b) < 1e-9 * abs(b):
+        return True
+    # Pairs determine the weights, and the weights determine the loss of three.
+    weight_b = (ab - a) / (b - ab)
+    weight_c = weight_b * (bc - b) / (c - bc) if c != bc else 0.0
+    expected = (a + weight_b * b + weight_c * c) / (1 + weight_b + weight_c)
+    return weight_b > 0 and weight_c > 0 and isclose(expected, abc, rel_tol=max(1e-6, tolerance))
+
+
+# ---- words ---------------------------------------------------------------------------------------------------
+
+
+def _parts(plan: Plan) -> str:
+    parts = []
+    if plan.microbatches > 1:
+        parts.append(f"{plan.microbatches} micro-batches")
+    if plan.dp > 1:
+        parts.append(f"{plan.dp} {'ranks' if plan.data_parallel == 'dp' else 'replicas'}")
+    if plan.cp > 1:
+        parts.append(f"{plan.cp} parts of each sequence")
+    return " and ".join(parts)
+
+
+def _for_loss(plan: Plan, kind: str, note: str, whole: float, parts: float, samples: int) -> str:
+    figures = (
+        f"{plan} computes a batch in parts ({_parts(plan)}), and this loss of the batch is {whole:.6g}, but "
+        f"{parts:.6g} when put together from parts."
+    )
+    if kind == "sum":
+        return (
+            f"The loss is a sum over the samples. {figures} mpkit weights each part by its share of the samples, which "
+            "is right for a mean. Either the mean (reduction='mean', .mean()), or, for the gradients of the sum over a "
+            f"batch of {samples}: loss=lambda out, y: (your_loss(out, y), len(y) / {samples})"
+        )
+    if kind == "mean":
+        return (
+            f"The loss is a mean over something else than samples: ignored targets (ignore_index), class weights or a "
+            f"mask. {figures} {COUNTS}: {PAIR}. Around one of torch's losses mpkit does that itself: {MEAN}"
+        )
+    one = ", with one micro-batch" if plan.microbatches > 1 else ""
+    works = (
+        f"What works: {WHOLE}, which gathers all samples on every rank{one}"
+        if plan.cp == 1
+        else "What works: a plan with cp=1 and mk.whole_batch_loss(your_loss)"
+    )
+    return (
+        "The loss needs the whole batch: it compares samples with each other, or is no mean of theirs (a contrastive "
+        f"loss, .std(), a root of a mean). {figures} {works}; or Plan.serial().{note}"
+    )
+
+
+def _for_model_loss(plan: Plan) -> str:
+    return (
+        f"The loss is computed within the model, and its parts do not add up to it. {plan} computes a batch in parts "
+        f"({_parts(plan)}), in which different numbers of targets count (ignore_index=-100), so that the parts' means "
+        "do not add up to the mean over the batch. What works: give the labels as targets, and compute the loss from "
+        "the logits: data=[(inputs, labels)], loss=mk.mean_loss(lambda out, y: "
+        "F.cross_entropy(out.logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())) for a causal language model; "
+        "without the shift for others."
+    )
+
+
+def _for_layer(plan: Plan, model: nn.Module, name: str | None, parameters: list[str]) -> str:
+    if name is None:
+        which = f"The gradient of {parameters[0]}" if parameters else "The model"
+        what = f"{which} depends on which samples are computed together (a hook or a backward of its own?)"
+    else:
+        kind = type(model.get_submodule(name)).__name__
+        where = f"The layer {name!r} ({kind})" if name else f"The model ({kind}), outside of its layers,"
+        what = f"{where} makes something else of a sample when other samples are computed with it"
+    m, n = plan.microbatches, plan.dp
+    instead = "Plan.serial()" if n > 1 or m > 1 else "cp=1"
+    if plan.pp > 1 and n == 1:
+        instead = f"Plan.naive_mp({plan.pp}), one micro-batch on {plan.pp} ranks, or Plan.serial()"
+    if plan.tp > 1 and m == 1:
+        instead = f"Plan.tp({plan.tp}), or Plan.serial()"
+    if not name:
+        instead += (
+            ". Where it compares samples, as CLIP does: let the model return what it makes of each (embeddings), and "
+            "compare them in loss=mk.whole_batch_loss(lambda out, y: ...)"
+        )
+    return (
+        f"{what}: a mean over the batch, a permutation of it, its length, or statistics of it. {plan} computes a batch "
+        f"in parts ({_parts(plan)}), so training would not be that of the whole batch. What works: a layer that sees "
+        f"each sample by itself (LayerNorm, GroupNorm), torch's BatchNorm, which mpkit synchronizes, or {instead}."
+    )

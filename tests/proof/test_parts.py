@@ -1,0 +1,224 @@
+"""Why the parts of a batch do not add up to it: a kind of loss, or a layer; of others nothing is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mpkit as mk
+from mpkit.strategies.loss.mean import MeanLoss
+from mpkit.strategies.prepare.prepare import prepare
+from mpkit.strategies.proof.attempt import Attempt
+from mpkit.strategies.proof.draws import StepDraws
+from mpkit.strategies.proof.parts import explain_parts
+from mpkit.strategies.reference.serial import Serial
+
+X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).double(), torch.zeros(8, 4).double()
+CLASSES = torch.tensor([0, 1, 2, 3, 1, 2, 0, 3])
+PLANS = [mk.Plan.ddp(2), mk.Plan.gpipe(2, 4), mk.Plan(pp=2, dp=2, microbatches=2)]
+
+
+class Fn(nn.Module):
+    """A layer that is one function."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x)
+
+
+def net(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *middle, nn.Tanh(), nn.Linear(4, 4)).double()
+
+
+def explained(
+    model: nn.Module, plan: mk.Plan, loss: Any = F.mse_loss, targets: Any = Y, inputs: Any = X
+) -> str:
+    serial = Serial(model, loss, lambda named: torch.optim.SGD(named.values(), lr=0.1))
+    draws = StepDraws(plan, 8, [{} for _ in range(plan.ranks)])
+    return explain_parts(plan, Attempt(serial, (inputs, targets), draws, 1.0), 1e-8)
+
+
+def masked_mean(out: Tensor, y: Any) -> Tensor:
+    return ((out - y[0]).square() * y[1]).sum() / y[1].sum()
+
+
+def by_hand(out: Tensor, y: Tensor) -> Tensor:
+    valid = y != -100
+    return -(out.log_softmax(-1).gather(1, y.clamp(min=0)[:, None])[:, 0] * valid).sum() / valid.sum()
+
+
+SOME = torch.arange(8)[:, None] < torch.tensor([8, 6, 3, 1])
+LOSSES = {
+    "a sum": (lambda out, y: (out - y).square().sum(), Y, "is a sum.*len(y) / 8"),
+    "of a batch of 8": (lambda out, y: (out - y).square().sum() / 8, Y, "is a sum"),
+    "a masked mean": (masked_mean, (Y, SOME), "mean over something else than samples.*(total, count)"),
+    "masks that are floats": (masked_mean, (Y, SOME.double()), "mean over something else.*(total, count)"),
+    "ignored targets": (by_hand, CLASSES.masked_fill(CLASSES == 3, -100), "ignore_index.*mk.mean_loss("),
+    "a spread": (
+        lambda out, y: F.mse_loss(out, y) + out.std(),
+        Y,
+        "needs the whole batch.*mk.whole_batch_loss(",
+    ),
+    "a root": (lambda out, y: F.mse_loss(out, y).sqrt(), Y, "needs the whole batch"),
+    "contrastive": (
+        lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(out))),
+        Y,
+        "needs the whole batch",
+    ),
+    "broadcast": (lambda out, y: F.mse_loss(out[:, :1], y[:, 0]), Y + X, "needs the whole batch"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_named_by_their_kind(name: str, plan: mk.Plan) -> None:
+    loss, targets, message = LOSSES[name]
+    assert re.search(re.escape(message).replace(r"\.\*", ".*"), explained(net(), plan, loss, targets))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (masked_mean, (Y, torch.ones(8, 4, dtype=torch.bool))), (by_hand, CLASSES), (F.huber_loss, Y),
+        (MeanLoss(F.cross_entropy), CLASSES.masked_fill(CLASSES == 3, -100)),
+    ],
+    ids=["mask of ones", "no target is masked", "elementwise", "counted"],
+)  # fmt: skip
+def test_of_other_losses_nothing_is_said(loss: Any, targets: Any, plan: mk.Plan) -> None:
+    assert explained(net(), plan, loss, targets) == ""
+
+
+class Average(nn.Module):
+    """Remembers the mean of what it has seen."""
+
+    def __init__(self, *, used: bool) -> None:
+        super().__init__()
+        self.used = used
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean += 0.1 * (x.mean(0) - self.mean)
+        return x - self.mean if self.used else x
+
+
+def hooked(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / len(gradient))
+    return x
+
+
+LAYERS = {
+    "the batch's mean": Fn(lambda x: x - x.mean(0)),
+    "its length": Fn(lambda x: x * len(x)),
+    "a permutation": Fn(lambda x: x + 0.1 * x[torch.randperm(len(x))]),
+    "another permutation": Fn(lambda x: x + 0.1 * x[torch.rand(len(x)).argsort()]),
+    "a softmax over it": Fn(lambda x: x * x.softmax(0)),
+    "a little of its neighbour": Fn(lambda x: x + 1e-4 * x.roll(1, 0)),
+    "an average that it keeps": Average(used=True),
+}
+
+
+@pytest.mark.parametrize("plan", [mk.Plan.ddp(2), mk.Plan.gpipe(2, 4), mk.Plan.dp(2)], ids=str)
+@pytest.mark.parametrize("name", [name for name in LAYERS if "permutation" not in name])
+def test_layers_that_look_at_the_batch_are_named(name: str, plan: mk.Plan) -> None:
+    assert re.match(r"The layer '1' .*other samples", explained(net(LAYERS[name]), plan))
+
+
+def test_a_gradient_that_looks_at_the_batch_is_named() -> None:
+    assert explained(net(Fn(hooked)), PLANS[0]).startswith(
+        "The gradient of 0.weight depends on which samples"
+    )
+
+
+class Mixture(nn.Module):
+    """Each sample goes to the expert that it likes best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out[best == i] = expert(x[best == i])
+        return out + 0.0 * self.gate(x).sum(-1, keepdim=True)
+
+
+class Single(nn.Module):
+    """RMSNorm that computes in float32 whatever it is given, as transformers' do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+HARMLESS = {
+    "layer norm": nn.LayerNorm(4),
+    "instance norm": nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2), nn.Flatten()),
+    "experts": Mixture(),
+    "checkpointed": Fn(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("plan", [mk.Plan.ddp(2), mk.Plan.gpipe(2, 2)], ids=str)
+@pytest.mark.parametrize("name", HARMLESS)
+def test_of_what_sees_each_sample_by_itself_nothing_is_said(name: str, plan: mk.Plan) -> None:
+    assert explained(net(HARMLESS[name]), plan) == ""
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_model_that_computes_its_loss_is_looked_into() -> None:
+    for plan in (mk.Plan.ddp(2), mk.Plan.serial(2)):
+        for labels, says in (
+            (CLASSES, ""),
+            (CLASSES.masked_fill(torch.arange(8) < 3, -100), "is computed within the model"),
+        ):
+            said = explained(WithLoss(), plan, lambda out, y: out["loss"], labels, {"x": X, "labels": labels})
+            assert says in said and bool(said) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "counted"),
+    [
+        (F.cross_entropy, CLASSES, False),
+        (F.cross_entropy, CLASSES.masked_fill(CLASSES == 3, -100), True),
+        (nn.CrossEntropyLoss(weight=torch.ones(4).double()), CLASSES, True),
+        (lambda out, y: F.cross_entropy(out, F.one_hot(y, 4).double()), CLASSES, True),
+        (F.mse_loss, Y, False),
+        (F.multi_margin_loss, CLASSES, False),
+        (by_hand, CLASSES, False),
+        (lambda out, y: F.mse_loss(out, y, reduction="sum") / 32, Y, False),
+    ],
+)
+def test_a_mean_of_torchs_is_counted_where_parts_may_count_differently(
+    loss: Any, targets: Any, counted: bool
+) -> None:
+    plan, how = mk.Plan.ddp(2), {"steps": 2, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    what = prepare(net(), [(X, targets)], plan, ranks=2, loss=loss, **how).what
+    assert isinstance(what.loss, MeanLoss) == (what.nominal is not None) == counted
+    assert what.nominal in (None, 8.0)
