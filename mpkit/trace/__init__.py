@@ -22,7 +22,7 @@ When a rank ends, the headers get a check of the records and names (CRC-32), so 
 An op that has begun and not ended has `end == 0`, which shows where a hang or a crash happened.
 
 Both the ranks that record and the views that draw import this package, so it imports nothing from mpkit but its
-exceptions.
+exceptions and `common`.
 """
 
 from mpkit.trace.files import RankTrace, read_rank

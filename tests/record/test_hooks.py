@@ -209,3 +209,21 @@ def test_layers_divide_an_action(tmp_path: Path) -> None:
     record.begin(Kind.FORWARD)
     model(torch.ones(3, 4)).sum().backward()
     assert len(read_rank(tmp_path, 0).ops) == 17
+
+
+class CallsItself(nn.Module):
+    """A layer that is called within itself."""
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        return self(x, depth - 1) + 1 if depth else 2 * x
+
+
+def test_a_layer_that_calls_itself_ends_its_inner_call_first(tmp_path: Path) -> None:
+    record = Recorder(tmp_path, 0, layers=True)
+    watch(record, nn.Sequential(layer := CallsItself()))
+    index = record.begin(Kind.FORWARD)
+    layer(torch.ones(2))
+    record.end(index)
+    ops = read_rank(tmp_path, 0).ops
+    assert ops["depth"].tolist() == [0, 1, 2]
+    assert ops["end"][0] >= ops["end"][1] >= ops["end"][2] > 0

@@ -145,7 +145,7 @@ def _watch_layer(
     The backward lasts from the arrival of the gradient of its output until that of the next layer's, or until the
     action is over. (Module backward hooks would be more precise, but they forbid layers that work in place.)
     """
-    index = -1
+    ops: list[int] = []  # a layer may be called within itself
 
     def begin(kind: Kind, flops: float) -> int:
         if not recorder.busy:  # outside of an action, such as a look at the model between steps
@@ -154,15 +154,15 @@ def _watch_layer(
         return recorder.begin(kind, name, stage=stage, microbatch=microbatch, flops=flops)
 
     def begin_forward(*_: Any) -> None:
-        nonlocal index
-        index = begin(Kind.FORWARD, flops[0])
+        ops.append(begin(Kind.FORWARD, flops[0]))
 
     def gradient_arrived(_: torch.Tensor) -> None:
         recorder.end(watched._backward)
         watched._backward = begin(Kind.BACKWARD, flops[1])
 
     def end_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        recorder.end(index)
+        if ops:
+            recorder.end(ops.pop())
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(gradient_arrived)
 
