@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.schedule import NAMES
-from mpkit.timeline.comparison import Comparison
+from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind, Lane, lane_of
 from tests.kineto.test_given_traces import GIVEN
@@ -207,3 +208,17 @@ def test_mistakes_are_explained() -> None:
     t = mk.simulate(mk.Plan.gpipe(2, 2))
     with pytest.raises(ValueError, match=r"gap\('gipe'\): the timelines are 'gpipe'"):
         mk.compare(gpipe=t).gap("gipe")
+
+
+def test_names_that_begin_alike_are_numbered_by_themselves() -> None:
+    t = mk.simulate(mk.Plan.gpipe(2, 2))
+    rows = compare_timelines([("a", t), ("ab", t), ("a", t), ("a", t)]).rows
+    assert [row.name for row in rows] == ["a", "ab", "a (2)", "a (3)"]
+
+
+def test_a_run_without_a_plan_is_compared_alone() -> None:
+    class Opened:
+        def timeline(self) -> mk.Timeline:
+            return replace(mk.simulate(mk.Plan.gpipe(2, 2)), meta={})
+
+    assert len(mk.compare(Opened()).rows) == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,7 +171,7 @@ def compare_timelines(given: Sequence[tuple[str, Any]]) -> Comparison:
     memory: dict[str, float] = {}
     if len(given) == 1 and isinstance(given[0][1], HasTimeline) and not isinstance(given[0][1], Answer):
         measured = given[0][1].timeline()
-        if Plan.from_json(measured.meta["plan"]).pp > 1:
+        if "plan" in measured.meta and Plan.from_json(measured.meta["plan"]).pp > 1:
             timelines["predicted"] = simulate_means(measured)
             given = [("measured", measured)]
     for name, each in given:
@@ -180,9 +181,9 @@ def compare_timelines(given: Sequence[tuple[str, Any]]) -> Comparison:
                 f"compare({each!r}): give Timelines or finished Runs, such as "
                 "compare(mk.simulate(plan), run) or compare(before=run.timeline(), after=run.timeline(hardware='cpu'))"
             )
-        name = visible(name or _title(timeline))
-        if name in timelines:
-            name = f"{name} ({1 + sum(n.startswith(name) for n in timelines)})"
+        title = visible(name or _title(timeline))
+        names = (title if number == 1 else f"{title} ({number})" for number in count(1))
+        name = next(each for each in names if each not in timelines)
         timelines[name], memory[name] = timeline, _peak_memory(each, timeline)
     if not timelines:
         raise ValueError(

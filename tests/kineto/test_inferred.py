@@ -1,4 +1,4 @@
-"""Plans that are inferred: what contradicts a plan is said, and no plan has more ranks than there are."""
+"""Plans are those that libraries announce; of what none announces the possibilities are listed, and no plan follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.timeline.foreign.inference.infer import InferredStrategy
+from mpkit.timeline.foreign.announced_plan import InferredStrategy
 from tests.kineto.program import ENGINE, HOST, Program, write_ranks
 
 WORLD = 4
@@ -71,38 +71,46 @@ def inferred(
 
 
 ACTIVATIONS = [2048, 2048, 2048]
+DDP = "DistributedDataParallel.forward"
 
 
-def redistributing(program: Program, at: float) -> None:
-    """DTensor's functions are recorded in the backward, too."""
-    recorded = {"Sequence number": 7, "Fwd thread id": 0}
-    program.span("cpu_op", "NestedRedistribute", at + 10, 5, ENGINE, **recorded)
-    program.span("cpu_op", "_FromTorchTensor", at + 20, 5, ENGINE, **recorded)
+@pytest.mark.parametrize(
+    ("forward", "backward", "says"),
+    [
+        (calls("allreduce", ACTIVATIONS, HOST), nothing, "it fits layers that are divided (tp=4)"),
+        (
+            nothing,
+            calls("allreduce", [WEIGHT, WEIGHT], ENGINE),
+            "it fits replicas (dp=4), or layers that are divided",
+        ),
+        (
+            nothing,
+            calls("reduce_scatter", [WEIGHT], ENGINE),
+            "it fits sharded parameters (dp=4, zero=1 to 3)",
+        ),
+    ],
+)
+def test_what_no_library_announces_is_no_plan_but_possibilities(
+    tmp_path: Path, forward: Event, backward: Event, says: str
+) -> None:
+    found = inferred(tmp_path, forward, backward)
+    assert found.plan is None and str(found).startswith("No plan follows from this trace.")
+    assert says in str(found) and "which no library names" in str(found)
 
 
-def test_layers_divided_by_dtensor_are_no_replicas_and_recompute_nothing(tmp_path: Path) -> None:
-    forward, backward = calls("allreduce", ACTIVATIONS, HOST), calls("allreduce", ACTIVATIONS[:2], ENGINE)
-    found = inferred(tmp_path, forward, both(backward, redistributing))
-    assert found.plan == mk.Plan(tp=4)
-    assert "where DTensor redistributes" in str(found)
-
-
-def test_reductions_of_each_parameter_are_replicas_without_ddp(tmp_path: Path) -> None:
-    found = inferred(tmp_path, backward=calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
+def test_ddp_announces_itself(tmp_path: Path) -> None:
+    found = inferred(tmp_path, annotated(DDP), calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
     assert found.plan == mk.Plan(dp=4)
+    beside = both(annotated(DDP), calls("allreduce", ACTIVATIONS, HOST))
+    found = inferred(tmp_path / "tp", beside, calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
+    assert found.plan is None and "tp=4" in str(found)
 
 
-def test_reductions_of_something_else_are_not_read_as_replicas(tmp_path: Path) -> None:
-    found = inferred(tmp_path, backward=calls("allreduce", [5000, 999], ENGINE))
-    assert found.plan == mk.Plan()
-    assert "have 5,999 elements, and the gradients 8,192: they are not read as data parallelism" in str(found)
-
-
-def test_degrees_do_not_exceed_the_ranks(tmp_path: Path) -> None:
-    forward = both(annotated("DistributedDataParallel.forward"), calls("allreduce", ACTIVATIONS, HOST))
-    found = inferred(tmp_path, forward, calls("allreduce", [2 * WEIGHT], ENGINE))
-    assert found.plan == mk.Plan(dp=4)
-    assert "dp=4 x tp=4 would be 16 ranks, and there are 4. So tp is not in the plan" in str(found)
+def test_a_given_plan_names_the_axes_if_the_groups_lie_along_them(tmp_path: Path) -> None:
+    inferred(tmp_path, calls("allreduce", ACTIVATIONS, HOST))
+    assert mk.open(tmp_path, plan=mk.Plan.tp(4)).timeline().mesh is not None
+    with pytest.raises(ValueError, match="the trace has 4 ranks, and not all of their groups lie along"):
+        mk.open(tmp_path, plan=mk.Plan.tp(2))
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -121,53 +129,25 @@ def test_hybrid_shards(tmp_path: Path, grouped: bool) -> None:
 
 
 def test_an_optimizer_that_is_divided(tmp_path: Path) -> None:
-    whole = [2 * WEIGHT]
-    megatron = inferred(
-        tmp_path / "a", backward=calls("reduce_scatter", whole, ENGINE), after=calls("allgather", whole, HOST)
-    )
-    assert megatron.plan == mk.Plan(dp=4, zero=1)
-    torch_s = inferred(
-        tmp_path / "b", annotated("DistributedDataParallel.forward"), calls("allreduce", whole, ENGINE),
+    found = inferred(
+        tmp_path, annotated(DDP), calls("allreduce", [2 * WEIGHT], ENGINE),
         calls("broadcast", [WEIGHT, WEIGHT], HOST), optimizer="ZeroRedundancyOptimizer",
     )  # fmt: skip
-    assert torch_s.plan == mk.Plan(dp=4, zero=1)
+    assert found.plan == mk.Plan(dp=4, zero=1)
 
 
-def test_tokens_that_go_to_experts(tmp_path: Path) -> None:
-    found = inferred(tmp_path, calls("all_to_allv", [512, 512], HOST, [0, 1]))
-    assert "2 all-to-alls among 2 ranks within the forwards" in str(found)
-
-
-def attention(program: Program, at: float) -> None:
-    program.kernel("flash_fwd_kernel", at, at + 2, 2, op="aten::scaled_dot_product_attention")
-
-
-def in_turn(*events: Event) -> Event:
-    """Events of a forward, each after the one before."""
-    return lambda program, at: [event(program, at + 30 * i) for i, event in enumerate(events)] and None
-
-
-def exchange(elements: int, ranks: list[int]) -> Event:
-    return calls("all_to_all", [elements], HOST, ranks)
-
-
-@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2, 3]])
-def test_heads_that_are_exchanged_for_sequences(tmp_path: Path, ranks: list[int]) -> None:
-    """Ulysses' ranks hold the same weights: their gradients are summed with those of the replicas."""
-    rows = exchange(2048, ranks)
-    forward = in_turn(rows, rows, rows, attention, rows)
-    found = inferred(tmp_path, forward, calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
-    assert found.plan == mk.Plan(dp=4 // len(ranks), cp=len(ranks), cp_method="ulysses")
-    assert "4 for each of 1 attentions, before and after it: heads are exchanged" in str(found)
-
-
-@pytest.mark.parametrize("counted", [True, False])
-def test_experts_that_are_divided(tmp_path: Path, counted: bool) -> None:
-    """By the counts that go before rows, or by the attention that goes before both."""
-    rows, counts = exchange(2048, [0, 1]), exchange(4, [0, 1])
-    forward = in_turn(counts, rows, rows) if counted else in_turn(attention, *[nothing] * 4, rows, rows)
-    found = inferred(tmp_path / "a", forward, calls("allreduce", [WEIGHT, WEIGHT], ENGINE))
-    assert found.plan == mk.Plan(dp=4, ep=2)
-    assert "experts are divided, ep=2" in str(found)
-    alone = inferred(tmp_path / "b", forward)
-    assert alone.plan == mk.Plan(dp=2, ep=2)
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [
+        ([2048] * 4, ["ep=4", "cp=4, cp_method='ulysses'"]),
+        ([512, 2048, 2048] * 2, ["ep=4"]),  # counts of rows, rows to experts, rows back
+        ([2048] * 6, ["ep=4"]),
+        ([2048] * 3, []),
+    ],
+)
+def test_all_to_alls_are_what_they_fit(tmp_path: Path, sizes: list[int], fits: list[str]) -> None:
+    """Six all-to-alls per attention are not Ulysses' four; where both fit, both are listed."""
+    found = inferred(tmp_path, calls("all_to_all", sizes, HOST))
+    assert found.plan is None
+    assert [word for word in ("ep=4", "cp=4, cp_method='ulysses'") if word in str(found)] == fits
+    assert fits or "it fits no plan of mpkit's" in str(found)

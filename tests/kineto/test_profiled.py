@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -118,7 +117,7 @@ def agree(opened: OpenedTrace, own: mk.Timeline, *, but: dict[str, int] | None =
 def test_ddp(clusters: Clusters, tmp_path: Path) -> None:
     opened, own = both(clusters(2), ddp, tmp_path)
     assert opened.inferred.plan == mk.Plan.ddp(2)
-    assert "each of which ends with a parameter in the order of the backward" in opened.inferred.evidence[-1]
+    assert "DistributedDataParallel.forward is called once per step" in opened.inferred.evidence[-1]
     agree(opened, own)
     assert opened.timeline().comm_matrix().bytes.sum() > 0
     assert opened.timeline().peak_memory[0]["total"] > 0
@@ -137,27 +136,3 @@ def test_a_pipeline_of_four_ranks(clusters: Clusters, tmp_path: Path) -> None:
     # mpkit counts the receive that ranks post before a step's first forward to no step.
     agree(opened, own, but={"recv": 4 * 32 * 4})
     assert "imported" in str(mk.compare(imported=opened, own=own))
-
-
-@pytest.mark.soak
-def test_accumulated_gradients(clusters: Clusters, tmp_path: Path) -> None:
-    opened, _ = both(clusters(1), accumulated, tmp_path)
-    assert opened.inferred.plan == mk.Plan(microbatches=3)
-
-
-def recomputed(ctx: Any, folder: Path) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    model = layers()
-
-    def step() -> None:
-        out: Any = checkpoint(model, torch.randn(8, 32), use_reentrant=False)
-        out.square().mean().backward()
-
-    profiled(ctx.rank, folder, model, step)
-
-
-@pytest.mark.soak
-def test_recomputed_activations(clusters: Clusters, tmp_path: Path) -> None:
-    opened, _ = both(clusters(1), recomputed, tmp_path)
-    assert opened.inferred.plan == mk.Plan(recompute="full")

@@ -21,11 +21,12 @@ from mpkit.trace import Kind
 
 __all__ = ["ProfiledAction", "actions_of"]
 
-_TRIVIAL = (
-    "aten::empty", "aten::detach", "detach", "aten::view", "aten::as_strided", "aten::reshape", "aten::zeros",
-    "aten::randn", "aten::rand", "aten::split", "aten::chunk", "aten::tensor_split", "aten::slice", "aten::narrow",
-    "aten::to", "aten::alias", "aten::_to_copy",
-)  # fmt: skip
+_TRIVIAL = frozenset({
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::detach", "detach", "aten::view", "aten::view_as",
+    "aten::as_strided", "aten::reshape", "aten::_reshape_alias", "aten::zeros", "aten::zeros_like", "aten::randn",
+    "aten::rand", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split", "aten::slice",
+    "aten::narrow", "aten::to", "aten::alias", "aten::_to_copy",
+})  # fmt: skip
 """Operators that no forward consists of alone."""
 
 
@@ -79,7 +80,7 @@ def actions_of(events: Events, work: DeviceWork, comms: Sequence[Comm]) -> list[
 
 def _count_microbatches(events: Events, work: DeviceWork, actions: list[ProfiledAction]) -> None:
     """Count the forwards and backwards of each step."""
-    trivial = np.array([name.startswith(_TRIVIAL) for name in events.names] + [False])
+    trivial = np.array([name in _TRIVIAL for name in events.names] + [False])
     counted: Counter[tuple[int, Kind]] = Counter()
     for action in actions:
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):

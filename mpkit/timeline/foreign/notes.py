@@ -49,6 +49,7 @@ def notes_on(
         )
     notes += [note for who, events in parts for note in events.notes(who.source)]
     notes += [note for who, events in parts for note in _unknown_categories(who.source, events)]
+    notes += [note for who, events in parts for note in _doubtful(who.source, events)]
     notes += _cut_off(parts, ranks)
     moved = [clock for clock in clocks if clock.shared]
     if moved:
@@ -82,6 +83,9 @@ def host_notes(recorded: Timeline, replayed: Timeline) -> list[str]:
     ]
 
 
+OVERLAP = 10_000
+"""ns by which kernels of one stream may overlap without a word: clocks have grains, and short kernels launch early."""
+
 UNKNOWN = "a device whose events are of unknown categories"
 """The hardware of a trace without a GPU, but with enough events that may be a device's."""
 
@@ -114,6 +118,28 @@ def _unknown_categories(source: str, events: Events) -> list[str]:
     return (
         [f"{source} has events of categories that are not known, and not shown: {listed}."] if listed else []
     )
+
+
+def _doubtful(source: str, events: Events) -> list[str]:
+    """Return what to say of a GPU's events that contradict each other, or that are of its host only."""
+    notes = []
+    kernel, device = events["kernel"], events.memory[:, 2]
+    order = np.lexsort((kernel.start, kernel.thread))
+    start, end, stream = kernel.start[order], kernel.end[order], kernel.thread[order]
+    over = np.where(stream[1:] == stream[:-1], end[:-1] - start[1:], 0)
+    late = over > OVERLAP
+    if late.any():
+        notes.append(
+            f"{source}: {int(late.sum()):,} kernels end after the next kernel of their stream has begun, by "
+            f"{seconds(float(over.max()) * 1e-9)} at most, and a stream runs one after the other: their durations are "
+            "doubtful, and so is what depends on them (step times, idle shares)."
+        )
+    if events.on_device and len(device) and not (device > 0).any():
+        notes.append(
+            f"{source}: its memory events are of the host only, so the GPU's memory is not known. "
+            "profile(profile_memory=True) before the model is on the GPU records it."
+        )
+    return notes
 
 
 def _unknown_payloads(comms: Sequence[Sequence[Comm]]) -> list[str]:

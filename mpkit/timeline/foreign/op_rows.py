@@ -73,8 +73,10 @@ def _memory(events: Events, ops: Array, shift: int) -> Array:
     kinds = events.memory[:, 2].astype(
         np.int64
     )  # c10::DeviceType: 0 is the host, 1 CUDA, 6 HIP, 12 XPU, 19 MTIA
+    if events.on_device and not (kinds > 0).any():  # of the host only: nothing is known of the GPU's memory
+        kinds = kinds[:0]
     away = kinds[kinds > 0]
-    changes = events.memory[kinds == (np.bincount(away).argmax() if len(away) else 0)]
+    changes = events.memory[: len(kinds)][kinds == (np.bincount(away).argmax() if len(away) else 0)]
     changes = changes[np.argsort(changes[:, 0], kind="stable")]
     memory = np.zeros(len(changes), MEMORY)
     memory["time"], memory["delta"] = changes[:, 0] + shift, changes[:, 1]

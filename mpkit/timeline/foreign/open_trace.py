@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.tracebacks import public
 from mpkit.errors import TraceError
-from mpkit.timeline.foreign.inference.infer import InferredStrategy, infer
-from mpkit.timeline.foreign.inference.mesh_fit import plan_of_mesh
+from mpkit.plan.plan import Plan
+from mpkit.timeline.foreign.announced_plan import InferredStrategy, infer, plan_of_mesh
 from mpkit.timeline.foreign.notes import host_notes
 from mpkit.timeline.foreign.reading.read import looks_like_json, looks_like_trace, other_kind
 from mpkit.timeline.foreign.torch_profiler import import_traces
@@ -44,7 +44,10 @@ class OpenedTrace(Trace):
 
     @cached_property
     def inferred(self) -> InferredStrategy:
-        """The plan that the program ran as far as the trace tells it, with a sentence of evidence for each part."""
+        """The plan that the program's libraries announce, with a sentence of evidence for each part.
+
+        There is none where something is sent that no library names; sentences say what that would fit.
+        """
         return infer(self)
 
     def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
@@ -91,7 +94,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 @public
-def open(path: Paths) -> OpenedTrace:
+def open(path: Paths, *, plan: Plan | None = None) -> OpenedTrace:
     """Open traces: torch.profiler's of one rank or many, JSON of other tools in Chrome's format, or mpkit's own.
 
     The result is a `Trace`, and shows itself as its timeline. What is known of it besides (which ranks of how many,
@@ -100,9 +103,11 @@ def open(path: Paths) -> OpenedTrace:
     Args:
         path: a file, a folder of files with one per rank, a folder of such folders with one file each, or several
             files. JSON may be zipped by gzip; JSON in a folder that is no trace is left out.
+        plan: the plan of the program, for views that name its axes; None: the one that its libraries announce.
 
     Raises:
         TraceError: there is no such file, or it cannot be read as a trace.
+        ValueError: groups of the trace do not lie along the axes of the plan.
 
     >>> import json, pathlib, tempfile
     >>> import mpkit as mk
@@ -125,11 +130,18 @@ def open(path: Paths) -> OpenedTrace:
     with _progress(files) as progress:
         trace = import_traces(files, progress)
     opened = OpenedTrace(trace.ranks, trace.meta)
-    if (plan := plan_of_mesh(opened, opened.inferred.plan)) is not None:
-        opened.meta["plan"] = plan.to_json()
-        opened.meta["imported"]["notes"].append(
-            f"The plan is inferred (trace.inferred has the evidence): {plan}."
+    known = plan_of_mesh(opened, plan or opened.inferred.plan)
+    if known is None and plan is not None:
+        raise ValueError(
+            f"mk.open(..., plan={plan}): the trace has {opened.world_size} ranks, and not all of their groups lie "
+            f"along the axes of this plan. mk.open(path).inferred says which communication there is."
         )
+    if known is not None:
+        opened.meta["plan"] = known.to_json()
+        if plan is None:
+            opened.meta["imported"]["notes"].append(
+                f"The plan is the one that the program's libraries announce (trace.inferred): {known}."
+            )
     return opened
 
 

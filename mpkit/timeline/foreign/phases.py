@@ -20,7 +20,7 @@ from mpkit.timeline.foreign.lanes import covered_times, lies_within
 from mpkit.timeline.foreign.reading.events import STEP, Events
 from mpkit.trace import Kind
 
-__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps", "recomputed_rows"]
+__all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps"]
 
 Array = npt.NDArray[Any]
 
@@ -120,7 +120,7 @@ def _engine_rows(events: Events) -> Array:
     return np.flatnonzero(names[events["op"].name])
 
 
-def recomputed_rows(events: Events) -> Array:
+def _recomputed_rows(events: Events) -> Array:
     """Return the operators that autograd records while its engine evaluates a node: those of a forward run again.
 
     Functions written in Python are recorded in backwards, too, as those by which DTensor changes a layout.
@@ -132,7 +132,7 @@ def recomputed_rows(events: Events) -> Array:
 
 
 def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
-    ops, rows = events["op"], recomputed_rows(events)
+    ops, rows = events["op"], _recomputed_rows(events)
     here, _ = _find_inside(asked, ops.start[rows], ops.end[rows])
     place["kind"][here & (place["kind"] == Kind.BACKWARD)] = Kind.RECOMPUTE
 

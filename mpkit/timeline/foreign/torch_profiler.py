@@ -17,10 +17,10 @@ from typing import Any
 
 from mpkit.devices.catalogue import hardware
 from mpkit.errors import TraceError
+from mpkit.timeline.foreign.announced_plan import said_by
 from mpkit.timeline.foreign.chrome import plain_trace
 from mpkit.timeline.foreign.clocks import ClockAlignment, align
 from mpkit.timeline.foreign.communication import Comm, communications
-from mpkit.timeline.foreign.library_evidence import said_by
 from mpkit.timeline.foreign.notes import host_of, host_or_unknown, notes_on, without_layers
 from mpkit.timeline.foreign.rank import rank_trace
 from mpkit.timeline.foreign.rank_identity import RankIdentity, read_header

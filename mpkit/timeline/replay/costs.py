@@ -106,8 +106,14 @@ def _machine_of_imported(
     for kinds in bounds:
         for each in kinds.values():
             sums.update(each)
-    shares = ", ".join(
-        f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}" for bound, ns in sums.most_common()
+    shares = (
+        "all of them took 0 s"
+        if not sums.total()
+        else ", ".join(
+            f"{percent(ns / sums.total())} {_BOUND.get(bound, bound)}"
+            for bound, ns in sums.most_common()
+            if ns
+        )
     )
     notes = [
         f"Each kernel is scaled from {own.name} to {_names(chosen, world_size)} by what bounds it: products by the "

@@ -135,10 +135,17 @@ class EventStream:
                     yield first_event
                     self._at += 1
                     yield from self._events(lines=True)
+                    return
+                self._at += 1
             else:
                 raise TraceError(
                     f"{self.path} begins with {first!r}, so it is no JSON. mk.open reads what torch.profiler's "
                     "export_chrome_trace writes (.json or .json.gz), and what trace.save writes"
+                )
+            if self._peek_character() in ("{", "["):
+                raise TraceError(
+                    f"{self.path}: behind its end another trace begins, {self._quote_position()}. A file is of one "
+                    "rank: write each rank's trace to a file of its own, and give mk.open their folder"
                 )
 
     # ---- values

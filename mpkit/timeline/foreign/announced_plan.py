@@ -1,0 +1,435 @@
+"""The plan that the libraries of a trace's program announce, and what they leave open.
+
+    pipeline       annotations of torch.distributed.pipelining, "PP:2F0": stages, and the order on each rank
+    replicas       DistributedDataParallel.forward; FSDP2's gathers and reductions by layer; ZeroRedundancyOptimizer
+    meshes         a DeviceMesh's axis in the description of a process group: tp, cp, ep, dp
+    left           communication within forwards and backwards that none of these explains: then no plan follows, and
+                   what would fit is listed; `mk.open(path, plan=...)` takes the plan of who knows it
+
+Sizes of groups count absent ranks too, so that a few ranks of many tell them as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import axis_of
+from mpkit.plan.plan import Plan
+from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES
+from mpkit.timeline.foreign.reading.events import STEP, Events
+from mpkit.trace import Kind, RankTrace, Trace
+
+__all__ = ["InferredStrategy", "infer", "plan_of_mesh", "said_by"]
+
+_FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce) \((.*)\)$")
+_CHUNK = re.compile(r"(Forward|Backward) [0-9]{1,9}$")
+_LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W"}
+_AXES = {"tp": "tp", "cp": "cp", "sp": "cp", "ep": "ep", "dp": "dp"}
+"""By the name of a mesh's axis, the degree of a plan that it is."""
+
+FEW = 1024
+"""Bytes up to which a collective is of a loss or of a norm, and divides nothing."""
+
+CLEAR = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+
+
+@dataclass(frozen=True)
+class InferredStrategy:
+    """What `infer` found.
+
+    Attributes:
+        plan: the plan; None if libraries announce none, or if what they announce does not explain the trace.
+        evidence: a sentence for each thing that was found, or that is left open.
+    """
+
+    plan: Plan | None
+    evidence: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = repr(self.plan) if self.plan is not None else "No plan follows from this trace."
+        return "\n".join([head, *(f"- {sentence}" for sentence in self.evidence)])
+
+
+class Call(NamedTuple):
+    """A communication of a rank's last step: its kind, the size of its group, the axis of that, and its payload.
+
+    `phase` is the kind of action within which it begins; -1: none.
+    """
+
+    kind: Kind
+    size: int
+    axis: str
+    nbytes: int
+    phase: int
+
+
+def said_by(events: Events) -> dict[str, Any]:
+    """Return, as JSON types, what annotations say in one rank's file.
+
+    ddp: how often `DistributedDataParallel.forward` was called; fsdp: by layer, how often FSDP2 gathers it; steps:
+    profiled ones; optimizer: its class; chunks: whether torch.distributed.pipelining names micro-batches.
+    """
+    words = Counter(events.names[number] for number in events["annotation"].name.tolist())
+    gathers = {
+        found[2]: count
+        for word, count in words.items()
+        if (found := _FSDP.match(word)) and found[1] == "all_gather"
+    }
+    optimizers = [
+        word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
+    ]
+    return {
+        "ddp": words["DistributedDataParallel.forward"], "fsdp": gathers,
+        "steps": sum(count for word, count in words.items() if STEP.match(word)),
+        "optimizer": optimizers[0] if optimizers else "",
+        "chunks": any(_CHUNK.match(word) for word in words),
+    }  # fmt: skip
+
+
+def infer(trace: Trace) -> InferredStrategy:
+    """Return the plan that the libraries of an imported trace's program announce, and what it follows from."""
+    imported = trace.meta.get("imported", {})
+    ranks = [_last_step(rank) for rank in trace.ranks]
+    facts, groups = list(imported.get("said", [])), list(imported.get("groups", []))
+    calls = [list(_calls(rank, groups[at] if at < len(groups) else {})) for at, rank in enumerate(ranks)]
+    everything = [call for mine in calls for call in mine]
+    options: dict[str, Any] = {}
+    evidence: list[str] = []
+    for found, sentences in (
+        _pipeline(ranks, any(each["chunks"] for each in facts)),
+        _meshes(everything),
+        _fsdp(facts, everything),
+        _ddp(facts, everything),
+    ):  # fmt: skip
+        options |= {name: value for name, value in found.items() if name not in options}
+        evidence += sentences
+    fsdp, ddp = (any(each[what] for each in facts) for what in ("fsdp", "ddp"))
+    left = [*dict.fromkeys(sentence for mine in calls for sentence in _left(mine, options, fsdp, ddp))]
+    evidence += left
+    world = int(imported.get("world_size") or trace.world_size)
+    try:
+        plan = Plan(**options)
+    except ValueError as error:
+        return InferredStrategy(None, [*evidence, f"These do not make a plan of mpkit's: {error}"])
+    if left:
+        return InferredStrategy(None, evidence)
+    if plan.ranks > world:
+        degrees = " x ".join(
+            f"{axis}={options[axis]}" for axis in ("pp", "dp", "tp", "cp") if axis in options
+        )
+        return InferredStrategy(
+            None, [*evidence, f"{degrees} would be {plan.ranks} ranks, and there are {world}."]
+        )
+    if imported.get("world_size") and plan.ranks < world:
+        evidence.append(
+            f"This explains {plan.ranks} of {world} ranks: what divides the others is not in the files at hand."
+        )
+    return InferredStrategy(plan, evidence)
+
+
+def _last_step(rank: RankTrace) -> RankTrace:
+    steps = rank.ops["step"][rank.ops["kind"] == Kind.STEP]
+    ops = rank.ops[rank.ops["step"] == steps.max()] if len(steps) else rank.ops
+    return RankTrace(ops, rank.memory[:0], rank.names)
+
+
+def _calls(rank: RankTrace, groups: dict[str, Any]) -> Iterator[Call]:
+    """Yield the communications of a rank."""
+    ops = rank.ops
+    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], CLEAR)]
+    comm = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.BARRIER)]
+    at = np.searchsorted(actions["start"], comm["start"], side="right") - 1
+    for row, place in zip(comm, at.tolist(), strict=True):
+        inside = place >= 0 and row["start"] <= actions["end"][place]
+        name, kind = rank.name(int(row["group"])), Kind(int(row["kind"]))
+        size, axis = groups.get(f"{kind.word} {name}", (len(name.split(",")), ""))
+        yield Call(
+            kind, int(size), str(axis), int(row["bytes"]), int(actions["kind"][place]) if inside else -1
+        )
+
+
+Found = tuple[dict[str, Any], list[str]]
+
+
+# ---- what is announced ------------------------------------------------------------------------------------------
+
+
+def _meshes(calls: list[Call]) -> Found:
+    """Return the degrees of axes that a DeviceMesh names, along which something is sent."""
+    options: dict[str, Any] = {}
+    evidence = []
+    for name, degree in _AXES.items():
+        mine = [call for call in calls if call.axis == name and call.size > 1]
+        if not mine or degree in options:
+            continue
+        size = Counter(call.size for call in mine).most_common(1)[0][0]
+        options[degree] = size
+        kinds = ", ".join(sorted({call.kind.word.replace("_", "-") for call in mine}))
+        if degree == "cp" and any(call.kind == Kind.ALL_TO_ALL for call in mine):
+            options["cp_method"] = "ulysses"
+        evidence.append(
+            f"The program's mesh has an axis {name} of {size} ranks ({kinds} along it): {degree}={size}."
+        )
+    return options, evidence
+
+
+def _fsdp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
+    """Return what FSDP2's annotations say; with an all-reduce of each shard besides, shards are hybrid."""
+    layers = {layer: count for each in facts for layer, count in each["fsdp"].items()}
+    gathers = [call for call in calls if call.kind == Kind.ALL_GATHER]
+    if not layers or not gathers:
+        return {}, []
+    sizes = Counter[int]()
+    for call in gathers:
+        sizes[call.size] += call.nbytes + 1
+    among = sizes.most_common(1)[0][0]
+    each = max(layers.values()) / (max(fact["steps"] for fact in facts) or 1)
+    zero = 3 if each > 1 else 2
+    again = "again in the backward" if zero == 3 else "and keeps them for the backward"
+    shards, replicas = _hybrid(calls, among)
+    names = ", ".join([*layers][:3]) + (", ..." if len(layers) > 3 else "")
+    evidence = [
+        f"FSDP2 gathers {len(layers)} groups of parameters ({names}) among {shards} ranks in the forward, {again} "
+        f"({each:g} gathers of each per step): ZeRO-{zero}."
+    ]
+    if replicas > 1:
+        evidence.append(
+            f"It reduces each shard among {replicas} ranks as well: hybrid shards, {replicas} copies of {shards} "
+            f"shards, which is dp_shard={shards}, dp_replicate={replicas}."
+        )
+    groups = {"dp_shard": shards, "dp_replicate": replicas} if replicas > 1 else {}
+    return {"dp": shards * replicas, "zero": zero, **groups}, evidence
+
+
+def _hybrid(calls: list[Call], among: int) -> tuple[int, int]:
+    """Return among how many ranks parameters are sharded, and how many ranks have the same shard.
+
+    After each reduce-scatter of the backward hybrid shards have an all-reduce of the shard, which is so many times
+    smaller. That holds as well where the file does not tell the ranks of a group.
+    """
+    scatters = [call for call in calls if call.kind == Kind.REDUCE_SCATTER]
+    sums = [
+        call for call in calls if call.kind == Kind.ALL_REDUCE and call.nbytes > FEW and call.axis != "tp"
+    ]
+    if not scatters or len(sums) < len(scatters):
+        return among, 1
+    parts = {a.nbytes / b.nbytes for a, b in zip(scatters, sums, strict=False)}
+    part = parts.pop()
+    if parts or part < 2 or part % 1:
+        return among, 1
+    shards = int(part)
+    return shards, max(sums[0].size if scatters[0].size == shards else scatters[0].size // shards, 1)
+
+
+def _ddp(facts: list[dict[str, Any]], calls: list[Call]) -> Found:
+    """Return what DDP's annotation says, and torch's optimizer that is divided among replicas."""
+    called = sum(each["ddp"] for each in facts)
+    reduced = Counter(call.size for call in _gradients(calls))
+    if not called or not reduced or reduced.most_common(1)[0][0] < 2:
+        return {}, []
+    size, count = reduced.most_common(1)[0]
+    each = called / len(facts) / (max(fact["steps"] for fact in facts) or 1)
+    often = "once" if each == 1 else f"{each:g} times"
+    many = "s" * (count > len(facts))
+    evidence = [
+        f"DistributedDataParallel.forward is called {often} per step; {count // len(facts)} all-reduce{many} among "
+        f"{size} ranks follow{'' if many else 's'} in the backward: dp={size}."
+    ]
+    options: dict[str, Any] = {"dp": size} | (
+        {"microbatches": int(each)} if each > 1 and not each % 1 else {}
+    )
+    if any(fact["optimizer"] == "ZeroRedundancyOptimizer" for fact in facts):
+        evidence.append("ZeroRedundancyOptimizer updates a part on each rank, and broadcasts it: ZeRO-1.")
+        options["zero"] = 1
+    return options, evidence
+
+
+def _gradients(calls: list[Call]) -> list[Call]:
+    """Return the all-reduces outside of forwards, but for those of a size that forwards reduce: of divided layers."""
+    mirrored = {
+        call.nbytes
+        for call in calls
+        if call.phase == Kind.FORWARD and call.kind == Kind.ALL_REDUCE and call.nbytes
+    }
+    return [
+        call for call in calls
+        if call.kind == Kind.ALL_REDUCE and call.phase != Kind.FORWARD and call.axis not in ("tp", "cp", "ep")
+        and call.nbytes not in mirrored
+    ]  # fmt: skip
+
+
+def _pipeline(ranks: list[RankTrace], chunks: bool) -> Found:
+    """Return what annotations of torch.distributed.pipelining say, and the schedule that has their order.
+
+    Args:
+        ranks: each rank's last step.
+        chunks: whether they name micro-batches; where they name no stages, messages tell which rank comes after which.
+    """
+    first_stage = {}
+    for number, rank in enumerate(ranks):
+        stages = rank.ops["stage"][(rank.ops["kind"] < Kind.WAIT) & (rank.ops["stage"] >= 0)]
+        if len(stages):
+            first_stage[int(stages.min())] = number, int(stages.max())
+    if not first_stage and chunks:
+        first_stage = {stage: (number, stage) for stage, number in enumerate(_chain(ranks))}
+    if len(first_stage) < 2:
+        return {}, []
+    order = {stage: _order(ranks[number], stage) for stage, (number, _) in sorted(first_stage.items())}
+    microbatches = max(
+        (int(word.split("F")[1]) + 1 for row in order.values() for word in row if "F" in word), default=1
+    )
+    last, p = max(last for _, last in first_stage.values()), len(first_stage)
+    virtual = max(1, (last + 1) // p)
+    name = _schedule(order, p, microbatches, virtual)
+    begin = " ".join(order[min(order)][: 2 * p + 2])
+    evidence = [
+        f"Annotations of torch.distributed.pipelining name {last + 1} stages on {p} ranks. The first stage's order in a "
+        f"step is {begin} ..., {microbatches} micro-batches: "
+        + (f"schedule {name!r}." if name else "no schedule of mpkit's has this order on all ranks.")
+    ]
+    schedule = {"schedule": name} if name else {}
+    return {"pp": p, "microbatches": microbatches, "virtual_stages": virtual, **schedule}, evidence
+
+
+def _chain(ranks: list[RankTrace]) -> list[int]:
+    """Return the ranks in the order in which each sends to the next one, from one that is sent nothing."""
+    after: dict[int, int] = {}
+    for number, rank in enumerate(ranks):
+        begins = {
+            kind: rank.ops["start"][(rank.ops["kind"] == kind) & (rank.ops["depth"] == 0)].min(initial=2**62)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        }
+        start = rank.ops["start"]
+        sends = rank.ops[
+            (rank.ops["kind"] == Kind.SEND)
+            & (start >= begins[Kind.FORWARD])
+            & (start < begins[Kind.BACKWARD])
+        ]
+        if len(sends) and sends["peer"][0] >= 0:
+            after[number] = int(sends["peer"][0])
+    first = sorted(after.keys() - set(after.values()))
+    chain = first[:1]
+    while chain and chain[-1] in after and after[chain[-1]] not in chain:
+        chain.append(after[chain[-1]])
+    return chain
+
+
+def _order(rank: RankTrace, stage: int) -> list[str]:
+    """Return a rank's actions of a step as torch writes them, "2F0"; `stage` is theirs where they name none."""
+    ops = rank.ops
+    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], CLEAR) & (ops["microbatch"] >= 0)]
+    words = [
+        f"{row['stage'] if row['stage'] >= 0 else stage}{_LETTERS[Kind(int(row['kind']))]}{row['microbatch']}"
+        for row in actions
+    ]
+    return [word for word, before in zip(words, ["", *words], strict=False) if word != before]
+
+
+def _schedule(order: dict[int, list[str]], p: int, microbatches: int, virtual: int) -> str:
+    """Return the name of the schedule that has this order on all of its ranks; "" if none has."""
+    # Of one micro-batch all have the same order: then it is what a Plan has by default.
+    for name in (GPIPE, *SCHEDULES):
+        if not SCHEDULES[name].can_have(virtual):
+            continue
+        try:
+            more = {"virtual_stages": virtual} if virtual > 1 else {}
+            rows: Any = Plan.pipeline(name, p, microbatches, **more).build().rows
+        except ValueError:  # no such schedule of this many micro-batches
+            continue
+        if all(
+            [f"{a.stage}{a.kind}{a.microbatch}" for a in rows[place]] == row
+            for place, row in enumerate(order.values())
+        ):
+            return name
+    return ""
+
+
+# ---- what is left open ------------------------------------------------------------------------------------------
+
+
+def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> list[str]:
+    """Return a sentence for each kind of communication within forwards and backwards that nothing announces."""
+    known_axes = {name for name, degree in _AXES.items() if degree in options}
+    gradients = {id(call) for call in _gradients(calls)}
+    left: Counter[tuple[Kind, int, int]] = Counter()
+    sizes: dict[tuple[Kind, int, int], set[int]] = {}
+    for call in calls:
+        explained = (
+            call.size < 2 or call.phase < 0 or call.axis in known_axes or 0 < call.nbytes <= FEW
+            or (fsdp and call.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
+            or (ddp and (call.kind == Kind.BROADCAST or id(call) in gradients))
+            or (call.kind in (Kind.SEND, Kind.RECV) and "pp" in options)
+        )  # fmt: skip
+        if not explained:
+            key = call.kind, call.size, Kind.FORWARD if call.phase == Kind.FORWARD else Kind.BACKWARD
+            left[key] += 1
+            sizes.setdefault(key, set()).add(call.nbytes)
+    return [
+        f"{count} {kind.word.replace('_', '-')}s among {size} ranks within {Kind(phase).word}s, which no library "
+        f"names: {_possible(kind, size, phase, count, sizes[kind, size, phase])}. Name it: mk.open(path, plan=...)."
+        for (kind, size, phase), count in sorted(left.items())
+    ]
+
+
+def _possible(kind: Kind, size: int, phase: int, count: int, sizes: Iterable[int]) -> str:
+    """Return which plans such communication would fit."""
+    if kind == Kind.ALL_TO_ALL:
+        fits = [f"experts that are divided (ep={size})"] if count % 2 == 0 else []
+        if count % 4 == 0 and len(set(sizes)) == 1:
+            fits.append(
+                f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
+            )
+        return "it fits " + " or ".join(fits) if fits else "it fits no plan of mpkit's"
+    if kind in (Kind.SEND, Kind.RECV):
+        return "it fits stages of a pipeline, or a ring of sequences (cp, cp_method='ring')"
+    if kind == Kind.ALL_REDUCE:
+        return (
+            f"it fits layers that are divided (tp={size})"
+            if phase == Kind.FORWARD
+            else f"it fits replicas (dp={size}), or layers that are divided (tp={size})"
+        )
+    if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        layers = f"layers divided with their sequences (tp={size}, sequence_parallel=True)"
+        return f"it fits sharded parameters (dp={size}, zero=1 to 3), or {layers}"
+    return "it fits no plan of mpkit's"
+
+
+# ---- whether views may name groups by it ------------------------------------------------------------------------
+
+
+def plan_of_mesh(trace: Trace, plan: Plan | None) -> Plan | None:
+    """Return the plan if all of its ranks are in the trace, in the order of its mesh; else None.
+
+    Ranks of a mesh are numbered with pp outermost and tp innermost. A program may number them otherwise: then some
+    group spans axes of which it should know only one.
+
+    Args:
+        trace: an imported trace.
+        plan: the plan of its program.
+    """
+    if plan is None or plan.ranks != trace.world_size or plan.ranks == 1:
+        return None
+    for number, rank in enumerate(trace.ranks):
+        comm = rank.ops[(rank.ops["kind"] >= Kind.SEND) & (rank.ops["kind"] <= Kind.BARRIER)]
+        exchanged = {int(row["group"]) for row in comm if row["kind"] == Kind.ALL_TO_ALL}
+        for line in {int(group) for group in comm["group"]}:
+            words = rank.name(line).partition("#")[0]
+            members = sorted(int(part) for part in words.replace(">", ",").split(",") if part.isdigit())
+            if len(members) < 2 or len(members) == plan.ranks:
+                continue
+            axis = axis_of(plan.mesh, members, exchange=line in exchanged)
+            if not _is_along(plan.mesh, axis, members, number, message=">" in words):
+                return None
+    return plan
+
+
+def _is_along(mesh: Mesh, axis: str, members: list[int], rank: int, *, message: bool) -> bool:
+    """Say whether ranks are a group along one axis (or two, as the replicas of a norm are); messages run along pp."""
+    return axis == "pp" if message else sorted(mesh.group(rank, *axis.split(" x "))) == members
