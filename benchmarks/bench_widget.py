@@ -89,7 +89,7 @@ def _spans(count: int) -> Any:
     spans = np.tile(whole, steps)
     step = np.repeat(np.arange(steps), len(whole))
     for column in ("start", "end"):
-        spans[column] += step * one.makespan
+        spans[column] += step * one.step_time
     spans["step"], spans["cause"] = step, -1
     return spans[np.argsort(spans["end"], kind="stable")][:count]
 

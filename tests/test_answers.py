@@ -51,7 +51,7 @@ def test_they_have_the_same_fields(answers: dict[str, Answer]) -> None:
         assert timeline.step_time == pytest.approx(found.step_time, rel=1e-9), name
         assert found.bubble == timeline.bubble, name
         assert found.band is None or found.band[0] <= found.step_time <= found.band[1], name
-        assert sum(found.because.values()) == pytest.approx(timeline.makespan, rel=1e-6), name
+        assert sum(found.because.values()) == pytest.approx(timeline.step_time, rel=1e-6), name
         assert [*found.because.values()] == sorted(found.because.values(), reverse=True), name
         assert all("total" not in held for held in found.memory), name
     assert len(mk.compare(*answers.values()).rows) == len(answers)

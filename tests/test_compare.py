@@ -71,7 +71,7 @@ def test_communication_is_what_links_without_latency_would_save(name: str) -> No
     of_slow, of_fast = idle_by_cause(slow), idle_by_cause(fast)
     for rank in range(4):
         if of_slow[rank, IMBALANCE] == of_fast[rank, IMBALANCE] == 0:
-            assert of_slow[rank, COMMUNICATION] == pytest.approx(slow.makespan - fast.makespan)
+            assert of_slow[rank, COMMUNICATION] == pytest.approx(slow.step_time - fast.step_time)
     rest = [causes.sum() - causes[:, [IMBALANCE, COMMUNICATION]].sum() for causes in (of_slow, of_fast)]
     assert rest[0] == pytest.approx(rest[1])
 
@@ -158,7 +158,7 @@ def test_a_run_is_compared_with_its_prediction(against_prediction: Comparison) -
     predicted, measured = (row.timeline for row in against_prediction.rows)
     assert (predicted.clock, measured.clock) == ("simulated", "virtual")
     gap = against_prediction.gap()
-    assert sum(gap.values()) == pytest.approx(measured.makespan - predicted.makespan)
+    assert sum(gap.values()) == pytest.approx(measured.step_time - predicted.step_time)
     # The means are the run's own, so forwards and backwards are no part of the gap; the optimizer is all of it.
     assert all(abs(gap[f"{kind} of stage {s}"]) < 1e-9 for kind in ("forward", "backward") for s in range(4))
     assert gap["optimizer"] > 0
@@ -170,8 +170,8 @@ def test_a_gap_is_explained_to_its_end(a: str, b: str) -> None:
     times = {"forward": 1.0, "input_grad": 1.1, "weight_grad": 0.9, "hop": 0.2}
     found = mk.compare(first=mk.simulate(plan_of(a), **times), second=mk.simulate(plan_of(b), **times))
     first, second = (row.timeline for row in found.rows)
-    assert sum(found.gap().values()) == pytest.approx(second.makespan - first.makespan)
-    assert sum(found.gap("second", "first").values()) == pytest.approx(first.makespan - second.makespan)
+    assert sum(found.gap().values()) == pytest.approx(second.step_time - first.step_time)
+    assert sum(found.gap("second", "first").values()) == pytest.approx(first.step_time - second.step_time)
 
 
 def test_pictures_share_an_axis(against_prediction: Comparison) -> None:
@@ -186,7 +186,7 @@ def test_pictures_share_an_axis(against_prediction: Comparison) -> None:
     assert {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"} <= set(shown)
     bars = against_prediction.figure().data
     for i, row in enumerate(against_prediction.rows):
-        assert sum(bar.x[i] for bar in bars) == pytest.approx(row.timeline.makespan)
+        assert sum(bar.x[i] for bar in bars) == pytest.approx(row.timeline.step_time)
     frame = against_prediction.to_dataframe()
     assert list(frame["name"]) == ["predicted", "measured"]
 

@@ -38,8 +38,8 @@ def agrees(timeline: Timeline) -> None:
     np.testing.assert_allclose(path.step_time, step.step_time, **same)
     np.testing.assert_allclose(sum(op.seconds for op in path.ops), step.step_time, **same)
     np.testing.assert_allclose(causes.sum(axis=1), step.idle, **same)
-    np.testing.assert_allclose(np.add(step.busy, step.idle), step.makespan, **same)
-    np.testing.assert_allclose(1 - sum(step.busy) / step.world_size / step.makespan, step.bubble, **same)
+    np.testing.assert_allclose(np.add(step.busy, step.idle), step.step_time, **same)
+    np.testing.assert_allclose(1 - sum(step.busy) / step.world_size / step.step_time, step.bubble, **same)
     assert (causes >= -1e-12).all()
 
 

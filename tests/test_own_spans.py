@@ -23,7 +23,7 @@ def test_a_wait_within_a_span_is_idle_time(cluster: mk.Cluster) -> None:
     timeline = counted(cluster.trace)
     assert timeline.to_dataframe()["name"].tolist().count("work and reduce") == 4
     assert timeline.busy == pytest.approx([1, 2, 3, 4])
-    np.testing.assert_allclose(timeline.makespan, np.add(timeline.busy, timeline.idle))
+    np.testing.assert_allclose(timeline.step_time, np.add(timeline.busy, timeline.idle))
     assert [kinds for kinds in timeline.comm_bytes] == [{"all_reduce": 4000}] * 4
 
     pic = picture(timeline)

@@ -36,4 +36,4 @@ def test_the_bubble_of_each_step_is_that_of_the_simulation(
     simulated = mk.simulate(plan, **ran.stage_times(), steps=3)
     bubbles = [ran.bubble_of(step) for step in ran.steps]
     assert bubbles == pytest.approx([simulated.bubble_of(step) for step in range(3)], abs=1e-6)
-    assert ran.makespan == pytest.approx(simulated.makespan, rel=1e-6)
+    assert ran.step_time == pytest.approx(simulated.step_time, rel=1e-6)

@@ -125,7 +125,7 @@ def test_nothing_is_nothing() -> None:
         Timeline.of(Trace([Rank().trace()]), clock="measured"),
     ):
         assert len(timeline.spans) == 0
-        assert timeline.makespan == timeline.step_time == timeline.bubble == 0.0
+        assert timeline.step_time == timeline.bubble == 0.0
         assert timeline.notes == [] or timeline.clock == "virtual"
 
 
@@ -297,7 +297,7 @@ def test_steps_span_what_is_in_them() -> None:
     assert times(timeline, 0, Kind.STEP) == [(0.0, 2.0), (2.0, 5.0), (5.0, 9.0)]
     assert timeline.steps == [0, 1, 2]
     assert timeline.step_time == 4.0 == timeline.step(2).step_time
-    assert timeline.step(0).makespan == 2.0
+    assert timeline.step(0).step_time == 2.0
 
 
 def test_on_the_machine_of_the_run_an_op_takes_the_cpu_time_it_took() -> None:
@@ -390,7 +390,7 @@ def test_a_rank_killed_in_an_op_leaves_the_others_their_times_and_a_note() -> No
     assert timeline.steps == []  # nobody completed it
     assert "rank 1 is in backward of stage 1 micro-batch 3 (step 0)" in timeline.notes[-1]
     assert "rank 0 waits for recv 1>0#B0 (step 0)" in timeline.notes[-1]
-    assert timeline.makespan == 2.0
+    assert timeline.step_time == 3.0
 
 
 def test_what_never_comes_is_said_and_not_waited_for() -> None:
@@ -723,6 +723,6 @@ def test_on_unlike_devices_each_rank_takes_what_its_own_device_says() -> None:
     assert times(mixed, 1, Kind.OPTIMIZER) == [(28.0, 34.0)]
     assert "fast, 2e-12 TFLOP/s: rank 0; slow, 1e-12 TFLOP/s: rank 1" in mixed.notes[0]
     alone = [play(*ranks, hardware=Hardware("alike", each, free)) for each in (fast, slow)]
-    assert alone[0].makespan < mixed.makespan < alone[1].makespan
+    assert alone[0].step_time < mixed.step_time < alone[1].step_time
     turned = play(*ranks, hardware=Hardware("turned", devices=[fast, slow], link=free, order=(1, 0)))
     assert times(turned, 0, Kind.FORWARD)[0] == (0.0, 8.0)

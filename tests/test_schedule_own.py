@@ -94,7 +94,7 @@ def test_what_is_copied_as_text_is_the_schedule_again(name: str, p: int, m: int)
 
 def test_text_in_a_plan() -> None:
     plan = Plan(pp=2, microbatches=2, schedule="F0 F1 B0 B1\nF0 B0 F1 B1")
-    assert simulate(plan).makespan == 9
+    assert simulate(plan).step_time == 9
     assert Plan.from_schedule("F0 F1 B0 B1\nF0 B0 F1 B1", recompute="full").recompute == "full"
 
 

@@ -55,7 +55,7 @@ def test_it_improves_on_every_named_schedule_of_uneven_stages() -> None:
     assert found.plan.schedule.name == "searched"
     for name in ("zbv", "interleaved_zb"):
         other = mk.Plan.pipeline(name, 4, 8, virtual_stages=2)
-        assert mk.simulate(other, **times, hop=0.3).makespan == pytest.approx(found.named[name])
+        assert mk.simulate(other, **times, hop=0.3).step_time == pytest.approx(found.named[name])
         assert found.named[name] > found.seconds
 
 
@@ -80,7 +80,7 @@ def test_random_cases() -> None:
         schedule = found.plan.build()
         validate(schedule, plan.stages, plan.microbatches, max_live=math.inf if cap is None else cap)
         assert (schedule.ranks, schedule.microbatches) == (plan.pp, plan.microbatches)
-        assert found.timeline.makespan == pytest.approx(found.seconds)
+        assert found.timeline.step_time == pytest.approx(found.seconds)
         assert found.seconds >= found.at_least - 1e-9
         v = plan.virtual_stages
         for name in NAMES:
@@ -88,7 +88,7 @@ def test_random_cases() -> None:
                 other = mk.Plan(pp=plan.pp, schedule=name, microbatches=plan.microbatches, virtual_stages=v)
                 peak = max(other.build().peak_live)
                 if cap is None or peak <= cap:
-                    assert found.seconds <= mk.simulate(other, **times).makespan + 1e-9
+                    assert found.seconds <= mk.simulate(other, **times).step_time + 1e-9
                     assert name in found.named
                 else:
                     assert found.too_large[name] == peak
@@ -152,7 +152,7 @@ def test_recomputation_and_own_schedules() -> None:
     found = mk.search_schedule(plan, effort=20_000)
     assert found.plan.recompute == "full"
     assert "own" in found.named
-    assert found.seconds <= found.named["own"] == pytest.approx(mk.simulate(plan).makespan)
+    assert found.seconds <= found.named["own"] == pytest.approx(mk.simulate(plan).step_time)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ Row = tuple[
 def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
     """Huang et al. 2019, section 2.3: F=1, B=2: span 3 (m + p - 1) = 33, idle 3 (p - 1) = 9."""
     t = mk.simulate(mk.Plan.gpipe(4, 8))
-    assert t.makespan == t.step_time == 33.0
+    assert t.step_time == 33.0
     assert t.idle == [9.0] * 4
     assert t.busy == [24.0] * 4
     assert t.bubble == pytest.approx(3 / 11)
@@ -61,7 +61,7 @@ def test_schedules_of_4_ranks_and_8_micro_batches(
     v = 2 if makespan > 50 else 1
     plan = mk.Plan(pp=4, schedule=name, microbatches=8, virtual_stages=v)
     t = mk.simulate(plan)
-    assert (t.makespan, t.idle) == (makespan, [idle] * 4)
+    assert (t.step_time, t.idle) == (makespan, [idle] * 4)
     assert [peak["activations"] for peak in t.peak_memory] == live
     assert t.bubble == pytest.approx(float(plan.bubble_in_theory or -1))
 
@@ -69,7 +69,7 @@ def test_schedules_of_4_ranks_and_8_micro_batches(
 def test_naive_mp_leaves_three_of_four_idle() -> None:
     t = mk.simulate(mk.Plan.naive_mp(4))
     assert t.bubble == 0.75
-    assert t.makespan == 12.0
+    assert t.step_time == 12.0
 
 
 @given(p=st.integers(1, 8), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
@@ -89,7 +89,7 @@ def test_bubbles_are_those_of_the_theory(p: int, m: int, forward: int, backward:
 def test_hops_are_on_the_critical_path_of_gpipe_once_there_and_once_back(p: int, m: int, hop: float) -> None:
     """Messages are asynchronous, so only the first on its way there and the last on its way back are waited for."""
     t = mk.simulate(mk.Plan.gpipe(p, m), hop=hop)
-    assert t.makespan == pytest.approx(3 * (m + p - 1) + 2 * (p - 1) * hop)
+    assert t.step_time == pytest.approx(3 * (m + p - 1) + 2 * (p - 1) * hop)
 
 
 @given(
@@ -141,9 +141,9 @@ def test_split_backwards_let_the_stage_before_go_on() -> None:
     """Qi et al. 2023: what the stage before waits for is I alone."""
     whole = mk.Plan.from_schedule(["0F0 0B0", "1F0 1B0"])
     split = mk.Plan.from_schedule(["0F0 0I0 0W0", "1F0 1I0 1W0"])
-    assert mk.simulate(whole, 1, 3, 2).makespan == 1 + 1 + 5 + 5
+    assert mk.simulate(whole, 1, 3, 2).step_time == 1 + 1 + 5 + 5
     t = mk.simulate(split, 1, 3, 2)
-    assert t.makespan == 1 + 1 + 3 + 5
+    assert t.step_time == 1 + 1 + 3 + 5
     # Activations live until W is done.
     assert t.peak_memory[1]["activations"] == 1
     last = t.held[t.held["rank"] == 1][-1]
@@ -155,7 +155,7 @@ def test_recomputation_does_the_forward_again() -> None:
     # while a rank waits for its gradient anyway (Huang et al. 2019, section 2.3).
     plan = mk.Plan.gpipe(4, 8, recompute="full")
     t = mk.simulate(plan)
-    assert t.makespan == 3 + 8 * 4 + 3 * 2
+    assert t.step_time == 3 + 8 * 4 + 3 * 2
     assert t.bubble == pytest.approx(9 / 41)
     assert (t.spans["kind"] == Kind.RECOMPUTE).sum() == 4 * 8
 
@@ -203,7 +203,7 @@ def test_zb_h2_pays_where_steps_follow_each_other() -> None:
     assert h2.steps == [0, 1, 2, 3, 4]
     assert set(h2.spans["microbatch"].tolist()) == {-1, *range(8)}
     one = mk.simulate(mk.Plan.pipeline("zb_h2", 4, 8))
-    assert h2.step(0).makespan == one.makespan
+    assert h2.step(0).step_time == one.step_time
     assert [peak["activations"] for peak in h2.peak_memory] == [7] * 4
     with pytest.raises(ValueError, match=r"steps=0.*such as steps=3"):
         mk.simulate(mk.Plan.gpipe(2, 2), steps=0)
@@ -211,7 +211,7 @@ def test_zb_h2_pays_where_steps_follow_each_other() -> None:
 
 def test_schedules_are_simulated_too() -> None:
     rows = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
-    assert mk.simulate(mk.Schedule(rows)).makespan == mk.simulate(mk.Plan.from_schedule(rows)).makespan == 9
+    assert mk.simulate(mk.Schedule(rows)).step_time == mk.simulate(mk.Plan.from_schedule(rows)).step_time == 9
     with pytest.raises(ValueError, match="1B0 comes before 1F0"):
         mk.simulate(mk.Schedule(["F0 B0", "B0 F0"]))
 
@@ -336,8 +336,8 @@ def test_a_backward_that_is_not_split_may_take_less_than_its_halves() -> None:
     times = t.stage_times()
     assert times["backward"] == pytest.approx([2.0] * 8)
     assert times["input_grad"] == pytest.approx([1.5] * 8)
-    assert mk.simulate(plan, **times).makespan == pytest.approx(t.makespan)
-    assert t.makespan < mk.simulate(plan, 1.0, 1.5, 1.0, hop=0.1).makespan
-    assert mk.simulate(mk.Plan.gpipe(2, 2), backward=5).makespan == (2 + 2 - 1) * (1 + 5)
+    assert mk.simulate(plan, **times).step_time == pytest.approx(t.step_time)
+    assert t.step_time < mk.simulate(plan, 1.0, 1.5, 1.0, hop=0.1).step_time
+    assert mk.simulate(mk.Plan.gpipe(2, 2), backward=5).step_time == (2 + 2 - 1) * (1 + 5)
     with pytest.raises(ValueError, match=r"backward=\[1.0, 2.0\] names 2 times for 4 stages"):
         mk.simulate(mk.Plan.gpipe(4, 8), backward=[1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.timeline import metrics
+from mpkit.timeline.diagnosis.bubble_words import bubble_words
+from mpkit.timeline.idleness import CAUSES, idle_by_cause
+from mpkit.timeline.played_schedule import followed_by
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, lane_of
+from mpkit.views.timeline.bubble_count import BubbleCounter
 
 Span = tuple[int, Kind, float, float]  # rank, kind, start, end
 
@@ -34,17 +39,16 @@ def timeline(
 F, B, WAIT, SEND, RECV, REDUCE = Kind.FORWARD, Kind.BACKWARD, Kind.WAIT, Kind.SEND, Kind.RECV, Kind.ALL_REDUCE
 
 
-def test_the_bubble_is_the_idle_share_of_the_makespan() -> None:
+def test_the_bubble_is_the_idle_share_of_the_step() -> None:
     t = timeline(
-        (0, F, 1.0, 3.0), (0, WAIT, 3.0, 5.0), (0, B, 5.0, 9.0), (1, F, 3.0, 5.0), (1, SEND, 5.0, 20.0)
+        (0, F, 1.0, 3.0), (0, WAIT, 3.0, 5.0), (0, B, 5.0, 9.0), (1, F, 3.0, 5.0), (1, SEND, 5.0, 17.0)
     )
-    assert t.makespan == 8.0
+    assert t.step_time == 16.0  # with what is sent afterwards
     assert t.busy == [6.0, 2.0]
-    assert t.idle == [2.0, 6.0]
-    assert t.utilisation == [0.75, 0.25]
-    assert t.bubble == 0.5
-    assert t.ideal_bubble == 1.0
-    assert t.step_time == 19.0  # with what is sent afterwards
+    assert t.idle == [10.0, 14.0]
+    assert t.utilisation == [0.375, 0.125]
+    assert t.bubble == 0.75
+    assert t.ideal_bubble == 3.0
 
 
 def test_layers_within_an_action_are_not_counted_again() -> None:
@@ -94,10 +98,9 @@ def test_figures_are_those_of_the_last_step_that_everybody_completed() -> None:
                 steps.append(step)
     t = timeline(*rows, step=steps)  # type: ignore[arg-type]
     assert t.steps == [0, 1]
-    assert t.makespan == 2.0
     assert t.step_time == 2.0  # not the wait for its first message, while others are in the step before
-    assert t.step(0).makespan == 1.0
-    assert t.step(2).makespan == 3.0  # as far as it came
+    assert t.step(0).step_time == 1.0
+    assert t.step(2).step_time == 3.0  # as far as it came
     assert t.step(0).steps == [0]
     with pytest.raises(ValueError, match=r"step\(7\).*no step 7. It has steps 0, 1."):
         t.step(7)
@@ -117,12 +120,13 @@ def test_a_step_begins_with_its_first_action_not_with_who_waits_for_it() -> None
     one = t.step(3)
     assert one.spans["start"].tolist() == [4.0, 4.0, 5.0, 4.0]
     assert one.spans["end"].tolist() == t.spans["end"].tolist()
-    assert one.makespan == t.makespan == 3.0
+    assert one.step_time == t.step_time == 3.0
 
 
 def test_nothing_gives_figures_too() -> None:
-    for t in (timeline(ranks=0), timeline(), timeline((0, SEND, 1.0, 2.0)), timeline((0, F, 1.0, 1.0))):
-        assert t.makespan == t.bubble == t.ideal_bubble == 0.0
+    assert timeline((0, SEND, 1.0, 2.0)).bubble == 0.0  # nobody computes
+    for t in (timeline(ranks=0), timeline(), timeline((0, F, 1.0, 1.0))):
+        assert t.step_time == t.bubble == t.ideal_bubble == 0.0
         assert t.idle == t.utilisation == [0.0] * t.world_size
         assert len(t.peak_memory) == len(t.comm_bytes) == t.world_size
         assert all(peak["total"] == 0 for peak in t.peak_memory)
@@ -228,3 +232,20 @@ def test_a_peak_is_never_less_than_what_was_held_at_any_time(
         if start <= change["time"] <= start + length:
             seen.append(sum(levels))
     assert peak["total"] == max(seen or [sum(levels)])
+
+
+def test_there_is_one_length_of_a_step_even_where_it_ends_in_communication() -> None:
+    """A step that ends with an all-gather (ZeRO-1's, a late bucket): all that is said of it adds up to its time."""
+    t = followed_by(
+        mk.simulate(mk.Plan.gpipe(2, 2)), [("o", Kind.OPTIMIZER, 1.0), ("g", Kind.ALL_GATHER, 5.0)]
+    )
+    assert t.step_time == 15.0
+    assert sum(t.because.values()) == pytest.approx(15.0)
+    assert np.allclose(np.add(t.busy, t.idle), 15.0)
+    counter = BubbleCounter(2)
+    counter.add(t.spans)
+    assert counter.step_time() == 15.0 and counter.bubble() == pytest.approx(t.bubble)
+    whole, *parts = [float(share) for share in re.findall(r"([\d.]+) %", bubble_words(0.1, t))[1:]]
+    assert whole == pytest.approx(100 * t.bubble, abs=0.05) == pytest.approx(sum(parts), abs=0.11)
+    causes = dict(zip(CAUSES, idle_by_cause(t).mean(axis=0).tolist(), strict=True))
+    assert causes["communication"] == pytest.approx(5.0)

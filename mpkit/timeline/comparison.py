@@ -1,7 +1,7 @@
 """Compare timelines: what takes the time in each, and where the difference between two of them comes from.
 
 At any moment of a step a rank either works or is idle for one of several causes (`mpkit.timeline.idleness`). Averaged
-over ranks, these times add up to the makespan. The difference between two makespans therefore splits the same way, op
+over ranks, these times add up to the step. The difference between two steps therefore splits the same way, op
 by op and cause by cause, whether it is between a prediction and a measurement, two schedules, or two machines.
 """
 
@@ -72,7 +72,7 @@ class Comparison(ChartedResult):
     rows: tuple[ComparedStep, ...]
 
     def gap(self, a: str | None = None, b: str | None = None) -> dict[str, float]:
-        """Return the parts of the difference of two makespans, in seconds by op and by cause of idle time.
+        """Return the parts of the difference of two steps, in seconds by op and by cause of idle time.
 
         Args:
             a, b: names of timelines; by default the first and the last. Values are positive where b takes longer.
@@ -109,7 +109,6 @@ class Comparison(ChartedResult):
                     "name": row.name,
                     "clock": row.timeline.clock,
                     "step_time": row.timeline.step_time,
-                    "makespan": row.timeline.makespan,
                     "bubble": row.timeline.bubble,
                     "work": sum(row.work.values()),
                 }
@@ -156,7 +155,7 @@ def compare(*timelines: HasTimeline, **named: HasTimeline) -> Comparison:
                       step time     bubble       work    warm-up    message  cool-down
     gpipe, simulated     33.0 s     27.3 %     24.0 s     1.50 s     4.50 s     3.00 s
     zb_h1, simulated     27.0 s     11.1 %     24.0 s     1.50 s     1.50 s        0 s
-    Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the makespan.
+    Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the step.
     <BLANKLINE>
     zb_h1, simulated is 6.00 s (18.2%) shorter than gpipe, simulated, of it
         idle: message    -3.00 s

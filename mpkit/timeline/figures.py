@@ -36,17 +36,9 @@ class Figures:
         return self.spans[self.spans["step"] == steps[-1]] if steps else self.spans
 
     @cached_property
-    def makespan(self) -> float:
-        """Seconds from the step's first action to the end of its last, over all ranks; a bubble is a fraction of it.
-
-        Loading the step's data counts as part of it, since ranks are idle meanwhile.
-        """
-        start, end = metrics.extent(metrics.own_spans(self._last))
-        return end - start
-
-    @property
     def step_time(self) -> float:
-        """Seconds from the start of the step's first action, message or copy to the end of its last.
+        """Seconds from the start of the step's first action, load, message or copy to the end of its last, over all
+        ranks; a bubble is a fraction of it.
 
         While a rank waits for the step's first message and others finish the previous step, it is not in this step yet.
         """
@@ -60,24 +52,23 @@ class Figures:
 
     @property
     def idle(self) -> list[float]:
-        """Seconds without work within the makespan, per rank."""
-        makespan = self.makespan
-        return [makespan - busy for busy in self.busy]
+        """Seconds of the step without work, per rank."""
+        return [self.step_time - busy for busy in self.busy]
 
     @property
     def utilisation(self) -> list[float]:
-        """The fraction of the makespan that each rank works."""
-        makespan = self.makespan
-        return [busy / makespan if makespan else 0.0 for busy in self.busy]
+        """The fraction of the step that each rank works."""
+        return [busy / self.step_time if self.step_time else 0.0 for busy in self.busy]
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of the makespan, averaged over ranks; 0 if no rank computes.
+        """The idle fraction of the step, averaged over ranks; 0 if no rank computes.
 
         This is GPipe's definition (Huang et al. 2019, section 2.3), by which p stages and m micro-batches have a bubble
         of (p-1)/(m+p-1). Megatron's is `ideal_bubble`.
         """
-        return 1.0 - sum(self.utilisation) / self.world_size if self.makespan else 0.0
+        shares = self.utilisation
+        return 1.0 - sum(shares) / self.world_size if any(shares) else 0.0
 
     @property
     def ideal_bubble(self) -> float:

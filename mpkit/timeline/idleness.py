@@ -48,7 +48,7 @@ CHARGED = (DATA, IMBALANCE, COMMUNICATION)
 
 
 def idle_by_cause(timeline: Timeline) -> Array:
-    """Return seconds by rank and cause, (ranks, causes), for the last complete step, within its makespan.
+    """Return seconds by rank and cause, (ranks, causes), for the last complete step.
 
     The sum over causes is `timeline.idle`.
 
@@ -67,7 +67,7 @@ def idle_by_cause(timeline: Timeline) -> Array:
 def parts_of_step(timeline: Timeline) -> dict[str, float]:
     """Return seconds per rank of work, and of idle time by cause, averaged over ranks, the longest first.
 
-    They add up to the makespan of the last complete step.
+    They add up to the last complete step.
 
     >>> import mpkit as mk
     >>> parts_of_step(mk.simulate(mk.Plan.gpipe(4, 8)))
@@ -179,12 +179,16 @@ class _IdleStep:
         return took
 
     @cached_property
-    def hidden_seconds(self) -> tuple[float, float]:
-        """Seconds by which the step's extent is longer than its pieces: loading at its begin or end, beside a wait."""
-        graph, done = self.graph, self.work | self.loads
-        start, end = metrics.extent(metrics.own_spans(self.spans))
-        begins = graph.ends - graph.took
-        return begins[done].min() - (start - graph.begin), end - graph.begin - graph.ends[done].max()
+    def active(self) -> Array:
+        """(n,) whether a piece occupies a device, a link or a host."""
+        return np.isin(self.graph.kind, (Node.WORK, Node.TRANSFER))
+
+    @cached_property
+    def hidden_seconds(self) -> float:
+        """Seconds by which the step is longer than its pieces: loading at its end, beside a wait."""
+        graph = self.graph
+        end = metrics.extent(metrics.active(self.spans))[1] - graph.begin
+        return end - float(graph.ends[self.active].max(initial=0.0))
 
     def split(self, took: Array) -> Array:
         """Return seconds of idle time, (ranks, causes), if the pieces take so long.
@@ -194,20 +198,17 @@ class _IdleStep:
         """
         graph, causes = self.graph, np.zeros((self.graph.world_size, len(CAUSES)))
         ends = graph.play(took)
-        done = self.work | (self.loads & (took > 0))
-        if not done.any():
+        if not self.active.any():
             return causes
-        begin, end = (ends - took)[done].min(), ends[done].max()
-        if (self.loads & done).any():
-            begin, end = begin - self.hidden_seconds[0], end + self.hidden_seconds[1]
+        end = float(ends[self.active].max()) + self.hidden_seconds
         on_lane = np.isin(graph.kind, (Node.WORK, Node.WAIT, Node.GAP, Node.BEFORE))
         for rank in range(graph.world_size):
             pieces = np.flatnonzero(on_lane & (graph.rank == rank))
             worked = np.flatnonzero(self.work[pieces])
             if not len(worked):
-                causes[rank, OTHER] = end - begin
+                causes[rank, OTHER] = end
                 continue
-            at = begin
+            at = 0.0
             for number, piece in enumerate(pieces[: worked[-1] + 1].tolist()):
                 waiting = WARM_UP if number < worked[0] else MESSAGE
                 for cause, until in self._parts(piece, ends, waiting):

@@ -25,8 +25,6 @@ __all__ = [
     "extent",
     "extents",
     "length",
-    "loading_spans",
-    "own_spans",
     "peak",
     "steps",
     "work",
@@ -41,17 +39,6 @@ def work(spans: Array) -> Array:
         (spans["lane"] == Lane.COMPUTE) & (spans["depth"] == 0) & (spans["kind"] != Kind.WAIT)
     ]
     return of_lane
-
-
-def loading_spans(spans: Array) -> Array:
-    """Return the spans in which a rank gets its share of a batch."""
-    of_lane: Array = spans[spans["lane"] == Lane.DATA]
-    return of_lane
-
-
-def own_spans(spans: Array) -> Array:
-    """Return work and loading, which a rank does itself; a step counts from the first of these on."""
-    return np.concatenate([work(spans), loading_spans(spans)])
 
 
 def steps(spans: Array, world_size: int) -> list[int]:

@@ -60,10 +60,10 @@ def simulate(
         ValueError: a time is negative or infinite, or the number of times differs from the number of stages.
 
     >>> t = simulate(Plan.gpipe(4, 8))
-    >>> t.makespan, t.idle, t.bubble
+    >>> t.step_time, t.idle, t.bubble
     (33.0, [9.0, 9.0, 9.0, 9.0], 0.2727272727272727)
     >>> t = simulate(Plan(pp=4, schedule="zbv", microbatches=8, virtual_stages=2))
-    >>> t.makespan, [peak["activations"] for peak in t.peak_memory]
+    >>> t.step_time, [peak["activations"] for peak in t.peak_memory]
     (51.0, [8, 8, 8, 8])
     """
     if isinstance(plan, Schedule):

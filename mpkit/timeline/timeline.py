@@ -104,7 +104,7 @@ class Timeline(ReplayResult, Figures, Answer):
     def because(self) -> dict[str, float]:
         """Where the last complete step goes: seconds per rank of work, and of idle time by cause, the longest first.
 
-        They are averaged over ranks, and add up to the step's makespan.
+        They are averaged over ranks, and add up to the step.
         """
         from mpkit.timeline.idleness import parts_of_step
 
@@ -240,7 +240,7 @@ class Timeline(ReplayResult, Figures, Answer):
         >>> t = mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), [1, 2], [3, 4], 0.5, hop=0.25)
         >>> t.stage_times()
         {'forward': [1.0, 2.0], 'input_grad': [3.0, 4.0], 'weight_grad': [0.5, 0.5], 'hop': 0.25}
-        >>> mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), **t.stage_times()).makespan == t.makespan
+        >>> mk.simulate(mk.Plan.pipeline("zb_h1", 2, 4), **t.stage_times()).step_time == t.step_time
         True
         """
         return stage_times(self)
@@ -306,7 +306,7 @@ class Timeline(ReplayResult, Figures, Answer):
 
     def __repr__(self) -> str:
         steps = len(self.steps)
-        length = f"{self.makespan:.4g} s, bubble {self.bubble:.3f}"
+        length = f"{self.step_time:.4g} s, bubble {self.bubble:.3f}"
         more = f"; {self.so_far}" if self.so_far else ""
         return f"<Timeline of {self.world_size} ranks, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}{more}>"
 

@@ -59,7 +59,7 @@ def test_every_schedule_on_the_page_is_the_simulated_one(new_page: NewPage, tmp_
     for (name, p, m, f, i, w, hop), (bubble, length) in zip(cases, shown, strict=True):
         truth = simulated(name, p, m, f, i, w, hop=hop)
         assert bubble == pytest.approx(truth.bubble, abs=1e-12), (name, p, m, f, i, w, hop)
-        assert length == pytest.approx(truth.makespan, rel=1e-12), (name, p, m, f, i, w, hop)
+        assert length == pytest.approx(truth.step_time, rel=1e-12), (name, p, m, f, i, w, hop)
 
 
 def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
     expect(rows).to_have_count(8)
     truth = simulated("zb_h1", 8, 16, 1, 1.5, 1.55, hop=0.25)
     first = rows.first.locator("td").all_text_contents()
-    assert first[0] == f"{100 * truth.idle[0] / truth.makespan:.1f} %"
+    assert first[0] == f"{100 * truth.idle[0] / truth.step_time:.1f} %"
     assert first[4] == str(truth.peak_memory[0]["total"])
 
 

@@ -103,7 +103,7 @@ def test_other_tools_become_plain_spans(tmp_path: Path) -> None:
     trace = mk.open(written(tmp_path / "spans.json", json.dumps(spans)))
     timeline = trace.timeline()
     assert trace.world_size == 2
-    assert timeline.makespan == pytest.approx(10e-6)
+    assert timeline.step_time == pytest.approx(10e-6)
     frame = timeline.to_dataframe()
     assert frame[["rank", "name", "depth"]].values.tolist() == [
         [0, "outer", 0],

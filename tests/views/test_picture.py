@@ -112,7 +112,7 @@ def test_one_step_of_several(long_run) -> None:
     timeline = long_run(500)
     assert [mark.text for mark in picture(timeline).marks][:2] == ["step 0", "step 1"]
     one = picture(timeline, step=2)
-    assert one.duration == pytest.approx(timeline.makespan)
+    assert one.duration == pytest.approx(timeline.step_time)
     assert one.marks == []
 
 

@@ -64,7 +64,7 @@ def test_the_bubble_counted_in_batches_is_the_timelines(plan: mk.Plan) -> None:
     for at in range(0, len(in_time), 7):
         counter.add(in_time[at : at + 7])
     assert counter.bubble() == pytest.approx(timeline.bubble)
-    assert counter.step_time() == pytest.approx(timeline.makespan)
+    assert counter.step_time() == pytest.approx(timeline.step_time)
     assert counter.complete == 0
 
 

@@ -80,7 +80,7 @@ def actions_of(events: Events, work: DeviceWork, comms: Sequence[Comm]) -> list[
 
 def _count_microbatches(events: Events, work: DeviceWork, actions: list[ProfiledAction]) -> None:
     """Count the forwards and backwards of each step."""
-    trivial = np.array([name in _TRIVIAL for name in events.names] + [False])
+    trivial = np.array([name.removesuffix("_") in _TRIVIAL for name in events.names] + [False])
     counted: Counter[tuple[int, Kind]] = Counter()
     for action in actions:
         if action.kind not in (Kind.FORWARD, Kind.BACKWARD):

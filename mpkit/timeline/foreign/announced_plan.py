@@ -29,7 +29,6 @@ from mpkit.trace import Kind, RankTrace, Trace
 __all__ = ["InferredStrategy", "infer", "plan_of_mesh", "said_by"]
 
 _FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce) \((.*)\)$")
-_CHUNK = re.compile(r"(Forward|Backward) [0-9]{1,9}$")
 _LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W"}
 _AXES = {"tp": "tp", "cp": "cp", "sp": "cp", "ep": "ep", "dp": "dp"}
 """By the name of a mesh's axis, the degree of a plan that it is."""
@@ -37,7 +36,8 @@ _AXES = {"tp": "tp", "cp": "cp", "sp": "cp", "ep": "ep", "dp": "dp"}
 FEW = 1024
 """Bytes up to which a collective is of a loss or of a norm, and divides nothing."""
 
-CLEAR = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+MESSAGES = (Kind.SEND, Kind.RECV)
+ACTIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def said_by(events: Events) -> dict[str, Any]:
     """Return, as JSON types, what annotations say in one rank's file.
 
     ddp: how often `DistributedDataParallel.forward` was called; fsdp: by layer, how often FSDP2 gathers it; steps:
-    profiled ones; optimizer: its class; chunks: whether torch.distributed.pipelining names micro-batches.
+    profiled ones; optimizer: its class.
     """
     words = Counter(events.names[number] for number in events["annotation"].name.tolist())
     gathers = {
@@ -89,7 +89,6 @@ def said_by(events: Events) -> dict[str, Any]:
         "ddp": words["DistributedDataParallel.forward"], "fsdp": gathers,
         "steps": sum(count for word, count in words.items() if STEP.match(word)),
         "optimizer": optimizers[0] if optimizers else "",
-        "chunks": any(_CHUNK.match(word) for word in words),
     }  # fmt: skip
 
 
@@ -103,7 +102,7 @@ def infer(trace: Trace) -> InferredStrategy:
     options: dict[str, Any] = {}
     evidence: list[str] = []
     for found, sentences in (
-        _pipeline(ranks, any(each["chunks"] for each in facts)),
+        _pipeline(ranks),
         _meshes(everything),
         _fsdp(facts, everything),
         _ddp(facts, everything),
@@ -143,16 +142,15 @@ def _last_step(rank: RankTrace) -> RankTrace:
 def _calls(rank: RankTrace, groups: dict[str, Any]) -> Iterator[Call]:
     """Yield the communications of a rank."""
     ops = rank.ops
-    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], CLEAR)]
+    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], ACTIONS)]
     comm = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.BARRIER)]
     at = np.searchsorted(actions["start"], comm["start"], side="right") - 1
     for row, place in zip(comm, at.tolist(), strict=True):
         inside = place >= 0 and row["start"] <= actions["end"][place]
         name, kind = rank.name(int(row["group"])), Kind(int(row["kind"]))
         size, axis = groups.get(f"{kind.word} {name}", (len(name.split(",")), ""))
-        yield Call(
-            kind, int(size), str(axis), int(row["bytes"]), int(actions["kind"][place]) if inside else -1
-        )
+        size = 2 if kind in MESSAGES else int(size)
+        yield Call(kind, size, str(axis), int(row["bytes"]), int(actions["kind"][place]) if inside else -1)
 
 
 Found = tuple[dict[str, Any], list[str]]
@@ -265,19 +263,19 @@ def _gradients(calls: list[Call]) -> list[Call]:
     ]  # fmt: skip
 
 
-def _pipeline(ranks: list[RankTrace], chunks: bool) -> Found:
+def _pipeline(ranks: list[RankTrace]) -> Found:
     """Return what annotations of torch.distributed.pipelining say, and the schedule that has their order.
 
-    Args:
-        ranks: each rank's last step.
-        chunks: whether they name micro-batches; where they name no stages, messages tell which rank comes after which.
+    Its 1F1B annotates nothing: then messages tell which rank comes after which, and it is a pipeline if a schedule of
+    mpkit's has the order of forwards and backwards on all of these ranks.
     """
     first_stage = {}
     for number, rank in enumerate(ranks):
         stages = rank.ops["stage"][(rank.ops["kind"] < Kind.WAIT) & (rank.ops["stage"] >= 0)]
         if len(stages):
             first_stage[int(stages.min())] = number, int(stages.max())
-    if not first_stage and chunks:
+    announced = bool(first_stage)
+    if not announced:
         first_stage = {stage: (number, stage) for stage, number in enumerate(_chain(ranks))}
     if len(first_stage) < 2:
         return {}, []
@@ -289,8 +287,14 @@ def _pipeline(ranks: list[RankTrace], chunks: bool) -> Found:
     virtual = max(1, (last + 1) // p)
     name = _schedule(order, p, microbatches, virtual)
     begin = " ".join(order[min(order)][: 2 * p + 2])
+    if not announced and not name:
+        return {}, []
+    who = (
+        f"Annotations of torch.distributed.pipelining name {last + 1} stages on {p} ranks" if announced
+        else f"Messages run along a chain of {p} ranks, {' > '.join(str(number) for number, _ in first_stage.values())}"
+    )  # fmt: skip
     evidence = [
-        f"Annotations of torch.distributed.pipelining name {last + 1} stages on {p} ranks. The first stage's order in a "
+        f"{who}. The first stage's order in a "
         f"step is {begin} ..., {microbatches} micro-batches: "
         + (f"schedule {name!r}." if name else "no schedule of mpkit's has this order on all ranks.")
     ]
@@ -324,7 +328,7 @@ def _chain(ranks: list[RankTrace]) -> list[int]:
 def _order(rank: RankTrace, stage: int) -> list[str]:
     """Return a rank's actions of a step as torch writes them, "2F0"; `stage` is theirs where they name none."""
     ops = rank.ops
-    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], CLEAR) & (ops["microbatch"] >= 0)]
+    actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], ACTIONS) & (ops["microbatch"] >= 0)]
     words = [
         f"{row['stage'] if row['stage'] >= 0 else stage}{_LETTERS[Kind(int(row['kind']))]}{row['microbatch']}"
         for row in actions
@@ -361,21 +365,29 @@ def _left(calls: list[Call], options: dict[str, Any], fsdp: bool, ddp: bool) -> 
     left: Counter[tuple[Kind, int, int]] = Counter()
     sizes: dict[tuple[Kind, int, int], set[int]] = {}
     for call in calls:
+        is_message = call.kind in MESSAGES
         explained = (
-            call.size < 2 or call.phase < 0 or call.axis in known_axes or 0 < call.nbytes <= FEW
+            call.size < 2
+            or call.axis in known_axes
+            or (not is_message and (call.phase < 0 or 0 < call.nbytes <= FEW))
             or (fsdp and call.kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
             or (ddp and (call.kind == Kind.BROADCAST or id(call) in gradients))
-            or (call.kind in (Kind.SEND, Kind.RECV) and "pp" in options)
-        )  # fmt: skip
+            or (is_message and "pp" in options)
+        )
         if not explained:
-            key = call.kind, call.size, Kind.FORWARD if call.phase == Kind.FORWARD else Kind.BACKWARD
+            phase = Kind.FORWARD if call.phase == Kind.FORWARD or call.kind in MESSAGES else Kind.BACKWARD
+            key = call.kind, call.size, phase
             left[key] += 1
             sizes.setdefault(key, set()).add(call.nbytes)
     return [
-        f"{count} {kind.word.replace('_', '-')}s among {size} ranks within {Kind(phase).word}s, which no library "
+        f"{count} {kind.word.replace('_', '-')}s among {size} ranks{_within(kind, phase)}, which no library "
         f"names: {_possible(kind, size, phase, count, sizes[kind, size, phase])}. Name it: mk.open(path, plan=...)."
         for (kind, size, phase), count in sorted(left.items())
     ]
+
+
+def _within(kind: Kind, phase: int) -> str:
+    return "" if kind in MESSAGES else f" within {Kind(phase).word}s"
 
 
 def _possible(kind: Kind, size: int, phase: int, count: int, sizes: Iterable[int]) -> str:
@@ -387,7 +399,7 @@ def _possible(kind: Kind, size: int, phase: int, count: int, sizes: Iterable[int
                 f"heads exchanged for sequences, four of equal size per attention (cp={size}, cp_method='ulysses')"
             )
         return "it fits " + " or ".join(fits) if fits else "it fits no plan of mpkit's"
-    if kind in (Kind.SEND, Kind.RECV):
+    if kind in MESSAGES:
         return "it fits stages of a pipeline, or a ring of sequences (cp, cp_method='ring')"
     if kind == Kind.ALL_REDUCE:
         return (

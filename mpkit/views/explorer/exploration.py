@@ -88,10 +88,10 @@ class Exploration:
     def figures(self) -> dict[str, str]:
         """The figures to look at, in words."""
         t = self.timeline
-        rate = self.plan.microbatches / t.makespan if t.makespan else 0.0
+        rate = self.plan.microbatches / t.step_time if t.step_time else 0.0
         return {
             "bubble": f"{t.bubble:.1%}".replace("%", " %"),
-            "step": f"{t.makespan:.3g} s" if t.makespan >= 100 else f"{t.makespan:.1f} s",
+            "step": f"{t.step_time:.3g} s" if t.step_time >= 100 else f"{t.step_time:.1f} s",
             "peak activations": f"{max(self.peaks):g}",
             "throughput": f"{rate:.3g} micro-batches/s",
         }

@@ -175,7 +175,7 @@ class Explorer(ipywidgets.VBox):
         setting = ExplorerSetting(**{name: slider.value for name, slider in self.sliders.items()})
         for side in self.sides:
             side.set(setting)
-        drawn = [side.explored.timeline.makespan for side in self.sides if side.explored and not side.stale]
+        drawn = [side.explored.timeline.step_time for side in self.sides if side.explored and not side.stale]
         room = max(drawn, default=0.0)
         for side in self.sides:
             side.draw(room)

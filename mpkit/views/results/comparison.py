@@ -42,7 +42,7 @@ def comparison_text(comparison: Comparison) -> str:
         table.append([row.name, *figures, *(seconds(row.idle[cause]) for cause in seen), *held])
     lines = table_text(table)
     lines.append(
-        "Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the makespan."
+        "Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the step."
     )
     for row in rows:
         lines += [f"{row.name}: {note}" for note in failure_notes(row.timeline.meta)]
@@ -55,7 +55,7 @@ def _difference(comparison: Comparison, name: str) -> list[str]:
     first = comparison.rows[0].name
     gap = comparison.gap(first, name)
     whole = sum(gap.values())
-    base = comparison.rows[0].timeline.makespan or 1.0
+    base = comparison.rows[0].timeline.step_time or 1.0
     more = "longer" if whole > 0 else "shorter"
     if abs(whole) < 1e-9 * base:
         title = f"{name} takes as long as {first}"

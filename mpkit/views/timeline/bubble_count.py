@@ -41,7 +41,7 @@ class BubbleCounter:
         """Add a batch; returns the steps that it changed."""
         for step in spans["step"][spans["kind"] == Kind.STEP].tolist():
             self._marks[step] = self._marks.get(step, 0) + 1
-        done = metrics.own_spans(spans)
+        done = metrics.active(spans)
         changed: list[int] = np.unique(done["step"]).tolist()
         for step in changed:
             mine = done[done["step"] == step] if len(changed) > 1 else done
@@ -67,16 +67,21 @@ class BubbleCounter:
 
     def idle_shares(self, step: int | None = None) -> list[float]:
         """Return the idle share of each rank so far in a step, by default the last."""
-        if not self.extents:
+        step = self._latest() if step is None else step
+        if step is None:
             return []
-        step = max(self.extents) if step is None else step
         start, end = self.extents[step]
         busy = self._busy[step] / (end - start) if end > start else np.ones(self.world_size)
         return [1.0 - float(share) for share in busy]
 
     def step_time(self, step: int | None = None) -> float | None:
         """Return the seconds of a step so far, by default the last."""
-        if not self.extents:
+        step = self._latest() if step is None else step
+        if step is None:
             return None
-        start, end = self.extents[max(self.extents) if step is None else step]
+        start, end = self.extents[step]
         return end - start
+
+    def _latest(self) -> int | None:
+        """Return the last step in which a rank has worked; None before there is one."""
+        return max((step for step, busy in self._busy.items() if busy.any()), default=None)

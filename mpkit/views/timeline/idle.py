@@ -1,8 +1,8 @@
 """Idle time in a form that can be drawn: the gaps between a rank's operations, within steps.
 
-A step lasts from its first operation's start to its last one's end, on whatever rank; the part of it that a rank's
-compute lane does not fill is the rank's part of the bubble. Waits are idle time. Time between steps does not belong
-to the bubble, and is left blank.
+A step lasts from its first operation's start to its last one's end (messages and copies too), on whatever rank; the
+part of it that a rank's compute lane does not fill is the rank's part of the bubble. Waits are idle time. Time between
+steps does not belong to the bubble, and is left blank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
 
 def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return [start, end] of each step, merged where they overlap; (n, 2), sorted. Work outside any step is one."""
-    work = metrics.own_spans(spans)
+    work = metrics.active(spans)
     if np.any(work["step"] >= 0):
         work = work[work["step"] >= 0]
     _, where = np.unique(work["step"], return_inverse=True)

@@ -36,7 +36,7 @@ def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
     length = work["end"] - work["start"]
     sent = [sum(kinds.values()) - kinds.get("recv", 0) for kinds in timeline.comm_bytes]
     exposed, peak = timeline.exposed_comm, [held["total"] for held in timeline.peak_memory]
-    makespan, idle = timeline.makespan, timeline.idle
+    whole, idle = timeline.step_time, timeline.idle
     head = ["", "idle", *(INKS[key].word for key in shown)]
     data = timeline.data_time
     head += ["data loading"] * any(data)
@@ -46,7 +46,7 @@ def rank_table(timeline: Timeline, like: float = 0) -> dict[str, Any]:
     rows = []
     for rank in range(timeline.world_size):
         mine = work["rank"] == rank
-        row = [rank_label(timeline, rank), percent(idle[rank] / makespan if makespan else 0.0)]
+        row = [rank_label(timeline, rank), percent(idle[rank] / whole if whole else 0.0)]
         row += [seconds(float(length[mine & (keys == key)].sum())) for key in shown]
         row += [seconds(data[rank])] * any(data)
         row += [seconds(exposed[rank])] * any(exposed) + [bytes_text(sent[rank])] * any(sent)

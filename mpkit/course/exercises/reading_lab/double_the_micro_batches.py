@@ -57,11 +57,11 @@ def most_live(schedule: str) -> int:
 
 def truth(room: Room) -> Mapping[str, float | int]:
     """Return the right values, by simulation."""
-    priced = {m: step(m, PRICE + REST * M / m).makespan for m in (2, 4, 8, 16, 32, 64)}
+    priced = {m: step(m, PRICE + REST * M / m).step_time for m in (2, 4, 8, 16, 32, 64)}
     right = (
         step(TWICE, 0.5).bubble,
-        step(TWICE, 0.5).makespan,
-        step(TWICE, 1.0).makespan,
+        step(TWICE, 0.5).step_time,
+        step(TWICE, 1.0).step_time,
         most_live("gpipe"),
         most_live("1f1b"),
         min(priced, key=priced.__getitem__),
