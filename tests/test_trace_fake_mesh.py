@@ -39,7 +39,7 @@ MORE = [
     ("deep", mk.Plan(pp=2, tp=2, schedule="zbv", microbatches=4)),  # of 2, 2, 1, 1 samples
     ("deep", mk.Plan(dp=2, cp=2, tp=2, zero=2, precision="bf16")),
     ("deep", mk.Plan(dp=4, tp=2, zero=3, dp_shard=2)),
-    ("deep", mk.Plan(cp=4, cp_method=(2, 2), zero=3)),
+    ("deep", mk.Plan(cp=4, cp_method="ulysses", zero=3)),
     ("tied", mk.Plan(pp=2, dp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=2)),
 ]
 

@@ -25,7 +25,6 @@ __all__ = [
     "axes_from_json",
     "checked_axes",
     "join_axes",
-    "ulysses_degree",
 ]
 
 Divide = Callable[[Any, Any], Mapping[str, Any]]
@@ -72,14 +71,6 @@ TABLE = (
     Axis("edp", "the samples of a batch", "the same experts; under ZeRO a shard", "#009e73", of_experts=True),
     Axis("ep", "the experts of each layer", "each some of the experts", "#cc79a7", of_experts=True),
     Axis("cp", "each sequence", "all the same; under ZeRO each a shard", "#e69f00"),
-    Axis("cp_ring", "each sequence", "all the same; under ZeRO each a shard", "#e69f00", within="cp"),
-    Axis(
-        "cp_ulysses",
-        "each sequence; for attention the heads",
-        "all the same; under ZeRO each a shard",
-        "#cc79a7",
-        within="cp",
-    ),
     Axis("tp", "each layer", "each a part of every divided layer", "#d55e00"),
 )
 """The axes, outermost first; the last varies fastest."""
@@ -104,17 +95,6 @@ def join_axes(axes: Iterable[str]) -> str:
             names[names.index(parts[0])] = axis
             names = [name for name in names if name not in parts]
     return " x ".join(names)
-
-
-def ulysses_degree(cp_method: object, cp: int) -> int:
-    """Return how many of the cp ranks of a sequence divide the heads for attention, by a Plan's cp_method.
-
-    >>> [ulysses_degree(method, 8) for method in ("ring", "ulysses", (2, 4))]
-    [1, 8, 2]
-    """
-    if isinstance(cp_method, (tuple, list)):
-        return int(cp_method[0])
-    return cp if cp_method == "ulysses" else 1
 
 
 # ---- axes of one's own in a Plan --------------------------------------------------------------------------------

@@ -47,7 +47,6 @@ class Mesh:
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
         etp: 1 if ep counts the ranks along tp too; tp if each of these holds a part of every expert; 0 if they hold
             the same experts.
-        cp_ulysses: the number of ranks, out of cp, that divide the heads for attention; cp / cp_ulysses are in a ring.
         own: axes of one's own with their degrees.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
@@ -65,9 +64,6 @@ class Mesh:
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (2, 3)])
     >>> Mesh(dp=2, tp=2, ep=2).groups("ep"), Mesh(dp=2, tp=2, ep=2, etp=1).groups("ep")
     ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
-    >>> long = Mesh(cp=4, cp_ulysses=2)
-    >>> long.groups("cp_ulysses"), long.groups("cp_ring")
-    ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
     >>> classes = Axis("classes", "the rows of the head", "each some rows of the head", "#000000")
     >>> Mesh(dp=2, own=((classes, 2),)).groups("classes")
     [(0, 1), (2, 3)]
@@ -79,12 +75,11 @@ class Mesh:
     tp: int = 1
     dp_replicate: int = 1
     ep: int = 1
-    cp_ulysses: int = 1
     own: tuple[tuple[Axis, int], ...] = field(default=(), kw_only=True)
     etp: int = field(default=0, kw_only=True)
 
     def __repr__(self) -> str:
-        names = [*AXES, *(name for name in ("dp_replicate", "ep", "cp_ulysses") if getattr(self, name) > 1)]
+        names = [*AXES, *(name for name in ("dp_replicate", "ep") if getattr(self, name) > 1)]
         names += [axis.name for axis, _ in self.own]
         return f"Mesh({', '.join(f'{name}={self.degree(name)}' for name in names)})"
 
@@ -105,11 +100,6 @@ class Mesh:
         return self.dp // self.dp_replicate
 
     @property
-    def cp_ring(self) -> int:
-        """The number of ranks in each ring, around which keys and values go."""
-        return self.cp // self.cp_ulysses
-
-    @property
     def edp(self) -> int:
         """The number of replicas of an expert; in hybrid sharding, of each group."""
         return self.dp_shard * self.cp * (self.tp if self.folds else 1) // self.ep
@@ -127,7 +117,6 @@ class Mesh:
         (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
         """
         divided = {"dp"} if self.dp_replicate > 1 else set()
-        divided |= {"cp"} if 1 < self.cp_ulysses < self.cp else set()
         return self._with_own(
             axis.name
             for axis in TABLE

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpkit.plan.axes import AXES, axes_from_json, join_axes, ulysses_degree
+from mpkit.plan.axes import AXES, axes_from_json, join_axes
 from mpkit.plan.mesh import Mesh
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
@@ -26,7 +26,6 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
         degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
         mesh = Mesh(
             **degrees,
-            cp_ulysses=ulysses_degree(plan.get("cp_method"), degrees["cp"]),
             own=axes_from_json(plan.get("axes") or ()),
             etp=plan.get("etp") or 0,
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
-from mpkit.plan.axes import axes_as_json, axes_from_json, checked_axes, ulysses_degree
+from mpkit.plan.axes import axes_as_json, axes_from_json, checked_axes
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
 from mpkit.plan.data_checks import check_data_parallel, with_options
@@ -68,9 +68,8 @@ class Plan(metaclass=NamedConstructors):
         prefetch: how many layers ahead ZeRO-3 gathers parameters.
         cp: the number of ranks that share each sequence.
         cp_order: which part of the sequence each rank has: "contiguous", or "zigzag", which balances causal attention.
-            Of packed documents (`position_ids` begin anew in each): "documents", zigzag within each, or "balanced".
         cp_method: how attention sees the whole sequence: "ring" passes keys and values around, "ulysses" divides the
-            heads during attention; (2, 4): Ulysses among 2 neighbours, and a ring of 4 such rows (USP), cp=8.
+            heads during attention.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between their layers.
         tensor: which layers are divided, and how; None: as `mk.tensor.find_tensor_plan` finds.
         ep: the number of ranks, out of the dp x cp replicas, that divide the experts of each layer; tokens go to their
@@ -115,7 +114,7 @@ class Plan(metaclass=NamedConstructors):
     tensor: TensorPlan | None = None
     dp_shard: int | None = None
     dp_replicate: int | None = None
-    cp_method: str | tuple[int, int] = "ring"
+    cp_method: str = "ring"
     ep: int = 1
     etp: int | None = None
     axes: Mapping[Axis, int] | Sequence[tuple[Axis, int]] = ()
@@ -269,7 +268,6 @@ class Plan(metaclass=NamedConstructors):
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        ulysses = ulysses_degree(self.cp_method, self.cp)
         own = tuple(self.axes.items() if isinstance(self.axes, Mapping) else self.axes)
         return Mesh(
             self.pp,
@@ -278,7 +276,6 @@ class Plan(metaclass=NamedConstructors):
             self.tp,
             self.dp_replicate or 1,
             self.ep,
-            ulysses,
             own=own,
             etp=self.etp or 0,
         )

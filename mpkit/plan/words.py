@@ -63,17 +63,12 @@ def describe(plan: Plan) -> str:
 
 
 def _sequences(plan: Plan) -> str:
-    order = {
-        "contiguous": "",
-        "documents": ", and each document in zigzag order",
-        "balanced": ", in blocks that balance attention",
-    }.get(plan.cp_order, f", in {plan.cp_order} order")
-    u, r = plan.mesh.cp_ulysses, plan.mesh.cp_ring
-    around, heads = (
-        "keys and values go round",
-        "all-to-alls divide heads in place of tokens for attention",
+    order = "" if plan.cp_order == "contiguous" else f", in {plan.cp_order} order"
+    how = (
+        "all-to-alls divide heads in place of tokens for attention"
+        if plan.cp_method == "ulysses"
+        else "keys and values go round them"
     )
-    how = f"{around} them" if u == 1 else heads if r == 1 else f"among {u}, {heads}; {around} {r} such groups"
     return f"Each sequence is shared by {plan.cp} ranks{order}; {how}."
 
 

@@ -15,12 +15,10 @@
           Where experts have copies, their weights travel once per step, and their gradients back
     own   what an axis of one's own says (`mpkit.plan.axes.Axis.volume`)
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
-          4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c. Ulysses times a
-          ring: the same with (u-1)/u along cp_ulysses, and 1/u of a ring of r along cp_ring
+          4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c
 
 Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Rajbhandari et al. 2020, section 7;
-Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3; Liu et al., arXiv 2504.14960, section 3; Fang & Zhao,
-arXiv 2405.07719, section 4.
+Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3; Liu et al., arXiv 2504.14960, section 3.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
         return _pipeline(known)
-    if axis in ("cp", "cp_ring", "cp_ulysses", "edp") and kind in (Kind.SEND, Kind.ALL_TO_ALL):
+    if axis in ("cp", "edp") and kind in (Kind.SEND, Kind.ALL_TO_ALL):
         return _context(known, kind)
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
@@ -282,7 +280,7 @@ def _over_groups(known: FormulaInputs) -> Formula | None:
 def _exchanges(known: FormulaInputs) -> Formula | None:
     """Return the formula of all-to-alls along ep, and of Ulysses' too if the same ranks share sequences."""
     experts = _experts(known)
-    if known.mesh.cp_ulysses != known.mesh.ep:
+    if known.plan.get("cp_method") != "ulysses" or known.mesh.cp != known.mesh.ep:
         return experts
     attention = _context(known, Kind.ALL_TO_ALL)
     if experts is None or attention is None:
@@ -324,19 +322,16 @@ def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
 
     A head of keys that several ranks need counts once for each of them.
     """
-    c, u, r = known.mesh.cp, known.mesh.cp_ulysses, known.mesh.cp_ring
+    c = known.mesh.cp
     tensors, times = known.keys_values, 2.0 + known.recomputations
     if kind == Kind.ALL_TO_ALL:
         tensors = [sum(pair) for pair in zip(tensors, known.queries_outputs, strict=False)]
-        symbols, per_rank = (
-            f"{times:g} |Q, K, V, O| / c {_rest('u' if r > 1 else 'c')}",
-            times / c * (u - 1) / u,
-        )
+        symbols, per_rank = f"{times:g} |Q, K, V, O| / c {_rest('c')}", times / c * (c - 1) / c
         words = "heads in place of tokens and back: forward, and the gradients"
     else:
         per_rank = times + max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
-        symbols = f"{per_rank:g} |K, V|{' / u' if u > 1 else ''} {_rest('r' if u > 1 else 'c')}"
-        per_rank *= (r - 1) / r / u
+        symbols = f"{per_rank:g} |K, V| {_rest('c')}"
+        per_rank *= (c - 1) / c
         words = "keys and values round the ring: forward, backward, and their gradients"
     if not _by_stage(known, tensors):
         return None

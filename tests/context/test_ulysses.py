@@ -14,11 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.mesh import Mesh
 from mpkit.prediction.cost_model.communication import network_of
-from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.trace import Kind
 from tests.recipes import adamw
@@ -136,87 +133,3 @@ def test_on_fast_links_it_waits_less_than_a_ring() -> None:
         for method in ("ring", "ulysses")
     }  # fmt: skip
     assert times["ulysses"] < times["ring"]
-
-
-# ---- Ulysses times a ring --------------------------------------------------------------------------------------------
-
-
-def in_rows(ctx: Any, given: list[Tensor], weights: Tensor, how: dict[str, Any], row: int) -> list[Tensor]:
-    """This rank's part, as [batch, tokens, heads, width] is cut."""
-    axes = MeshAxes(ctx.comm, ctx.device, Mesh(cp=ctx.world_size, cp_ulysses=row))
-    rows, ring = axes.communicator_of("cp_ulysses"), axes.communicator_of("cp_ring")
-    mine = [cut(tensor, ctx.rank, ctx.world_size, how["order"], row) for tensor in (*given, weights)]
-    return differentiate(lambda *qkv: ulysses_attention(*qkv, rows, ring=ring, **how), mine[:-1], mine[-1])
-
-
-def cut(tensor: Tensor, rank: int, n: int, order: str, row: int) -> Tensor:
-    part: Any = sequence_part(tensor.transpose(1, 2), rank, n, order, row)
-    return part.transpose(1, 2).contiguous()
-
-
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(
-    ("n", "row", "heads", "of_keys"), [(4, 2, 4, 1), (4, 2, 6, 2), (6, 2, 2, 2), (6, 3, 3, 3)]
-)
-def test_rows_of_ulysses_in_a_ring(
-    clusters: Clusters, n: int, row: int, heads: int, of_keys: int, order: str
-) -> None:
-    """Forward and backward; with a head of keys for two ranks, too."""
-    torch.manual_seed(n)
-    s, how = 4 * n, {"is_causal": True, "scale": 0.4}
-    qkv = [torch.randn(2, a, s, d).double() for a, d in ((heads, 3), (of_keys, 3), (of_keys, 2))]
-    weights = torch.randn(2, heads, s, 2).double()
-    expected = differentiate(
-        lambda *qkv: scaled_dot_product_attention(*qkv, **how, enable_gqa=True), qkv, weights
-    )
-    for rank, found in enumerate(clusters(n).run(in_rows, qkv, weights, {**how, "order": order}, row)):
-        wanted = [cut(tensor, rank, n, order, row) for tensor in expected]
-        torch.testing.assert_close(found, wanted, **EXACT)
-
-
-def test_two_degrees_in_a_plan() -> None:
-    """The first is of neighbours; one of them 1 is a ring, or Ulysses, alone."""
-    plan = mk.Plan(cp=8, cp_method=(2, 4), cp_order="zigzag")
-    assert plan == mk.Plan.from_json(plan.to_json()) and "cp_method=(2, 4)" in repr(plan)
-    assert plan.mesh.groups("cp_ulysses")[:2] == [(0, 1), (2, 3)]
-    assert plan.mesh.groups("cp_ring") == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    assert mk.Plan(cp=4, cp_method=[1, 4]) == mk.Plan(cp=4)  # type: ignore[arg-type]
-    assert mk.Plan(cp=4, cp_method=(4, 1)) == mk.Plan(cp=4, cp_method="ulysses")
-    for how, says in (
-        ({"cp": 8, "cp_method": (2, 2)}, r"cp=8: Plan\(cp=4, .*\), or Plan\(cp=8, cp_method=\(2, 4\)\)"),
-        ({"cp_method": (2, 4)}, r"cp=1: Plan\(cp=8, cp_method=\(2, 4\)\)$"),
-        ({"cp": 4, "cp_method": (2, 0)}, r"whole numbers, 1 or more"),
-        ({"cp": 4, "cp_method": (2, 2, 1)}, r"two degrees"),
-        ({"cp": 4, "cp_method": "usp"}, r"Plan\(cp=4, cp_method=\(2, 2\)\)"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            mk.Plan(**how)
-
-
-def test_two_degrees_that_a_model_refuses(clusters: Clusters) -> None:
-    tokens = torch.randint(9, (4, 25))
-    model = GPT(vocab=9, layers=1, width=12, heads=3, length=24)
-    with pytest.raises(
-        ValueError, match=r"2 ranks cannot divide 3 heads: cp_method=\(3, 2\), or cp_method='ring'"
-    ):
-        clusters(6).train(
-            model, [(tokens[:, :-1], tokens[:, 1:])], mk.Plan(cp=6, cp_method=(2, 3)),
-            loss=next_token_loss, optimizer=adamw,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match=r"cp_method=\(32, 2\) divides them among 32, and cp_method='ring'"):
-        mk.estimate(
-            "llama3-8b", mk.Plan(cp=64, cp_method="ulysses"), "8x8-h100-ndr", global_batch=1, sequence=8192
-        )
-
-
-def test_an_estimate_of_both_has_its_ring_between_nodes() -> None:
-    """8 ranks of a node divide 32 heads; a ring of 4 nodes passes on the keys of one head and hides half of it."""
-    machine, tokens = mk.hardware("4x8-h100-ndr"), 4096
-    guess = mk.estimate(
-        "llama3-8b", mk.Plan(cp=32, cp_method=(8, 4), precision="bf16"), machine, global_batch=1,
-        sequence=32 * tokens,
-    )  # fmt: skip
-    network = network_of(machine)
-    exchanged = network.time(Kind.ALL_TO_ALL, tokens * (2 * 32 + 2 * 8) * 128 * 2, 8, 8, calls=4)
-    passed = network.time(Kind.ALL_GATHER, 4 * tokens * 2 * 8 * 128 * 2, 4, 1)
-    assert guess.because["context parallel"] == pytest.approx(32 * (2 * exchanged + 1.5 * passed))

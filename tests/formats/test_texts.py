@@ -28,7 +28,7 @@ SAID_IN_FULL = [
     ("megatron", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=3, microbatches=4, recompute="selective")),
     ("megatron", Plan(dp=4, cp=2, cp_order="zigzag", zero=3, precision="bf16", schedule="1f1b")),
     ("megatron", Plan(dp=2, cp=4, cp_method="ulysses", schedule="1f1b")),
-    ("megatron", Plan(dp=2, cp=8, cp_method=(2, 4), cp_order="zigzag", schedule="1f1b")),
+    ("megatron", Plan(dp=2, cp=8, cp_method="ulysses", schedule="1f1b")),
     ("deepspeed", Plan(dp=2, cp=4, cp_method="ulysses", zero=3)),
     ("megatron", Plan(pp=2, dp=4, tp=2, zero=1, schedule="1f1b", microbatches=4, sequence_parallel=True, ep=8, etp=1)),
     ("megatron", Plan(dp=4, tp=2, zero=1, sequence_parallel=True, ep=4, etp=2)),

@@ -64,17 +64,6 @@ def _read_sharding(value: Any) -> dict[str, Any]:
     return {"zero": stages[value]}
 
 
-def _comm_type(method: str | tuple[int, int]) -> str:
-    return COMM_TYPES[method] if isinstance(method, str) else BOTH
-
-
-def _read_sizes(value: Any) -> dict[str, Any]:
-    sizes = [number_of(word) for word in str(value).split()]
-    if len(sizes) != 2:
-        raise ValueError("two numbers, such as 2 4")
-    return {"cp_method": tuple(sizes)}
-
-
 def _granularity(value: Any) -> dict[str, Any]:
     if value not in ("full", "selective"):
         raise ValueError("full or selective")
@@ -213,14 +202,8 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     ):
         notes.append("recomputation of some layers is read as of all")
     comm_type = values.get("--cp-comm-type", "p2p")
-    if comm_type != BOTH and isinstance(fields.get("cp_method"), tuple):
-        notes.append(f"{SIZES} goes with --cp-comm-type={BOTH}: left out")
-        fields["cp_method"] = "ulysses" if comm_type == COMM_TYPES["ulysses"] else "ring"
-    if comm_type not in COMM_TYPES.values() and not (comm_type == BOTH and SIZES in values):
-        notes.append(
-            f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses), or {BOTH} with "
-            f"{SIZES}"
-        )
+    if comm_type not in COMM_TYPES.values():
+        notes.append(f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses)")
     return fields
 
 
@@ -267,12 +250,9 @@ KEYS: tuple[FormatKey, ...] = (
             lambda asked: True if asked.plan.schedule == OVERLAPPED_1F1B and not _why_no_pairs(vars(asked.plan))
             else None),
     number("--context-parallel-size", "cp", "ranks that share each sequence"),
-    FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses; a2a+p2p: Ulysses among neighbours, and a ring",
-        lambda asked: _comm_type(asked.plan.cp_method) if asked.plan.cp > 1 else None,
+    FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses",
+        lambda asked: COMM_TYPES[asked.plan.cp_method] if asked.plan.cp > 1 else None,
         lambda value: {"cp_method": "ulysses"} if value == COMM_TYPES["ulysses"] else {}, ("cp_method",)),
-    FormatKey(SIZES, "neighbours that divide heads, and groups of them in a ring",
-        lambda asked: " ".join(map(str, asked.plan.cp_method)) if _comm_type(asked.plan.cp_method) == BOTH else None,
-        _read_sizes, ("cp_method",)),
     number("--expert-model-parallel-size", "ep", "ranks, out of the replicas, that divide each layer's experts",
            lambda asked: asked.plan.ep > 1),
     FormatKey("--expert-tensor-parallel-size", "ranks along tp that share each expert; 1: each has whole ones",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["PartForward", "StageForward", "loss_share"]
 
 
-def keep_attention(layout: object = None, attended: object = None) -> AbstractContextManager[None]:
+def keep_attention(attended: object = None) -> AbstractContextManager[None]:
     """Return the context of a forward that has its sequences whole."""
     return nullcontext()
 
@@ -86,10 +86,6 @@ class StageForward:
         """Return FLOPs and bytes of the forward and its backward, for micro-batches of this signature."""
         return self._job.where.flops(key, self._s)
 
-    def attention_of(self, m: int) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what makes the context in which a part of a micro-batch's forward is repeated."""
-        return lambda: self.attention(self._microbatches[m].layout)
-
     def _over_sequences(self, m: int) -> AbstractContextManager[Any]:
         """Return the context in which a micro-batch's attention is over whole sequences, and counted."""
         self.attended[m] = 0  # also if the forward is repeated
@@ -97,7 +93,7 @@ class StageForward:
         def count(pairs: int) -> None:
             self.attended[m] += pairs
 
-        return self.attention(self._microbatches[m].layout, count)
+        return self.attention(count)
 
     # ---- inputs -------------------------------------------------------------------------------------------
 

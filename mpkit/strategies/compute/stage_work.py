@@ -113,7 +113,7 @@ class StageWork:
             split = m in self._split
             kept.of_blocks = [] if split else None
             around = RecomputeScope(
-                self._record.recorder, self._compute.attention_of(m), self._record.block_costs(key), kept.of_blocks,
+                self._record.recorder, self._compute.attention, self._record.block_costs(key), kept.of_blocks,
                 self._stage.sharded.draws,
             )  # fmt: skip
             with (

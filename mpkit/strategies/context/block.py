@@ -17,9 +17,9 @@ Everything is in fp32 at least.
 
 A step of a ring computes tiles: a run of this rank's queries by a run of the keys that passes.
 
-    whole       the run of keys lies before that of queries, in the same document: each query attends to each key
+    whole       the run of keys lies before that of queries: each query attends to each key
     diagonal    both are the same tokens: each query attends to the keys up to its own
-    none        the keys lie later, or in another document: they are passed on without computation
+    none        the keys lie later: they are passed on without computation
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpkit.common.torch_private import (
     _scaled_dot_product_flash_attention_for_cpu_backward,
 )
 from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.context.layout import SequenceLayout, TokenRun
+from mpkit.strategies.context.sequence import pieces
 
 __all__ = ["Tiles", "attend", "gradients", "merge", "wide"]
 
@@ -108,61 +108,64 @@ def gradients(
 class Tile(NamedTuple):
     """Some of this rank's queries by some of the keys that pass; with `diagonal` both are the same tokens."""
 
-    queries: TokenRun
-    keys: TokenRun
+    queries: slice
+    keys: slice
     diagonal: bool
 
     def join(self, after: Tile) -> list[Tile]:
         """Return both tiles, or one if both are whole and only their keys, which adjoin, differ, or their queries."""
         if self.diagonal or after.diagonal:
             return [self, after]
-        if self.queries == after.queries and self.keys.tokens.stop == after.keys.tokens.start:
-            return [self._replace(keys=self.keys.extend_to(after.keys))]
-        if self.keys == after.keys and self.queries.tokens.stop == after.queries.tokens.start:
-            return [self._replace(queries=self.queries.extend_to(after.queries))]
+        if self.queries == after.queries and self.keys.stop == after.keys.start:
+            return [self._replace(keys=slice(self.keys.start, after.keys.stop))]
+        if self.keys == after.keys and self.queries.stop == after.queries.start:
+            return [self._replace(queries=slice(self.queries.start, after.queries.stop))]
         return [self, after]
 
-    def count_pairs(self, batch: int) -> int:
-        """Return the number of pairs of a query and a key that attends to it, in one head of a batch."""
-        q, k = (run.tokens.stop - run.tokens.start for run in (self.queries, self.keys))
-        samples = len(range(batch)[self.queries.samples])
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of a query and a key that it attends to, in one head of one sample."""
+        q, k = (run.stop - run.start for run in (self.queries, self.keys))
         pairs: int = q * (q + 1) // 2 if self.diagonal else q * k
-        return samples * pairs
+        return pairs
 
 
 class Tiles:
     """Which runs of a rank's queries attend to which runs of another rank's keys.
 
     Args:
-        group, is_causal: as for `ring_attention`.
-        layout: which tokens each rank has.
+        group, is_causal, order: as for `ring_attention`.
         length: the number of queries per sequence on this rank.
     """
 
-    def __init__(self, group: ProcessGroup, is_causal: bool, layout: SequenceLayout, length: int) -> None:
+    def __init__(self, group: ProcessGroup, is_causal: bool, order: str, length: int) -> None:
         self._n, self._i, self._causal = group.size, group.index, is_causal
-        self._layout, self._length = layout, length
+        self._order, self._length = order, length
 
     def tiles_of(self, r: int, keys: int) -> list[Tile]:
         """Return the tiles of step r, in which so many keys per sequence are here.
 
         >>> from mpkit.strategies.comm.process_group import FakeGroup
-        >>> tiles = Tiles(FakeGroup(2, index=1), True, SequenceLayout(2, "zigzag"), 8)
+        >>> tiles = Tiles(FakeGroup(2, index=1), True, "zigzag", 8)
         >>> for tile in [*tiles.tiles_of(0, 8), *tiles.tiles_of(1, 8)]:
-        ...     print(tile.queries.tokens, tile.keys.tokens, "diagonal" if tile.diagonal else "whole")
+        ...     print(tile.queries, tile.keys, "diagonal" if tile.diagonal else "whole")
         slice(0, 4, None) slice(0, 4, None) diagonal
         slice(4, 8, None) slice(0, 4, None) whole
         slice(4, 8, None) slice(4, 8, None) diagonal
         slice(0, 8, None) slice(0, 4, None) whole
         """
         if not self._causal:  # every token attends to all tokens, in whatever order they are
-            whole = TokenRun(slice(None), slice(0, self._length), 0, 0)
-            return [Tile(whole, whole._replace(tokens=slice(0, keys)), False)]
-        mine, theirs = (self._layout.runs((self._i - by) % self._n, self._length) for by in (0, r))
+            return [Tile(slice(0, self._length), slice(0, keys), False)]
+        mine, theirs = (self._runs((self._i - by) % self._n) for by in (0, r))
         tiles: list[Tile] = []
-        for of_queries, of_keys in product(mine, theirs):
-            alike = (of_queries.samples, of_queries.document) == (of_keys.samples, of_keys.document)
-            if alike and of_keys.start <= of_queries.start:
-                tile = Tile(of_queries, of_keys, of_keys.start == of_queries.start)
+        for (piece, queries), (other, passing) in product(mine, theirs):
+            if other <= piece:
+                tile = Tile(queries, passing, other == piece)
                 tiles[-1:] = tiles[-1].join(tile) if tiles else [tile]
         return tiles
+
+    def _runs(self, rank: int) -> list[tuple[int, slice]]:
+        """Return the pieces of a rank, each with its place among the rank's tokens."""
+        numbers = pieces(rank, self._n, self._order)
+        c = self._length // len(numbers)
+        return [(piece, slice(i * c, (i + 1) * c)) for i, piece in enumerate(numbers)]

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from mpkit.common.torch_private import DataDependentOutputException
 from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.ring import ring_attention
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.strategies.models.own_draws import OwnDraws
@@ -63,9 +62,7 @@ class ContextParallel(TorchFunctionMode):
         group: the ranks of the axis along which the sequence is divided.
         order: which part of it each rank has (`mpkit.strategies.context.sequence`).
         draws: the rank's random numbers.
-        ulysses: those of them that divide the heads; None: nobody does.
-        ring: those around which keys and values go; None: all of them, if nobody divides heads.
-        layout: which tokens of this micro-batch each rank has, and their documents; None: whole sequences, in `order`.
+        ulysses: whether they divide the heads; otherwise keys and values go round them.
         attended: is called with the number of pairs of a query and a key that an attention computed on this rank.
 
     Attributes:
@@ -82,16 +79,12 @@ class ContextParallel(TorchFunctionMode):
         group: ProcessGroup,
         order: str = "contiguous",
         draws: OwnDraws | None = None,
-        ulysses: ProcessGroup | None = None,
-        ring: ProcessGroup | None = None,
-        layout: SequenceLayout | None = None,
+        ulysses: bool = False,
         attended: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
-        row = ulysses.size if ulysses is not None else 1
-        self._layout, self._attended = layout or SequenceLayout(group.size, order, row), attended
         self.group, self.order, self.calls = group, order, 0
-        self._draws, self._ulysses, self._ring = draws or OwnDraws(), ulysses, ring
+        self._draws, self._ulysses, self._attended = draws or OwnDraws(), ulysses, attended
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -126,11 +119,7 @@ class ContextParallel(TorchFunctionMode):
                 "each score is made on one rank, and again in the backward. Set it to 0 in the model (of "
                 "transformers: attention_dropout=0, attn_pdrop=0 or attention_probs_dropout_prob=0 in the config)."
             )
-        if self._layout.is_packed:
-            is_causal = (
-                True  # within a document; that this is the model's mask was checked on whole sequences
-            )
-        elif attn_mask is not None:
+        if attn_mask is not None:
             self._check_mask(attn_mask)
         if not is_causal and query.shape[-2] == 1:
             raise ValueError(
@@ -148,13 +137,10 @@ class ContextParallel(TorchFunctionMode):
                 "the sequence, another sequence) would be taken for them. What works: cp=1."
             )
         _check_frames()
-        how: dict[str, Any] = {
-            "is_causal": is_causal, "scale": scale, "order": self.order, "layout": self._layout,
-            "attended": self._attended,
-        }  # fmt: skip
-        if self._ulysses is not None and self._ulysses.size > 1:
-            return ulysses_attention(query, key, value, self._ulysses, ring=self._ring, **how)
-        return ring_attention(query, key, value, self.group, **how)
+        how: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "attended": self._attended}
+        if self._ulysses:
+            return ulysses_attention(query, key, value, self.group, **how)
+        return ring_attention(query, key, value, self.group, order=self.order, **how)
 
     def _check_mask(self, mask: Tensor) -> None:
         unknown = None
@@ -166,9 +152,8 @@ class ContextParallel(TorchFunctionMode):
         raise ValueError(
             f"Attention over cp={self.group.size} ranks takes no mask but is_causal, and was given one of shape "
             f"{list(mask.shape)}: it is about the tokens of one rank, and keys come from all. Sequences without "
-            "padding need none, packed documents have position_ids that begin anew in each; sliding windows, "
-            f"relative positions and prefixes need cp=1.{self._jumps()}"
-            + (" Tensors without content do not say where documents begin." if unknown else "")
+            "padding need none; packed documents, sliding windows, relative positions and prefixes need cp=1."
+            f"{self._jumps()}"
         ) from unknown
 
     def _jumps(self) -> str:

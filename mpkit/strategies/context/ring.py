@@ -29,7 +29,6 @@ from torch.autograd.function import once_differentiable
 
 from mpkit.strategies.comm.process_group import PendingWork, ProcessGroup
 from mpkit.strategies.context.block import Tiles, attend, gradients, merge, wide
-from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import pieces
 
 __all__ = ["ring_attention"]
@@ -44,7 +43,6 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
     order: str = "contiguous",
-    layout: SequenceLayout | None = None,
     attended: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
@@ -68,7 +66,6 @@ def ring_attention(
         is_causal: whether each token attends only to itself and those before it; then s' = s.
         scale: factor of q k^T; None for 1/sqrt(d).
         order: which part of the sequence each rank has, "contiguous" or "zigzag".
-        layout: the same where it depends on packed documents, which do not attend to each other; None: one document.
         attended: is called with the number of pairs of a query and a key on this rank, in all samples and heads.
 
     Returns:
@@ -77,14 +74,13 @@ def ring_attention(
     Raises:
         ValueError: the shapes or dtypes do not fit each other.
     """
-    layout = layout or SequenceLayout(group.size, order)
-    check_shapes(q, k, v, is_causal, 1 if layout.documents else len(pieces(0, group.size, order)))
+    check_shapes(q, k, v, is_causal, len(pieces(0, group.size, order)))
     flat = q.dim() == 3
     if flat:
         q, k, v = (tensor[:, None] for tensor in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):  # sums here have the dtype that `wide` chooses
-        tiles = Tiles(group, is_causal, layout, q.shape[-2])
+        tiles = Tiles(group, is_causal, order, q.shape[-2])
         out: Tensor = _Ring.apply(q, k, v, group, tiles, scale, attended)  # type: ignore[no-untyped-call]
     return out[:, 0] if flat else out
 
@@ -134,13 +130,12 @@ class _Ring(torch.autograd.Function):
             keys, values = (_share_heads(wide(tensor), q) for tensor in _unpack(block, k, v))
             for tile in tiles.tiles_of(r, k.shape[-2]):
                 mine, theirs, diagonal = tile
-                query, key, value = mine.take_from(queries), theirs.take_from(keys), theirs.take_from(values)
-                new = attend(query, key, value, diagonal, scale)
-                merge(mine.take_from(out), mine.take_from(lse), *new)
-                pairs += tile.count_pairs(q.shape[0])
+                new = attend(queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], diagonal, scale)
+                merge(out[:, :, mine], lse[:, :, mine], *new)
+                pairs += tile.pairs
             block = moving.wait() if moving else block
         if attended is not None:
-            attended(pairs * q.shape[1])
+            attended(pairs * q.shape[0] * q.shape[1])
         out = out.to(q.dtype)
         ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
         ctx.save_for_backward(q, k, v, out, lse)
@@ -162,17 +157,17 @@ class _Ring(torch.autograd.Function):
             shares = []
             for mine, theirs, diagonal in tiles.tiles_of(r, k.shape[-2]):
                 of_queries, of_keys, of_values = gradients(
-                    mine.take_from(queries), theirs.take_from(keys), theirs.take_from(values), diagonal, ctx.scale,
-                    *(mine.take_from(tensor) for tensor in of_rows),
+                    queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], diagonal, ctx.scale,
+                    *(tensor[:, :, mine] for tensor in of_rows),
                 )  # fmt: skip
-                mine.take_from(dq).add_(of_queries)
+                dq[:, :, mine].add_(of_queries)
                 shares.append((theirs, _sum_heads(of_keys, k), _sum_heads(of_values, v)))
             # ---- which joins those of the ranks before, and follows j
             total = torch.zeros_like(wide(block)) if following is None else following.wait()
             dk, dv = _unpack(total, k, v)
             for theirs, of_keys, of_values in shares:
-                theirs.take_from(dk).add_(of_keys)
-                theirs.take_from(dv).add_(of_values)
+                dk[:, :, theirs].add_(of_keys)
+                dv[:, :, theirs].add_(of_values)
             if r == 0:
                 own = total
             else:

@@ -5,8 +5,6 @@ A sequence of s tokens is cut into pieces of equal length, and rank i of n has
     contiguous   piece i of n                      rank 0: 0      rank 1: 1      (n = 2)
     zigzag       pieces i and 2n - 1 - i of 2n     rank 0: 0 3    rank 1: 1 2
 
-Under Ulysses times a ring, rows of u ranks are the places of the ring, and share the pieces of their row in order.
-
 A model counts positions from 0. On a rank that has piece p, of c tokens, they are p c to p c + c - 1.
 
 Under a causal mask a token attends only to itself and those before it. So with contiguous pieces the last rank has the
@@ -23,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkit.plan.tensor_checks import BY_DOCUMENT
+from mpkit.common.torch_private import FakeTensor
+from mpkit.plan.tensor_checks import ORDERS
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.gpt import Embedding
 
 __all__ = [
-    "ORDERS",
+    "check_not_packed",
     "check_sequences",
     "pieces",
     "positions_of",
@@ -38,27 +37,17 @@ __all__ = [
 ]
 
 
-ORDERS = ("contiguous", "zigzag")
-"""The orders that do not depend on documents; in the others a sequence that is one document is in zigzag order."""
-
-
-def pieces(index: int, n: int, order: str = "contiguous", row: int = 1) -> tuple[int, ...]:
+def pieces(index: int, n: int, order: str = "contiguous") -> tuple[int, ...]:
     """Return the numbers of rank i's pieces.
 
     >>> [pieces(i, 3, "zigzag") for i in range(3)]
     [(0, 5), (1, 4), (2, 3)]
-    >>> [pieces(i, 4, "zigzag", row=2) for i in range(4)]  # of 2 rows, the first has 0, 1 and 6, 7
-    [(0, 1), (6, 7), (2, 3), (4, 5)]
     """
-    assert order in ORDERS + BY_DOCUMENT and 0 <= index < n and n % row == 0, (index, n, order, row)
-    if order == "contiguous":
-        return (index,)
-    place, within = divmod(index, row)
-    first, last = place * row, 2 * n - (place + 1) * row
-    return tuple([*range(first, first + row), *range(last, last + row)][2 * within : 2 * within + 2])
+    assert order in ORDERS and 0 <= index < n, (index, n, order)
+    return (index,) if order == "contiguous" else (index, 2 * n - 1 - index)
 
 
-def sequence_part(value: Value, index: int, n: int, order: str = "contiguous", row: int = 1) -> Value:
+def sequence_part(value: Value, index: int, n: int, order: str = "contiguous") -> Value:
     """Return rank i's part of inputs or targets along dimension 1 of each tensor that has one, as views if possible.
 
     >>> tokens = torch.arange(16).view(2, 8)
@@ -73,9 +62,8 @@ def sequence_part(value: Value, index: int, n: int, order: str = "contiguous", r
         index: the rank i.
         n: number of ranks that share the sequence.
         order: "contiguous" or "zigzag".
-        row: the number of ranks that divide heads, of those n.
     """
-    wanted = pieces(index, n, order, row)
+    wanted = pieces(index, n, order)
 
     def part(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2 or n == 1:
@@ -95,7 +83,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
         ValueError: the tensors have no common length, or n ranks do not divide it; or the data contains something about
             the sequence as a whole.
     """
-    if order not in ORDERS + BY_DOCUMENT:
+    if order not in ORDERS:
         raise ValueError(f"order={order!r}: it is {' or '.join(map(repr, ORDERS))}.")
     tensors = [*leaves(inputs), *leaves(targets)]
     shapes = [list(tensor.shape) for tensor in tensors]
@@ -125,6 +113,7 @@ def check_sequences(inputs: Value, targets: Value, n: int, order: str = "contigu
 
 def _check_names(value: Value, n: int) -> None:
     """Refuse inputs that transformers' models would apply to the whole sequence, although it is a part."""
+    check_not_packed(value, n)
     if not isinstance(value, dict):
         return
     if "labels" in value:
@@ -137,8 +126,25 @@ def _check_names(value: Value, n: int) -> None:
     if mask is not None and not bool((mask != 0).all()):
         raise ValueError(
             f"cp={n}: attention_mask hides tokens, and keys and values go round the ranks without a mask. Use "
-            "sequences without padding (several texts in one), or cp=1. Padding at the end of a causal model's "
+            "sequences without padding, or cp=1. Padding at the end of a causal model's "
             "sequences needs no mask, since nothing before it looks at it."
+        )
+
+
+def check_not_packed(inputs: Value, n: int) -> None:
+    """Reject sequences of several documents, which do not attend to each other: keys go round without a mask.
+
+    Raises:
+        ValueError: position_ids begin anew within a sequence.
+    """
+    positions = inputs.get("position_ids") if isinstance(inputs, dict) else None
+    if positions is None or positions.dim() != 2 or isinstance(positions, FakeTensor):
+        return
+    if n > 1 and bool((positions.diff(dim=1) != 1).any()):
+        raise ValueError(
+            f"cp={n}: position_ids begin anew within a sequence, which is several documents packed. Attention over "
+            "divided sequences does not stop between documents. Train packed sequences with cp=1; position_ids that go "
+            "on through the whole sequence let tokens attend to earlier documents."
         )
 
 
@@ -160,7 +166,7 @@ def positions_of(length: int, part: tuple[int, ...], device: torch.device | None
     return torch.cat([torch.arange(p * c, p * c + c, device=device) for p in part])
 
 
-def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contiguous", row: int = 1) -> int:
+def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contiguous") -> int:
     """Set in a model which part of the sequences it will receive, once per model.
 
     In the kit's GPT the embedding is set. Any other module whose forward takes position_ids, and input_ids or
@@ -176,12 +182,11 @@ def shift_positions(model: nn.Module, group: ProcessGroup, order: str = "contigu
         model: a model, or some of its layers.
         group: the ranks of the axis along which sequences are divided.
         order: which part each rank has.
-        row: the number of ranks that divide heads.
 
     Returns:
         The number of modules that were set; 0 if none takes positions, or if the model counts them internally.
     """
-    part, told = pieces(group.index, group.size, order, row), 0
+    part, told = pieces(group.index, group.size, order), 0
     inner: set[nn.Module] = set()  # whose positions an outer module passes on
     for module in model.modules():
         if isinstance(module, Embedding):

@@ -4,9 +4,6 @@
     attend          each rank with its heads, as on one rank
     divide tokens   the output: [b, h/n, s, e] becomes [b, h, s/n, e]
 
-Ulysses times a ring (USP): the n ranks are one row of several. Then "the whole sequence" above is what the row has, and
-a ring over the rows, of ranks with the same heads, attends to the rest.
-
 In each of the four all-to-alls of a forward a rank sends (n-1)/n of its part of a tensor: together 4 b s h/n (n-1)/n
 elements, which shrinks with n, where a ring's n - 1 blocks of keys and values stay as many as 2 b s h (n-1)/n. But n
 cannot exceed the number of heads, and nothing is sent behind the computation.
@@ -16,8 +13,7 @@ With grouped queries n ranks divide the heads of keys too; if n is a multiple of
 `mpkit.strategies.reference.ulysses` is the algorithm in 30 lines.
 
 Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
-Transformer Models", 2023, section 3; Fang & Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context
-Generative AI", arXiv 2405.07719, section 4 and Algorithm 1.
+Transformer Models", 2023, section 3.
 """
 
 from __future__ import annotations
@@ -31,8 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.context.layout import SequenceLayout
-from mpkit.strategies.context.ring import ring_attention
 
 __all__ = ["ulysses_attention"]
 
@@ -45,9 +39,6 @@ def ulysses_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    ring: ProcessGroup | None = None,
-    order: str = "contiguous",
-    layout: SequenceLayout | None = None,
     attended: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Return `scaled_dot_product_attention` over the whole sequence for this rank's queries.
@@ -68,8 +59,7 @@ def ulysses_attention(
         v: [batch, key heads, s/n, e].
         group: the n ranks that divide the heads.
         is_causal, scale: as for `scaled_dot_product_attention`.
-        ring: the ranks with the same heads in other rows; None or a single rank: there is one row.
-        order, layout, attended: as for `ring_attention`, by rows.
+        attended: is called with the number of pairs of a query and a key on this rank, in all samples and heads.
 
     Returns:
         [batch, heads, s/n, e], in q's dtype.
@@ -78,28 +68,24 @@ def ulysses_attention(
         ValueError: n ranks cannot divide the heads.
     """
     n = group.size
-    _check_heads(q, k, n, ring.size if ring is not None else 1)
+    _check_heads(q, k, n)
     if k.shape[1] % n:  # a head of keys for several ranks
         k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))
     # ---- divide heads
     q, k, v = (_DivideHeads.apply(x, group) for x in (q, k, v))  # type: ignore[no-untyped-call]
     # ---- attend
-    if ring is not None and (ring.size > 1 or (layout is not None and layout.is_packed)):
-        how: dict[str, Any] = {"order": order, "layout": layout, "attended": attended}
-        out = ring_attention(q, k, v, ring, is_causal=is_causal, scale=scale, **how)
-    else:
-        grouped = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-        if attended is not None:
-            s = q.shape[2]
-            attended(q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if is_causal else s * k.shape[2]))
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    if attended is not None:
+        s = q.shape[2]
+        attended(q.shape[0] * q.shape[1] * (s * (s + 1) // 2 if is_causal else s * k.shape[2]))
     # ---- divide tokens
     divided: Tensor = _DivideTokens.apply(out, group)  # type: ignore[no-untyped-call]
     return divided
 
 
-def _check_heads(q: Tensor, k: Tensor, n: int, ring: int) -> None:
-    """Check that n ranks can divide the heads, in each of as many rows as there are places in a ring."""
+def _check_heads(q: Tensor, k: Tensor, n: int) -> None:
+    """Check that n ranks can divide the heads."""
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"cp_method='ulysses' divides heads, and these queries have none: shape {list(q.shape)}. "
@@ -108,14 +94,11 @@ def _check_heads(q: Tensor, k: Tensor, n: int, ring: int) -> None:
     heads, of_keys = q.shape[1], k.shape[1]
     if heads % n or (of_keys % n and n % of_keys):
         fits = [c for c in range(2, heads + 1) if heads % c == 0 and (of_keys % c == 0 or c % of_keys == 0)]
-        both = [(c, n * ring // c) for c in fits if n * ring % c == 0 and c < n * ring]
         grouped = f" and {of_keys} of keys" if of_keys != heads else ""
-        would = [f"cp={max(c for c in fits if c <= max(n, fits[0]))}"] if fits and ring == 1 else []
-        would += [f"cp_method={both[-1]}"] if both else []
-        method = (n, ring) if ring > 1 else "ulysses"
+        would = f"cp={max(c for c in fits if c <= max(n, fits[0]))}, or " if fits else ""
         raise ValueError(
-            f"cp_method={method!r} on cp={n * ring} ranks divides heads, and {n} ranks cannot divide {heads} "
-            f"head{'s' * (heads > 1)}{grouped}: {', or '.join([*would, ''])}cp_method='ring', which divides none."
+            f"cp_method='ulysses' on cp={n} ranks divides heads, and {n} ranks cannot divide {heads} "
+            f"head{'s' * (heads > 1)}{grouped}: {would}cp_method='ring', which divides none."
         )
 
 
@@ -123,7 +106,7 @@ def divide_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return this rank's heads of the whole sequence: [b, h, s/n, d] -> [b, h/n, s, d]."""
     parts = (
         x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
-    )  # [n, b, h/n, s/n, d], by the rank that gets it
+    )  # [n, b, h/n, s/n, d], by the receiver
     whole: Tensor = group.all_to_all(parts).movedim(0, 2).flatten(2, 3)
     return whole
 
@@ -132,7 +115,7 @@ def divide_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return all heads of this rank's tokens: [b, h/n, s, d] -> [b, h, s/n, d]."""
     parts = (
         x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()
-    )  # [n, b, h/n, s/n, d], by the rank that gets it
+    )  # [n, b, h/n, s/n, d], by the receiver
     tokens: Tensor = group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
     return tokens
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.errors import MpkitError
-from mpkit.strategies.context.layout import SequenceLayout
+from mpkit.strategies.context.sequence import check_not_packed, sequence_part
 from mpkit.strategies.data.digest import SampleLog
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, part, share, signature, split
 from mpkit.strategies.job.loader import Loader, Parts
@@ -92,7 +93,6 @@ class MicroBatch:
         inputs, targets: empty tuples on a rank that needs neither.
         key: their signature.
         weight: their share of the batch; 0 for a stand-in, which a rank without samples takes.
-        layout: which tokens each rank has where ranks share sequences; None elsewhere.
         samples: the number of samples that all replicas have of this micro-batch.
     """
 
@@ -100,7 +100,6 @@ class MicroBatch:
     targets: Value
     key: Hashable
     weight: float
-    layout: SequenceLayout | None = field(default=None, kw_only=True)
     samples: int = field(default=0, kw_only=True)
 
 
@@ -121,9 +120,7 @@ class Feed:
         place = job.plan.mesh.place(context.rank)
         self._place = place.dp
         self._plan, self._cp, self._parts = job.plan, place.cp, job.plan.cp
-        # Documents are in the data, and attention needs them on every rank.
-        self._packed = job.where.packed
-        self._gives, self._needed = needed, needed or self._packed
+        self._gives = self._needed = needed
         self._parts_of_step: Parts = {}
         self._taken = SampleLog(context.record.folder, context.rank) if accounts else None
         steps = range(job.how.first_step, job.how.steps)
@@ -141,11 +138,11 @@ class Feed:
             which = share(start, end, self._place, self._n)
             k = len(range(size)[which]) if start + self._place < end else 0
             key = self._source.key(step, which)
-            inputs, targets, layout = self._load(step, which, key) if self._needed else ((), (), None)
+            inputs, targets = self._load(step, which, key) if self._needed else ((), ())
             if not self._gives:
                 inputs, targets = (), ()
             weight = k / size / self._parts
-            microbatches.append(MicroBatch(inputs, targets, key, weight, layout=layout, samples=end - start))
+            microbatches.append(MicroBatch(inputs, targets, key, weight, samples=end - start))
         # ---- account
         taken = [(mb.inputs, mb.targets) for mb in microbatches if mb.weight and self._gives]
         fake = any(isinstance(t, FakeTensor) for x, y in taken[:1] for t in (*leaves(x), *leaves(y)))
@@ -162,7 +159,7 @@ class Feed:
         size = self._source.size(step)
         return [share(start, end, self._place, self._n) for start, end in split(size, min(self._m, size))]
 
-    def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value, SequenceLayout | None]:
+    def _load(self, step: int, which: slice, key: Hashable) -> tuple[Value, Value]:
         inputs, targets = self._parts_of_step[which.start, which.stop, which.step or 1]
         shapes = signature(inputs, targets)
         if shapes != key or shapes not in self._known:
@@ -173,9 +170,10 @@ class Feed:
             )
         # ---- cut
         if self._parts == 1:
-            return inputs, targets, None
-        layout = SequenceLayout.from_inputs(self._plan, inputs, self._packed)
-        return layout.part(inputs, self._cp), layout.part(targets, self._cp), layout
+            return inputs, targets
+        check_not_packed(inputs, self._parts)
+        cut = partial(sequence_part, index=self._cp, n=self._parts, order=self._plan.cp_order)
+        return cut(inputs), cut(targets)
 
 
 def _shapes(key: Hashable) -> str:

@@ -54,7 +54,6 @@ class ResolvedPlan:
         sharded: which parameters are divided, likewise.
         parameters: by rank, the number of elements of the trained parameters that it would hold without ZeRO.
         loss_sends: the bytes that the loss of the largest micro-batch all-reduces and all-gathers on a tp rank.
-        packed: whether ranks share sequences of which some are packed documents; then attention is by document.
         place: the place whose numbers the methods return.
     """
 
@@ -68,7 +67,6 @@ class ResolvedPlan:
     sharded: tuple[ShardedModel, ...]
     parameters: tuple[int, ...]
     loss_sends: tuple[int, int]
-    packed: bool = False
     place: int = 0
 
     @property

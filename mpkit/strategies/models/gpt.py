@@ -14,7 +14,7 @@ from mpkit.common.calls import answers
 from mpkit.strategies.models.chain import SizedChain
 from mpkit.strategies.models.experts import MixtureOfExperts
 
-__all__ = ["GPT", "GPTConfig", "PackedGPT", "document_mask", "next_token_loss"]
+__all__ = ["GPT", "GPTConfig", "document_mask", "next_token_loss"]
 
 OF_EXPERTS = ("shared_experts", "capacity", "aux_loss", "z_loss", "bias_rate")
 
@@ -231,35 +231,6 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> [batch, time, vocab]."""
         logits: Tensor = self.logits(self.norm(x))
-        return logits
-
-
-class PackedGPT(nn.Module):
-    """A GPT on packed documents: tokens and their positions [batch, time] to logits [batch, time, vocab].
-
-    Positions begin at 0 in each document, as transformers' collators for packing write them. A token attends to those
-    before it in its own document, so that the loss is that of the documents one by one.
-
-    >>> model = PackedGPT(layers=1, width=8, heads=2)
-    >>> model(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[0, 1, 2, 0, 1]])).shape
-    torch.Size([1, 5, 256])
-
-    Args:
-        config: the sizes; individual sizes may be given by name instead.
-    """
-
-    def __init__(self, config: GPTConfig | None = None, **sizes: Any) -> None:
-        super().__init__()
-        self.gpt = GPT(config, **sizes)
-        self.config = self.gpt.config
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[batch, time], [batch, time] -> [batch, time, vocab]."""
-        embedding, *blocks, head = self.gpt
-        x, mask = embedding(input_ids, position_ids), document_mask(position_ids)
-        for block in blocks:
-            x = block(x, mask)
-        logits: Tensor = head(x)
         return logits
 
 

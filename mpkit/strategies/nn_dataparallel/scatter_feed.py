@@ -157,7 +157,7 @@ class ScatterFeed(Feed):
                 others = [(part, key) for part, key, k in zip(which, keys, rows, strict=True) if k][1:]
                 by_rank = [
                     (own.inputs, own.targets),
-                    *(self._load(step, part, key)[:2] for part, key in others),
+                    *(self._load(step, part, key) for part, key in others),
                 ]
             whole = (end - start) / size
             microbatches.append(

@@ -14,7 +14,6 @@ from itertools import pairwise
 from mpkit.plan.checks import call_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
-from mpkit.plan.tensor_checks import BY_DOCUMENT
 from mpkit.strategies.context.sequence import pieces
 from mpkit.strategies.data.microbatch import leaves
 from mpkit.strategies.experts.known_experts import find_balanced
@@ -54,11 +53,6 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
         first = "experts with a capacity take the first rows of the batch, but "
         if not _has_forwards_in_order(schedule):
             yield f"{first}forwards are in another order than micro-batches", call_of(plan, all_forward)
-        if resolved.packed and plan.cp_order in BY_DOCUMENT:
-            yield (
-                f"{first}each packed sequence is cut in its own way",
-                call_of(plan, {"cp_order": "contiguous"}),
-            )
         if plan.sequence_parallel and plan.tp > 1 and not _cuts_pieces(resolved, task):
             yield (
                 f"{first}tp={plan.tp} ranks cannot cut a piece of a sequence into equal parts",
@@ -95,6 +89,6 @@ def _has_forwards_in_order(schedule: Schedule) -> bool:
 def _cuts_pieces(resolved: ResolvedPlan, task: Task) -> bool:
     """Return whether ranks along tp can cut each piece of all sequences into equal parts."""
     plan = resolved.plan
-    parts = plan.cp * len(pieces(0, plan.cp, plan.cp_order, plan.mesh.cp_ulysses)) * plan.tp
+    parts = plan.cp * len(pieces(0, plan.cp, plan.cp_order)) * plan.tp
     shapes = [leaves(inputs)[0].shape for inputs, _ in task.sizes]
     return all(len(shape) > 1 and shape[1] % parts == 0 for shape in shapes)

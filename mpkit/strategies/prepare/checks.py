@@ -31,7 +31,6 @@ from mpkit.strategies.prepare.outputs import (
     check_unused_parameters,
     check_whole_batch_loss,
 )
-from mpkit.strategies.prepare.packed_documents import check_packed_documents
 from mpkit.strategies.prepare.recompute import check_kept_tensors, check_recomputed_blocks
 from mpkit.strategies.prepare.resume import check_saved_state
 from mpkit.strategies.prepare.shared_memory import check_shared_memory
@@ -141,17 +140,6 @@ class Expert(nn.Module):
 
 
 train(nn.Sequential(Expert(), Expert()), mk.Plan(recompute="full"))
-"""),
-    Check("packed documents", check_packed_documents, """
-class Whole(mk.models.PackedGPT):
-    def forward(self, input_ids, position_ids):
-        embedding, *rest = self.gpt
-        return nn.Sequential(*rest)(embedding(input_ids, position_ids))
-
-
-model, tokens = Whole(vocab=4, layers=1, width=4, heads=1, length=8), torch.zeros(1, 8, dtype=torch.long)
-inputs = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
-train(model, mk.Plan(cp=2), data=(inputs, tokens), loss=mk.models.next_token_loss)
 """),
     Check("optimizer", check_optimizer, """
 train(nn.Linear(4, 4), mk.Plan.zero(2, 2), optimizer=torch.optim.Adafactor)

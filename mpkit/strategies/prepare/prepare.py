@@ -17,7 +17,7 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume
-from mpkit.strategies.context.layout import packed_lengths
+from mpkit.strategies.context.sequence import check_not_packed
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
@@ -99,8 +99,9 @@ def prepare(
         )  # fmt: skip
         # ---- resolve
         known = [*(batches if isinstance(batches, WholeBatches) else ()), *sizes, *further]
-        packed = plan.cp > 1 and any(packed_lengths(inputs) is not None for inputs, _ in known)
-        resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name, packed=packed)
+        for inputs, _ in known:
+            check_not_packed(inputs, plan.cp)
+        resolved = resolve(sent, [*sizes, *further], plan, task.loss, by_name=by_name)
         task.form = find_loss_form(resolved, task, special.mean)
         # ---- checks
         raise_rejection(find_rejection(resolved, task))

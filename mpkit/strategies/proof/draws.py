@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mpkit.common.torch_private import _current_graph_task_id
 from mpkit.plan.plan import Plan
-from mpkit.plan.tensor_checks import BY_DOCUMENT
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import shares, split
 from mpkit.strategies.models.heard_draws import CannotReplay
@@ -192,11 +191,8 @@ class StepDraws:
         whole = _concatenate(lines, dim, "cp")
         if dim is None or len(lines) == 1:
             return whole
-        if self.plan.cp_order in BY_DOCUMENT:
-            raise CannotReplay("which tokens a rank has depends on the documents")
         tokens = torch.arange(whole.shape[dim]).unsqueeze(0)
-        how: Any = {"order": self.plan.cp_order, "row": self.plan.mesh.cp_ulysses}
-        order: Any = [sequence_part(tokens, i, len(lines), **how) for i in range(len(lines))]
+        order: Any = [sequence_part(tokens, i, len(lines), self.plan.cp_order) for i in range(len(lines))]
         return whole.index_select(dim, torch.cat(order, 1).squeeze(0).argsort())
 
 

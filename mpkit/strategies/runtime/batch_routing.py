@@ -67,7 +67,7 @@ class BatchRouting(WholeBatch):
         # The numbers of the stretches of a sample that each rank has, in order.
         stretches = []
         for place in places:
-            of_cp = pieces(place.cp, plan.cp, plan.cp_order, plan.mesh.cp_ulysses)
+            of_cp = pieces(place.cp, plan.cp, plan.cp_order)
             all_of_cp = [piece * t + i for piece in of_cp for i in range(t)]
             k = len(of_cp)
             stretches.append(all_of_cp[place.tp * k : (place.tp + 1) * k] if t > 1 else all_of_cp)

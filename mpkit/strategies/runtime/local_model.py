@@ -34,7 +34,7 @@ from mpkit.strategies.tensor import ShardedModel, shard_model
 __all__ = ["AttentionOver", "attention_over", "localize"]
 
 AttentionOver = Callable[..., AbstractContextManager[Any]]
-"""Makes the context manager of a forward from the layout of its sequences, and what counts the keys attended to."""
+"""Makes the context manager of a forward from what counts the pairs of a query and a key."""
 
 
 def localize(
@@ -84,7 +84,7 @@ def localize(
     sharded = replace(sharded, shards=shards, along=along, partial=partial)
     # ---- positions
     if cp.size > 1:
-        shift_positions(model, cp, plan.cp_order, plan.mesh.cp_ulysses)
+        shift_positions(model, cp, plan.cp_order)
         sharded.draws.around = (f"context on {cp.index}",)
     return sharded
 
@@ -99,8 +99,6 @@ def attention_over(plan: Plan, group_of: Callable[[str], ProcessGroup], draws: O
     numbers that are drawn for no token are the same on all ranks.
     """
     if plan.cp > 1:
-        ulysses, ring = group_of("cp_ulysses"), group_of("cp_ring")
-        over = partial(ContextParallel, group_of("cp"), plan.cp_order, draws, ulysses, ring)
-        return lambda layout=None, attended=None: over(layout, attended)
+        return partial(ContextParallel, group_of("cp"), plan.cp_order, draws, plan.cp_method == "ulysses")
     divided = plan.sequence_parallel and plan.tp > 1
-    return lambda layout=None, attended=None: TokenDraws(draws) if divided else nullcontext()
+    return lambda attended=None: TokenDraws(draws) if divided else nullcontext()

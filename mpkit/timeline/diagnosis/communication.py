@@ -140,7 +140,7 @@ def _are_of_layers(evidence: Evidence, ranks: tuple[int, ...], *, exchange: bool
         return False
     within = [
         group
-        for axis in ("tp", "cp", "cp_ring", "cp_ulysses", *(("ep",) if exchange else ()))
+        for axis in ("tp", "cp", *(("ep",) if exchange else ()))
         for group in plan.mesh.groups(axis)
         if len(group) > 1
     ]

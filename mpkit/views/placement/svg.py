@@ -185,7 +185,7 @@ def _path(a: RankBox, b: RankBox, axis: str) -> str:
     if a.row == b.row and b.column == a.column + 1:
         return f"M{a.x + a.wide:.1f} {a.y + TALL / 2:.1f}H{b.x:.1f}"
     if a.row == b.row:
-        many, below = b.column - a.column, axis in ("cp", "cp_ring")  # as many lines overlap
+        many, below = b.column - a.column, axis == "cp"  # as many lines overlap
         high = 8.0 + min(14.0 / max(many - 1, 1), 8.0) * (a.column % many)
         start, turn = (a.y + TALL, a.y + TALL + high) if below else (a.y, a.y - high)
         corner = 6 if below else -6  # towards the line

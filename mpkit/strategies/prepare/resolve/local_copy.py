@@ -17,7 +17,6 @@ from mpkit.common.exceptions import one_line
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import sequence_part
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.experts.known_experts import check_experts_of
@@ -63,24 +62,24 @@ class LocalCopy:
 
 
 def local_copies(
-    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], packed: bool
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value]
 ) -> list[LocalCopy]:
     """Return the model as the ranks along tp and one's own axes hold it; one copy if all hold the same shapes."""
     check_parts_of_axes(model, plan, _with_own_modules)
-    first = _copy_for(model, plan, schedule, batch, packed, 0)
+    first = _copy_for(model, plan, schedule, batch, 0)
     places = prod(plan.mesh.layer_degrees)
     if places == 1:
         return [first]
-    last = _copy_for(model, plan, schedule, batch, packed, places - 1)
+    last = _copy_for(model, plan, schedule, batch, places - 1)
     if first.shapes == last.shapes:
         last.free()
         return [first]
-    between = [_copy_for(model, plan, schedule, batch, packed, place) for place in range(1, places - 1)]
+    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, places - 1)]
     return [first, *between, last]
 
 
 def _copy_for(
-    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], packed: bool, place: int
+    model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value], place: int
 ) -> LocalCopy:
     """Copy the model as the rank at `place` would hold it.
 
@@ -88,14 +87,13 @@ def _copy_for(
         model: the whole model; it is not changed.
         plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
         batch: the largest batch, whose sequences are divided along cp.
-        packed: whether some sequences are packed documents.
         place: the rank's place along tp and one's own axes (`Mesh.layer_place`); along cp and ep it is place 0.
 
     Raises:
         ValueError: layers or sequences cannot be divided among so many ranks.
     """
     if plan.cp > 1 and place == 0:
-        check_context_parallel(model, *batch, plan.cp, plan.cp_order, plan.mesh.cp_ulysses, packed)
+        check_context_parallel(model, *batch, plan.cp, plan.cp_order, ulysses=plan.cp_method == "ulysses")
     check_experts_of(model, plan)
     mesh = plan.mesh
     tp = FakeGroup(plan.tp, mesh.layer_index(place, "tp"))
@@ -108,10 +106,8 @@ def _copy_for(
     if plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.axes:
         model = _with_own_modules(model)
         sharded = localize(model, plan, schedule, group_of)
-    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order, row=plan.mesh.cp_ulysses)
-    layout = SequenceLayout(plan.cp, plan.cp_order, plan.mesh.cp_ulysses, () if packed else None)
-    over = partial(attention_over(plan, group_of, sharded.draws), layout)
-    return LocalCopy(model, sharded, cut, over, tp)
+    cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)
+    return LocalCopy(model, sharded, cut, attention_over(plan, group_of, sharded.draws), tp)
 
 
 def _with_own_modules(model: nn.Module) -> nn.Module:

@@ -52,7 +52,7 @@ def describe_run(
         stream = plan.cp * sum(prod(spec.shape) for r in routes[:1] for spec in r.specs) * evenly
     attentions: tuple[list[int], list[int]] = ([], [])
     if plan.cp > 1:
-        exchanging = plan.tp * plan.mesh.cp_ulysses if plan.mesh.cp_ulysses > 1 else 1
+        exchanging = plan.tp * plan.cp if plan.cp_method == "ulysses" else 1
         attentions = attention_sizes(model, batch[0], held, exchanging)
     kv_bytes, qo_bytes = ([n * average * dtype.itemsize for n in sizes] for sizes in attentions)
     return {

@@ -43,7 +43,7 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def resolve(
-    model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool, packed: bool = False,
+    model: nn.Module, sizes: list[tuple[Value, Value]], plan: Plan, loss: Loss, *, by_name: bool,
 ) -> ResolvedPlan:  # fmt: skip
     """Return what a plan comes to for a model and the batches of a training.
 
@@ -52,7 +52,6 @@ def resolve(
         sizes: a batch of every size that occurs, the largest first.
         plan, loss: the plan and loss of the training.
         by_name: as in `prepare`.
-        packed: whether ranks share sequences of which some are packed documents.
 
     Raises:
         ValueError: model, data and plan do not fit together.
@@ -63,7 +62,7 @@ def resolve(
     # ---- shapes
     shapes = one_of_each_shape(sizes, plan.microbatches, plan.dp)
     # ---- local
-    copies = local_copies(model, plan, schedule, sizes[0], packed)
+    copies = local_copies(model, plan, schedule, sizes[0])
     # ---- dry run
     sends = _LossSends(loss, copies[0])
     numbers = [
@@ -92,7 +91,7 @@ def resolve(
         each.free()
     local = tuple(LocalNumbers(*each) for each in zip(numbers, partitions, strict=True))
     return ResolvedPlan(
-        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most, packed=packed,
+        plan, schedule, tuple(stages), placed, held, shared, local, sharded, parameters, sends.most,
     )  # fmt: skip
 
 

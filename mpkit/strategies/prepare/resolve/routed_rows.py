@@ -137,7 +137,7 @@ def routing_bytes(model: nn.Module, resolved: ResolvedPlan, size: int) -> dict[s
     t = plan.tp if plan.sequence_parallel else 1
     if not layers or plan.dp * plan.cp * t == 1:
         return {}
-    stretches = plan.cp * t * len(pieces(0, plan.cp, plan.cp_order, plan.mesh.cp_ulysses))
+    stretches = plan.cp * t * len(pieces(0, plan.cp, plan.cp_order))
     samples = sum(
         plan.dp * -(-(end - start) // plan.dp) for start, end in split(size, min(plan.microbatches, size))
     )

@@ -17,7 +17,6 @@ from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import tree_leaves
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.divided_attention import ContextParallel
-from mpkit.strategies.context.layout import SequenceLayout
 from mpkit.strategies.context.sequence import check_sequences, sequence_part, shift_positions
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors, part
 from mpkit.strategies.models.chain import layers_of
@@ -34,8 +33,8 @@ def check_context_parallel(
     targets: Value,
     n: int,
     order: str = "contiguous",
-    ulysses: int = 1,
-    packed: bool = False,
+    *,
+    ulysses: bool = False,
 ) -> None:
     """Check that n ranks can share the sequences of such a batch.
 
@@ -50,8 +49,7 @@ def check_context_parallel(
         inputs, targets: a batch, [batch, s, ...].
         n: number of ranks along cp.
         order: which part each rank has.
-        ulysses: number of those ranks that divide the heads.
-        packed: whether some sequences are packed documents.
+        ulysses: whether they divide the heads.
 
     Raises:
         ValueError: they cannot, with the reason and what would work.
@@ -63,24 +61,24 @@ def check_context_parallel(
     def on_fakes() -> None:
         with FakeMode() as mode:
             fakes = map_tensors(mode.from_tensor, sample)
-            _check_forward(without_content(model, mode), fakes, n, order, ulysses, packed)
+            _check_forward(without_content(model, mode), fakes, n, order, ulysses)
 
     # A model that is refused is refused again on real tensors, with numbers in the message.
     fakes_or_real(
         on_fakes,
-        lambda: _check_forward(copy_model(model), sample, n, order, ulysses, packed),
+        lambda: _check_forward(copy_model(model), sample, n, order, ulysses),
         f"A part of a sequence in {type(model).__name__}",
     )
 
 
 @torch.no_grad()
-def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: int, packed: bool) -> None:
+def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses: bool) -> None:
     """Run the forward of the rank that has the end of the sequence."""
     group = FakeGroup(n, n - 1 if order == "contiguous" else 0)
-    mine = sequence_part(sample, group.index, n, order, ulysses)
+    mine = sequence_part(sample, group.index, n, order)
     length = leaves(mine)[0].shape[1]
     # ---- positions
-    told = shift_positions(model, group, order, ulysses)
+    told = shift_positions(model, group, order)
     given = isinstance(mine, dict) and mine.get("position_ids") is not None
     if not (told or given):
         raise ValueError(
@@ -90,9 +88,7 @@ def _check_forward(model: nn.Module, sample: Value, n: int, order: str, ulysses:
         )
     # ---- attention
     value: Any = mine
-    rows, ring = FakeGroup(ulysses), FakeGroup(n // ulysses, group.index // ulysses)
-    layout = SequenceLayout(n, order, ulysses, () if packed else None)
-    with ContextParallel(group, order, ulysses=rows, ring=ring, layout=layout) as attention:
+    with ContextParallel(group, order, ulysses=ulysses) as attention:
         try:
             for i, (_, layer) in enumerate(layers_of(model)):
                 value = call(layer, value, first=i == 0)
