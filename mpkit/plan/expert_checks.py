@@ -66,10 +66,6 @@ def _check_folding(plan: Plan) -> None:
             f"{call_of(plan)}: where the ranks along tp divide experts, each has tokens of its own, which Megatron "
             f"requires, too: {call_of(plan, {'sequence_parallel': True})}"
         )
-    if plan.axes:
-        raise ValueError(
-            f"{call_of(plan)}: axes of your own lie between cp and tp, and etp=1 folds tp: {without}"
-        )
 
 
 def owned_experts(order: Sequence[int], experts: int, n: int) -> list[tuple[int, ...]]:

@@ -1,8 +1,7 @@
 """Mesh: which rank has which place along the axes (`mpkit.plan.axes`). Pure integers.
 
 dp consists of two axes where ZeRO shards within groups of replicas (hybrid sharding): `dp_replicate` is outside of
-`dp_shard`, so that the ranks that share shards are next to each other, on the fast links of a node. Axes of one's own
-lie between cp and tp.
+`dp_shard`, so that the ranks that share shards are next to each other, on the fast links of a node.
 
 Expert parallelism folds another mesh over the same ranks (Liu et al., "MoE Parallel Folding", arXiv 2504.14960, section
 3): where the attention sees pp x dp x cp x tp, the experts see pp x edp x ep x tp. So ep ranks, each with some of a
@@ -25,7 +24,7 @@ __all__ = ["Mesh", "Place"]
 
 
 class Place(NamedTuple):
-    """A rank's coordinates along the axes that mpkit has itself."""
+    """A rank's coordinates along the whole axes."""
 
     pp: int = 0
     dp: int = 0
@@ -47,7 +46,6 @@ class Mesh:
         ep: the number of ranks, out of dp_shard x cp, among which the experts of a layer are divided.
         etp: 1 if ep counts the ranks along tp too; tp if each of these holds a part of every expert; 0 if they hold
             the same experts.
-        own: axes of one's own with their degrees.
 
     >>> mesh = Mesh(pp=2, dp=1, tp=2)
     >>> [mesh.place(rank) for rank in range(mesh.size)][2]
@@ -64,9 +62,6 @@ class Mesh:
     ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0, 1), (2, 3)])
     >>> Mesh(dp=2, tp=2, ep=2).groups("ep"), Mesh(dp=2, tp=2, ep=2, etp=1).groups("ep")
     ([(0, 2), (1, 3)], [(0, 1), (2, 3)])
-    >>> classes = Axis("classes", "the rows of the head", "each some rows of the head", "#000000")
-    >>> Mesh(dp=2, own=((classes, 2),)).groups("classes")
-    [(0, 1), (2, 3)]
     """
 
     pp: int = 1
@@ -75,24 +70,19 @@ class Mesh:
     tp: int = 1
     dp_replicate: int = 1
     ep: int = 1
-    own: tuple[tuple[Axis, int], ...] = field(default=(), kw_only=True)
     etp: int = field(default=0, kw_only=True)
 
     def __repr__(self) -> str:
         names = [*AXES, *(name for name in ("dp_replicate", "ep") if getattr(self, name) > 1)]
-        names += [axis.name for axis, _ in self.own]
         return f"Mesh({', '.join(f'{name}={self.degree(name)}' for name in names)})"
 
     def degree(self, axis: str) -> int:
         """Return the number of places along an axis."""
-        for row, degree in self.own:
-            if row.name == axis:
-                return degree
         return int(getattr(self, axis))
 
     def row(self, axis: str) -> Axis:
-        """Return the axis' row of the table, or of one's own."""
-        return next(row for row in (*TABLE, *(row for row, _ in self.own)) if row.name == axis)
+        """Return the axis' row of the table."""
+        return next(row for row in TABLE if row.name == axis)
 
     @property
     def dp_shard(self) -> int:
@@ -117,7 +107,7 @@ class Mesh:
         (('pp', 'dp', 'cp', 'tp'), ('pp', 'dp_replicate', 'dp_shard', 'cp', 'tp'))
         """
         divided = {"dp"} if self.dp_replicate > 1 else set()
-        return self._with_own(
+        return tuple(
             axis.name
             for axis in TABLE
             if axis.name not in divided
@@ -125,47 +115,15 @@ class Mesh:
             and (not axis.within or axis.within in divided)
         )
 
-    def _with_own(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return axes, the last of which is tp, with one's own before it."""
-        *outer, tp = axes
-        return (*outer, *(row.name for row, _ in self.own), tp)
-
-    @property
-    def whole_axes(self) -> tuple[str, ...]:
-        """The axes that are no parts of others, outermost first: pp, dp, cp, one's own, and tp."""
-        return self._with_own(AXES)
-
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes of the mesh that experts see, outermost first."""
-        return EXPERT_AXES[:-1] if self.folds else self._with_own(EXPERT_AXES)
-
-    @property
-    def layer_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks compute the same samples, each with a part of each layer: one's own, and tp."""
-        return self._with_own(("tp",))
-
-    @property
-    def layer_degrees(self) -> tuple[int, ...]:
-        """The degrees of `layer_axes`."""
-        return tuple(map(self.degree, self.layer_axes))
-
-    def layer_place(self, rank: int) -> int:
-        """Return the rank's place among those that compute the same samples and hold parts of the same layers."""
-        return rank % prod(self.layer_degrees)
-
-    def layer_index(self, place: int, axis: str) -> int:
-        """Return the index along one of `layer_axes` of such a place.
-
-        >>> [Mesh(tp=4).layer_index(place, "tp") for place in range(4)]
-        [0, 1, 2, 3]
-        """
-        return _digits(place, self.layer_degrees)[self.layer_axes.index(axis)]
+        return EXPERT_AXES[:-1] if self.folds else EXPERT_AXES
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The degrees, in the order of `whole_axes`."""
-        return tuple(map(self.degree, self.whole_axes))
+        """The degrees, in the order of `AXES`."""
+        return self.pp, self.dp, self.cp, self.tp
 
     @property
     def size(self) -> int:
@@ -173,10 +131,9 @@ class Mesh:
         return prod(self.shape)
 
     def place(self, rank: int) -> Place:
-        """Return the coordinates of a rank along the axes that mpkit has itself."""
+        """Return the coordinates of a rank along the whole axes."""
         assert 0 <= rank < self.size, f"rank {rank} is not in {self}"
-        pp, dp, cp, *_, tp = _digits(rank, self.shape)
-        return Place(pp, dp, cp, tp)
+        return Place(*_digits(rank, self.shape))
 
     def coordinates(self, rank: int, axes: Sequence[str] = ()) -> tuple[int, ...]:
         """Return the coordinates of a rank along `axes`, or along `expert_axes` if these are given."""
@@ -198,8 +155,8 @@ class Mesh:
         return any(self.row(axis).of_experts for axis in axes)
 
     def rank(self, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the rank at these coordinates; the first along axes of one's own."""
-        return self.rank_at((pp, dp, cp, *(0 for _ in self.own), tp), self.whole_axes)
+        """Return the rank at these coordinates."""
+        return self.rank_at((pp, dp, cp, tp), AXES)
 
     def replica(self, rank: int) -> int:
         """Return the number of a rank's replica; ranks along cp hold the same weights as those along dp."""
@@ -243,9 +200,7 @@ class Mesh:
         >>> Mesh(pp=2, dp=2, tp=2).order("tp")  # on two nodes, each has a half of every layer
         (0, 2, 4, 6, 1, 3, 5, 7)
         """
-        places = [
-            dict(zip(self.whole_axes, _digits(rank, self.shape), strict=True)) for rank in range(self.size)
-        ]
+        places = [dict(zip(AXES, _digits(rank, self.shape), strict=True)) for rank in range(self.size)]
         return tuple(sorted(range(self.size), key=lambda rank: [places[rank][axis] for axis in outermost]))
 
 

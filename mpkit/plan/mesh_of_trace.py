@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpkit.plan.axes import AXES, axes_from_json, join_axes
+from mpkit.plan.axes import AXES, join_axes
 from mpkit.plan.mesh import Mesh
 
 __all__ = ["WORLD", "axis_of", "holders_of", "long_axes", "mesh_of", "place_text"]
@@ -26,7 +26,6 @@ def mesh_of(meta: Mapping[str, Any], ranks: int) -> Mesh | None:
         degrees = {axis: int(plan.get(axis) or 1) for axis in (*AXES, "dp_replicate", "ep")}
         mesh = Mesh(
             **degrees,
-            own=axes_from_json(plan.get("axes") or ()),
             etp=plan.get("etp") or 0,
         )
     except (KeyError, ValueError, TypeError, AttributeError):
@@ -93,5 +92,5 @@ def place_text(mesh: Mesh, rank: int) -> str:
     >>> place_text(Mesh(pp=2, dp=2, tp=2), 5)
     'pp1 dp0 tp1'
     """
-    places = zip(mesh.whole_axes, mesh.shape, mesh.coordinates(rank, mesh.whole_axes), strict=True)
+    places = zip(AXES, mesh.shape, mesh.place(rank), strict=True)
     return " ".join(f"{axis}{place}" for axis, degree, place in places if degree > 1)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
-from mpkit.plan.axes import axes_as_json, axes_from_json, checked_axes
 from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
 from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
 from mpkit.plan.data_checks import check_data_parallel, with_options
@@ -32,7 +31,6 @@ from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
 
 if TYPE_CHECKING:
-    from mpkit.plan.axes import Axis
     from mpkit.plan.config import Config
     from mpkit.plan.schedule.read import Source
 
@@ -78,7 +76,6 @@ class Plan(metaclass=NamedConstructors):
         etp: the ranks along tp that share each expert: tp, of which each has a part; 1: ep counts the ranks along tp
             too, each of which has tokens of its own (`sequence_parallel`), and the mesh of the experts is folded over
             that of the attention. None: the ranks along tp hold the same experts.
-        axes: axes of your own with their degrees, {Axis: 2}, each with its strategy; see `mpkit.plan.axes`.
 
     >>> plan = Plan(pp=4, schedule="gpipe", microbatches=8)
     >>> plan
@@ -117,7 +114,6 @@ class Plan(metaclass=NamedConstructors):
     cp_method: str = "ring"
     ep: int = 1
     etp: int | None = None
-    axes: Mapping[Axis, int] | Sequence[tuple[Axis, int]] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -140,7 +136,6 @@ class Plan(metaclass=NamedConstructors):
         take_hybrid_degrees(self)
         for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "virtual_stages"):
             object.__setattr__(self, name, checked_degree(self, name))
-        object.__setattr__(self, "axes", checked_axes(self))
         check_ranks(self)
         object.__setattr__(self, "schedule", checked_schedule(self))
         object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
@@ -262,13 +257,12 @@ class Plan(metaclass=NamedConstructors):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the plan needs: pp x dp x cp x tp, times those of your own axes."""
+        """The number of ranks that the plan needs: pp x dp x cp x tp."""
         return self.mesh.size
 
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        own = tuple(self.axes.items() if isinstance(self.axes, Mapping) else self.axes)
         return Mesh(
             self.pp,
             self.dp,
@@ -276,7 +270,6 @@ class Plan(metaclass=NamedConstructors):
             self.tp,
             self.dp_replicate or 1,
             self.ep,
-            own=own,
             etp=self.etp or 0,
         )
 
@@ -297,7 +290,7 @@ class Plan(metaclass=NamedConstructors):
         (('pp', 'tp'), ('pp', 'tp', 'dp_shard', 'cp'))
         """
         over = ("dp_shard", "cp") if self.zero or self.mesh.folds else ("ep",) if self.ep > 1 else ()
-        return "pp", *self.mesh.layer_axes, *over
+        return "pp", "tp", *over
 
     @property
     def stages(self) -> int:
@@ -399,7 +392,6 @@ class Plan(metaclass=NamedConstructors):
             values["schedule"] = {"rows": rows, "name": own.name, "stage_to_rank": own.stage_to_rank}
         if self.tensor is not None:
             values["tensor"] = self.tensor.to_dict()
-        values["axes"] = axes_as_json(self.mesh.own)
         return json.dumps(values)
 
     @classmethod
@@ -431,8 +423,6 @@ class Plan(metaclass=NamedConstructors):
                 raise ValueError(
                     f"a plan's tensor={values['tensor']!r:.80} is none that Plan.to_json wrote: {error}"
                 ) from None
-        if values.get("axes"):
-            values["axes"] = axes_from_json(values["axes"])
         return cls(**values)
 
     # ------------------------------------------------------------ other frameworks' files

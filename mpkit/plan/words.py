@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpkit.plan.axes import AXES
 from mpkit.plan.checks import every
 from mpkit.plan.schedule import Schedule
 
@@ -29,7 +30,7 @@ def describe(plan: Plan) -> str:
     go by all-to-alls.
     """
     mesh = plan.mesh
-    long = [axis for axis in mesh.whole_axes if mesh.degree(axis) > 1]
+    long = [axis for axis in AXES if mesh.degree(axis) > 1]
     parts = []
     if len(long) > 1:
         degrees = " x ".join(str(mesh.degree(axis)) for axis in long)
@@ -41,7 +42,6 @@ def describe(plan: Plan) -> str:
     if plan.tp > 1:
         between = ", and between layers each has its part of the sequence" if plan.sequence_parallel else ""
         parts.append(f"Each layer is shared by {plan.tp} ranks{between}.")
-    parts += [f"Along {own.name}, {n} ranks divide {own.divides}; {own.parameters}." for own, n in mesh.own]
     if plan.ep > 1:
         folded = ", neighbours along tp included" if plan.etp == 1 else ""
         parts.append(

@@ -13,7 +13,6 @@
     ep    two all-to-alls of T k h elements per layer with experts, forward and backward: 4 T k h (ep-1)/ep, and one of
           the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones.
           Where experts have copies, their weights travel once per step, and their gradients back
-    own   what an axis of one's own says (`mpkit.plan.axes.Axis.volume`)
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
           4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c
 
@@ -55,8 +54,6 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return None
     long = long_axes(known.mesh)
     shard_group = join_axes(name for name in known.mesh.parts("dp_shard", "cp") if name in long)
-    if axis in known.own:
-        return _own(known, axis, kind)
     if axis == "tp":
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
@@ -339,18 +336,6 @@ def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
         f"{symbols} an attention a micro-batch",
         words,
         lambda rank: known.total(tensors, rank) / known.mesh.tp * known.microbatches * per_rank,
-    )
-
-
-def _own(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
-    """Return the formula along an axis of one's own, whose row says it for a micro-batch."""
-    if kind.name.lower() not in known.own[axis]:
-        return None
-    symbols, by_stage = known.own[axis][kind.name.lower()]
-    return Formula(
-        f"{symbols} a micro-batch",
-        f"what {axis} divides",
-        lambda rank: known.microbatches * known.total(by_stage, rank),
     )
 
 

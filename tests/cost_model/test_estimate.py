@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpkit as mk
-from examples.own_axis import CLASSES
 from mpkit.common.display import draw
 from mpkit.common.units import memory_share, memory_text
 from mpkit.models import GPT, next_token_loss
@@ -462,7 +461,6 @@ OTHER = {
     "cp_method": mk.Plan(cp=4, cp_method="ulysses"),
     "ep": mk.Plan(dp=4, ep=2),
     "etp": mk.Plan(dp=4, tp=2, sequence_parallel=True, zero=1, ep=4, etp=1),
-    "axes": mk.Plan(axes={CLASSES: 2}),
 }
 """A plan that differs from the default in a field, and in what that field needs."""
 NEITHER = {"unused", "batchnorm"}

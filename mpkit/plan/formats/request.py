@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import ArgumentError
-from mpkit.plan.checks import call_of, whole
+from mpkit.plan.checks import whole
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
@@ -57,10 +57,6 @@ class ExportRequest:
         >>> asked.nodes, asked.gpus_per_node, asked.micro_batch, asked.master
         (2, 8, 2, 'node0')
         """
-        if plan.axes:
-            raise ValueError(
-                f"{plan!r}: no other framework has your own axis; without it, {call_of(plan, {'axes': ()})}"
-            )
         names = [field.name for field in fields(cls)][1:]
         for name in given:
             if name not in names:

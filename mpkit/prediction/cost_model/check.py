@@ -28,7 +28,6 @@ UNPRICED = {
     "data_parallel": "nn.DataParallel gathers all outputs on one rank and sends it the weights of each step",
     "cut": "cut= names layers of the model that is trained",
     "tensor": "tensor= names layers of the model that is trained",
-    "axes": "the strategy of an axis of your own, which mk.trace_fake plays, says what it does",
 }
 """The fields of a plan that decide what a step takes, and that no size of a model says anything about."""
 

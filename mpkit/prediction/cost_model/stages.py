@@ -122,7 +122,7 @@ class MeanLayer:
 @lru_cache(4096)
 def _layer(
     model: Architecture, sequence: int, kernels: Kernels, network: Network, microbatch: int, cp: int, tp: int, ep: int,
-    etp: int, alike: bool, sequence_parallel: bool, trainable: float, cp_method: str | tuple[int, int],
+    etp: int, alike: bool, sequence_parallel: bool, trainable: float, cp_method: str,
     cp_order: str, load: float,
 ) -> MeanLayer:  # fmt: skip
     """Price each kind of layer once, for all plans that divide a layer equally."""

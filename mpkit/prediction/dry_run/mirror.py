@@ -5,7 +5,6 @@ Which ranks do the same, so that one of them is played for all:
     along pp    each rank has stages of its own, and another order of actions: all are played
     along cp    later parts of a causal sequence attend to more, and rings start at different ranks: all are played
     along tp    shards are equal, unless the divided size is not a multiple of tp
-    own axes    what their strategies do is not known: all are played
     along dp    ranks with the same number of samples in each micro-batch do the same; all are played where groups of
                 them divide experts
 
@@ -113,16 +112,14 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
     """
     mesh = plan.mesh
     places = [mesh.place(each) for each in range(plan.ranks)]
-    offsets = [each - mesh.rank(*place) for each, place in enumerate(places)]  # along one's own axes
     if rank is not None:
         mine = mesh.place(rank)
-        alike = [
+        return [
             mesh.rank(
                 each.pp, each.dp if plan.ep > 1 else mine.dp, each.cp, each.tp if mesh.folds else mine.tp
             )
             for each in places
         ]
-        return [base + own for base, own in zip(alike, offsets, strict=True)]
     first: dict[Hashable, int] = {}
     stands_for = []
     for each, place in enumerate(places):
@@ -131,7 +128,7 @@ def kinds(plan: Plan, size: int, rank: int | None, *, even: bool = True) -> list
         leads = plan.data_parallel == "dp" and each == 0
         shard = 0 if even and not mesh.folds else place.tp
         experts = place.dp if plan.ep > 1 else 0
-        kind = place.pp, place.cp, shard, gets, leads, experts, offsets[each]
+        kind = place.pp, place.cp, shard, gets, leads, experts
         stands_for.append(first.setdefault(kind, each))
     return stands_for
 

@@ -5,7 +5,7 @@ only. Communication along one axis never reaches another, so a strategy is given
 
     replicas     dp x cp: ranks that hold the same weights and compute on different samples or parts of a sequence
     shards       dp_shard x cp: those among which ZeRO shards the weights; all replicas, unless the plan is hybrid
-    model        pp x tp: ranks that together hold one model; axes of one's own are like tp
+    model        pp x tp: ranks that together hold one model
     experts      ep: ranks, out of the replicas, that divide each layer's experts; dp_replicate x edp hold the same ones
 """
 
@@ -45,8 +45,7 @@ class MeshAxes:
     def __init__(self, comm: Communicator, device: torch.device, mesh: Mesh) -> None:
         assert mesh.size == comm.world_size, f"{mesh} and {comm.world_size} ranks"
         self._comm, self._device, self.mesh = comm, device, mesh
-        self.place, self.layer_place = mesh.place(comm.rank), mesh.layer_place(comm.rank)
-        self._index = dict(zip(mesh.whole_axes, mesh.coordinates(comm.rank, mesh.whole_axes), strict=True))
+        self.place = mesh.place(comm.rank)
         self._known: dict[tuple[str, ...], Communicator] = {}
         self._meshes = {mesh.axes: self._device_mesh(device, mesh.axes)}
         if mesh.ep > 1:
@@ -68,13 +67,13 @@ class MeshAxes:
         return self._known[wanted]
 
     def leads(self, but: str = "") -> bool:
-        """Whether this rank is the first of those that compute the same samples, along every axis but one.
+        """Whether this rank is the first of those that compute the same samples, or its axis is left out (`but`).
 
-        Of what these ranks hold alike, or hold parts of along the one axis, the ranks that lead count, save or return.
+        Of what these ranks hold alike, or hold parts of along that axis, the ranks that lead count, save or return.
         """
         if but == "ep" and self.mesh.etp:
             but = "tp"  # whose ranks hold parts of experts; or, where it is folded, different ones or replicas of them
-        return all(self._index[axis] == 0 for axis in self.mesh.layer_axes if axis != but)
+        return but == "tp" or self.place.tp == 0
 
     def _communicator(self, axes: Sequence[str]) -> Communicator:
         if not axes:

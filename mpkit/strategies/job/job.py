@@ -117,7 +117,7 @@ class TrainJob:
         return self.where.plan
 
     def for_place(self, place: int) -> TrainJob:
-        """Return the job as a rank at this place (`Mesh.layer_place`) sees it."""
+        """Return the job as a rank at this place along tp sees it."""
         return replace(self, where=self.where.for_place(place))
 
     def without_proof(self, why: str) -> TrainJob:

@@ -50,7 +50,7 @@ class ResolvedPlan:
         placed: the names of each stage's layers; of its blocks in a partitioned model.
         held: the names of the parameters that each stage computes with.
         shared: tied weights that several stages compute with.
-        local: what a rank makes of a micro-batch, by its place (`Mesh.layer_place`); only one entry if all are equal.
+        local: what a rank makes of a micro-batch, by its place along tp; only one entry if all are equal.
         sharded: which parameters are divided, likewise.
         parameters: by rank, the number of elements of the trained parameters that it would hold without ZeRO.
         loss_sends: the bytes that the loss of the largest micro-batch all-reduces and all-gathers on a tp rank.

@@ -1,6 +1,5 @@
 """This rank's part of the model: its shard of each layer, its experts, and its part of each sequence.
 
-    own axes    parts along axes of one's own, by their strategies (`mpkit.plan.axes`)
     shard       tensor parallelism: parameters replaced by this rank's parts (`mpkit.strategies.tensor`)
     experts     expert parallelism: likewise, by expert (`mpkit.strategies.experts`)
     positions   context parallelism: the model is given the positions of its tokens (`mpkit.strategies.context`)
@@ -28,7 +27,6 @@ from mpkit.strategies.experts.divided_experts import divide_experts
 from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.token_draws import TokenDraws
-from mpkit.strategies.runtime.own_axes import divide_along_own_axes
 from mpkit.strategies.tensor import ShardedModel, shard_model
 
 __all__ = ["AttentionOver", "attention_over", "localize"]
@@ -44,7 +42,7 @@ def localize(
 
     Args:
         model: the whole model; its tensors are left as they are.
-        plan: read for axes, tensor, sequence_parallel and cp_order.
+        plan: read for tensor, sequence_parallel and cp_order.
         schedule: whether it splits backwards; then tensor parallelism does not overlap.
         group_of: a function from an axis to this rank's process group along it.
 
@@ -52,11 +50,9 @@ def localize(
         ValueError: the model cannot be divided in this way.
     """
     tp, cp, ep = group_of("tp"), group_of("cp"), group_of("ep")
-    # ---- own axes
-    own = divide_along_own_axes(model, plan, group_of)
     # ---- shard
     layers = find_experts(model) if ep.size > 1 else {}
-    whole = {*_owners(own), *(layers if plan.etp != plan.tp else ())}
+    whole = set(layers if plan.etp != plan.tp else ())
     sharded = shard_model(
         model,
         tp,
@@ -72,12 +68,8 @@ def localize(
             f"{plan!r} divides each expert along tp, and how {rest[0]} can be divided is not known: a Region of its "
             f"parameters in Plan(tensor=...) says it; or, with whole experts, {call_of(plan, {'etp': None})}"
         )
-    along = {name: axis for name, (axis, _) in own.items()} | dict.fromkeys(experts, "ep")
-    if twice := [name for name in own if name in sharded.shards or name in experts]:
-        raise ValueError(
-            f"{plan!r}: {twice[0]} is divided along {along[twice[0]]} and along another axis; one axis can divide it"
-        )
-    shards = sharded.shards | {name: shard for name, (_, shard) in own.items()} | experts
+    along = dict.fromkeys(experts, "ep")
+    shards = sharded.shards | experts
     # Where tp is folded, its ranks are replicas of experts, whose gradients are summed over these; with etp = tp each
     # rank has seen all tokens of its part.
     partial = sharded.partial - experts.keys() if plan.etp else sharded.partial

@@ -192,7 +192,7 @@ class Training:
 
 def _as_seen_here(job: TrainJob, axes: MeshAxes) -> TrainJob:
     """Return the job as this rank sees it: at its place, with a loss that knows the other replicas."""
-    job = job.for_place(axes.layer_place)
+    job = job.for_place(axes.place.tp)
     loss = job.what.loss
     if isinstance(loss, WholeBatchLoss) and job.plan.data_parallel != "dp":
         return job.with_loss(loss.bind_group(axes.communicator_of("dp")))

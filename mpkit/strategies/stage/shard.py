@@ -111,7 +111,7 @@ class ShardedModel:
         partial: names of parameters that tp leaves whole, whose gradients are partial sums on each of its ranks.
         plan: the plan that was applied, with the model's own names.
         draws: where this rank draws random numbers of its own.
-        along: the axis of each part that does not lie along tp, by the same names: "ep" of experts, or one's own.
+        along: the axis of each part that does not lie along tp, by the same names: "ep" of experts.
     """
 
     shards: dict[str, Shard] = field(default_factory=dict)

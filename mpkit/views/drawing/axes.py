@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mpkit.plan.axes import TABLE
-from mpkit.plan.mesh import Mesh
 from mpkit.views.drawing.colours import BLACK, WHITE, luminance
 
 __all__ = ["AXIS_INKS", "ink_of", "legible_on", "tint"]
@@ -14,15 +13,9 @@ AXIS_INKS = {axis.name: axis.ink for axis in TABLE}
 SEVERAL = "#8c6bb1"
 
 
-def ink_of(axis: str, mesh: Mesh | None = None) -> str:
-    """Return the colour of an axis; all combinations of several axes share one colour.
-
-    Args:
-        axis: the axis' name.
-        mesh: the mesh, for axes of one's own.
-    """
-    own = {row.name: row.ink for row, _ in mesh.own} if mesh else {}
-    return (AXIS_INKS | own).get(axis, SEVERAL)
+def ink_of(axis: str) -> str:
+    """Return the colour of an axis; all combinations of several axes share one colour."""
+    return AXIS_INKS.get(axis, SEVERAL)
 
 
 def tint(ink: str, share: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpkit.plan.axes import AXES
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.timeline.timeline import Timeline
 
@@ -59,7 +60,7 @@ class LaneGroup:
 def groups_of(timeline: Timeline) -> list[LaneGroup]:
     """Return the groups of a timeline's ranks; on a mesh of one axis, or without a mesh, only of many ranks."""
     mesh = timeline.mesh
-    long = [axis for axis in mesh.whole_axes if mesh.degree(axis) > 1] if mesh else []
+    long = [axis for axis in AXES if mesh.degree(axis) > 1] if mesh else []
     if mesh is None or len(long) < 2:
         return _neighbours(timeline.world_size, long[0] if long else "")
     shared = [axis for axis in long[:-1] if axis in ("pp", "dp")] or long[:1]

@@ -169,7 +169,7 @@ def _lines(talk: Talk, boxes: list[RankBox], placement: Placement) -> Iterator[s
         for one, other in pairwise(group):
             told = f"{talk.axis}: rank {one} and rank {other}{link_words(talk)}"
             crosses = placement.node_of(one) != placement.node_of(other)
-            look = _look(ink_of(talk.axis, placement.mesh), crosses)
+            look = _look(ink_of(talk.axis), crosses)
             path = _path(boxes[one], boxes[other], talk.axis)
             yield f'<path fill="none" {look} d="{path}"><title>{escape(told)}</title></path>' if path else ""
 
@@ -223,7 +223,7 @@ def _legend(placement: Placement, y: float, width: float) -> tuple[list[str], fl
     parts = []
     for talk in placement.talks:
         parts.append(
-            f"<line {_look(ink_of(talk.axis, placement.mesh), talk.crosses)} "
+            f"<line {_look(ink_of(talk.axis), talk.crosses)} "
             f'x1="{MARGIN + 10:g}" x2="{MARGIN + 42:g}" y1="{y - 4:g}" y2="{y - 4:g}"/>'
         )
         parts.append(_words(MARGIN + 52, y, talk.axis, "words", ' font-weight="600"'))

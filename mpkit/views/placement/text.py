@@ -79,9 +79,9 @@ def link_words(talk: Talk) -> str:
 
 
 def divided_heading(placement: Placement) -> str:
-    """Return the heading of the layers that are divided, with the axes that do: tp, ep, or one's own."""
+    """Return the heading of the layers that are divided, with the axes that do: tp and ep."""
     mesh = placement.mesh
-    axes = [axis for axis in (*reversed(mesh.layer_axes), "ep") if mesh.degree(axis) > 1] or ["tp"]
+    axes = [axis for axis in ("tp", "ep") if mesh.degree(axis) > 1] or ["tp"]
     return f"what {' and '.join(axes)} divide{'s' * (len(axes) == 1)}"
 
 

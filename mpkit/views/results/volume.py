@@ -75,7 +75,7 @@ def volume_html(volume: CommVolume) -> str:
         shown = [escape(value) for value in values]
         shown[0] = (
             f'<span style="display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:7px;'
-            f'background:{ink_of(row.axis, volume.mesh)}"></span><b>{shown[0]}</b>'
+            f'background:{ink_of(row.axis)}"></span><b>{shown[0]}</b>'
         )
         if shown[6]:
             shown[6] += f'<br><span style="{FAINT}">{escape(row.words)}</span>'

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from mpkit.common.exceptions import one_line
+from mpkit.plan.axes import AXES
 from mpkit.plan.checks import real, whole
 from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
@@ -75,7 +76,7 @@ def check_plan(plan: Any, ranks: int) -> None:
         raise ValueError(f"plan is {a_kind_of(plan)}; it is an mk.Plan, such as {named}")
     if plan.ranks != ranks:
         degrees = " x ".join(
-            f"{name}={plan.mesh.degree(name)}" for name in plan.mesh.whole_axes if plan.mesh.degree(name) > 1
+            f"{name}={plan.mesh.degree(name)}" for name in AXES if plan.mesh.degree(name) > 1
         )
         takes = f"{degrees or 'a serial plan'}, {plan.ranks} rank{'s' * (plan.ranks > 1)}"
         instead = (
@@ -105,13 +106,10 @@ def _for_ranks(plan: Plan, ranks: int) -> Plan:
         return Plan.serial(plan.microbatches)
     order = ("dp", "pp", "cp", "tp") if plan.ranks > 1 else ("pp", "dp", "cp", "tp")
     before = {axis: getattr(plan, axis) for axis in order}
-    own = prod(degree for _, degree in plan.mesh.own)
-    if ranks % own:
-        plan, own = replace(plan, axes=()), 1
     meshes = [
         dict(zip(order, degrees, strict=True))
         for degrees in product(range(1, ranks + 1), repeat=len(order))
-        if own * prod(degrees) == ranks
+        if prod(degrees) == ranks
     ]
 
     def loss(mesh: dict[str, int]) -> tuple[int, int, int, list[int]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from mpkit.strategies.experts.known_experts import check_experts_of
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
 from mpkit.strategies.runtime.local_model import attention_over, localize
-from mpkit.strategies.runtime.own_axes import check_parts_of_axes
 from mpkit.strategies.stage.shard import ShardedModel
 
 __all__ = ["LocalCopy", "local_copies"]
@@ -64,17 +62,15 @@ class LocalCopy:
 def local_copies(
     model: nn.Module, plan: Plan, schedule: Schedule, batch: tuple[Value, Value]
 ) -> list[LocalCopy]:
-    """Return the model as the ranks along tp and one's own axes hold it; one copy if all hold the same shapes."""
-    check_parts_of_axes(model, plan, _with_own_modules)
+    """Return the model as the ranks along tp hold it; one copy if all hold the same shapes."""
     first = _copy_for(model, plan, schedule, batch, 0)
-    places = prod(plan.mesh.layer_degrees)
-    if places == 1:
+    if plan.tp == 1:
         return [first]
-    last = _copy_for(model, plan, schedule, batch, places - 1)
+    last = _copy_for(model, plan, schedule, batch, plan.tp - 1)
     if first.shapes == last.shapes:
         last.free()
         return [first]
-    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, places - 1)]
+    between = [_copy_for(model, plan, schedule, batch, place) for place in range(1, plan.tp - 1)]
     return [first, *between, last]
 
 
@@ -87,7 +83,7 @@ def _copy_for(
         model: the whole model; it is not changed.
         plan: the plan, of which tp, cp, ep and related options are used; `schedule`: its schedule.
         batch: the largest batch, whose sequences are divided along cp.
-        place: the rank's place along tp and one's own axes (`Mesh.layer_place`); along cp and ep it is place 0.
+        place: the rank's place along tp; along cp and ep it is place 0.
 
     Raises:
         ValueError: layers or sequences cannot be divided among so many ranks.
@@ -96,14 +92,13 @@ def _copy_for(
         check_context_parallel(model, *batch, plan.cp, plan.cp_order, ulysses=plan.cp_method == "ulysses")
     check_experts_of(model, plan)
     mesh = plan.mesh
-    tp = FakeGroup(plan.tp, mesh.layer_index(place, "tp"))
+    tp = FakeGroup(plan.tp, place)
 
     def group_of(axis: str) -> FakeGroup:
-        index = mesh.layer_index(place, axis) if axis in mesh.layer_axes else 0
-        return tp if axis == "tp" else FakeGroup(mesh.degree(axis), index)
+        return tp if axis == "tp" else FakeGroup(mesh.degree(axis))
 
     sharded = ShardedModel()
-    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1 or plan.axes:
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
         model = _with_own_modules(model)
         sharded = localize(model, plan, schedule, group_of)
     cut = partial(sequence_part, index=0, n=plan.cp, order=plan.cp_order)

@@ -60,7 +60,7 @@ def describe_run(
         "stages": [list(names) for names in resolved.placed],
         "parameters": sum(parameter.numel() for parameter in parameters),
         "dtype": str(dtype).removeprefix("torch."),
-        "replicas": [tuple(range(plan.ranks))] if alone else plan.mesh.groups("pp", *plan.mesh.layer_axes),
+        "replicas": [tuple(range(plan.ranks))] if alone else plan.mesh.groups("pp", "tp"),
         "mesh": {
             "local_params": list(resolved.parameters),
             "element_bytes": dtype.itemsize,
@@ -75,7 +75,6 @@ def describe_run(
             "tied_bytes": _tied_bytes(named, resolved, dtype.itemsize),
             "split": _split(resolved.schedule),
             "owned": _owned_elements(named, resolved) if by_owner else [],
-            "own": _own_volumes(model, batch[0], resolved, average / batch_size(batch[0]) * dtype.itemsize),
             **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
             **routing_bytes(model, resolved, batch_size(batch[0])),
         },
@@ -114,30 +113,6 @@ def _owned_elements(named: Mapping[str, nn.Parameter], resolved: ResolvedPlan) -
         alone = sum(named[name].numel() for name in trained.values() if name in tied)
         by_stage.append(n * (max(owned) + alone))
     return by_stage
-
-
-def _own_volumes(
-    model: nn.Module, inputs: Value, resolved: ResolvedPlan, scale: float
-) -> dict[str, dict[str, tuple[str, list[float]]]]:
-    """Return, by axis of one's own and kind, its formula, and by stage the bytes that a rank sends a micro-batch.
-
-    Stages share what an axis sends by how many elements of what it divides they have.
-
-    Args:
-        scale: the bytes of a micro-batch for each element that the axis' formula counts for a batch.
-    """
-    shards, along = resolved.sharded[0].shards, resolved.sharded[0].along
-    found: dict[str, dict[str, tuple[str, list[float]]]] = {}
-    for axis, n in resolved.plan.mesh.own:
-        sizes = [
-            sum(prod(shards[p].whole) for p in names if along.get(p) == axis.name) for names in resolved.held
-        ]
-        parts = [size / (sum(sizes) or 1) * scale / resolved.plan.cp for size in sizes]
-        told = axis.volume(model, inputs, n) if axis.volume is not None else {}
-        found[axis.name] = {
-            kind: (symbols, [elements * part for part in parts]) for kind, (symbols, elements) in told.items()
-        }
-    return found
 
 
 def _count_by_stage(modules: Sequence[str], held: Sequence[Sequence[str]]) -> list[int]:
@@ -186,7 +161,7 @@ def _expert_numbers(
     once = [{id(whole[n]): n for n in stage if n in names and whole[n].requires_grad} for stage in held]
 
     def elements_of(rank: int) -> int:
-        parts = resolved.sharded[plan.mesh.layer_place(rank) % len(resolved.sharded)].shards
+        parts = resolved.sharded[plan.mesh.place(rank).tp % len(resolved.sharded)].shards
         stages = resolved.schedule.stages_of(plan.mesh.place(rank).pp)
         return sum(prod(parts[n].shape) for stage in stages for n in once[stage].values())
 

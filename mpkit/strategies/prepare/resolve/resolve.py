@@ -7,7 +7,7 @@
     parameters    which stage computes with which, and how many elements each rank holds
 
 Tensor-parallel ranks have shards. If t divides everything, all shards have the same shapes and one dry run serves all
-ranks; otherwise each place along tp and one's own axes has its own dry run.
+ranks; otherwise each place along tp has its own dry run.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _LossSends:
 def _partitions(
     model: nn.Module, copies: list[LocalCopy], shapes: Shapes, plan: Plan, loss: Loss, *, relays: bool
 ) -> list[PartitionedModel | None]:
-    """Return, by place (`Mesh.layer_place`), how a model that is no chain is divided; None if it stays one layer."""
+    """Return, by place along tp, how a model that is no chain is divided; None if it stays one layer."""
     if plan.stages == 1 and (plan.ranks > 1 or plan.zero):
         return [None] * len(copies)
     if plan.stages == 1:
@@ -177,7 +177,7 @@ def _trained_by_rank(
     counts = []
     for rank in range(mesh.size):
         place = mesh.place(rank)
-        shards = sharded[mesh.layer_place(rank) % len(sharded)].shards
+        shards = sharded[mesh.place(rank).tp % len(sharded)].shards
         mine = {name: whole[name] for stage in schedule.stages_of(place.pp) for name in held[stage]}
         once = {id(p): (name, p) for name, p in mine.items() if p.requires_grad}
         counts.append(sum(prod(shards[n].shape) if n in shards else p.numel() for n, p in once.values()))

@@ -108,7 +108,7 @@ def copied_numbers(model: nn.Module, resolved: ResolvedPlan, size: int) -> dict[
         return {}
     sent, elements = [0.0] * plan.ranks, [0.0] * plan.ranks
     for rank in range(plan.ranks):
-        shards = resolved.sharded[plan.mesh.layer_place(rank) % len(resolved.sharded)].shards
+        shards = resolved.sharded[plan.mesh.place(rank).tp % len(resolved.sharded)].shards
         held = {
             name
             for stage in resolved.schedule.stages_of(plan.mesh.place(rank).pp)
