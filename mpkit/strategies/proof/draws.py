@@ -59,10 +59,7 @@ class StepDraws:
     def __post_init__(self) -> None:
         lines: dict[tuple[int, int, int, int], list[tuple[int, list[Tensor]]]] = {}
         for rank, heard in enumerate(self.by_rank):
-            mesh = self.plan.mesh
-            place = mesh.place(rank)
-            if rank != mesh.rank(*place):
-                continue  # ranks along axes of one's own compute the same samples
+            place = self.plan.mesh.place(rank)
             for (stage, m), drawn in heard.items():
                 lines.setdefault((place.dp, m, place.cp, place.tp), []).append((stage, drawn))
         self._lines, self._idle = {}, {}
