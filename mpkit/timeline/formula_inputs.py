@@ -43,8 +43,7 @@ class FormulaInputs:
         copies: by rank, bytes of copies of experts that it sends per step: weights that it owns, gradients of others'.
         copied: by rank, the elements of its experts in layers that have copies, whose gradients are complete late.
         owned: by stage, n k: of n ranks and of the k elements of the one that owns most, where ZeRO-1 divides by owner.
-        routing: by stage, bytes of all-reduces and of all-gathers (their results) per step, for routing that depends on
-            the whole batch.
+        routing: by stage, bytes of all-reduces per step, for routing that depends on the whole batch.
         norm_axes: the axes along which the squares of gradients are summed once per step, to clip them; ().
         blocks: how many of the model's repeated blocks are recomputed, and how many there are.
     """
@@ -72,7 +71,7 @@ class FormulaInputs:
     copies: Sequence[float] = ()
     copied: Sequence[float] = ()
     owned: Sequence[float] = ()
-    routing: tuple[Sequence[float], Sequence[float]] = ((), ())
+    routing: Sequence[float] = ()
     norm_axes: Sequence[str] = ()
     blocks: tuple[int, int] = (0, 0)
 
@@ -98,7 +97,7 @@ class FormulaInputs:
             experts=told.get("expert_params") or (), rows=told.get("rows_bytes") or (),
             counts=told.get("counts_bytes") or (), copies=told.get("copies_bytes") or (),
             copied=told.get("copied_params") or (), owned=told.get("owned") or (),
-            routing=(told.get("routing_reduced") or (), told.get("routing_gathered") or ()),
+            routing=told.get("routing_reduced") or (),
             norm_axes=meta.get("norm_axes") or (), blocks=tuple(meta.get("blocks") or (0, 0)),
         )  # fmt: skip
 

@@ -208,13 +208,11 @@ def add_routing(
     if axis != join_axes(name for name in mesh.parts("dp", "cp", *divided) if name in long):
         return formula
     n = mesh.dp * mesh.cp * (mesh.tp if divided else 1)
-    sent, times = {Kind.ALL_REDUCE: (known.routing[0], 2), Kind.ALL_GATHER: (known.routing[1], 1)}.get(
-        kind, ((), 0)
-    )
-    if not any(sent):
+    sent = known.routing
+    if kind != Kind.ALL_REDUCE or not any(sent):
         return formula
-    symbols, words = f"{'2 ' * (times == 2)}E (n-1)/n a layer", "the rows of each expert in the whole batch"
-    return _add(formula, symbols, words, lambda rank: times * known.total(sent, rank) * (n - 1) / n)
+    symbols, words = "2 E (n-1)/n a layer", "the rows of each expert in the whole batch"
+    return _add(formula, symbols, words, lambda rank: 2 * known.total(sent, rank) * (n - 1) / n)
 
 
 def add_norm(formula: Formula | None, known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | None:

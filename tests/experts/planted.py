@@ -10,13 +10,11 @@ from torch import Tensor
 
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.experts import divided_experts
-from mpkit.strategies.experts.copies import ExpertCopies
-from mpkit.strategies.models.experts.routing import number_rows
 from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.update.update import Update
 from tests.proof.planted import Planted
 
-__all__ = ["BALANCE_FAULTS", "COPY_FAULTS", "EXPERT_FAULTS", "PlantedInExperts"]
+__all__ = ["BALANCE_FAULTS", "EXPERT_FAULTS", "PlantedInExperts"]
 
 
 def of_all_replicas(rank: int) -> None:
@@ -66,11 +64,6 @@ def rows_of_a_rank(rank: int) -> None:
     BatchRouting.rows_of = lambda self, layer: self._sum_own(layer)  # type: ignore[method-assign]
 
 
-def places_of_a_rank(rank: int) -> None:
-    """Each rank numbers its own rows, so that an expert takes more than its capacity."""
-    BatchRouting.places_of = lambda self, layer, m, share: number_rows(share.chosen, share.E)  # type: ignore[method-assign]
-
-
 def bias_of_a_rank(rank: int) -> None:
     """Biases move by the rows of a rank's own tokens."""
 
@@ -83,34 +76,9 @@ def bias_of_a_rank(rank: int) -> None:
 
 BALANCE_FAULTS: dict[str, Callable[[int], None]] = {
     "rows of a rank": rows_of_a_rank,
-    "places of a rank": places_of_a_rank,
     "bias of a rank": bias_of_a_rank,
 }
 
-
-def copies_without_gradient(rank: int) -> None:
-    """What copies compute brings the expert no gradient."""
-    ExpertCopies.give_back = lambda self: None  # type: ignore[method-assign]
-
-
-def old_copies(rank: int) -> None:
-    """Copies are those of the first step for ever."""
-    ExpertCopies.expire = lambda self: None  # type: ignore[method-assign]
-
-
-def copies_of_others(rank: int) -> None:
-    """Rows of a borrowed expert are computed with the owned ones."""
-    original = ExpertCopies.compute
-    ExpertCopies.compute = lambda self, rows, places, compute: original(  # type: ignore[method-assign]
-        self, rows, [place % self._owned for place in places], compute
-    )
-
-
-COPY_FAULTS: dict[str, Callable[[int], None]] = {
-    "copies without gradient": copies_without_gradient,
-    "old copies": old_copies,
-    "copies of others": copies_of_others,
-}
 
 EXPERT_FAULTS: dict[str, Callable[[int], None]] = {
     "experts of all replicas": of_all_replicas,
@@ -126,4 +94,4 @@ class PlantedInExperts(Planted):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if dist.is_initialized():
-            (EXPERT_FAULTS | BALANCE_FAULTS | COPY_FAULTS)[self.fault](dist.get_rank())
+            (EXPERT_FAULTS | BALANCE_FAULTS)[self.fault](dist.get_rank())

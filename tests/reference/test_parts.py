@@ -18,7 +18,6 @@ from mpkit.strategies.reference.experts.balance import (
     move_bias,
     route_with_bias,
 )
-from mpkit.strategies.reference.experts.expert_copies import borrow, choose_slots, expert_copies
 from mpkit.strategies.reference.experts.expert_parallel import expert_parallel
 from mpkit.strategies.reference.experts.mixture_of_experts import mixture_of_experts
 from mpkit.strategies.reference.ring_attention import ring_attention
@@ -225,31 +224,6 @@ def test_expert_parallelism(clusters: Clusters, hot: bool) -> None:
     assert sum(sent.values()) == 5 and sent["ALL_TO_ALL", 4 * 8] == 1
     if hot:  # rank 0 sends its own rows to itself, and receives all others
         assert sent == {("ALL_TO_ALL", 32): 1, ("ALL_TO_ALL", 12 * 6 * 8): 2, ("ALL_TO_ALL", 24 * 6 * 8): 2}
-
-
-def test_copies_of_experts(clusters: Clusters) -> None:
-    """Expert 0 has three slots, expert 3 has two; two micro-batches borrow once, and give back once."""
-    (x, W, A, B), k, n = moe_parts()[0], 2, 2
-    slots = torch.tensor([0, 0, 3, 1, 0, 3, 2, 3])
-    expected = differentiate(lambda *g: mixture_of_experts(*g, k), x, W, A, B)
-    parts = [[x.chunk(n)[i], W, A.chunk(n)[i], B.chunk(n)[i]] for i in range(n)]
-
-    def train(ctx: Any, x: Tensor, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        A, B = (borrow(ctx, own, slots) for own in (A, B))
-        return torch.cat([expert_copies(ctx, tokens, W, A, B, k, slots) for tokens in x.chunk(2)])
-
-    found = on_ranks(clusters(n), train, parts)
-    y, dx, dA, dB = (torch.cat([rank[i] for rank in found]) for i in (0, 1, 3, 4))
-    close([y, dx, found[0][2] + found[1][2], dA, dB], expected)
-    # Rank 0 lends experts 0 (three times) and 1, and gives back its four slots, of A and of B. Besides, per micro-batch
-    # one all-to-all of counts, and four of rows.
-    sent = communicated(clusters(n))
-    assert sum(sent.values()) == 2 * 5 + 2 * 2 and sent["ALL_TO_ALL", 4 * 6 * 5 * 8] == 4
-
-
-def test_rows_of_an_expert_go_to_its_slots_in_turn() -> None:
-    chosen = torch.tensor([[0], [1], [0], [0], [2]])
-    assert choose_slots(chosen, torch.tensor([0, 1, 0, 2]), rank=1).flatten().tolist() == [2, 1, 0, 2, 3]
 
 
 def test_rows_from_several_ranks_are_sorted_by_expert() -> None:

@@ -14,9 +14,8 @@ With `etp = tp` a rank has a part of each of its experts, as tp divides MLPs (`m
 the layer returns is a partial sum then, weights included, and is summed over tp.
 
 Each rank receives as many rows as there are, whatever the routing, so the result is that of the whole layer. A choice
-of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order, and have several slots
-(`mpkit.models.place_experts`); then a choice is first replaced by the slot of its expert, or by that of a copy
-(`mpkit.strategies.experts.copies`).
+of no expert (E) is a dropped one, and does not travel. Experts may be divided in another order
+(`mpkit.models.place_experts`); then a choice is first replaced by the place of its expert.
 `mpkit.strategies.reference.experts.expert_parallel` is the algorithm in 30 lines.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021,
@@ -29,7 +28,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -39,9 +37,8 @@ from torch.nn import functional as F
 
 from mpkit.common.torch_private import FakeTensor
 from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.experts.known_experts import find_experts, number_of_experts
-from mpkit.strategies.models.experts import count_rows, order_of_experts, owned_experts
+from mpkit.strategies.models.experts import count_rows, order_of_experts
 from mpkit.strategies.stage.shard import Shard
 
 __all__ = ["divide_experts"]
@@ -74,7 +71,7 @@ def divide_experts(
     for name, module in find_experts(model).items() if group.size > 1 else ():
         experts = number_of_experts(module)
         order, here = order_of_experts(module, experts), experts // group.size
-        places = owned_experts(order, experts, group.size)[group.index]
+        places = order[group.index * here : (group.index + 1) * here]
         held = tuple(range(expert, expert + 1) for expert in places)
         if places == tuple(range(places[0], places[0] + here)):  # neighbours, as they are by default
             held = (range(places[0], places[0] + here),)
@@ -90,10 +87,7 @@ def divide_experts(
         if hasattr(module, "num_experts"):
             setattr(module, "num_experts", here)  # noqa: B010 (nn.Module's stubs allow tensors and modules only)
         compute, names = module.forward, inspect.signature(module.forward)
-        copies = ExpertCopies(module, order, experts, group)
-        if len(order) > experts:
-            module.__dict__["expert_copies"] = copies
-        exchanging: Any = partial(_forward, compute, names, order, group, copies)
+        exchanging: Any = partial(_forward, compute, names, order, group)
         exchanging.__signature__ = names
         module.forward = exchanging
     return shards
@@ -101,23 +95,22 @@ def divide_experts(
 
 def _forward(
     compute: Callable[..., Tensor], names: inspect.Signature, order: tuple[int, ...], group: ProcessGroup,
-    copies: ExpertCopies, *args: Any, **kwargs: Any,
+    *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return what the whole layer makes of this rank's tokens.
 
     Args:
         compute: the layer's own forward, with the experts that are here.
         names: its signature.
-        order: the expert of each slot, one rank's slots after the other's.
+        order: the experts in the order of their ranks.
         group: the ranks that divide the experts.
-        copies: those that this rank has of other ranks' experts.
         args, kwargs: x [T, h], chosen [T, k] and weights [T, k].
     """
     x, chosen, weights = names.bind(*args, **kwargs).args[:3]
     here = len(order) // group.size
-    copies.borrow()
-    if order != tuple(range(len(order))):  # number experts by their slots; a dropped choice (E) has none
-        chosen = copies.choose(chosen)
+    if order != tuple(range(len(order))):  # number experts by their places; a dropped choice (E) has none
+        place_of = torch.tensor([*order, len(order)], device=chosen.device).argsort()
+        chosen = place_of.to(chosen.dtype)[chosen]
     # ---- permute
     order = chosen.flatten().argsort(stable=True)
     # ---- count
@@ -128,9 +121,8 @@ def _forward(
     # ---- dispatch
     rows = _Exchange.apply(x.index_select(0, token), group, to, of)  # type: ignore[no-untyped-call]
     # ---- experts
-    slots = zip(copies.places * len(receives), chain.from_iterable(receives), strict=True)
-    places = [place for place, count in slots for _ in range(count)]
-    made = copies.compute(rows, places, partial(_compute_rows, compute, chosen.dtype, weights.dtype))
+    places = [place for counts in receives for place, count in enumerate(counts) for _ in range(count)]
+    made = _compute_rows(compute, chosen.dtype, weights.dtype, rows, places)
     # ---- return
     returned = _Exchange.apply(made, group, of, to)  # type: ignore[no-untyped-call]
     # ---- combine

@@ -69,15 +69,15 @@ def number_of_experts(module: nn.Module) -> int:
 
 
 def check_experts_of(model: nn.Module, plan: Any) -> None:
-    """Check that a plan's ep divides the experts of each layer, and their slots if some have copies.
+    """Check that a plan's ep divides the experts of each layer.
 
     Args:
         model: the whole model.
         plan: the plan, of which ep is read.
 
     Raises:
-        ValueError: there are no experts, a layer's number of them or of their slots is not a multiple of ep, or layers
-            that share weights place them differently.
+        ValueError: there are no experts, a layer's number of them is not a multiple of ep, or layers that share weights
+            place them differently.
     """
     if plan.ep == 1:
         return
@@ -96,7 +96,6 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
                 f"Plan(ep={plan.ep}): {plan.ep} ranks cannot hold equally many of the {experts} experts of {name}: "
                 f"ep={max(n for n in fits if n <= plan.ep)} can"
             )
-        _check_order(name, module, plan.ep)
         if any(isinstance(inner, _DropoutNd) and inner.p > 0 for inner in module.modules()):
             raise ValueError(
                 f"Plan(ep={plan.ep}): {name} has a dropout, which draws for the rows of its experts, and these are on "
@@ -104,18 +103,6 @@ def check_experts_of(model: nn.Module, plan: Any) -> None:
                 "mk.models.MixtureOfExperts(dropout=0.1) has it; or ep=1"
             )
     _check_shared(layers, plan.ep)
-
-
-def _check_order(name: str, module: nn.Module, ep: int) -> None:
-    """Check that ranks have equally many slots of a layer."""
-    experts = number_of_experts(module)
-    slots = len(order_of_experts(module, experts))
-    if slots % ep:
-        fits = -(-slots // ep) * ep
-        raise ValueError(
-            f"Plan(ep={ep}): {ep} ranks cannot have equally many of the {slots} slots that place_experts gave the "
-            f"{experts} experts of {name}: run.expert_load.balance({fits}, gpus={ep}).orders has {fits}"
-        )
 
 
 def _check_shared(layers: Mapping[str, nn.Module], ep: int) -> None:

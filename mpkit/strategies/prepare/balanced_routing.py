@@ -2,20 +2,17 @@
 
 replicas         ranks of nn.DataParallel know nothing of each other
 auxiliary loss   a layer's backwards need the rows of all its forwards
-capacity         a forward needs the rows of those before it, and where in the batch its tokens are
+capacity         the first rows of the batch are an expert's: one forward has to see them all
 both losses      their gradients are those of a mean over tokens, and so has to be the loss of the outputs
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from mpkit.plan.checks import call_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
-from mpkit.strategies.context.sequence import pieces
-from mpkit.strategies.data.microbatch import leaves
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.experts import MixtureOfExperts
@@ -49,15 +46,23 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
             call_of(plan, all_forward),
         )
     # ---- capacity
-    if layer.capacity is not None:
-        first = "experts with a capacity take the first rows of the batch, but "
-        if not _has_forwards_in_order(schedule):
-            yield f"{first}forwards are in another order than micro-batches", call_of(plan, all_forward)
-        if plan.sequence_parallel and plan.tp > 1 and not _cuts_pieces(resolved, task):
-            yield (
-                f"{first}tp={plan.tp} ranks cannot cut a piece of a sequence into equal parts",
-                call_of(plan, {"sequence_parallel": False}),
-            )
+    own_tokens = plan.sequence_parallel and plan.tp > 1
+    if layer.capacity is not None and (plan.dp * plan.cp * plan.microbatches > 1 or own_tokens):
+        whole = {
+            "dp": 1,
+            "cp": 1,
+            "microbatches": 1,
+            "zero": 0,
+            "ep": 1,
+            "etp": None,
+            "sequence_parallel": False,
+        }
+        fewer = {"schedule": "gpipe", "virtual_stages": 1} if plan.pp > 1 else {}
+        defaults = {"dp_shard": None, "dp_replicate": None, "offload": "none", "cp_method": "ring"}
+        yield (
+            "which rows an expert with a capacity takes depends on all tokens of the batch, which this plan divides",
+            call_of(plan, whole | fewer | defaults),
+        )
     # ---- both losses
     counts = task.form is not None and task.form.nominal is not None
     if counts and (layer.aux_loss or layer.z_loss):
@@ -77,18 +82,3 @@ def _has_forwards_first(schedule: Schedule) -> bool:
         if any(action.kind == "F" and i > backward[action.stage] for i, action in enumerate(row)):
             return False
     return True
-
-
-def _has_forwards_in_order(schedule: Schedule) -> bool:
-    """Return whether each stage's forwards are in the order of the micro-batches."""
-    forwards = {s: [a.microbatch for a in row if a.kind == "F" and a.stage == s]
-                for p, row in enumerate(schedule.rows) for s in schedule.stages_of(p)}  # fmt: skip
-    return all(a < b for order in forwards.values() for a, b in pairwise(order))
-
-
-def _cuts_pieces(resolved: ResolvedPlan, task: Task) -> bool:
-    """Return whether ranks along tp can cut each piece of all sequences into equal parts."""
-    plan = resolved.plan
-    parts = plan.cp * len(pieces(0, plan.cp, plan.cp_order)) * plan.tp
-    shapes = [leaves(inputs)[0].shape for inputs, _ in task.sizes]
-    return all(len(shape) > 1 and shape[1] % parts == 0 for shape in shapes)

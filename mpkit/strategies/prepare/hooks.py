@@ -28,7 +28,6 @@ from mpkit.common.torch_private import (
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.microbatch import Value, batch_size, map_tensors, part
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
-from mpkit.strategies.models.experts import placed_copies
 from mpkit.strategies.models.hooks import (
     Hook,
     backward_hooks,
@@ -88,11 +87,6 @@ def check_gradient_hooks(resolved: ResolvedPlan, task: Task) -> Rejection | None
         )
     if plan.tp * plan.cp > 1:
         return _rejection(hooks[0], plan, "sees the gradient of a part of a layer or of a sequence")
-    copied = tuple(f"{name}." for name in placed_copies(model)) if plan.ep > 1 else ()
-    if (of_copied := next((hook for hook in hooks if f"{hook.where}.".startswith(copied)), None)) and copied:
-        return _rejection(
-            of_copied, plan, "would not see the gradients of the copies that place_experts made"
-        )
     if plan.precision == "fp16":
         return _rejection(hooks[0], plan, "sees gradients that are multiplied by the loss scale")
     if on_modules and any(action.kind == "W" for row in resolved.schedule.rows for action in row):

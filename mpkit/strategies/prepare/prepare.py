@@ -22,7 +22,7 @@ from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.job import EvaluationData, Problem, Procedure, TrainJob
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.quotient import Quotient
-from mpkit.strategies.models.experts import placed_copies, placed_experts
+from mpkit.strategies.models.experts import placed_experts
 from mpkit.strategies.models.hooks import parameter_hooks
 from mpkit.strategies.prepare.arguments.arguments import (
     check_integers,
@@ -164,18 +164,12 @@ def _build_job(
         "first_step": how.first_step,
         "seed": how.seed,
         "blocks": list(count_recomputed(model, resolved.plan.recompute)),
-        "expert_order": _orders_of(model, resolved.plan),
+        "expert_order": placed_experts(model),
         "norm_axes": [] if how.max_grad_norm is None else list(resolved.plan.update_axes),
     }
     if isinstance(batches, WholeBatches) and batches.read_in:
         meta["read_before"] = {"seconds": batches.read_in, "batches": len(batches)}
     return TrainJob(what, how, resolved, meta)
-
-
-def _orders_of(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
-    """Return the orders of experts in which rows are counted; without expert parallelism none has copies."""
-    unused = placed_copies(model) if plan.ep == 1 else {}
-    return {name: order for name, order in placed_experts(model).items() if name not in unused}
 
 
 def _check_checkpoints(

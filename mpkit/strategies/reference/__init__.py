@@ -7,7 +7,7 @@
     tensor parallelism   tensor/: conjugates, column_parallel_linear, row_parallel_linear, parallel_mlp,
                          parallel_attention, vocabulary_cross_entropy, sequence_parallel
     long sequences       ring_attention, ulysses
-    experts              experts/: mixture_of_experts, exchange, expert_parallel, expert_copies, balance
+    experts              experts/: mixture_of_experts, exchange, expert_parallel, balance
     a mesh               two_dimensions
 
 Read one from its docstring down: the phases there come back as comments in the code, in the same order, and the

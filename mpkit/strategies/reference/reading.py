@@ -20,7 +20,7 @@ SOURCES = {
     "vocabulary-cross-entropy": "tensor/vocabulary_cross_entropy",
     "sequence-parallel": "tensor/sequence_parallel", "ring-attention": "ring_attention", "ulysses": "ulysses",
     "moe": "experts/mixture_of_experts", "ep": "experts/expert_parallel", "moe-balance": "experts/balance",
-    "moe-copies": "experts/expert_copies", "moe-exchange": "experts/exchange",
+    "moe-exchange": "experts/exchange",
     "2d": "two_dimensions",
 }  # fmt: skip
 """The module of `mpkit.strategies.reference` by the name of the strategy."""

@@ -4,7 +4,7 @@
     choose   before a layer's experts compute: count each token's choices; once, even if the forward is recomputed
     end      record the step's counts
 
-Where experts have copies, rows are counted by slot. Ranks that share layers (tp) see the same tokens, unless they
+Ranks that share layers (tp) see the same tokens, unless they
 divide the sequence; then only the first of them counts.
 """
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.experts.copies import ExpertCopies
 from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
@@ -44,15 +43,12 @@ class ExpertRows:
         self._counts: dict[str, Tensor] = {}
         plan = job.plan
         for name, module in find_experts(job.what.model).items():
-            copies: ExpertCopies | None = module.__dict__.get("expert_copies")
-            # Where tp divides experts too, before tokens of other ranks are gathered; slots are chosen afterwards.
-            first = copies is None or plan.etp != plan.tp
-            if not axes.leads(but="tp" if plan.sequence_parallel and first else ""):
+            # Where tp divides experts too, before tokens of other ranks are gathered.
+            if not axes.leads(but="tp" if plan.sequence_parallel else ""):
                 continue
-            places = number_of_experts(module) * plan.ep if copies is None else len(copies.order)
-            self._counts[name] = torch.zeros(places + 1, dtype=torch.long, device=context.device)
-            hook = partial(self._choose, name, copies)
-            module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
+            experts = number_of_experts(module) * plan.ep
+            self._counts[name] = torch.zeros(experts + 1, dtype=torch.long, device=context.device)
+            module.register_forward_pre_hook(partial(self._choose, name), with_kwargs=True, prepend=True)
 
     def begin(self, microbatches: Sequence[MicroBatch]) -> None:
         """Note the micro-batches of the next step."""
@@ -60,16 +56,12 @@ class ExpertRows:
         for counts in self._counts.values():
             counts.zero_()
 
-    def _choose(
-        self, name: str, copies: ExpertCopies | None,
-        _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    ) -> None:  # fmt: skip
+    def _choose(self, name: str, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _stage, m, step = self._record.place()
         chosen, counts = chosen_experts(args, kwargs), self._counts[name]
         # A forward that is recomputed later runs without gradients, as an evaluation does.
         if not torch.is_grad_enabled() or step < 0 or not self._weight_of(m) or type(chosen) is not Tensor:
             return
-        chosen = chosen if copies is None else copies.choose(chosen)
         counts += chosen.flatten().bincount(minlength=len(counts))  # choices that are dropped are the last
 
     def _weight_of(self, m: int) -> float:

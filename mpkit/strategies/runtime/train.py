@@ -25,7 +25,6 @@ from mpkit.strategies.data_parallel.replicated_part import (
 )
 from mpkit.strategies.data_parallel.sync_batchnorm import announce_sync, over_whole_batch
 from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
-from mpkit.strategies.experts.copies import find_copies
 from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
@@ -112,9 +111,6 @@ class Training:
         stages, self.rest = place_stages(context, job, axes)
         expert_rows = ExpertRows(context, job, axes)
         self._routing = BatchRouting(context, job, axes, stages)
-        self._copies = find_copies(job.what.model)
-        for layer in self._copies:
-            layer.track = context.record.ledger.track
         free(trained[0], {p for _, p in named_parameters(stages).items()})
         # DP counts the whole batch on rank 0; otherwise each replica counts its share.
         self._counting = (
@@ -132,7 +128,7 @@ class Training:
         self.evidence = RankEvidence(context, job, self)
         self._expert_rows = expert_rows
         # What experts hold depends on the tokens that choose them.
-        self._varies = bool(find_experts(job.what.model)) or job.where.packed
+        self._varies = bool(find_experts(job.what.model))
 
     def step(self, number: int) -> None:
         """Run one training step on its batch."""
@@ -147,8 +143,6 @@ class Training:
             self._routing.begin_step(batch, self.update.scaler.scale)
             self.sync.begin_step()
             returned = self.pipeline.step(number, batch)
-            for layer in self._copies:
-                layer.give_back()
             self.sync.finish()
             self._routing.end_step()
             self.tied.sum_gradients()
@@ -161,8 +155,6 @@ class Training:
                 )
             scale, skipped = self.update.scaler.scale, self.update.skipped
             self.update.step(number, factor, self.evidence.gradients)
-            for layer in self._copies:
-                layer.expire()
             self._expert_rows.end(number)
             if self._job.plan.cp > 1 and isinstance(self.pipeline, Pipeline):
                 self._record.values.count_attended(self.pipeline.attended_pairs, number)
@@ -206,7 +198,6 @@ def assemble(
     plan, replicas = job.plan, axes.communicator_of("dp", "cp")
     rank_of = [axes.communicator_of("pp").ranks[place] for place in job.where.schedule.stage_to_rank]
     tied = tied_parameters(stages, job.where.shared)
-    tied += [parameter for layer in find_copies(job.what.model) for parameter in layer.parameters]
     if replicas.size > 1 and plan.data_parallel == "dp":
         dp = DP(context, job, stages)  # which runs the whole step, not only the synchronization
         return dp, TiedWeights(context, job.where.shared, rank_of, dp), dp, ScatterFeed(context, job)

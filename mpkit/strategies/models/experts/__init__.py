@@ -3,9 +3,7 @@
 from mpkit.strategies.models.experts.mixture import Experts, MixtureOfExperts, SharedExperts, count_rows
 from mpkit.strategies.models.experts.order import (
     order_of_experts,
-    owned_experts,
     place_experts,
-    placed_copies,
     placed_experts,
 )
 
@@ -15,8 +13,6 @@ __all__ = [
     "SharedExperts",
     "count_rows",
     "order_of_experts",
-    "owned_experts",
     "place_experts",
-    "placed_copies",
     "placed_experts",
 ]

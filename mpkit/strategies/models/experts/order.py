@@ -2,13 +2,6 @@
 
 The order says nothing about what a model computes, only about where. So it may differ from one step to the next, and
 training stays equal to serial training: weights and optimizer states travel with their expert.
-
-An order has a place for each *slot*. If it names an expert several times, each of these slots has a copy of the expert,
-and they share its rows. One rank *owns* the expert: it has its gradient and optimizer states, and saves it.
-
-    order, ep=2          0 0 1 | 0 2 3
-    slots of a rank      0 0 1     0 2 3       expert 0 has three copies: two thirds of its rows go to the first rank
-    owned by a rank      0 1       2 3         the second rank borrows expert 0 from the first
 """
 
 from __future__ import annotations
@@ -18,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from mpkit.common.tracebacks import public
-from mpkit.plan.expert_checks import owned_experts
 
-__all__ = ["order_of_experts", "owned_experts", "place_experts", "placed_copies", "placed_experts"]
+__all__ = ["order_of_experts", "place_experts", "placed_experts"]
 
 
 @public
@@ -28,20 +20,18 @@ def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.M
     """Say in which order ranks divide the experts of a model's layers, and return the model.
 
     `Plan(ep=n)` gives the first 1/n of an order to the first rank of a group, and so on. To move experts between two
-    steps, save a checkpoint after the first, and resume from it after this call. An order that names an expert several
-    times makes copies of it, which share its rows as evenly as possible: DeepSeek's redundant experts (arXiv
-    2412.19437, section 3.4), here in training. Without expert parallelism the order changes nothing.
+    steps, save a checkpoint after the first, and resume from it after this call. Without expert parallelism the order
+    changes nothing.
 
     >>> from mpkit.models import GPT
     >>> model = place_experts(GPT(layers=1, width=8, heads=2, experts=4), {"block0.mlp.experts": [0, 2, 1, 3]})
     >>> order_of_experts(model.block0.mlp.experts, 4)
     (0, 2, 1, 3)
-    >>> model = place_experts(model, {"block0.mlp.experts": [0, 0, 1, 0, 2, 3]})  # two slots more, for expert 0
 
     Args:
         model: the whole model, as it is given to `Cluster.train`.
-        orders: by the name of a layer's experts, the number of the expert in each slot, every expert's at least once;
-            `ExpertBalance.orders` has them. ep divides the number of slots.
+        orders: by the name of a layer's experts, their numbers in the order of the ranks; `ExpertBalance.orders` has
+            them, if it has as many slots as experts.
 
     Raises:
         ValueError: the model has no such layer, or an order leaves out one of its experts, or names others.
@@ -59,10 +49,10 @@ def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.M
             raise ValueError(
                 f"place_experts: no experts are called {name!r}; there are {', '.join(found) or 'none'}"
             )
-        if set(order) != set(range(experts)):
+        if sorted(order) != list(range(experts)):
             raise ValueError(
-                f"place_experts: {list(order)} is not an order of the {experts} experts of {name}, each of which has "
-                f"a slot or several: {list(range(experts))} is one"
+                f"place_experts: {list(order)} is not an order of the {experts} experts of {name}, each of which it "
+                f"has once: {list(range(experts))} is one"
             )
     for name, order in orders.items():
         layers[name].__dict__["expert_order"] = tuple(map(int, order))
@@ -70,7 +60,7 @@ def place_experts(model: nn.Module, orders: Mapping[str, Sequence[int]]) -> nn.M
 
 
 def order_of_experts(module: nn.Module, experts: int) -> tuple[int, ...]:
-    """Return the expert of each slot, one rank's slots after the other's.
+    """Return the experts in the order of their ranks.
 
     Args:
         module: the layer's experts.
@@ -84,8 +74,3 @@ def placed_experts(model: nn.Module) -> dict[str, list[int]]:
     """Return the orders that `place_experts` was given, by the name of a layer's experts."""
     placed = {name: each.__dict__.get("expert_order") for name, each in model.named_modules()}
     return {name: list(order) for name, order in placed.items() if order}
-
-
-def placed_copies(model: nn.Module) -> dict[str, list[int]]:
-    """Return those of these orders in which experts have copies."""
-    return {name: order for name, order in placed_experts(model).items() if len(set(order)) < len(order)}

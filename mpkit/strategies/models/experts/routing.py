@@ -5,6 +5,7 @@
     auxiliary loss   alpha E sum_e f_e P_e: f_e is expert e's share of the rows, P_e the mean of p_te over the tokens
     z-loss           beta mean_t (log sum_e exp x_te)^2 of the router's logits x, which keeps them small
     capacity         an expert takes C = ceil(c T k / E) rows, the first in the order of the batch; the rest is dropped
+                     (of a batch that one forward computes; any other is rejected)
 
 The two losses are added to the gradients only: the loss that a training reports stays the loss of its outputs. Their
 gradients are p'_te = alpha E f_e / T and x'_te = 2 beta log(sum_e exp x_te) p_te / T. So of the whole batch a rank

@@ -13,7 +13,7 @@ from mpkit.plan.schedule import Schedule
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
-from mpkit.strategies.prepare.resolve.routed_rows import copied_numbers, routed_rows, routing_bytes
+from mpkit.strategies.prepare.resolve.routed_rows import routed_rows, routing_bytes
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
 from mpkit.strategies.zero.flat import assign_owners
@@ -76,7 +76,7 @@ def describe_run(
             "split": _split(resolved.schedule),
             "owned": _owned_elements(named, resolved) if by_owner else [],
             **_expert_numbers(model, named, resolved, batch[0], average, dtype.itemsize),
-            **routing_bytes(model, resolved, batch_size(batch[0])),
+            **routing_bytes(model, resolved),
         },
         "shards": _describe_shards(resolved.sharded),
     }
@@ -169,7 +169,6 @@ def _expert_numbers(
         "expert_params": list(map(elements_of, range(plan.ranks))),
         "rows_bytes": [elements * samples * size for elements in rows],
         "counts_bytes": [8 * number for number in slots],
-        **copied_numbers(model, resolved, size),
     }
 
 

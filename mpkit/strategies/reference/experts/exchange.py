@@ -3,7 +3,6 @@
     exchange      sends[i] rows go to rank i, and receives[i] rows come from rank i, in the order of the ranks
     exchange back the gradients of these rows go to the ranks that sent them
 
-Rows are tokens on their way to experts, or weights of experts on their way to copies.
 
 Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation", ICLR 2021, section 3.2.
 """
