@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["with_working_plans"]
 
-STEPS = 12
+STEPS = 16
 """How many changes after each other are tried."""
 
 

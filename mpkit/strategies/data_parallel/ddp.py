@@ -9,9 +9,9 @@ order in which gradients actually arrive.
     buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's arrive first
     reduce      as soon as a bucket is full, its sum over ranks starts, while the backward goes on
     wait        the step waits for the sums that are still pending: communication that the backward could not hide
-    late        a gradient that arrives when its bucket has been sent already is summed at the end, and from the next
-                backward on its bucket waits for the end: a block that is used several times, and that backwards within
-                the backward compute again
+    late        where blocks are recomputed, backwards run within the backward, and a gradient of a block that is used
+                several times arrives several times: one whose bucket has been sent already is summed at the end, and
+                from the next backward on its bucket waits for the end
     rebuild     after the first step, buckets are rebuilt in the order in which the gradients actually arrived, in the
                 same memory: a backend's thread may hold a bucket that it has summed for longer than the rank waits
 
@@ -33,7 +33,7 @@ from mpkit.strategies.data_parallel.broadcast import broadcast_tensors
 from mpkit.strategies.data_parallel.bucket import Bucket, fill_buckets, zeros_for
 from mpkit.strategies.data_parallel.buffers import StatefulBuffers
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
-from mpkit.strategies.data_parallel.unused_parameters import unused_error
+from mpkit.strategies.data_parallel.unused_parameters import arrived_late, unused_error
 from mpkit.strategies.stage.gradient_sync import GradientSync, Half
 
 __all__ = ["DDP"]
@@ -77,8 +77,9 @@ class DDP(GradientSync):
         for memory in self._memory.values():
             self._ledger.track(memory, "grads")
         self._build()
+        self._sets_late_aside = not held.arrive_once  # by a hook, which costs some microseconds per gradient
         for parameter in self._names:
-            if parameter in self._of:
+            if parameter in self._of and self._sets_late_aside:
                 parameter.register_hook(partial(self._before_grad, parameter))
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
@@ -166,7 +167,13 @@ class DDP(GradientSync):
         assert isinstance(parameter, nn.Parameter)
         self._grads_ready[parameter] = None
         if self._sync_this_backward and parameter in self._of and parameter not in self._tied:
-            self._of[parameter].missing.discard(parameter)
+            bucket = self._of[parameter]
+            if parameter in bucket.missing:
+                bucket.missing.remove(parameter)
+            elif not self._sets_late_aside:
+                if bucket.work is not None:
+                    raise arrived_late(self._names[parameter])
+                self._several.add(parameter)
             # ---- reduce, in the buckets' order, which is the same on every rank
             while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
                 self._reduce()

@@ -89,6 +89,8 @@ class ReplicatedPart:
         allow_unused: what lets a parameter have no gradient, for the error that asks for it.
         experts: the ranks that hold the same experts; None if all replicas do.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
+        arrive_once: whether autograd makes each gradient once per backward: not where recomputation runs backwards
+            within the backward, backwards have two halves, or the loop is the user's.
     """
 
     context: Context
@@ -101,6 +103,7 @@ class ReplicatedPart:
     groups: ShardGroups | None = None
     experts: ExpertReplicas | None = None
     by_owner: bool = False
+    arrive_once: bool = False
 
     @cached_property
     def expert_parameters(self) -> set[nn.Parameter]:

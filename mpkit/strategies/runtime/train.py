@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from mpkit.plan.checks import every
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data_parallel.ddp import DDP
@@ -210,6 +211,7 @@ def assemble(
         groups=shard_groups(plan, axes),
         experts=expert_replicas(plan, axes),
         by_owner=job.how.by_owner,
+        arrive_once=not every(plan.recompute) and not job.where.schedule.splits_backward,
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)

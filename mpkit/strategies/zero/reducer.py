@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.data_parallel.unused_parameters import unused_error
+from mpkit.strategies.data_parallel.unused_parameters import arrived_late, unused_error
 from mpkit.strategies.zero.gradients import Gradients
 
 __all__ = ["Reducer"]
@@ -38,6 +38,7 @@ class Reducer:
         names: the parameters' names, for errors.
         allows_unused: whether a parameter may have no gradient.
         allow_unused: what would allow that, for the error.
+        arrive_once: as in `ReplicatedPart`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Reducer:
         *,
         allows_unused: bool,
         allow_unused: str,
+        arrive_once: bool = False,
     ) -> None:
         self._replicas, self._units = replicas, units
         self._names, self._allows_unused, self._allow_unused = names, allows_unused, allow_unused
@@ -57,8 +59,10 @@ class Reducer:
         self._reducing = False
         self._last = True  # whether the shards are complete for this step when the queue has been reduced
         self._late: dict[nn.Parameter, Tensor] = {}
+        self._sets_late_aside = not arrive_once  # by a hook, which costs some microseconds per gradient
         for parameter in self._unit_of:
-            parameter.register_hook(partial(self._before_grad, parameter))
+            if self._sets_late_aside:
+                parameter.register_hook(partial(self._before_grad, parameter))
             parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def begin_step(self) -> None:
@@ -118,9 +122,15 @@ class Reducer:
         if parameter in self._late:
             parameter.grad = None
             return
+        if self._reducing and unit.stage is not None:
+            if parameter in unit.missing:
+                unit.missing.remove(parameter)
+            elif not self._sets_late_aside:
+                if unit in self._queue[: self._next]:
+                    raise arrived_late(self._names.get(parameter, "a parameter"))
+                unit.several = True
         unit.copy(parameter)
         if self._reducing and unit.stage is not None:
-            unit.missing.discard(parameter)
             while self._next < len(self._queue) and self._queue[self._next].is_full:
                 self._reduce()
 

@@ -91,7 +91,7 @@ class Zero(GradientSync):
         names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
         self._reducer = Reducer(
             held.replicas, self._grads, names,
-            allows_unused=held.allows_unused, allow_unused=held.allow_unused,
+            allows_unused=held.allows_unused, allow_unused=held.allow_unused, arrive_once=held.arrive_once,
         )  # fmt: skip
 
     def _flatten(self, unit: Unit, held: ReplicatedPart) -> Flat:
