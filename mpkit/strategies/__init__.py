@@ -2,7 +2,28 @@
 
 In     a `Plan`, a model, batches, and a rank's `Context`.
 Out    trained weights, equal to those of serial training (`proof`), and a trace of how they came about.
-Begin  with `reference`, where each strategy is as short as in its paper; `comm` is the one way off a rank; then
-       `data_parallel`, `zero`, `tensor`, `context`, `runtime` (the loop and the pipeline), `prepare` (all checks).
 May import  `common`, `trace`, `plan`, `devices`, `timeline`.
+
+Where each strategy is read: first in `reference`, as short as in its paper, then in the module that trains:
+
+    naive, GPipe, 1F1B, ...     reference/gpipe, one_f_one_b     runtime/pipeline (one runtime for every schedule)
+    split backward (I and W)    -                                stage/split_backward
+    recomputation               -                                stage/block_recompute, selective_recompute
+    nn.DataParallel             reference/dp                     nn_dataparallel/dp
+    DDP                         reference/bucketed_ddp           data_parallel/ddp
+    ZeRO 1, 2, 3                reference/zero1, zero2, zero3    zero/zero1, zero2, zero3; zero/reducer, gather
+    hybrid shards               reference/hybrid_shards          data_parallel/replicated_part
+    tensor, sequence parallel   reference/tensor/                tensor/operators, region, sequence
+    divided vocabulary          reference/tensor/                tensor/vocabulary, logits
+    ring attention              reference/ring_attention         context/ring, block
+    Ulysses                     reference/ulysses                context/ulysses
+    experts                     reference/experts/               experts/divided_experts
+    balanced routing            reference/experts/balance        models/experts/routing, runtime/batch_routing
+    tied weights                -                                data_parallel/tied_weights
+    BatchNorm over replicas     -                                data_parallel/sync_batchnorm
+    mixed precision             reference/serial                 update/master_weights, loss_scaler
+    checkpoints                 -                                checkpoint/, runtime/checkpoints
+
+A step, from the loop to a layer: runtime/train -> runtime/pipeline -> compute/stage_work -> compute/stage_forward.
+Before it: prepare/prepare (all checks), partition (what is no chain of layers). After it: proof/prover.
 """
