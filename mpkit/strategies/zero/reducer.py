@@ -122,15 +122,14 @@ class Reducer:
         if parameter in self._late:
             parameter.grad = None
             return
-        if self._reducing and unit.stage is not None:
-            if parameter in unit.missing:
-                unit.missing.remove(parameter)
-            elif not self._sets_late_aside:
-                if unit in self._queue[: self._next]:
-                    raise arrived_late(self._names.get(parameter, "a parameter"))
-                unit.several = True
-        unit.copy(parameter)
-        if self._reducing and unit.stage is not None:
+        reducing = self._reducing and unit.stage is not None
+        if reducing and not self._sets_late_aside and parameter not in unit.missing:
+            if unit in self._queue[: self._next]:
+                raise arrived_late(self._names.get(parameter, "a parameter"))
+            unit.several = True
+        unit.copy(parameter)  # or add, if it is not missing
+        if reducing:
+            unit.missing.discard(parameter)
             while self._next < len(self._queue) and self._queue[self._next].is_full:
                 self._reduce()
 
