@@ -31,6 +31,7 @@ from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.spans import ForwardSpan
 from mpkit.strategies.partition.value import Value
+from mpkit.strategies.tensor import overlap as overlapped
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, join_sequence
 from mpkit.strategies.tensor.overlap import RegionInput, Weights
 
@@ -173,11 +174,11 @@ class RegionAtWork:
             self._draws.begin(self._name, x.device)
         # An opened entry's column layers may be in another stage, which would then share their weights with this one.
         overlap = self._overlap and type(x) is not Value
-        weights = {layer: _weights(layer) for layer in self._columns} if overlap else {}
-        wanted = x.requires_grad or any(w.weight.requires_grad for w in weights.values())
+        weights = [(layer, _weights(layer)) for layer in self._columns] if overlap else []
+        wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
         # Under autocast a layer computes in another precision than that of its weights.
         if weights and wanted and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-            self._entered = RegionInput(self._group, x, self._pass_f(x), weights, sequence=self._sequence)
+            self._entered = overlapped.enter(self._group, x, weights, sequence=self._sequence)
             return self._entered.x
         return self._pass_f(x)
 
@@ -186,9 +187,9 @@ class RegionAtWork:
     def _column(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Apply a column layer: [..., inputs] -> [..., this rank's outputs]."""
         entered = self._entered
-        if entered is not None and x is entered.x and entered.waits_for(layer):
-            y = entered.take(layer)
-            if entered.is_used_up:
+        if entered is not None and x is entered.x and layer in entered.handles:
+            y = overlapped.linear(entered, layer, _weights(layer))
+            if not entered.handles:
                 self._entered = None
         elif is_linear(layer):
             y = _product(layer, x, layer.bias)
