@@ -37,7 +37,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "schedule": ("-", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", *PEERS),
     "replicas": ("-", "ddp", "dp", "hybrid"),
     "tp": ("-", "features", "sequence"),
-    "cp": ("-", "zigzag", "ulysses", "2 x 2"),
+    "cp": ("-", "zigzag", "ulysses"),
     "model": ("mlp", "gpt", "no chain", "resnet", "experts"),
     "zero": ("-", "1", "2", "3"),
     "recompute": ("none", "full", "selective", "every=2"),
@@ -60,7 +60,7 @@ LANGUAGE = ("gpt", "no chain", "experts")
 RULES: tuple[Callable[..., bool], ...] = (
     # ---- at most 8 ranks
     lambda schedule, replicas, tp, cp: (
-        sum(x != "-" for x in (schedule, replicas, tp, cp)) + (replicas == "hybrid") + (cp == "2 x 2") <= 3
+        sum(x != "-" for x in (schedule, replicas, tp, cp)) + (replicas == "hybrid") <= 3
     ),
     # ---- what a Plan refuses
     lambda replicas, schedule: replicas != "dp" or schedule == "-",
@@ -272,9 +272,9 @@ def plan_of(row: Row) -> mk.Plan:
         zero=0 if row["zero"] == "-" else int(row["zero"]),
         tp=1 if tp == "-" else 2,
         sequence_parallel=tp == "sequence",
-        cp={"-": 1, "2 x 2": 4}.get(cp, 2),
+        cp=1 if cp == "-" else 2,
         cp_order="zigzag" if cp == "zigzag" else "contiguous",
-        cp_method={"ulysses": "ulysses", "2 x 2": (2, 2)}.get(cp, "ring"),
+        cp_method="ulysses" if cp == "ulysses" else "ring",
         microbatches=int(row["microbatches"]),
         recompute=row["recompute"],
         precision="full" if row["precision"] in ("fp64", "fp32") else row["precision"],
@@ -304,7 +304,7 @@ def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) ->
     torch.manual_seed(1)
     plan, kind = plan_of(row), row["model"]
     dtype = torch.float64 if row["precision"] == "fp64" else torch.float32
-    model = MODELS[kind](*([4] if row["cp"] in ("ulysses", "2 x 2") else [])).to(dtype)  # which divides heads
+    model = MODELS[kind](*([4] if row["cp"] == "ulysses" else [])).to(dtype)  # which divides heads
     # Of 7 samples in 4 micro-batches one replica has none of the last; BatchNorm needs some everywhere.
     data, held_out = (
         batches(kind, row["loss"], dtype, *sizes)
