@@ -120,7 +120,7 @@ def checked_layout(
     if plan.stages > model.layers:
         most = model.layers // plan.virtual_stages
         either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
-        raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
+        raise ValueError(f"{plan.stages} stages for {model.layers} layers: ")
     _check_sequence(model, plan, sequence)
     _check_ulysses(model, plan)
     return layout_of(plan, global_batch, trainable, checked_load(expert_load, model, plan.ep))
@@ -206,18 +206,12 @@ def _check_ulysses(model: Architecture, plan: Plan) -> None:
     Raises:
         ValueError: they cannot.
     """
-    ulysses = plan.mesh.cp_ulysses
+    ulysses = plan.cp if plan.cp_method == "ulysses" else 1
     if not can_divide_heads(model, plan.tp, ulysses):
         heads, of_keys = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-        fits = [u for u in range(2, ulysses) if plan.cp % u == 0 and can_divide_heads(model, plan.tp, u)]
-        either = (
-            f"cp_method={(fits[-1], plan.cp // fits[-1])!r} divides them among {fits[-1]}, and "
-            if fits
-            else ""
-        )
         raise ValueError(
             f"cp_method={plan.cp_method!r}: {ulysses} of cp={plan.cp} ranks cannot divide {heads} heads of queries and "
-            f"{of_keys} of keys; {either}cp_method='ring' divides none"
+            f"{of_keys} of keys; cp_method='ring' divides none"
         )
 
 

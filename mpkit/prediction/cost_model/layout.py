@@ -8,7 +8,6 @@ from functools import cache, cached_property
 from math import gcd
 from typing import Any
 
-from mpkit.plan.axes import ulysses_degree
 from mpkit.plan.checks import whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
@@ -68,7 +67,7 @@ class Layout:
     head: float = 0.0
     trainable: float = 1.0
     sharded: int = 0
-    cp_method: str | tuple[int, int] = "ring"
+    cp_method: str = "ring"
     cp_order: str = ZIGZAG
     prefetch: int = 1
     load: float = 1.0
@@ -81,7 +80,7 @@ class Layout:
     @property
     def ulysses(self) -> int:
         """The ranks, out of cp, that divide the heads for attention; the others of a sequence are in a ring."""
-        return ulysses_degree(self.cp_method, self.cp)
+        return self.cp if self.cp_method == "ulysses" else 1
 
     @property
     def ring(self) -> int:
