@@ -1,11 +1,7 @@
-"""Checks of a Plan's `ep` and `etp`: which ranks divide the experts. Every message shows a plan that works.
-
-Also which rank owns an expert that has slots on several, and to whom it lends it.
-"""
+"""Checks of a Plan's `ep` and `etp`: which ranks divide the experts. Every message shows a plan that works."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpkit.plan.checks import call_of, whole
@@ -13,7 +9,7 @@ from mpkit.plan.checks import call_of, whole
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan
 
-__all__ = ["check_experts", "lent_experts", "owned_experts"]
+__all__ = ["check_experts"]
 
 
 def check_experts(plan: Plan) -> None:
@@ -66,45 +62,3 @@ def _check_folding(plan: Plan) -> None:
             f"{call_of(plan)}: where the ranks along tp divide experts, each has tokens of its own, which Megatron "
             f"requires, too: {call_of(plan, {'sequence_parallel': True})}"
         )
-
-
-def owned_experts(order: Sequence[int], experts: int, n: int) -> list[tuple[int, ...]]:
-    """Return the experts that each of n ranks owns, as many each: if possible, of those in its slots.
-
-    >>> owned_experts([0, 0, 1, 0, 2, 3], 4, 2)
-    [(0, 1), (2, 3)]
-
-    Args:
-        order: the expert of each slot; n divides their number.
-        experts: how many the layer has; n divides it.
-        n: the number of ranks.
-    """
-    here, slots = experts // n, len(order) // n
-    if len(order) == experts:
-        return [tuple(order[rank * here : (rank + 1) * here]) for rank in range(n)]
-    holders: dict[int, set[int]] = {}
-    for slot, expert in enumerate(order):
-        holders.setdefault(expert, set()).add(slot // slots)
-    owned: list[list[int]] = [[] for _ in range(n)]
-    for expert in sorted(range(experts), key=lambda e: (len(holders[e]), e)):  # first those with few holders
-        free = [rank for rank in range(n) if len(owned[rank]) < here]
-        rank = min(holders[expert].intersection(free) or free, key=lambda r: (len(owned[r]), r))
-        owned[rank].append(expert)
-    return [tuple(sorted(each)) for each in owned]
-
-
-def lent_experts(order: Sequence[int], experts: int, n: int) -> list[list[list[int]]]:
-    """Return, by owner and borrower, the experts that one of n ranks lends to another, in the owner's order.
-
-    >>> lent_experts([0, 0, 1, 0, 2, 3], 4, 2)  # the first rank lends expert 0
-    [[[], [0]], [[], []]]
-
-    Args:
-        order, experts, n: as for `owned_experts`.
-    """
-    owned, slots = owned_experts(order, experts, n), len(order) // n
-    held = [set(order[rank * slots : (rank + 1) * slots]) for rank in range(n)]
-    return [
-        [[e for e in owned[owner] if owner != rank and e in held[rank]] for rank in range(n)]
-        for owner in range(n)
-    ]

@@ -120,7 +120,7 @@ def checked_layout(
     if plan.stages > model.layers:
         most = model.layers // plan.virtual_stages
         either = f"pp={most} at most" if most else f"virtual_stages={model.layers} at most, with pp=1"
-        raise ValueError(f"{plan.stages} stages for {model.layers} layers: ")
+        raise ValueError(f"{plan.stages} stages for {model.layers} layers: {either}")
     _check_sequence(model, plan, sequence)
     _check_ulysses(model, plan)
     return layout_of(plan, global_batch, trainable, checked_load(expert_load, model, plan.ep))
