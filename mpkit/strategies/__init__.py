@@ -2,9 +2,10 @@
 
 In     a `Plan`, a model, batches, and a rank's `Context`.
 Out    trained weights, equal to those of serial training (`proof`), and a trace of how they came about.
+Begin  with `reference`, where each strategy is as short as in its paper; `comm` is the one way off a rank.
 May import  `common`, `trace`, `plan`, `devices`, `timeline`.
 
-Where each strategy is read: first in `reference`, as short as in its paper, then in the module that trains:
+Where each strategy is read: in `reference`, then in the module that trains:
 
     naive, GPipe, 1F1B, ...     reference/gpipe, one_f_one_b     runtime/pipeline (one runtime for every schedule)
     split backward (I and W)    -                                stage/split_backward
