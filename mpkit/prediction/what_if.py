@@ -139,8 +139,7 @@ def _ranks(plan: Plan, ranks: Any) -> dict[str, int]:
     degrees = {axis: getattr(plan, axis) for axis in ("pp", "dp", "tp", "cp")}
     several = [axis for axis, degree in degrees.items() if degree > 1]
     axis = several[0] if len(several) == 1 else "dp"
-    own = [degree for _, degree in plan.mesh.own]
-    others = prod([*own, *(degree for name, degree in degrees.items() if name != axis)])
+    others = prod(degree for name, degree in degrees.items() if name != axis)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1 or ranks % others:
         raise ValueError(
             f"ranks={ranks!r}: {axis} is what changes, and the other axes take {others} rank{'s' * (others > 1)}: "

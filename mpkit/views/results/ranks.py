@@ -48,7 +48,7 @@ def traffic(matrix: CommMatrix) -> Chart:
     ]
     panels = []
     for axis, amounts in matrix.by_axis.items():
-        ink, (factor, unit) = ink_of(axis, matrix.mesh), suitable_unit(amounts)
+        ink, (factor, unit) = ink_of(axis), suitable_unit(amounts)
         rows = [
             Series(
                 ranks[sender], row, inks=[tint(ink, sqrt(value / highest)) for value in row],
