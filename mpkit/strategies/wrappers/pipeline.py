@@ -74,8 +74,7 @@ def pipeline(
     """
     _check(module, loss, options, prove)
     context = context_for(module)
-    n = context.world_size
-    plan = Plan(pp=n, schedule=schedule, microbatches=microbatches or n, **options)
+    plan = Plan(pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n, **options)
     proof = LoopProof("mk.pipeline", prove, module, context.comm, average=False, divided=True, loss=loss)
     broadcast_all(context.comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
