@@ -43,7 +43,7 @@ def pipeline(
 
     >>> import mpkit as mk
     >>> def train(ctx):
-    ...     x, y = torch.ones(4, 2), torch.zeros(4, 2)
+    ...     x, y, _ = torch.ones(4, 2), torch.zeros(4, 2), torch.manual_seed(0)
     ...     module = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
     ...     model = mk.pipeline(module, "1f1b", example=(x, y), loss=nn.functional.mse_loss)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
