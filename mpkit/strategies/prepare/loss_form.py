@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.common.exceptions import one_line
-from mpkit.strategies.data.microbatch import Value, batch_size, leaves
+from mpkit.common.torch_private import FakeTensor
+from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.mean import INDEXED, MeanLoss, SummedMeans
 from mpkit.strategies.loss.quotient import Quotient, nominal_count
@@ -46,10 +47,16 @@ class OneMean:
     place: int
 
     def is_over_samples(self, batches: Any) -> bool:
-        """Return whether it is a mean over samples for all batches; only a list of them can be inspected."""
+        """Return whether it is a mean over samples for all batches; only a list of them can be inspected.
+
+        Targets without content, of a dry run, all count.
+        """
         if self.per_sample or self.ignored is None or not isinstance(batches, list):
             return self.per_sample
-        return not any(bool((leaves(batch)[self.place] == self.ignored).any()) for _, batch in batches)
+        targets = (leaves(batch)[self.place] for _, batch in batches)
+        return not any(
+            bool((each == self.ignored).any()) for each in targets if not isinstance(each, FakeTensor)
+        )
 
 
 def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
@@ -63,6 +70,7 @@ def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     """
     if isinstance(loss, WholeBatchLoss):
         return None
+    targets = map_tensors(Tensor.contiguous, targets)  # so that a loss that flattens them makes a view
     with SummedMeans() as reduced:
         try:
             value = loss(outputs, targets)

@@ -137,7 +137,8 @@ class MixtureOfExperts(nn.Module):
     def move_bias(self) -> None:
         """Move the bias by the rows of the latest step, once."""
         if self.bias_rate:
-            self.bias += self.bias_rate * torch.sign(self.rows.mean() - self.rows)
+            rows = self.rows.long()  # in whole numbers, whether an expert has more than the mean is exact
+            self.bias += self.bias_rate * torch.sign(rows.sum() - len(rows) * rows)
             self.rows.zero_()
 
     @torch.no_grad()
