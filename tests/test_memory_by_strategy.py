@@ -52,7 +52,7 @@ def test_real_ranks_hold_what_the_formulas_say(measured: MemoryByStrategy) -> No
     assert len(measured.rows) == 10
     for row in measured.rows:
         for category in MODEL_STATES:
-            assert row.held[category] == pytest.approx(row.formula[category], abs=64), (row, category)
+            assert row.most[category] == pytest.approx(row.formula[category], abs=64), (row, category)
     assert measured.how.endswith("measured")
     assert list(measured.answers) == measured.strategies
     for row in measured.rows:

@@ -53,28 +53,33 @@ class MemoryRow:
     Attributes:
         strategy: the strategy's name.
         rank: the rank's number.
-        held: the most bytes held in a step, by category, each at its own peak.
-        total: the most bytes held at once.
+        held: the bytes held when the rank holds most, by category.
+        most: the most bytes of params, grads and optimizer in a step, each at its own peak, as the formulas say.
         formula: bytes of params, grads and optimizer by the formulas.
     """
 
     strategy: str
     rank: int
     held: Mapping[str, int]
-    total: int
+    most: Mapping[str, int]
     formula: Mapping[str, float]
 
     @property
+    def total(self) -> int:
+        """The most bytes held at once."""
+        return sum(self.held.values())
+
+    @property
     def states(self) -> int:
-        """The measured bytes of params, grads and optimizer."""
-        return sum(self.held[category] for category in MODEL_STATES)
+        """The measured bytes of params, grads and optimizer, each at its own peak."""
+        return sum(self.most.values())
 
 
 @dataclass(frozen=True)
 class MemoryByStrategy(ChartedResult):
     """What each rank holds by strategy: prints as a table, shows itself as a chart in a notebook.
 
-    The chart (`figure`) has a stacked bar per rank, and the formula as a line across it.
+    The chart (`figure`) stacks what each rank holds at its peak, with the formula as a line across the bar.
 
     Attributes:
         rows: one per rank, strategy by strategy.
@@ -113,7 +118,7 @@ class MemoryByStrategy(ChartedResult):
         )
 
     def __str__(self) -> str:
-        lines = [f"MB per rank, {self.how}", ""]
+        lines = [f"MB per rank when it holds most, {self.how}; states: each at its own peak", ""]
         head = "".join(f"{category:>12}" for category in CATEGORIES)
         lines.append(f"{'':10} rank{head}   states by formula")
         for row in self.rows:
@@ -197,11 +202,9 @@ def _rows(name: str, timeline: Timeline, states: float) -> list[MemoryRow]:
     plan = Plan.from_json(timeline.meta["plan"])
     psi, dtype = int(timeline.meta["parameters"]), getattr(torch, timeline.meta["dtype"])
     rows = []
-    for rank, peak in enumerate(timeline.peak_memory):
-        held = {category: peak[category] for category in CATEGORIES}
-        rows.append(
-            MemoryRow(name, rank, held, peak["total"], formula(plan, psi, states, rank, dtype.itemsize))
-        )
+    for rank, (held, peak) in enumerate(zip(timeline.memory, timeline.peak_memory, strict=True)):
+        most = {category: peak[category] for category in MODEL_STATES}
+        rows.append(MemoryRow(name, rank, held, most, formula(plan, psi, states, rank, dtype.itemsize)))
     return rows
 
 
