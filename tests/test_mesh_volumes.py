@@ -127,7 +127,6 @@ PLANS: list[dict[str, Any]] = [
     {"cp": 2, "recompute": "full"},
     {"cp": 3, "cp_order": "zigzag", "microbatches": 3},
     {"cp": 3, "cp_method": "ulysses", "microbatches": 3, "recompute": "full"},
-    {"cp": 6, "cp_method": (3, 2), "microbatches": 2},
     {"dp": 2, "tp": 2, "zero": 3, "microbatches": 2},
     {"dp": 4, "tp": 2, "zero": 3, "dp_shard": 2, "microbatches": 2},
     {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 2},

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mpkit.common.exceptions import one_line
-from mpkit.common.torch_private import FakeTensor
+from mpkit.common.torch_private import FakeTensor, tree_map_only
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.mean import INDEXED, MeanLoss, SummedMeans
@@ -23,6 +24,7 @@ from mpkit.strategies.loss.quotient import Quotient, nominal_count
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.prepare.arguments.task import LossForm, Rejection, Task
+from mpkit.strategies.tensor.logits import DividedLogits
 
 __all__ = ["OneMean", "copy_loss", "find_loss_form", "find_mean"]
 
@@ -71,6 +73,9 @@ def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     if isinstance(loss, WholeBatchLoss):
         return None
     targets = map_tensors(Tensor.contiguous, targets)  # so that a loss that flattens them makes a view
+    outputs = tree_map_only(
+        DividedLogits, _stand_in, outputs
+    )  # this call is no communication of the training
     with SummedMeans() as reduced:
         try:
             value = loss(outputs, targets)
@@ -114,6 +119,11 @@ def _place(target: Any, targets: Value) -> int | None:
         if same and target.numel() == leaf.numel() and target.dtype == leaf.dtype:
             return place
     return None
+
+
+def _stand_in(logits: DividedLogits) -> Tensor:
+    """Return undivided logits of the same shape."""
+    return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def copy_loss(loss: Loss) -> Loss:
