@@ -101,12 +101,15 @@ def signature_of(row: CheckRow) -> Signature:
 
 
 def _plain_error(error: str) -> str:
-    """Return an error without ranks, numbers and names of the student's.
+    """Return an error without ranks, numbers, parameters' names and names of the student's.
 
     >>> _plain_error("rank 1: RuntimeError: shape '[3, 4]' is invalid for input of size 7")
     "RuntimeError: shape '...' is invalid for input of size #"
+    >>> _plain_error("IndexError: 1.bias has 3 elements")  # of which parameter depends on the rank that ends first
+    'IndexError: # has # elements'
     """
     first = re.sub(r"^rank \d+: ", "", error.partition("\n")[0])
+    first = re.sub(r"\b\d+(\.\w+)+", "#", first)
     return re.sub(r"\d+", "#", re.sub(r"'[^']*'", "'...'", first))[:100]
 
 
