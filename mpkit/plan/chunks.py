@@ -1,15 +1,13 @@
-"""Which chunks of a packed sequence each of n ranks has, so that attention is as much work for each.
+"""Which chunks of a sequence each of n ranks has, and how much work attention is for each.
 
 A packed sequence is several documents, one after another. A token attends to itself and to those before it in its own
 document, so token i of a document has i + 1 keys to attend to, and a document of l tokens has l (l + 1) / 2.
 
-    contiguous   chunk i of n                          the end of a long document is all on one rank
-    zigzag       chunks i and 2n - 1 - i of 2n         balanced for one document, by chance for several
-    documents    the same, within every document       balanced; each document is a multiple of 2n tokens
-    balanced     blocks of equal length, dealt largest first to the rank with the least work: balanced for any lengths
+    contiguous   chunk i of n                    the end of a long document is all on one rank
+    zigzag       chunks i and 2n - 1 - i of 2n   balanced for one document, by chance for several
 
-Whatever the order, each rank has s / n tokens. Sources: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2
-(zigzag); Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (largest first).
+Whatever the order, each rank has s / n tokens. Source: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2
+(zigzag).
 """
 
 from __future__ import annotations
@@ -21,17 +19,12 @@ from numbers import Integral
 from typing import Any
 
 from mpkit.common.tracebacks import public
-from mpkit.plan.tensor_checks import ORDERS
+from mpkit.plan.tensor_checks import CONTIGUOUS, ORDERS
 
 __all__ = ["Chunk", "attention_work", "chunk_work", "deal_chunks", "split_by_document"]
 
 Chunk = tuple[int, int]
 """Where some consecutive tokens of a sequence begin and end."""
-
-NEAR = 1.001
-"""The work of the busiest rank, divided by the mean, at which smaller blocks are not tried."""
-MOST_BLOCKS = 64
-"""Blocks per rank, unless a rank's tokens cannot be divided into so few."""
 
 
 def deal_chunks(documents: Sequence[int], n: int, order: str) -> list[list[Chunk]]:
@@ -39,54 +32,39 @@ def deal_chunks(documents: Sequence[int], n: int, order: str) -> list[list[Chunk
 
     >>> deal_chunks([4, 12], 2, "zigzag")
     [[(0, 4), (12, 16)], [(4, 8), (8, 12)]]
-    >>> deal_chunks([4, 12], 2, "documents")[0]
-    [(0, 1), (3, 4), (4, 7), (13, 16)]
 
     Args:
         documents: the lengths of the documents, whose sum s is a multiple of n.
         n: the number of ranks.
-        order: "contiguous", "zigzag", "documents" or "balanced".
+        order: "contiguous" or "zigzag".
 
     Raises:
-        ValueError: a document cannot be divided in this order.
+        ValueError: the sequence cannot be divided in this order.
     """
     s = sum(documents)
     if order not in ORDERS:
         raise ValueError(
             f"cp_order={order!r}: one of {', '.join(map(repr, ORDERS))}, such as cp_order='zigzag'"
         )
-    if order == "balanced":
-        return _deal_by_work(documents, n)
-    if order == "contiguous":
+    if order == CONTIGUOUS:
         return [[(rank * s // n, (rank + 1) * s // n)] for rank in range(n)]
-    lengths = [s] if order == "zigzag" else documents
-    dealt: list[list[Chunk]] = [[] for _ in range(n)]
-    begin = 0
-    for length in lengths:
-        if length % (2 * n):
-            raise ValueError(
-                f"cp_order={order!r} cuts {'each document' if order == 'documents' else 'a sequence'} into 2 x {n} "
-                f"chunks of equal length, and one has {length} tokens: pad it to {-(-length // (2 * n)) * 2 * n}, or "
-                "take cp_order='balanced', which divides documents of any length."
-            )
-        c = length // (2 * n)
-        for rank in range(n):
-            for chunk in (rank, 2 * n - 1 - rank):
-                dealt[rank].append((begin + chunk * c, begin + (chunk + 1) * c))
-        begin += length
-    return dealt
+    if s % (2 * n):
+        raise ValueError(
+            f"cp_order='zigzag' cuts a sequence into 2 x {n} chunks of equal length, and one has {s} tokens: pad it to "
+            f"{-(-s // (2 * n)) * 2 * n}, or take cp_order='contiguous'."
+        )
+    c = s // (2 * n)
+    return [[(chunk * c, (chunk + 1) * c) for chunk in (rank, 2 * n - 1 - rank)] for rank in range(n)]
 
 
 @public
 def attention_work(documents: Sequence[int], ranks: int, cp_order: str = "contiguous") -> list[int]:
     """Return, by rank, how many keys its tokens attend to in a packed sequence: what context parallelism computes.
 
-    >>> for order in ("contiguous", "zigzag", "documents", "balanced"):
+    >>> for order in ("contiguous", "zigzag"):
     ...     print(order.ljust(10), attention_work([4, 12], 2, order))
     contiguous [20, 68]
     zigzag     [52, 36]
-    documents  [44, 44]
-    balanced   [44, 44]
 
     Args:
         documents: the lengths of the documents, in order.
@@ -139,42 +117,3 @@ def split_by_document(documents: Sequence[int], chunk: Chunk) -> list[tuple[int,
         parts.append((ends[number] - documents[number], (start, end)))
         start = end
     return parts
-
-
-def _deal_by_work(documents: Sequence[int], n: int) -> list[list[Chunk]]:
-    """Deal blocks, the largest that balance: the fewer there are, the larger are the products of a rank."""
-    s = sum(documents)
-    each, mean = s // n, sum(length * (length + 1) // 2 for length in documents) / n
-    best, least = [[(rank * each, (rank + 1) * each)] for rank in range(n)], float("inf")
-    sizes = [size for size in range(each // 2, 0, -1) if each % size == 0]
-    for size in [size for size in sizes if each // size <= MOST_BLOCKS] or [1]:
-        blocks = [(chunk_work(documents, (at, at + size)), (at, at + size)) for at in range(0, s, size)]
-        dealt = _deal_largest_first(blocks, n)
-        busiest = max(sum(work for work, _ in mine) for mine in dealt)
-        if busiest < least:
-            best, least = [sorted(block for _, block in mine) for mine in dealt], busiest
-        if least <= NEAR * mean:
-            break
-    return best
-
-
-def _deal_largest_first(blocks: Sequence[tuple[int, Chunk]], n: int) -> list[list[tuple[int, Chunk]]]:
-    """Deal equally many blocks to each rank, the largest first to the rank with the least; then swap what evens out."""
-    dealt: list[list[tuple[int, Chunk]]] = [[] for _ in range(n)]
-    loads = [0] * n
-    for block in sorted(blocks, key=lambda block: -block[0]):
-        rank = min((r for r in range(n) if len(dealt[r]) < len(blocks) // n), key=loads.__getitem__)
-        dealt[rank].append(block)
-        loads[rank] += block[0]
-    for _ in range(MOST_BLOCKS):
-        high, low = max(range(n), key=loads.__getitem__), min(range(n), key=loads.__getitem__)
-        gap = loads[high] - loads[low]
-        swaps = ((abs(gap - 2 * (a[0] - b[0])), a, b) for a in dealt[high] for b in dealt[low] if a[0] > b[0])
-        left, a, b = min(swaps, default=(gap, None, None), key=lambda swap: swap[0])
-        if left >= gap or a is None or b is None:
-            break
-        for rank, gone, come in ((high, a, b), (low, b, a)):
-            dealt[rank].remove(gone)
-            dealt[rank].append(come)
-            loads[rank] += come[0] - gone[0]
-    return dealt

@@ -85,11 +85,11 @@ def bubble_curve(runs: Iterable[HasTimeline]) -> BubbleCurve:
 
     >>> import mpkit as mk
     >>> print(bubble_curve(mk.simulate(mk.Plan.gpipe(4, m)) for m in (1, 2, 8)))
-    bubble by micro-batches: gpipe, 4 stages
-    micro-batches   formula    bubble   step time
-                1    75.0 %    75.0 %      12.0 s
-                2    60.0 %    60.0 %      15.0 s
-                8    27.3 %    27.3 %      33.0 s
+    Bubble by micro-batches: gpipe, 4 stages
+    micro-batches  formula  bubble  step time
+                1   75.0 %  75.0 %     12.0 s
+                2   60.0 %  60.0 %     15.0 s
+                8   27.3 %  27.3 %     33.0 s
     """
     given: list[Any] = list(runs)
     if wrong := [each for each in given if not isinstance(each, HasTimeline)]:

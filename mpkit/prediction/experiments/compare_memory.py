@@ -51,11 +51,12 @@ def memory_by_plan(runs: Mapping[str, HasTimeline]) -> MemoryByPlan:
     >>> import mpkit as mk
     >>> plans = {"GPipe": mk.Plan.gpipe(2, 4), "1F1B": mk.Plan.pipeline("1f1b", 2, 4)}
     >>> print(memory_by_plan({name: mk.simulate(plan) for name, plan in plans.items()}))
-    most memory per rank, by plan
-    GPipe  rank 0: 4 micro-batches (activations 4 micro-batches)
-    GPipe  rank 1: 4 micro-batches (activations 4 micro-batches)
-    1F1B   rank 0: 2 micro-batches (activations 2 micro-batches)
-    1F1B   rank 1: 1 micro-batch (activations 1 micro-batch)
+    Most memory per rank, by plan
+           rank      activations
+    GPipe  0     4 micro-batches
+    GPipe  1     4 micro-batches
+    1F1B   0     2 micro-batches
+    1F1B   1       1 micro-batch
     """
     given: Any = runs
     if not isinstance(given, Mapping) or not given:
