@@ -57,7 +57,7 @@ def _obstacles(layer: MixtureOfExperts, resolved: ResolvedPlan, task: Task) -> I
             "etp": None,
             "sequence_parallel": False,
         }
-        fewer = {"schedule": "gpipe", "virtual_stages": 1} if plan.pp > 1 else {}
+        fewer = {"schedule": GPIPE, "virtual_stages": 1} if plan.pp > 1 else {}
         defaults = {"dp_shard": None, "dp_replicate": None, "offload": "none", "cp_method": "ring"}
         yield (
             "which rows an expert with a capacity takes depends on all tokens of the batch, which this plan divides",
