@@ -69,12 +69,13 @@ def test_four_calls_from_the_hook_to_torch(clusters: Callable[[int], mk.Cluster]
 def in_pairs(ctx: Any) -> dict[str, Any]:
     pairs = [ctx.comm.group([0, 2]), ctx.comm.group([1, 3])]
     pair, other = pairs[ctx.rank % 2], pairs[1 - ctx.rank % 2]
+    again = ctx.comm.group([2, 0])
     mine = torch.tensor([float(ctx.rank)])
     ahead, tag = 1 - pair.index, "F7"
     sent = pair.isend(mine, ahead, tag)
     found = {
         "place": (pair.ranks, pair.size, pair.index, other.index),
-        "again": ctx.comm.group([2, 0]) is pairs[0],
+        "again": (again.ranks, again is pairs[0]),
         "sum": pair.all_reduce(mine.clone()).tolist(),
         "the same": ctx.comm.all_reduce(mine.clone(), pair, op="mean").tolist(),
         "broadcast": pair.broadcast(mine.clone(), 1).tolist(),
@@ -93,7 +94,7 @@ def test_a_group_is_a_communicator(cluster: mk.Cluster) -> None:
         low, high = (0, 2) if rank % 2 == 0 else (1, 3)
         assert found == {
             "place": ((low, high), 2, rank // 2, -1),
-            "again": True,
+            "again": ((0, 2), False),  # two groups of the same ranks are two groups
             "sum": [low + high],
             "the same": [(low + high) / 2],
             "broadcast": [high],

@@ -88,7 +88,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "virtual_stages": 2}, r"gpipe has one stage per rank.*interleaved_1f1b"),
     ({"pp": 2, "virtual_stages": 3, "schedule": "zbv"}, "zbv has 2 stages per rank"),
     ({"pp": 2, "virtual_stages": 0, "schedule": "zbv"}, "1 or more"),
-    ({"pp": 2, "schedule": "interleaved"}, "nearest is .*schedule='interleaved_zb'.*virtual_stages=2"),
+    (
+        {"pp": 2, "schedule": "interleaved"},
+        r"nearest is Plan\(pp=2, schedule='interleaved_1f1b'.*virtual_stages=2",
+    ),
     ({"pp": 2, "virtual_stages": 2, "schedule": "1F1B"}, r"nearest is Plan\(pp=2, schedule='1f1b'\)"),
     ({"pp": 2, "virtual_stages": 2, "schedule": OWN, "microbatches": 2}, "4 stages, and the schedule has 2"),
     (

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpkit.errors import MpkitError
 
 if TYPE_CHECKING:
+    from torch import _assert_async as _assert_async
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode as _get_current_dispatch_mode
-    from torch.utils._python_dispatch import (
-        _get_current_dispatch_mode_stack as _get_current_dispatch_mode_stack,
-    )
     from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
@@ -78,10 +76,7 @@ NAMES = (
         "torch.utils._pytree", ("SUPPORTED_NODES", "tree_leaves", "tree_map", "tree_map_only"),
         "find the tensors in nested arguments and results",
     ),
-    PrivateNames(
-        "torch.utils._python_dispatch", ("_get_current_dispatch_mode_stack",),
-        "compute a backward in a thread of its own, with the modes that are in force",
-    ),
+    PrivateNames("torch", ("_assert_async",), "stop at tokens beyond the vocabulary without waiting for the GPU"),
     PrivateNames("torch.overrides", ("_get_current_function_mode_stack",), "leave modes of the program in force"),
     PrivateNames(
         "torch._C", ("DisableTorchFunctionSubclass", "_disabled_torch_function_impl"),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpkit.common.exceptions import one_line
+from mpkit.common.exceptions import one_line, report
 from mpkit.common.torch_private import FakeTensor, tree_map_only
 from mpkit.strategies.data.microbatch import Value, batch_size, leaves, map_tensors
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
@@ -79,7 +79,12 @@ def find_mean(loss: Loss, outputs: Any, targets: Value) -> OneMean | None:
     with SummedMeans() as reduced:
         try:
             value = loss(outputs, targets)
-        except Exception:  # the user's loss, given a sum where it expects a mean
+        except Exception as error:  # the user's loss, given a sum where it expects a mean
+            report(
+                "Whether the loss is one call of a mean of torch's is not known: with a sum in place of each mean it "
+                f"raises {one_line(error)}. So it counts as a mean over samples, which the steps that are compared "
+                "with serial training check."
+            )
             return None
     call = next((call for call in reduced.calls if call[0] is value), None)
     if call is None:

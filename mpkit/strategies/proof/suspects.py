@@ -64,7 +64,7 @@ def _modules_of(value: Any, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
             held = cell.cell_contents
         except ValueError:  # it is still empty
             continue
-        if isinstance(held, nn.Module) and not isinstance(held, nn.modules.loss._Loss):
+        if isinstance(held, nn.Module) and type(held).__module__ != "torch.nn.modules.loss":
             yield name, held
         elif isinstance(held, Callable):  # type: ignore[arg-type]
             yield from _modules_of(held, seen)

@@ -210,7 +210,9 @@ class RankEvidence:
             return
         paths = {name: part(self._folder, self._rank, name) for name in names}
         mine = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
-        for name in mine if self._comm.index else ():  # before they are sent: the first rank may write into this folder
+        for name in (
+            mine if self._comm.index else ()
+        ):  # before they are sent: the first rank may write into this folder
             paths[name].unlink()
         every: list[Any] | None = [None] * self._comm.size if self._comm.index == 0 else None
         dist.gather_object(mine, every, dst=self._comm.ranks[0], group=self._comm.handle)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.common.torch_private import FakeTensor
+from mpkit.common.torch_private import FakeTensor, _assert_async
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.tensor.operators import g
 
@@ -59,7 +59,7 @@ def _check_in_vocabulary(tokens: Tensor, vocabulary: int, what: str, counts: Ten
     if counts is not None:
         outside &= counts
     if tokens.device.type == "cuda":
-        torch._assert_async(~outside.any(), f"{what}s are out of bounds: the vocabulary has {vocabulary}")
+        _assert_async(~outside.any(), f"{what}s are out of bounds: the vocabulary has {vocabulary}")
     elif not (isinstance(tokens, FakeTensor) or tokens.is_meta) and bool(outside.any()):
         raise IndexError(
             f"{what} {int(tokens[outside][0])} is out of bounds: the vocabulary has the tokens 0 to {vocabulary - 1}"
