@@ -27,7 +27,7 @@ RANKS = (
     "%%ranks\nimport time\nprint('asleep')\ntime.sleep(600)",
     "%%ranks 0,2\nx.sum()",
     "%ranks --timeline",
-    "%%ranks\nworl",
+    "%%ranks\nworld_size",
 )
 """The code of `ranks.ipynb`, likewise."""
 

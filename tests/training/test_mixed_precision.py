@@ -124,7 +124,7 @@ def test_it_is_plain_16_bits(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
     losses, weights = plain(net, data, loss, dtype, clip)
     assert run.losses == pytest.approx(losses, rel=0.02)
-    before = dict(net.named_parameters())
+    before = {name: parameter.detach() for name, parameter in net.named_parameters()}
     for name, value in run.state_dict().items():
         if name in weights:
             step = float((weights[name] - before[name]).abs().max())
