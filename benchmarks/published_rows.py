@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.any_table import observation_of
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Hardware
 from mpkit.prediction.cost_model.architecture import Architecture
@@ -37,7 +36,8 @@ def read_folder(folder: Path) -> tuple[list[Observation], list[str]]:
         columns = {name.split("(")[0].strip('" ') for name in rows[0]}
         read = next((read for needed, read in FORMATS if needed <= columns), None)
         if read is None:
-            read = _by_common_names
+            left.append(f"{path.name}, line 1: ValueError: its columns are those of no known table")
+            continue
         for number, row in enumerate(rows, 2):
             short = {name.split("(")[0].strip('" '): value for name, value in row.items() if name}
             try:
@@ -71,10 +71,13 @@ def megatron_flops(model: Architecture, batch: int, sequence: int) -> float:
 
 
 def _megatron(row: Row) -> Iterator[Observation]:
-    """SC'21, table 1: interleaved where a rank has several chunks. Rows of other GPUs are not of that table."""
+    """SC'21, table 1: interleaved where a rank has several chunks.
+
+    Raises:
+        ValueError: the row is of another GPU, so it is not of that table.
+    """
     if "a100" not in row.get("gpu", "a100").lower():
-        yield observation_of(row)
-        return
+        raise ValueError(f"gpu={row['gpu']!r}: this table was measured on A100")
     layers, hidden, heads, tp, pp, mbs, batch, gpus = _ints(
         row, "layers", "hidden", "heads", "tp", "pp", "mbs", "gbs", "gpus"
     )
@@ -256,11 +259,6 @@ def _torchtitan(row: Row) -> Iterator[Observation]:
     name = f"{row['table']} {row['model']} on {gpus}" + (" fp8" if stack.fp8 else "")
     memory = float(row["mem_GiB"] or 0) * 2**30
     yield Observation(name, model, layout, sequence, _machine(device, gpus, "ndr"), stack, seconds, memory)
-
-
-def _by_common_names(row: Row) -> Iterator[Observation]:
-    """Read a row of any other table, whose columns have common names."""
-    yield observation_of(row)
 
 
 def _nothing_measured(_row: Row) -> Iterator[Observation]:
