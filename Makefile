@@ -38,7 +38,8 @@ soak: setup  ## what is random or long: random plans, whole notebooks, other sys
 	@$(WITH_CHROMIUM) sh scripts/test.sh soak tests mpkit examples notebooks tests/classroom tests/browser $(ARGS)
 	@for each in tests.systems tests.systems.accepted tests.zoo scripts.torch_versions; do $(PY) -m $$each || exit 1; done
 
-check: setup  ## ruff, format, strict mypy
+check: setup  ## ruff, format, strict mypy, no conflict left
+	@! git grep -nE '^(<{7}|>{7}) '
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
