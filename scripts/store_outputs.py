@@ -1,7 +1,7 @@
 """Run the notebooks and keep their outputs as pictures, for readers without a kernel, such as on GitHub.
 
     make notebooks                                        all tutorials
-    make notebooks ARGS=notebooks/03-zero.ipynb           one of them
+    make notebooks ARGS=notebooks/04-zero.ipynb           one of them
 
 Widgets and charts become PNGs, drawn by the Chromium of the browser tests; the state of widgets is dropped. Cells keep
 their ids and tags; `tests/test_tutorials.py` compares what cells tagged "exact" print with what is stored here.

@@ -1,9 +1,13 @@
 """Claims: what a tutorial's text says of the figures around it, with an expression that must hold.
 
-In a Markdown cell a claim is an HTML comment, which no reader sees:
+The metadata of a Markdown cell have its claims, so that no reader sees them:
 
     The idle time shrinks by the number of stages per rank, from 9 forwards' time to 4.5.
-    <!-- claim "from 9 forwards' time to 4.5": below.row("1f1b")[1] * below.row("1f1b")[3] == near(a) -->
+
+    "mpkit": {"claims": [{
+        "phrase": "from 9 forwards' time to 4.5",
+        "holds": "below.row('1f1b')[1] * below.row('1f1b')[3] == near(a)"
+    }]}
 
     the phrase    stands in the cell as it is here; a, b, c, ... are its numbers, in figures or in words
     above, below  the nearest code cell with an output: `.text`, `.source`, `.numbers(pattern)`, `.row(label)`
@@ -23,8 +27,6 @@ from typing import Any
 
 __all__ = ["Claim", "Near", "Outputs", "claims_in", "refuted"]
 
-CLAIM = re.compile(r'<!-- *claim +"(?P<phrase>[^"]+)" *: *(?P<expression>.*?) *-->', re.S)
-MEANT = re.compile(r"<!--\s*claim\b.*?(-->|\Z)", re.S)
 NUMBER = r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 WORDS = {
     "half": 0.5, "a third": 1 / 3, "a quarter": 0.25, "one": 1, "two": 2, "twice": 2, "three": 3, "four": 4, "five": 5,
@@ -115,20 +117,16 @@ def claims_in(cells: list[Any]) -> Iterator[Claim]:
     """Yield the claims of a notebook.
 
     Raises:
-        ValueError: A comment is meant as a claim and is none, or its phrase is not in its cell.
+        ValueError: A claim lacks its phrase or its expression, or its phrase is not in its cell.
     """
     for place, cell in enumerate(cells):
-        if cell.cell_type != "markdown":
-            continue
-        said = " ".join(re.sub(r"<!--.*?-->", "", cell.source, flags=re.S).split())
-        for comment in MEANT.finditer(cell.source):
-            match = CLAIM.fullmatch(comment[0])
-            if match is None:
-                raise ValueError(f'cell {place}: {comment[0]!r} is not <!-- claim "PHRASE": EXPRESSION -->')
-            phrase = " ".join(match["phrase"].split())
-            if phrase not in said:
-                raise ValueError(f"cell {place}: the claim's phrase {phrase!r} is not in the text")
-            yield Claim(place, phrase, match["expression"])
+        text = " ".join(cell.source.split())
+        for claim in cell.metadata.get("mpkit", {}).get("claims", ()):
+            if sorted(claim) != ["holds", "phrase"]:
+                raise ValueError(f"cell {place}: {dict(claim)} is not a phrase and what holds")
+            if cell.cell_type != "markdown" or claim["phrase"] not in text:
+                raise ValueError(f"cell {place}: the claim's phrase {claim['phrase']!r} is not in the text")
+            yield Claim(place, claim["phrase"], claim["holds"])
 
 
 def refuted(cells: list[Any]) -> list[str]:

@@ -21,7 +21,7 @@ from tests.limits import PROGRAM
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-ALWAYS = ("00-start-here", "01-pipeline-bubbles", "08-your-own-program")
+ALWAYS = ("00-start-here", "01-pipeline-bubbles", "09-your-own-program")
 
 
 @pytest.mark.parametrize(

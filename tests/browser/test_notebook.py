@@ -188,7 +188,7 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
 def test_three_dimensions(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
     """Eight ranks in groups, drawn while they train; the groups fold."""
     page = lab_page
-    open_notebook(page, f"{jupyterlab}/workspaces/mesh/tree/07-three-dimensions.ipynb")
+    open_notebook(page, f"{jupyterlab}/workspaces/mesh/tree/08-three-dimensions.ipynb")
     page.evaluate(WATCH)
     page.evaluate(RUN_ALL)
     page.wait_for_function("window.seen.some((one) => one.spans > 0)", timeout=PROGRAM)

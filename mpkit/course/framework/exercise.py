@@ -246,7 +246,7 @@ class Exercise(ABC):
         start: the hint for a student who has not written anything yet.
         mistakes: three or more; the one that shows gives the hint.
         otherwise: the hints if no mistake shows.
-        after: the tutorial notebook that prepares for the exercise, such as "02-data-parallel".
+        after: the tutorial notebook that prepares for the exercise, such as "03-data-parallel".
         place: the number by which the exercises of a family are sorted.
         points: the points in grading.
         called: the name that the cell gives to the answer if it is neither a function nor a class.

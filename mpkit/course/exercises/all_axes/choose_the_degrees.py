@@ -115,6 +115,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="the degrees",
-    after="07-three-dimensions",
+    after="08-three-dimensions",
     place=40,
 )

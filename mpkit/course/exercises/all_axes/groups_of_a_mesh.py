@@ -83,6 +83,6 @@ EXERCISE = OnRanks(
     expected=expected,
     result="the groups, and who is in them",
     budgets=(Budget("collectives that a rank takes part in, one of them the check's own", collectives, 4),),
-    after="07-three-dimensions",
+    after="08-three-dimensions",
     place=10,
 )

@@ -105,6 +105,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="the micro-batches",
-    after="07-three-dimensions",
+    after="08-three-dimensions",
     place=20,
 )

@@ -142,6 +142,6 @@ EXERCISE = OnRanks(
             "bytes",
         ),
     ),
-    after="07-three-dimensions",
+    after="08-three-dimensions",
     place=30,
 )

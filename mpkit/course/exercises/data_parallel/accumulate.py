@@ -92,6 +92,6 @@ EXERCISE = OnRanks(
             "peak of the activations of a rank", peak("activations"), 2 * serial.outputs(SAMPLES), "bytes"
         ),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=70,
 )

@@ -94,7 +94,7 @@ EXERCISE = OnRanks(
         ),
         Budget("all-reduces that are not a bucket of the rule", off, 0),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     predict="buckets",
     place=50,
 )

@@ -64,6 +64,6 @@ EXERCISE = OnRanks(
         Budget("all-reduces", calls(Kind.ALL_REDUCE), STEPS * len(MODEL)),
         Budget("payload", payload, (STEPS + 1) * sum(p.nbytes for p in MODEL), "bytes"),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=30,
 )

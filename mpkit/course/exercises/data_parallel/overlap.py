@@ -159,6 +159,6 @@ EXERCISE = OnRanks(
         Budget("all-reduces not waited for before the step", unfinished, 0),
         Budget("3 steps on the virtual clock", makespan, lambda case: WITHOUT_OVERLAP[case.ranks], "seconds"),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=60,
 )

@@ -77,6 +77,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="shards of 3 epochs",
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=90,
 )

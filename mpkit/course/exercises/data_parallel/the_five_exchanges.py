@@ -94,6 +94,6 @@ EXERCISE = OnRanks(
         Budget("reduces", calls(Kind.REDUCE), PARAMETERS * STEPS),
         Budget("collectives that are not DP's", others, 0),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=20,
 )

@@ -69,6 +69,6 @@ EXERCISE = OnRanks(
         Budget("collectives", collectives, len(MODEL) + 2),
         Budget("payload", payload, sum(parameter.nbytes for parameter in MODEL) + 64, "bytes"),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=80,
 )

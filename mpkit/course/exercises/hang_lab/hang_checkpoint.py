@@ -69,6 +69,6 @@ EXERCISE = OnRanks(
     expected=expected,
     result="what was saved",
     budgets=(Budget("ranks that go on before it is saved", gone_on, 0),),
-    after="03-zero",
+    after="04-zero",
     place=40,
 )

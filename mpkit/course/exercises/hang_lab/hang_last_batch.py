@@ -79,6 +79,6 @@ EXERCISE = OnRanks(
     play=call_with(lambda case, rank: given(case)),
     expected=expected,
     result="the weight",
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=10,
 )

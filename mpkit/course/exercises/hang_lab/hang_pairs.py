@@ -72,6 +72,6 @@ EXERCISE = OnRanks(
     play=call_with(inputs),
     expected=expected,
     result="loss and gradient",
-    after="07-three-dimensions",
+    after="08-three-dimensions",
     place=60,
 )

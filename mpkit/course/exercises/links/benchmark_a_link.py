@@ -78,6 +78,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="latency, bandwidth and algorithm",
-    after="13-links-and-collectives",
+    after="02-links-and-collectives",
     place=10,
 )

@@ -94,6 +94,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="tokens per rank",
-    after="13-links-and-collectives",
+    after="02-links-and-collectives",
     place=35,
 )

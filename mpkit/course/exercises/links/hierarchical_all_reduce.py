@@ -69,6 +69,6 @@ EXERCISE = OnRanks(
         Budget(BETWEEN, bytes_between_nodes, between, "bytes"),
         Budget(INSIDE, bytes_inside_nodes, inside, "bytes"),
     ),
-    after="13-links-and-collectives",
+    after="02-links-and-collectives",
     place=40,
 )

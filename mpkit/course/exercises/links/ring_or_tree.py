@@ -86,6 +86,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="bytes",
-    after="13-links-and-collectives",
+    after="02-links-and-collectives",
     place=20,
 )

@@ -128,6 +128,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result=f"steps, scales and weights of {STEPS} steps",
-    after="03-zero",
+    after="04-zero",
     place=20,
 )

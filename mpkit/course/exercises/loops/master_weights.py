@@ -118,6 +118,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result=f"dtypes, losses and weights of {STEPS} steps",
-    after="03-zero",
+    after="04-zero",
     place=10,
 )

@@ -75,6 +75,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="the seconds of the busiest rank",
-    after="05-real-models",
+    after="06-real-models",
     place=110,
 )

@@ -33,6 +33,6 @@ EXERCISE = Schedules(
         Budget("live micro-batches of a rank", live, CAP),
         Budget("bubble", bubble, 0.2999),
     ),
-    after="04-schedules",
+    after="05-schedules",
     place=80,
 )

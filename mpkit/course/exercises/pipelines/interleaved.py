@@ -44,6 +44,6 @@ EXERCISE = Schedules(
         ),
         Budget("live activations of stages", live, held),
     ),
-    after="04-schedules",
+    after="05-schedules",
     place=60,
 )

@@ -43,7 +43,7 @@ EXERCISE = Schedules(
         ),
         Budget("live micro-batches of the last rank", live_on_the_last_rank, 1),
     ),
-    after="04-schedules",
+    after="05-schedules",
     predict="1f1b-live",
     place=50,
 )

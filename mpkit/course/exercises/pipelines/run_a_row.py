@@ -188,6 +188,6 @@ EXERCISE = OnRanks(
         Budget("messages that a rank sends", messages, lambda case: 2 * case["microbatches"]),
         Budget("collectives", collectives, 0),
     ),
-    after="04-schedules",
+    after="05-schedules",
     place=55,
 )

@@ -35,6 +35,6 @@ EXERCISE = Schedules(
         Budget("live micro-batches of a rank", live, lambda case: float(case.ranks)),
         Budget("bubble", bubble, lambda case: (case.ranks - 1) / (3 * case["microbatches"] + case.ranks - 1)),
     ),
-    after="04-schedules",
+    after="05-schedules",
     place=70,
 )

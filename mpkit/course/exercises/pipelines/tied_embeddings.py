@@ -93,6 +93,6 @@ EXERCISE = OnRanks(
         Budget("collectives that a rank takes part in", collectives, STEPS),
         Budget("bytes of the collectives of a rank", payload, STEPS * WORDS * WIDTH * 8, "bytes"),
     ),
-    after="05-real-models",
+    after="06-real-models",
     place=100,
 )

@@ -82,7 +82,7 @@ EXERCISE = OnRanks(
         Budget(VOLUME, sent_bytes, volume, "bytes"),
         Budget("messages that a rank sends", messages, lambda case: 2 * (case.ranks - 1)),
     ),
-    after="02-data-parallel",
+    after="03-data-parallel",
     predict="ring-bytes",
     place=40,
 )

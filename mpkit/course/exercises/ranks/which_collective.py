@@ -123,6 +123,6 @@ EXERCISE = Questions(
     solution=answers,
     called="answers",
     truth=truth,
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=50,
 )

@@ -52,6 +52,6 @@ EXERCISE = Questions(
     called="seconds_of_a_step",
     truth=truth,
     within=dict.fromkeys("ABC", 0.03),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=20,
 )

@@ -66,6 +66,6 @@ EXERCISE = Questions(
     solution=causes,
     called="causes",
     truth=truth,
-    after="04-schedules",
+    after="05-schedules",
     place=10,
 )

@@ -65,6 +65,6 @@ EXERCISE = Questions(
     solution=memory,
     called="memory",
     truth=truth,
-    after="03-zero",
+    after="04-zero",
     place=40,
 )

@@ -106,6 +106,6 @@ EXERCISE = OnRanks(
     expected=expected,
     result="losses and weights",
     budgets=(Budget("payload", payload, bound, "bytes"),),
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=60,
 )

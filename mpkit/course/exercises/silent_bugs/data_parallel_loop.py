@@ -52,6 +52,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="losses and weights",
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=10,
 )

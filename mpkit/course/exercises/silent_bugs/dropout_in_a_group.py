@@ -105,6 +105,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="losses and weights",
-    after="06-tensor-parallel",
+    after="07-tensor-parallel",
     place=50,
 )

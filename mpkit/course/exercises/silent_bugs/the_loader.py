@@ -81,6 +81,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="losses, weights and samples",
-    after="02-data-parallel",
+    after="03-data-parallel",
     place=20,
 )

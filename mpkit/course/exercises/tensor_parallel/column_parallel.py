@@ -73,6 +73,6 @@ EXERCISE = OnRanks(
     expected=expected,
     result="Y and gradients",
     budgets=(Budget("collectives", collectives, 1), Budget(SENT, payload, ROWS * H * 8, "bytes")),
-    after="06-tensor-parallel",
+    after="07-tensor-parallel",
     place=10,
 )

@@ -104,6 +104,6 @@ EXERCISE = OnRanks(
         Budget(CALLS, collectives, 2),
         Budget(SENT, payload, 2 * ROWS * H * 8, "bytes"),
     ),
-    after="06-tensor-parallel",
+    after="07-tensor-parallel",
     place=30,
 )

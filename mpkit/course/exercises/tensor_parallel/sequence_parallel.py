@@ -137,6 +137,6 @@ EXERCISE = OnRanks(
         Budget(SENT, ring, sent, "bytes"),
         Budget(HELD, kept, lambda case: (1.35 + 3 / case.ranks) * WHOLE, "bytes"),
     ),
-    after="06-tensor-parallel",
+    after="07-tensor-parallel",
     place=60,
 )

@@ -91,6 +91,6 @@ EXERCISE = OnRanks(
         Budget(SENT, payload, 3 * TOKENS * 8, "bytes"),
         Budget("collectives", collectives, 3),
     ),
-    after="06-tensor-parallel",
+    after="07-tensor-parallel",
     place=50,
 )

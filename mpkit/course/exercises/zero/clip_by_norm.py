@@ -78,6 +78,6 @@ EXERCISE = OnRanks(
     expected=expected,
     result="norm and gradients",
     budgets=(Budget("collectives", collectives, 1), Budget(SENT, payload, 8, "bytes")),
-    after="03-zero",
+    after="04-zero",
     place=70,
 )

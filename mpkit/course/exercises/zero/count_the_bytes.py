@@ -120,6 +120,6 @@ EXERCISE = Formula(
     play=play,
     expected=expected,
     result="bytes on one rank",
-    after="03-zero",
+    after="04-zero",
     place=10,
 )

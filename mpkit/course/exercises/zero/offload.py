@@ -82,6 +82,6 @@ EXERCISE = OnRanks(
         Budget(DOWN, copied_bytes(Kind.COPY_TO_HOST), lambda case: (STEPS + 1) * shard_bytes(case), "bytes"),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
-    after="03-zero",
+    after="04-zero",
     place=60,
 )

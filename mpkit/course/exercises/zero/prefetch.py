@@ -101,6 +101,6 @@ EXERCISE = OnRanks(
         Budget(EXPOSED, count_exposed_layers, 1),
         Budget(HELD, peak("activations"), 4 * LAYER + 6 * ROWS * WIDTH * 8, "bytes"),
     ),
-    after="03-zero",
+    after="04-zero",
     place=50,
 )

@@ -101,6 +101,6 @@ EXERCISE = OnRanks(
         Budget("collectives", collectives, 0),
         Budget("messages that a rank sends", messages, 0),
     ),
-    after="03-zero",
+    after="04-zero",
     place=90,
 )

@@ -78,7 +78,7 @@ EXERCISE = OnRanks(
         Budget("collectives", collectives, 2 * STEPS),
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
     ),
-    after="03-zero",
+    after="04-zero",
     predict="zero-1-bytes",
     place=20,
 )

@@ -116,6 +116,6 @@ EXERCISE = OnRanks(
         Budget(SENT, ring, lambda case: STEPS * 2 * (case.ranks - 1) * shard_bytes(case), "bytes"),
         Budget("collectives", collectives, STEPS * 2 * 2 * (len(WIDTHS) - 1)),
     ),
-    after="03-zero",
+    after="04-zero",
     place=30,
 )

@@ -111,6 +111,6 @@ EXERCISE = OnRanks(
         Budget(SENT, ring, lambda case: 3 * LAYERS * LAYER * (case.ranks - 1) / case.ranks, "bytes"),
         Budget(HELD, peak("grads", "activations"), most, "bytes"),
     ),
-    after="03-zero",
+    after="04-zero",
     place=40,
 )
