@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from importlib import import_module
-from math import inf
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule, lower, play
-from mpkit.timeline.replay.core import Replay
-from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, lane_of
-from tests.test_schedule import valid_schedules
-
-LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD}
-Row = tuple[
-    int, int, int, float, int, int, int, int
-]  # kind, stage, microbatch, time, group, number, peer, ref
+from mpkit.plan.schedule import NAMES, play
+from mpkit.trace import Kind
 
 
 def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
@@ -226,107 +216,6 @@ def test_it_is_public_whatever_was_imported_before() -> None:
         import_module(module)  # which binds the module's own name in mpkit
     assert callable(mk.simulate)
     assert callable(mk.hardware)
-
-
-# ---------------------------------------------------------------- the same as a replay
-
-
-@settings(max_examples=40)
-@given(
-    schedule=valid_schedules()
-    | st.builds(build_schedule, st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 5)),
-    times=st.lists(st.tuples(*[st.integers(0, 8).map(lambda n: n / 4)] * 3), min_size=8, max_size=8),
-    hop=st.integers(0, 8).map(lambda n: n / 4),
-    recompute=st.booleans(),
-)
-def test_it_is_what_a_replay_of_the_ranks_records_comes_to(
-    schedule: mk.Schedule, times: list[tuple[float, float, float]], hop: float, recompute: bool
-) -> None:
-    """The schedule, with its sends and receives, written down as its ranks would record it and replayed."""
-    f, i, w = (list(column) for column in zip(*times[: schedule.stages], strict=True))
-    again = f if recompute else [0.0] * schedule.stages
-    seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)], "R": again}
-    unit = mk.devices.Device("one unit of work a second", {"float32": 1.0}, bandwidth=inf)
-    machine = mk.devices.Hardware(
-        "simulated", unit, mk.devices.Link("hop", latency=hop, bandwidth=inf), per_node=1 << 30
-    )
-    replay = Replay(schedule.ranks, machine)
-    for rank, row in enumerate(lower(schedule).rows):
-        script = recorded(schedule, rank, row, seconds, recompute)
-        replay.feed(rank, script.ops, script.names, script.memory)
-    replay.finish()
-    replayed = mk.Timeline.from_replay(replay.collect())
-    plan = mk.Plan.from_schedule(schedule, recompute="full" if recompute else "none")
-    simulated = mk.simulate(plan, f, i, w, hop)
-    assert spans_of(simulated) == spans_of(replayed)
-    assert simulated.held.tolist() == replayed.held.tolist()
-    assert simulated.bubble == pytest.approx(replayed.bubble)
-
-
-def spans_of(t: mk.Timeline) -> list[tuple[Any, ...]]:
-    """What a timeline draws. (A forward that takes no time is not done again.)"""
-    columns = ("rank", "kind", "lane", "stage", "microbatch", "step", "start", "end", "peer")
-    chosen = t.spans[(t.spans["kind"] != Kind.RECOMPUTE) | (t.spans["end"] > t.spans["start"])]
-    causes = [t.spans[list(columns)][cause].item() if cause >= 0 else None for cause in chosen["cause"]]
-    groups = [t.names[group] for group in chosen["group"]]
-    return sorted(zip(chosen[list(columns)].tolist(), groups, map(str, causes), strict=True))
-
-
-def recorded(
-    schedule: Schedule, rank: int, row: Sequence[Action], seconds: dict[str, list[float]], recompute: bool
-) -> RankTrace:
-    """What a rank that does these actions would record. Op i lasts from 2i+1 to 2i+2 on its wall clock."""
-    holders = schedule.stage_to_rank
-    ops: list[Row] = []
-    memory: list[tuple[int, int, int]] = []  # time, ops begun, delta
-    names: dict[str, int] = {"": 0}
-    received: dict[tuple[str, int, int], int] = {}
-
-    def add(
-        kind: Kind, stage: int, m: int, time: float = 0.0,
-        group: str = "", number: int = -1, peer: int = -1, ref: int = -1,
-    ) -> None:  # fmt: skip
-        ops.append((kind, stage, m, time, names.setdefault(group, len(names)), number, peer, ref))
-
-    add(Kind.STEP, -1, -1)
-    for action in row:
-        kind, stage, m = action.kind, action.stage, action.microbatch
-        if kind.startswith("SEND"):
-            to = holders[stage + 1] if kind == "SEND_F" else holders[stage - 1]
-            add(Kind.SEND, stage, m, group=f"{rank}>{to}#{kind[-1]}{stage}", number=m, peer=to)
-        elif kind.startswith("RECV"):
-            sender = stage - 1 if kind == "RECV_F" else stage + 1
-            received[kind[-1], stage, m] = len(ops)
-            group = f"{holders[sender]}>{rank}#{kind[-1]}{sender}"
-            add(Kind.RECV, stage, m, group=group, number=m, peer=holders[sender])
-        else:
-            message = received.pop(("F" if kind == "F" else "B", stage, m), None) if kind != "W" else None
-            if kind in ("B", "I") and recompute:  # needs no gradient, and so does not wait for it
-                add(Kind.RECOMPUTE, stage, m, seconds["R"][stage])
-            if message is not None:
-                add(Kind.WAIT, stage, m, ref=message)
-            add(LETTERS[kind], stage, m, seconds[kind][stage])
-            if kind == "F":
-                memory.append((2 * len(ops) - 1, len(ops), 1))
-            elif kind in ("B", "W"):
-                memory.append((2 * len(ops), len(ops), -1))
-    return trace_of(ops, memory, list(names))
-
-
-def trace_of(ops: list[Row], memory: list[tuple[int, int, int]], names: list[str]) -> RankTrace:
-    columns = list(zip(*ops, strict=True))
-    records = np.zeros(len(ops), OP)
-    names_of_columns = ("kind", "stage", "microbatch", "flops", "group", "number", "peer", "ref")
-    for column, values in zip(names_of_columns, columns, strict=True):
-        records[column] = values
-    records["lane"] = [lane_of(kind) for kind in columns[0]]
-    records["start"] = 2 * np.arange(len(ops)) + 1
-    records["end"] = records["start"] + 1
-    changes = np.zeros(len(memory), MEMORY)
-    if memory:
-        changes["time"], changes["op"], changes["delta"] = zip(*memory, strict=True)
-    changes["category"] = CATEGORIES.index("activations")
-    return RankTrace(records, changes, names)
 
 
 def test_a_backward_that_is_not_split_may_take_less_than_its_halves() -> None:

@@ -14,8 +14,8 @@ import mpkit as mk
 from mpkit.timeline import metrics
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
-from mpkit.timeline.played_schedule import followed_by
 from mpkit.timeline.replay.spans import HELD, SPAN
+from mpkit.timeline.simulation import followed_by
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, lane_of
 from mpkit.views.timeline.bubble_count import BubbleCounter

@@ -1,30 +1,40 @@
-"""Simulation: a schedule played on a clock, without processes.
+"""Simulation: a schedule as the records that its ranks would make, replayed on the clock of `mpkit.timeline.replay`.
 
-    play          when each action begins and ends, as soon as what it needs is there (`mpkit.plan.schedule.play`)
-    spans, held   those times in the form of a Timeline (`mpkit.timeline.played_schedule`)
-
-The result equals, message for message, the Timeline that a replay of the ranks' records would give, without making
-those records first.
+_records       one rank's row, with its sends, receives and waits, as a training would record it
+simulate       these records, replayed on a device that does a second of work per second
+followed_by    what all ranks do when their micro-batches are done: collectives, and the optimizer
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from dataclasses import replace
+from itertools import pairwise
+from math import inf, isfinite
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.common.tracebacks import public
+from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.plan.checks import every, whole
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule import Action, Schedule
-from mpkit.plan.schedule.play import BESIDE, time_actions
-from mpkit.timeline.played_schedule import PlayedActions, held_changes, spans
+from mpkit.plan.schedule import Action, Schedule, lower
+from mpkit.plan.schedule.action import COMPUTE
+from mpkit.plan.schedule.play import BESIDE
+from mpkit.timeline.replay import SPAN, Replay
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, Lane, lane_of
 
-__all__ = ["Times", "by_stage", "simulate", "time_of", "whole_backward"]
+__all__ = ["Times", "by_stage", "followed_by", "simulate", "time_of", "whole_backward"]
 
+Array = npt.NDArray[Any]
 Times = float | Sequence[float]
+
+UNIT = Device("one second of work per second", {"float32": 1.0}, bandwidth=inf)
+KIND = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD}
+COLUMNS = ("kind", "lane", "stage", "microbatch", "step", "group", "number", "peer", "ref", "flops")
 
 
 @public
@@ -72,38 +82,90 @@ def simulate(
         raise ValueError(f"simulate({plan!r}): give a Plan, such as simulate(Plan.gpipe(4, 8))")
     if (whole(steps) or 0) < 1:
         raise ValueError(f"steps={steps!r}: a whole number, 1 or more, such as steps=3")
-    schedule = _after_each_other(plan.build(), steps)
+    schedule = plan.build()
     f, i, w = (
         by_stage(name, value, schedule.stages)
         for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
     )
+    took = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
+    took[BESIDE] = f if beside is None else by_stage("beside", beside, schedule.stages)
     k = every(plan.recompute)
     again = [time / k if k else 0.0 for time in f]
-    slots = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
-    if beside is not None:
-        slots[BESIDE] = by_stage("beside", beside, schedule.stages)
-    rows, stuck = time_actions(schedule, slots, time_of("hop", hop), again)
-    assert not stuck, "a plan's schedule is valid"
-    done = PlayedActions.from_rows(rows)
-    table, names = spans(done, schedule, hop, np.array(again), steps)
-    meta = {"plan": plan.to_json(), "schedule": schedule.name}
-    return Timeline(table, names, held_changes(done), schedule.ranks, "simulated", meta)
+    link = Link("hop", time_of("hop", hop), inf)
+    player = Replay(schedule.ranks, Hardware("simulated", UNIT, link, per_node=schedule.ranks))
+    for rank, row in enumerate(lower(schedule).rows):
+        player.feed(rank, *_records(schedule, rank, row, took, again, steps))
+    player.finish()
+    played = player.collect()
+    played.clock, played.notes = "simulated", []
+    played.meta = {"plan": plan.to_json(), "schedule": schedule.name}
+    return Timeline.from_replay(played)
 
 
-def _after_each_other(schedule: Schedule, steps: int) -> Schedule:
-    """Join several steps of a schedule into one schedule, with micro-batches numbered consecutively."""
-    if steps == 1:
-        return schedule
-    m = schedule.microbatches
+def _records(
+    schedule: Schedule, rank: int, row: Sequence[Action], took: dict[str, list[float]], again: list[float], steps: int
+) -> tuple[Array, list[str], Array]:  # fmt: skip
+    """Return what a rank would record: its ops, their names, and its memory.
 
-    def number_actions(step: int, actions: Iterable[Action]) -> list[Action]:
-        return [Action(kind, stage, i + step * m) for kind, stage, i in actions]
+    An op's FLOPs are its seconds, since the device does one per second. Op i lasts from 2i + 1 to 2i + 2 on the wall
+    clock, which nothing but the order of memory depends on.
 
-    rows = [
-        [action for step in range(steps) for action in number_actions(step, row)] for row in schedule.rows
-    ]
-    together = [action for step in range(steps) for action in number_actions(step, schedule.together)]
-    return Schedule(rows, schedule.name, schedule.stage_to_rank, together)
+    Args:
+        schedule: the schedule without messages.
+        rank: the rank.
+        row: its row with messages (`lower`).
+        took: seconds by kind of action, then by stage.
+        again: seconds by stage for a forward that is computed again.
+        steps: how often it runs the row.
+    """
+    holders, per_step = schedule.stage_to_rank, schedule.microbatches
+    computed = [action for action in row if action.kind in COMPUTE]
+    beside = {one for one, after in pairwise(computed) if one in schedule.together and one[1:] != after[1:]}
+    ops: list[tuple[Any, ...]] = []
+    held: list[tuple[int, int, int]] = []  # time, ops begun by then, change
+    names = {"": 0}
+    received: dict[tuple[str, int, int], int] = {}
+
+    def add(
+        kind: Kind, step: int, stage: int = -1, m: int = -1, seconds: float = 0.0, *, group: str = "", peer: int = -1,
+        ref: int = -1,
+    ) -> None:  # fmt: skip
+        number = step * per_step + m if group else -1
+        line = names.setdefault(group, len(names))
+        ops.append((kind, lane_of(kind), stage, m, step, line, number, peer, ref, seconds))
+
+    for step in range(steps):
+        add(Kind.STEP, step)
+        for action in row:
+            kind, stage, m = action
+            if kind.startswith("SEND"):
+                to = holders[stage + (1 if kind == "SEND_F" else -1)]
+                add(Kind.SEND, step, stage, m, group=f"{rank}>{to}#{kind[-1]}{stage}", peer=to)
+            elif kind.startswith("RECV"):
+                sender = stage + (-1 if kind == "RECV_F" else 1)
+                received[kind[-1], stage, m] = len(ops)
+                source = holders[sender]
+                add(Kind.RECV, step, stage, m, group=f"{source}>{rank}#{kind[-1]}{sender}", peer=source)
+            else:
+                if kind in "BI" and again[stage]:  # needs no gradient, and so does not wait for it
+                    add(Kind.RECOMPUTE, step, stage, m, again[stage])
+                message = None if kind == "W" else received.pop(("F" if kind == "F" else "B", stage, m), None)
+                if message is not None:
+                    add(Kind.WAIT, step, stage, m, ref=message)
+                add(KIND[kind], step, stage, m, took[BESIDE if action in beside else kind][stage])
+                if kind != "I":  # activations live from the start of F to the end of B or W
+                    held.append((2 * len(ops) - (kind == "F"), len(ops), 1 if kind == "F" else -1))
+    table, memory = np.zeros(len(ops), OP), np.zeros(len(held), MEMORY)
+    for column, values in zip(COLUMNS, zip(*ops, strict=True), strict=True):
+        table[column] = values
+    table["start"] = 2 * np.arange(len(ops)) + 1
+    table["end"] = table["start"] + 1
+    memory["time"], memory["op"], memory["delta"] = zip(*held, strict=True)
+    memory["category"] = CATEGORIES.index("activations")
+    return table, list(names), memory
+
+
+# ---- times as they are given
 
 
 def whole_backward(backward: Times | None, i: Sequence[float], w: Sequence[float]) -> list[float]:
@@ -112,11 +174,9 @@ def whole_backward(backward: Times | None, i: Sequence[float], w: Sequence[float
     Raises:
         ValueError: as for `by_stage`.
     """
-    return (
-        [a + b for a, b in zip(i, w, strict=True)]
-        if backward is None
-        else by_stage("backward", backward, len(i))
-    )
+    if backward is None:
+        return [a + b for a, b in zip(i, w, strict=True)]
+    return by_stage("backward", backward, len(i))
 
 
 def by_stage(name: str, value: object, stages: int) -> list[float]:
@@ -147,3 +207,44 @@ def time_of(name: str, value: object) -> float:
     if not isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r}: a time is finite and not negative, such as {name}=1.0")
     return float(value)
+
+
+# ---- what follows the micro-batches
+
+
+def followed_by(timeline: Timeline, phases: Iterable[tuple[str, Kind, float]]) -> Timeline:
+    """Return a timeline of one step whose ranks do some more, each when it is done with what it has done before.
+
+    Args:
+        timeline: the step.
+        phases: in order: the name, the kind and the seconds. A collective of all ranks begins when the last has come.
+    """
+    spans, names = timeline.spans, list(timeline.names)
+    ranks = np.arange(timeline.world_size)
+    ends = np.array([spans["end"][spans["rank"] == rank].max(initial=0.0) for rank in ranks])
+    parts = [spans]
+    for name, kind, seconds in phases:
+        names.append(name)
+        collective = lane_of(kind) == Lane.COMM
+        part = np.zeros(len(ranks), SPAN)
+        part["kind"], part["lane"], part["rank"], part["name"] = kind, lane_of(kind), ranks, len(names) - 1
+        part["stage"] = part["microbatch"] = part["peer"] = part["cause"] = -1
+        part["issued"], part["start"] = ends, ends.max() if collective else ends
+        part["end"] = part["start"] + seconds
+        parts.append(part)
+        if collective:
+            wait = part.copy()
+            wait["kind"], wait["lane"], wait["name"], wait["start"] = Kind.WAIT, lane_of(Kind.WAIT), 0, ends
+            wait["cause"] = sum(map(len, parts[:-1])) + ranks
+            part["group"] = len(names) - 1
+            parts.append(wait)
+        ends = part["end"]
+    table = np.concatenate(parts)
+    table["step"] = spans["step"].max(initial=0)
+    steps = table["kind"] == Kind.STEP
+    table["end"][steps] = ends[table["rank"][steps]]
+    order = np.argsort(table["rank"], kind="stable")
+    row = np.full(len(order) + 1, -1)  # the last one is row -1: no cause
+    row[order] = np.arange(len(order))
+    table["cause"] = row[table["cause"]]
+    return replace(timeline, spans=table[order], names=names)

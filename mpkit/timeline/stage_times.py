@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.trace import Kind, Lane, PartFlag
+from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
@@ -52,9 +52,8 @@ def stage_times(timeline: Timeline) -> dict[str, Any]:
 
 
 def _means(spans: Array, stages: int) -> Array:
-    """Return the mean length by stage, of all parts of an action together; nan for a stage without spans."""
-    begins = spans["flags"] & PartFlag.CONTINUES == 0
-    count = np.bincount(spans["stage"][begins], minlength=stages)
+    """Return the mean length by stage; nan for a stage without spans."""
+    count = np.bincount(spans["stage"], minlength=stages)
     total = np.bincount(spans["stage"], spans["end"] - spans["start"], minlength=stages)
     means: Array = np.divide(total, count, out=np.full(stages, np.nan), where=count > 0)
     return means

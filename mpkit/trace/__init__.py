@@ -38,7 +38,6 @@ from mpkit.trace.records import (
     VALUE,
     Kind,
     Lane,
-    PartFlag,
     lane_of,
 )
 from mpkit.trace.trace import Trace
@@ -55,7 +54,6 @@ __all__ = [
     "VALUE",
     "Kind",
     "Lane",
-    "PartFlag",
     "RankTrace",
     "Trace",
     "lane_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 
 import numpy as np
 
@@ -18,7 +18,6 @@ __all__ = [
     "VALUE",
     "Kind",
     "Lane",
-    "PartFlag",
     "lane_of",
 ]
 
@@ -93,17 +92,6 @@ LAYER = "layer "
 """How the name of a communication begins that sends parameters or gradients of one layer, in a training."""
 
 
-class PartFlag(IntFlag):
-    """What an op's flags say, if it was recorded in several parts: it made way for another op, and went on later."""
-
-    GOES_ON = 1
-    """A later part continues it."""
-    CONTINUES = 2
-    """It continues an earlier part."""
-    UNSETTLED = 4
-    """The op is not over yet, and so the part's FLOPs and bytes are not known."""
-
-
 CATEGORIES = ("params", "grads", "optimizer", "activations", "buffers")
 """What memory holds. A MEMORY record's `category` is an index into these."""
 
@@ -121,7 +109,7 @@ OP = np.dtype(
         ("kind", "u1"),
         ("lane", "u1"),
         ("depth", "u1"),  # 0: an action; 1 and more: a layer inside it, not counted again
-        ("flags", "u1"),  # of `PartFlag`: an op that was recorded in several parts
+        ("flags", "u1"),  # 0
         ("stage", "<i2"),  # -1: none
         ("pad", "<i2"),
         ("microbatch", "<i4"),  # -1: none

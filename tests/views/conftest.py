@@ -72,27 +72,8 @@ def data_parallel() -> mk.Timeline:
 
         def add(kind: Kind, start: float, end: float, lane: Lane = Lane.COMPUTE, depth: int = 0, name: int = 0,
                 amount: int = 0, cause: int = -1, rank: int = rank, late: float = late) -> None:  # fmt: skip
-            rows.append(
-                (
-                    rank,
-                    lane,
-                    kind,
-                    depth,
-                    0,
-                    0,
-                    0,
-                    0,
-                    name,
-                    start + late,
-                    end + late,
-                    amount,
-                    0.0,
-                    -1,
-                    0,
-                    cause,
-                    start,
-                )
-            )
+            times = start + late, end + late, amount, 0.0, -1, 0, cause, start
+            rows.append((rank, lane, kind, depth, 0, 0, 0, name, *times))
 
         add(Kind.COPY_TO_DEVICE, 0.0, 0.3, Lane.HOST, amount=4096)
         add(Kind.FORWARD, 0.0, 2.0)

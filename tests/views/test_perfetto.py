@@ -33,7 +33,7 @@ def test_a_process_a_rank_and_a_thread_a_lane(data_parallel: mk.Timeline) -> Non
         for e in events(data_parallel)
         if e["name"].endswith("_name")
     }
-    assert {(0, None, "rank 0 (CPU)"), (1, 1, "compute"), (1, 10, "comm"), (1, 50, "host")} <= names
+    assert {(0, None, "rank 0 (CPU)"), (1, 1, "compute"), (1, 10, "comm"), (1, 1_000_000, "host")} <= names
 
 
 def test_slices_of_a_thread_nest_and_never_cross(gpipe: mk.Timeline, data_parallel: mk.Timeline) -> None:
@@ -49,6 +49,15 @@ def test_slices_of_a_thread_nest_and_never_cross(gpipe: mk.Timeline, data_parall
                     open_ends.pop()
                 assert not open_ends or start - minus <= open_ends[-1] + 1e-6
                 open_ends.append(start - minus)
+
+
+def test_messages_beyond_forty_at_once_stay_in_the_lane_of_communication() -> None:
+    """Threads of 41 messages and more were those of copies to the host, whose slices then overlapped."""
+    many = events(mk.simulate(mk.Plan.gpipe(2, 60), 0.0, hop=10.0))
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in many if e["name"] == "thread_name"}
+    received = [e for e in many if e["ph"] == "X" and e["name"].startswith("recv")]
+    assert len({e["tid"] for e in received}) == 60
+    assert {named[e["pid"], e["tid"]].split()[0] for e in received} == {"comm"}
 
 
 def test_an_arrow_a_message_from_the_sender_to_the_receiver(gpipe: mk.Timeline) -> None:

@@ -300,8 +300,7 @@ class Estimate(DrawnResult, Answer):
 
         What nothing hides of the reduction of gradients, the optimizer and the wait for the slowest node come last.
         """
-        from mpkit.timeline.played_schedule import followed_by
-        from mpkit.timeline.simulation import simulate
+        from mpkit.timeline.simulation import followed_by, simulate
 
         plan = Plan(
             pp=self.plan.pp, schedule=self.plan.schedule, microbatches=self.plan.microbatches,

@@ -22,7 +22,7 @@ from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
 from mpkit.timeline.diagnosis.stragglers import later_host_removed, lost_time, split_at_gap
 from mpkit.timeline.findings import Finding
-from mpkit.trace import CATEGORIES, Kind, Lane, PartFlag
+from mpkit.trace import CATEGORIES, Kind, Lane
 
 __all__ = [
     "FULL",
@@ -236,8 +236,6 @@ def _kept_bytes(evidence: Evidence, rank: int) -> float:
     makes = float(np.maximum(total_at(again["end"]).astype(float) - total_at(again["start"]), 0.0).sum())
     forwards = own[(own["kind"] == Kind.FORWARD) & (own["depth"] == 0)]
     backs = own[np.isin(own["kind"], (Kind.BACKWARD, Kind.INPUT_GRAD)) & (own["depth"] == 0)]
-    # Of an action in several parts the last one counts.
-    forwards, backs = (own[own["flags"] & PartFlag.GOES_ON == 0] for own in (forwards, backs))
     times = np.concatenate([forwards["end"], backs["end"]])
     change = np.concatenate([np.ones(len(forwards)), -np.ones(len(backs))])
     most = float(np.cumsum(change[np.argsort(times, kind="stable")]).max(initial=1.0))

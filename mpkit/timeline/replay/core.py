@@ -162,11 +162,6 @@ class Replay:
             self._meta["waiting"] = waiting_ranks(self._ranks)
         return spans
 
-    def collect_ops(self) -> list[list[int]]:
-        """Return the ops of each rank in the order in which `collect` has their spans."""
-        spans, ops, order = self._sort_spans()
-        return [ops[order][spans["rank"][order] == this.rank].tolist() for this in self._ranks]
-
     def _sort_spans(self) -> tuple[Array, Array, Array]:
         """Return all spans, their ops, and their order by rank and start."""
         spans, ops = np.concatenate(self._spans), np.concatenate(self._ops)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.trace import OP, Kind, PartFlag
+from mpkit.trace import OP, Kind
 
 __all__ = ["RankProgram"]
 
@@ -96,8 +96,6 @@ class RankProgram:
         stop = int(is_open[0]) if len(is_open) else len(tail)
         if final:
             return stop
-        unsettled = np.flatnonzero(tail["flags"][:stop] & PartFlag.UNSETTLED)
-        stop = int(unsettled[0]) if len(unsettled) else stop
         if self._holds_steps:  # a GPU's times are known when the step is over
             steps = np.flatnonzero(kind[:stop] == _STEP)
             stop = int(steps[-1]) if len(steps) else stop

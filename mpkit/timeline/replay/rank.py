@@ -177,19 +177,6 @@ class RankReplay:
         return done
 
     @property
-    def controls(self) -> list[Control]:
-        """What is processed one by one, of the records taken last."""
-        return self._controls
-
-    def rows_of(self, ops: list[int]) -> list[tuple[int, int, float, float, int]]:
-        """Return of each op: rank, op, work before it, work at its end, and the op before which it ends."""
-        program, op = self.program, np.array(ops, np.int64)
-        close = np.minimum(program.close[op], program.count)
-        done = self._done_at(op, close)
-        columns = (program.work[op].tolist(), done.tolist(), close.tolist())
-        return [(self.rank, *each) for each in zip(ops, *columns, strict=True)]
-
-    @property
     def unserved_count(self) -> int:
         """How many communications were issued but not served."""
         return sum(end == inf for end in self._ends.values())

@@ -23,7 +23,6 @@ SPAN = np.dtype(
         ("lane", "u1"),  # trace.Lane
         ("kind", "u1"),  # trace.Kind
         ("depth", "u1"),  # 0: an action; 1 and more: a layer inside it
-        ("flags", "u1"),  # of trace.PartFlag: an action in several parts
         ("stage", "<i4"),
         ("microbatch", "<i4"),
         ("step", "<i4"),
@@ -132,7 +131,7 @@ class NameLines:
 def spans_of(rank: int, records: Array, lines: NameLines) -> Array:
     """Return (n,) of `SPAN` for (n,) of `OP`, without start, end, issued and cause."""
     spans = np.zeros(len(records), SPAN)
-    for column in ("lane", "kind", "depth", "flags", "stage", "microbatch", "step", "bytes", "flops", "peer"):
+    for column in ("lane", "kind", "depth", "stage", "microbatch", "step", "bytes", "flops", "peer"):
         spans[column] = records[column]
     spans["rank"] = rank
     spans["name"] = lines[records["name"]]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpkit.common.units import seconds
 from mpkit.timeline.metrics import active, extent, work
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import CATEGORIES, Kind, PartFlag
+from mpkit.trace import CATEGORIES, Kind
 from mpkit.views.drawing.lanes import short_label
 from mpkit.views.memory.series import held_text, memory_of
 
@@ -63,8 +63,7 @@ def _action_at(spans: npt.NDArray[Any], moment: float) -> str:
 def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
     """Say of which micro-batches activations are alive at a moment: forward begun, backward not over."""
     actions = work(spans)
-    begins, ends = (actions["flags"] & part == 0 for part in (PartFlag.CONTINUES, PartFlag.GOES_ON))
-    begun = actions[(actions["kind"] == Kind.FORWARD) & (actions["start"] <= moment) & begins]
+    begun = actions[(actions["kind"] == Kind.FORWARD) & (actions["start"] <= moment)]
     if not len(begun):
         return ""
     step = int(begun[-1]["step"])
@@ -72,7 +71,6 @@ def _micro_batches_alive(spans: npt.NDArray[Any], moment: float) -> str:
         np.isin(actions["kind"], (Kind.BACKWARD, Kind.WEIGHT_GRAD))
         & (actions["end"] <= moment)
         & (actions["step"] == step)
-        & ends
     ]
     left = Counter(begun["microbatch"][begun["step"] == step].tolist())
     left.subtract(over["microbatch"].tolist())

@@ -33,9 +33,10 @@ THREADS = {
     Lane.NONE: (0, "steps"),
     Lane.COMPUTE: (1, "compute"),
     Lane.COMM: (10, "comm"),
-    Lane.HOST: (50, "host"),
-    Lane.DATA: (90, "data"),
+    Lane.HOST: (1_000_000, "host"),
+    Lane.DATA: (2_000_000, "data"),
 }
+"""By lane, its first thread and its name; each message that is under way at the same time takes one thread more."""
 
 Event = dict[str, Any]
 
@@ -103,7 +104,7 @@ def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
 def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
     spans, names, layers = timeline.spans, timeline.names, layer_words(timeline)
     words = {int(kind): kind.word.replace("_", " ") for kind in Kind}
-    columns = [name for name in SPAN.names or () if name != "flags"]
+    columns = list(SPAN.names or ())
     lists = [spans[name].tolist() for name in columns]
     for *values, thread in zip(*lists, threads.tolist(), strict=True):
         span = dict(zip(columns, values, strict=True))
