@@ -1,12 +1,12 @@
-"""A rank that runs out of memory ends with what it held, and with the changes of the plan that would help most.
+"""A rank that runs out of memory ends with what it held, and with changes of the plan that would help.
 
 torch.OutOfMemoryError is raised by a model of the test, on CPU ranks: the path from the allocator's error to the advice
-is the same on a GPU. What the advice predicts is compared with trainings under the plans that it names.
+is the same on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +16,7 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.launch.out_of_memory import out_of_memory_text
-from mpkit.models import GPT
-from mpkit.strategies.models.gpt import next_token_loss
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory
-from mpkit.timeline.memory_savings import Situation, savings
 from mpkit.trace import CATEGORIES, Trace
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -72,19 +69,22 @@ def test_the_error_ends_with_the_picture_and_three_plans(clusters: Callable[[int
     tail = said[said.index("What rank 1 held then") :].splitlines()
     assert [line.split()[0] for line in tail[1 : 1 + len(CATEGORIES)]] == list(CATEGORIES)
     assert tail[6].split()[:2] == ["in", "all"]
-    assert "by the formulas)" in tail[7]  # Adam's two numbers per parameter are known by now
+    assert tail[7].startswith("Parameters, gradients and optimizer states take most of it.")
     assert [line.split(".")[0].strip() for line in tail[8:]] == ["1", "2", "3"]
-    assert "mk.Plan(pp=2, schedule='1f1b', microbatches=4)" in tail[8]  # a stage in place of a replica
+    assert "mk.Plan(dp=2, zero=1): optimizer states divided by 2 (costs as much traffic as DDP)" in tail[8]
+    assert "mk.Plan(pp=2, schedule='1f1b', microbatches=4)" in tail[9]  # a stage in place of a replica
     for line in tail[8:]:
         eval(line.split(". ", 1)[1].split(": ")[0], {"mk": mk})  # each plan can be pasted
     assert "Traceback" not in "".join(tail)
 
 
-def test_in_the_first_step_the_optimizer_is_assumed(clusters: Callable[[int], mk.Cluster]) -> None:
-    error = fails(clusters, mk.Plan.gpipe(2, 4), 3)
-    assert error.memory is not None and error.memory["optimizer"] == 0
-    assert "with an optimizer like Adam, which is assumed" in str(error)
-    assert "schedule='1f1b'" in str(error)
+def test_activations_come_first_where_they_take_most() -> None:
+    picture = {"held": {"params": 1000, "grads": 1000, "activations": 9000}}
+    meta = {"plan": mk.Plan.gpipe(2, 4).to_json(), "device": "cuda"}
+    head, *plans = out_of_memory_text(0, picture, Trace([], meta)).splitlines()[7:]
+    assert head.startswith("Activations take most of it.")
+    assert "schedule='1f1b'" in plans[0] and "costs nothing" in plans[0]
+    assert "microbatches=8" in plans[1] and "recompute='full'" in plans[2]
 
 
 def test_a_function_without_a_plan_ends_with_the_picture(cluster: mk.Cluster) -> None:
@@ -130,53 +130,3 @@ def test_which_errors_are_out_of_memory() -> None:
         assert is_out_of_memory(error)
     for other in (ValueError("memory"), RuntimeError("shapes"), KeyError("out of memory")):
         assert not is_out_of_memory(other)
-
-
-# ---------------------------------------------------------------- what is predicted, beside what is measured
-
-
-@pytest.fixture(scope="module")
-def measured(clusters: Callable[[int], mk.Cluster]) -> Iterator[Callable[[mk.Plan], tuple[Any, Any]]]:
-    """The peaks of a small GPT under a plan, and the meta of its trace."""
-    torch.manual_seed(0)
-    model = GPT(layers=4, width=64, heads=4, length=64)
-    x = torch.randint(0, 200, (16, 65))
-    known: dict[str, tuple[Any, Any]] = {}
-
-    def peaks(plan: mk.Plan) -> tuple[Any, Any]:
-        if repr(plan) not in known:
-            run = clusters(plan.ranks).train(
-                model, [(x[:, :-1], x[:, 1:])], plan,
-                loss=next_token_loss, optimizer=torch.optim.AdamW, steps=2, show=False,
-            )  # fmt: skip
-            known[repr(plan)] = run.wait().timeline().peak_memory, run.trace.meta
-        return known[repr(plan)]
-
-    yield peaks
-
-
-@pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan.ddp(2),
-        pytest.param(mk.Plan.gpipe(2, 8), marks=pytest.mark.soak),
-        pytest.param(mk.Plan.serial(), marks=pytest.mark.soak),
-        pytest.param(mk.Plan.zero(1, 2), marks=pytest.mark.soak),
-        pytest.param(mk.Plan(dp=2, pp=2, microbatches=4), marks=pytest.mark.soak),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_predicted_savings_are_those_that_trainings_have(plan: mk.Plan, measured: Any) -> None:
-    """Model states to the byte where replicas are even; all in all within a fifth."""
-    peaks, meta = measured(plan)
-    now = Situation.from_meta(meta, plan.ranks, 0, {category: peaks[0][category] for category in CATEGORIES})
-    assert now is not None and now.states == pytest.approx(2.0)
-    assert now.model_states(plan) == pytest.approx(
-        sum(peaks[0][each] for each in ("params", "grads", "optimizer"))
-    )
-    found = savings(now)[:3]
-    assert len(found) == 3
-    for saving in found:
-        after, _ = measured(saving.plan)
-        assert saving.nbytes == pytest.approx(peaks[0]["total"] - after[0]["total"], rel=0.2), saving
