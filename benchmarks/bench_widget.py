@@ -5,9 +5,6 @@ binary messages that `TimelineView` sends (the same packing, the same JSON heads
 by one whole frame of the picture, as fast as it takes them; the view follows the run and shows all spans so far.
 It starts with all spans but the last 20 batches of 1 % each. Messages cross neither a network nor a kernel.
 A run sends 10 per second, so a ratio above 1 leaves room to spare.
-
-And how many frames per second it draws of 1,024 ranks x 64 micro-batches with every lane unfolded, while the page is
-scrolled and while time is panned; 30 are wanted.
 """
 
 from __future__ import annotations
@@ -16,19 +13,15 @@ import os
 import shutil
 import statistics
 from base64 import b64encode
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import mpkit as mk
 from mpkit.views.browser import css, esm
-from mpkit.views.page.html import html
 from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.wire import SpanBatches, look
 
-LANES, MICROBATCHES, WANTED_HZ = 1024, 64, 30.0
 SIZES = (1_000, 100_000, 1_000_000)
 RANKS, UPDATES, SENT_HZ = 8, 20, 10.0
 
@@ -62,22 +55,6 @@ window.update = () => {
   chart.canvas.getContext('2d').getImageData(0, 0, 1, 1);  // until it is really drawn
   return performance.now() - start;
 };
-"""
-
-FRAMES = """
-(what) => {
-  const { chart } = document.querySelector('.mpkit-timeline').panel;
-  const { begin, end } = chart.store;
-  if (what === 'panned') chart.seen.show(begin, begin + (end - begin) / 3);
-  return Array.from({ length: 40 }, (_, i) => {
-    if (what === 'panned') chart.seen.pan(0.03);
-    else window.scrollTo(0, 100 * i);
-    const start = performance.now();
-    chart.draw();
-    chart.canvas.getContext('2d').getImageData(0, 0, 1, 1);  // until it is really drawn
-    return performance.now() - start;
-  });
-}
 """
 
 
@@ -125,32 +102,6 @@ def _milliseconds(page: Any, count: int) -> float:
     return statistics.median(times)
 
 
-def _lanes(browser: Any) -> list[dict[str, Any]]:
-    """Measure the frames per second of many lanes, all unfolded."""
-    page = browser.new_page(viewport={"width": 1280, "height": 800})
-    page.set_default_timeout(120_000)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "page.html"
-        path.write_text(html(mk.simulate(mk.Plan.pipeline("1f1b", LANES, MICROBATCHES))), encoding="utf-8")
-        page.goto(path.as_uri())
-        page.wait_for_selector("html[data-drawn=true]")
-    page.get_by_role("button", name="Fold").click()
-    page.wait_for_function("document.querySelector('.mpkit-timeline').panel.chart.asked === 0")
-    rows = []
-    for what in ("scrolled", "panned"):
-        rate = 1000 / statistics.median(page.evaluate(FRAMES, what))
-        rows.append(
-            {
-                "name": f"{LANES:,} lanes x {MICROBATCHES} micro-batches, {what}: frames a second",
-                "value": rate,
-                "unit": "1/s",
-                "ratio": rate / WANTED_HZ,
-                "against": "30 a second wanted; all lanes unfolded, headless Chromium",
-            }
-        )
-    return rows
-
-
 def measure() -> list[dict[str, Any]]:
     """Measure the updates per second at each size, beside the ten per second that a run sends."""
     from playwright.sync_api import sync_playwright
@@ -176,7 +127,6 @@ def measure() -> list[dict[str, Any]]:
                     "against": "10 a second sent; batches of 1 %, headless Chromium",
                 }
             )
-        rows += _lanes(browser)
         browser.close()
     return rows
 

@@ -1,1 +1,1 @@
-"""Benchmarks that need GPUs, run by hand, and what they measured: `h200.json`."""
+"""Benchmarks that need a GPU, run by hand, and what they measured: `h200.json`."""

@@ -4,14 +4,10 @@
     python -m benchmarks.gpu.one_gpu predict measured.json        anywhere: the table of predictions beside it
 
 strategies  up to four ranks share the GPU (gloo carries their messages); every step is proved equal to plain PyTorch
-kinds       the same for models whose kernels round or draw in their own way: convolutions in TF32, LSTM, dropout
 steps       a plain PyTorch loop of several sizes, and mpkit's serial training of the same: time and memory
-samples     NVML's answers, raw, and what a run of some seconds drew of them
 watch       the same loop watched and unwatched, in turn: the ratio
 proof       fifty steps with the default proof and without, in turn: the ratio, and what the proof says
 experts     the plans that divide experts, proved; a step of a GPT with eight experts per layer, and their load
-traces      torch.profiler's traces of two trainings, and the diagnosis of them
-doctor      what `mpkit doctor` says of the machine
 
 A part that fails says so, and the next one is measured all the same: time on a GPU is short.
 """
@@ -29,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
@@ -134,16 +128,16 @@ def trained(
 # ---- parts
 
 
-def strategies(folder: Path) -> dict[str, str]:
-    """Train with each plan; the proof compares every step."""
+def proved(plans: dict[str, mk.Plan], **sizes: int) -> dict[str, str]:
+    """Train a small GPT with each plan; the proof compares every step. A plan that fails says so."""
     data, found = [tokens(16, SMALL["length"], 256)], {}
-    for name, plan in PLANS.items():
+    for name, plan in plans.items():
         torch.manual_seed(0)
         try:
             with mk.Cluster(plan.ranks, device=DEVICE) as cluster:
                 run = cluster.train(
-                    GPT(**SMALL), data, plan, loss=next_token_loss, optimizer=adamw, steps=3, verify="all", show=False,
-                    timeout=60,
+                    GPT(**SMALL, **sizes), data, plan, loss=next_token_loss, optimizer=adamw, steps=3, verify="all",
+                    show=False, timeout=60,
                 ).wait()  # fmt: skip
                 found[name] = str(run.proof)
         except Exception as error:  # printed and kept; the next plan is tried all the same
@@ -152,95 +146,12 @@ def strategies(folder: Path) -> dict[str, str]:
     return found
 
 
-class Attending(nn.Module):
-    """Attention of 4 heads with dropout in it."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.given, self.made = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(2, (4, -1)).transpose(1, 2) for t in self.given(x).chunk(3, 2))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
-        return self.made(y.transpose(1, 2).flatten(2))
+def strategies() -> dict[str, str]:
+    """Train with each plan."""
+    return proved(PLANS)
 
 
-class Unfused(Attending):
-    """The same without a fused kernel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return super().forward(x)
-
-
-class Recurrent(nn.Module):
-    """Two layers of LSTM."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.lstm, self.made = nn.LSTM(64, 64, 2, batch_first=True, dropout=dropout), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.made(self.lstm(x)[0])
-        return made
-
-
-def convolutions() -> nn.Module:
-    """Return a network of convolutions, which cuDNN computes in TF32."""
-
-    def block(of: int, to: int) -> list[nn.Module]:
-        return [nn.Conv2d(of, to, 3, padding=1), nn.GroupNorm(8, to), nn.ReLU(), nn.MaxPool2d(2)]
-
-    return nn.Sequential(
-        *block(3, 64),
-        *block(64, 128),
-        *block(128, 256),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-        nn.Linear(256 * 16, 10),
-    )
-
-
-def kinds(folder: Path) -> dict[str, str]:
-    """Train models whose kernels round or draw in their own way; the proof compares every step."""
-    torch.manual_seed(0)
-    images = [(torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))) for _ in range(2)]
-    rows = [(torch.randn(16, 32, 64), torch.randn(16, 32, 64)) for _ in range(2)]
-    every = {
-        "convolutions in TF32": (convolutions(), images, nn.CrossEntropyLoss(label_smoothing=0.1)),
-        "LSTM": (Recurrent(0.0), rows, nn.MSELoss()),
-        "LSTM, dropout in cuDNN": (Recurrent(0.1), rows, nn.MSELoss()),
-        "dropout in a fused attention": (nn.Sequential(Attending(), Attending()), rows, nn.MSELoss()),
-        "dropout in plain attention": (nn.Sequential(Unfused(), nn.Dropout(), Unfused()), rows, nn.MSELoss()),
-    }
-    found = {}
-    with mk.Cluster(2, device=DEVICE) as cluster:
-        for what, (model, data, loss) in every.items():
-            for plan in (
-                mk.Plan.ddp(2, microbatches=2),
-                mk.Plan.ddp(2, precision="bf16"),
-                mk.Plan.zero(3, 2),
-            ):
-                try:
-                    run = cluster.train(
-                        model,
-                        data,
-                        plan,
-                        loss=loss,
-                        optimizer=adamw,
-                        steps=3,
-                        verify="all",
-                        show=False,
-                        timeout=60,
-                    ).wait()
-                    found[f"{what}: {plan}"] = str(run.proof)
-                except Exception as error:  # printed and kept
-                    found[f"{what}: {plan}"] = f"FAILED {type(error).__name__}: {error}"
-                print(f"  {what}: {plan}: {found[f'{what}: {plan}']}", flush=True)
-    return found
-
-
-def steps(folder: Path) -> list[dict[str, Any]]:
+def steps() -> list[dict[str, Any]]:
     """Measure serial training of each size."""
     rows = []
     for size, batch, precision in STEPS:
@@ -271,33 +182,9 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def samples(folder: Path) -> list[list[float]]:
-    """Sample a training of some seconds."""
-    torch.manual_seed(0)
-    with mk.Cluster(1, device=DEVICE) as cluster:
-        run = cluster.train(
-            gpt("350M"), [tokens(8)], mk.Plan.serial(precision="bf16"), loss=next_token_loss, optimizer=adamw,
-            steps=30, verify=False, show=False,
-        ).wait()  # fmt: skip
-    print(run.timeline(clock="measured"))
-    return [[float(value) for value in sample] for sample in run.timeline().device_samples.tolist()]
-
-
-def experts(folder: Path) -> dict[str, Any]:
+def experts() -> dict[str, Any]:
     """Train a GPT with experts by each plan that divides them; then measure one of 124M parameters with eight each."""
-    data, found = [tokens(16, SMALL["length"], 256)], dict[str, Any]()
-    for name, plan in EXPERT_PLANS.items():
-        torch.manual_seed(0)
-        try:
-            with mk.Cluster(plan.ranks, device=DEVICE) as cluster:
-                run = cluster.train(
-                    GPT(**SMALL, experts=4, top_k=2), data, plan, loss=next_token_loss, optimizer=adamw, steps=3,
-                    verify="all", show=False, timeout=60,
-                ).wait()  # fmt: skip
-                found[name] = str(run.proof)
-        except Exception as error:  # printed and kept; the next plan is tried all the same
-            found[name] = f"FAILED {type(error).__name__}: {error}"
-        print(f"  {name:30} {found[name]}", flush=True)
+    found: dict[str, Any] = dict(proved(EXPERT_PLANS, experts=4, top_k=2))
     layers, width, heads = GPTS["124M"]
     with torch.device(DEVICE):
         model = GPT(layers=layers, width=width, heads=heads, length=SEQUENCE, vocab=VOCAB, experts=8, top_k=2)
@@ -311,7 +198,7 @@ def _loop(ctx: Any, model: GPT, batch: int) -> float:
     return statistics.median(trained(model, batch, "bf16", 25))
 
 
-def watch(folder: Path) -> dict[str, Any]:
+def watch() -> dict[str, Any]:
     """Compare a watched loop with the same unwatched: the medians of three pairs' ratios, and of the plain step."""
     found = {}
     for what, model, batch in (("124M", gpt("124M"), 8), ("small", GPT(**SMALL), 8)):
@@ -324,7 +211,7 @@ def watch(folder: Path) -> dict[str, Any]:
     return found
 
 
-def proof(folder: Path) -> dict[str, Any]:
+def proof() -> dict[str, Any]:
     """Compare trainings that prove their first steps with the same unproved: the medians of the pairs' ratios."""
     found: dict[str, Any] = {}
     for size, batch, precision, rounds in (
@@ -351,35 +238,11 @@ def proof(folder: Path) -> dict[str, Any]:
     return found
 
 
-def traces(folder: Path) -> None:
-    """Profile two trainings, keep their traces, and print what mpkit reads in them."""
-    from torch.profiler import profile, schedule
-
-    for size in ("124M", "350M"):
-        path = folder / f"gpt-{size}-{gpu().replace(' ', '-')}.json.gz"
-        asked = {"profile_memory": True, "record_shapes": True}
-        with profile(schedule=schedule(wait=1, warmup=2, active=3), **asked) as profiler:  # type: ignore[arg-type]
-
-            def after(profiler: Any = profiler) -> None:
-                wait()
-                profiler.step()
-
-            trained(gpt(size), 8, "bf16", 6, after)
-        profiler.export_chrome_trace(str(path))
-        print(mk.open(path).timeline().diagnose())
-
-
-def doctor(folder: Path) -> None:
-    """Examine the machine."""
-    print(mk.doctor())
-
-
 def measure(folder: Path, names: list[str]) -> None:
     """Measure the parts that are asked for."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, Callable[[Path], Any]] = {
-        part.__name__: part
-        for part in (strategies, kinds, steps, samples, watch, proof, experts, traces, doctor)
+    parts: dict[str, Callable[[], Any]] = {
+        part.__name__: part for part in (strategies, steps, watch, proof, experts)
     }
     FOUND.update(gpu=gpu(), torch=torch.__version__)
     print(f"{gpu()}, torch {torch.__version__}")
@@ -387,7 +250,7 @@ def measure(folder: Path, names: list[str]) -> None:
         begun = time.perf_counter()
         print(name, flush=True)
         try:
-            FOUND[name] = parts[name](folder)
+            FOUND[name] = parts[name]()
         except Exception:
             traceback.print_exc()
         print(f"  ({time.perf_counter() - begun:.0f} s)", flush=True)
