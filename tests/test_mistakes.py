@@ -216,7 +216,7 @@ def test_all_frames_on_request() -> None:
     try:
         with pytest.raises(ValueError) as caught:
             mk.Plan(pp=0)
-        assert "checked_degree" in places(caught.value)
+        assert "check_plan" in places(caught.value)
     finally:
         show_internals(False)
     with pytest.raises(ValueError) as caught:
@@ -230,7 +230,7 @@ def test_a_mistake_of_mpkit_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPa
         raise AttributeError("a bug")
 
     monkeypatch.setitem(broken.__globals__, "__name__", "mpkit.broken")
-    monkeypatch.setattr("mpkit.plan.plan.checked_recompute", broken)
+    monkeypatch.setattr("mpkit.plan.plan.check_plan", broken)
     with pytest.raises(AttributeError) as caught:
         mk.Plan()
     assert "__post_init__" in places(caught.value)

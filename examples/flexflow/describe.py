@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.flexflow.layer import Layer
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import whole
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.gpt import GPT, Block, Embedding, Head
 from mpkit.trace.record.flops import count

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from mpkit.plan.checks import real, whole
+from mpkit.plan.kinds import real, whole
 
 __all__ = ["CHANNELS", "Layer", "Split", "TensorLayout", "splits_of"]
 

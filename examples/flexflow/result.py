@@ -26,7 +26,7 @@ from mpkit.common.units import bytes_text
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster
-from mpkit.plan.checks import real, whole
+from mpkit.plan.kinds import real, whole
 
 if TYPE_CHECKING:
     import pandas as pd

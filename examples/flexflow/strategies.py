@@ -22,7 +22,7 @@ from examples.flexflow.result import LayerStrategies, search_chain
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import whole
 
 __all__ = ["layer_strategies"]
 

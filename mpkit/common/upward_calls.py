@@ -14,6 +14,8 @@ __all__ = ["METHODS", "provide_method"]
 
 METHODS = {
     "ExpertLoad.balance": "mpkit.prediction.experts.expert_balance:balance_load",
+    "Plan.read": "mpkit.plan.formats.read:read",
+    "Plan.to": "mpkit.plan.formats.write:write",
     "Plan.placement": "mpkit.strategies.placement.placement:placement",
     "Run.what_if": "mpkit.prediction.what_if:what_if",
     "Timeline.diagnose": "mpkit.timeline.diagnosis.rules:diagnose",

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from mpkit.common.units import memory_text
-from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import GPIPE, ONE_F_ONE_B, SCHEDULES
 from mpkit.trace import CATEGORIES, Trace
 

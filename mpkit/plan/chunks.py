@@ -19,7 +19,7 @@ from numbers import Integral
 from typing import Any
 
 from mpkit.common.tracebacks import public
-from mpkit.plan.tensor_checks import CONTIGUOUS, ORDERS
+from mpkit.plan.kinds import CONTIGUOUS, ORDERS
 
 __all__ = ["Chunk", "attention_work", "chunk_work", "deal_chunks", "split_by_document"]
 

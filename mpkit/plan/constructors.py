@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 from mpkit.common.calls import answers
-from mpkit.errors import UnknownName
-from mpkit.plan.checks import whole
-from mpkit.plan.data_checks import with_options
-from mpkit.plan.synonyms import MEANT, check_synonyms
+from mpkit.errors import ArgumentError, UnknownName
+from mpkit.plan.kinds import whole
+from mpkit.plan.synonyms import MEANT
 
-if TYPE_CHECKING:
-    from mpkit.plan.plan import Plan
+__all__ = ["ELSEWHERE", "NAMED_AS_FIELDS", "NamedConstructors", "check_degrees", "with_options"]
 
-__all__ = ["ELSEWHERE", "NAMED_AS_FIELDS", "NamedConstructors"]
+P = TypeVar("P")
+
+
+def with_options(make: type[P], options: dict[str, Any], **given: Any) -> P:
+    """Make the plan with the fields that a constructor sets, and with options.
+
+    Raises:
+        ValueError: an option does not exist, or the constructor sets it already.
+    """
+    names = [field.name for field in fields(cast(Any, make)) if field.name not in given]
+    for name in options:
+        if name in MEANT:
+            raise ArgumentError(f"{name}={options[name]!r}: there is no such option here. {MEANT[name]}")
+        if name not in names:
+            near = get_close_matches(name, names, 1, 0.5)
+            meant = f"Did you mean {near[0]}={options[name]!r}?" if near else ""
+            raise ArgumentError(
+                f"{name}={options[name]!r}: there is no such option here. {meant} There are {', '.join(names)}."
+            )
+    return make(**given, **options)
+
+
+def check_degrees(example: str, **degrees: Any) -> None:
+    """Check the degrees of a constructor under the names that they have there.
+
+    Raises:
+        ValueError: one is not a whole number, or is less than 1.
+
+    >>> check_degrees("Plan.ddp(replicas=4)", replicas=0)
+    Traceback (most recent call last):
+    ValueError: Plan.ddp(replicas=0): replicas is a whole number, 1 or more, such as in Plan.ddp(replicas=4)
+    """
+    for name, value in degrees.items():
+        number = whole(value)
+        if number is None or number < 1:
+            raise ValueError(
+                f"{example.partition('(')[0]}({name}={value!r}): {name} is a whole number, 1 or more, such as in "
+                f"{example}"
+            )
 
 
 @answers("Plan.dp(replicas=4)", MEANT)
-def dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
+def dp(cls: type[Any], replicas: int, **options: Any) -> Any:
     """Plan data parallelism as torch.nn.DataParallel does it: rank 0 owns the model, replicates it and steps.
 
     Args:
@@ -30,12 +67,12 @@ def dp(cls: type[Plan], replicas: int, **options: Any) -> Plan:
     >>> Plan.dp(2)
     Plan(dp=2, data_parallel='dp')
     """
-    check_synonyms("Plan.dp(replicas=4)", replicas=replicas)
-    return with_options(cls, {"dp": replicas, "data_parallel": "dp"}, options)
+    check_degrees("Plan.dp(replicas=4)", replicas=replicas)
+    return with_options(cls, options, dp=replicas, data_parallel="dp")
 
 
 @answers("Plan.zero(stage=3, replicas=4)", MEANT)
-def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: Any) -> Plan:
+def zero(cls: type[Any], stage: int, replicas: int | None = None, **options: Any) -> Any:
     """Plan ZeRO (Rajbhandari et al. 2020): states that all replicas would hold are sharded among them.
 
     Args:
@@ -52,18 +89,18 @@ def zero(cls: type[Plan], stage: int, replicas: int | None = None, **options: An
             f"Plan.zero({stage}): among how many ranks? The stage comes first, then the number of replicas: "
             f"Plan.zero({whole(stage) if whole(stage) in (1, 2, 3) else 3}, 4)"
         )
-    check_synonyms("Plan.zero(stage=3, replicas=4)", replicas=replicas)
+    check_degrees("Plan.zero(stage=3, replicas=4)", replicas=replicas)
     if whole(stage) not in (1, 2, 3):
         raise ValueError(
             f"Plan.zero(stage={stage!r}, replicas={replicas}): the stages of ZeRO are 1 (optimizer states sharded), 2 "
             f"(and gradients) and 3 (and parameters); without sharding it is Plan.ddp({replicas}). Such as "
             f"Plan.zero(stage=1, replicas={replicas})"
         )
-    return with_options(cls, {"dp": replicas, "zero": stage}, options)
+    return with_options(cls, options, dp=replicas, zero=stage)
 
 
 @answers("Plan.pp(stages=4, microbatches=8)", MEANT)
-def pp(cls: type[Plan], stages: int, **options: Any) -> Plan:
+def pp(cls: type[Any], stages: int, **options: Any) -> Any:
     """Plan a pipeline: every rank holds a stage of the model.
 
     Args:
@@ -74,12 +111,12 @@ def pp(cls: type[Plan], stages: int, **options: Any) -> Plan:
     >>> Plan.pp(4, microbatches=8)
     Plan(pp=4, schedule='gpipe', microbatches=8)
     """
-    check_synonyms("Plan.pp(stages=4)", stages=stages)
-    return with_options(cls, {"pp": stages}, options)
+    check_degrees("Plan.pp(stages=4)", stages=stages)
+    return with_options(cls, options, pp=stages)
 
 
 @answers("Plan.tp(ranks=2)", MEANT)
-def tp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
+def tp(cls: type[Any], ranks: int, **options: Any) -> Any:
     """Plan tensor parallelism (Shoeybi et al., "Megatron-LM", 2019): every layer is divided among the ranks.
 
     Args:
@@ -90,12 +127,12 @@ def tp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.tp(2, sequence_parallel=True)
     Plan(tp=2, sequence_parallel=True)
     """
-    check_synonyms("Plan.tp(ranks=2)", ranks=ranks)
-    return with_options(cls, {"tp": ranks}, options)
+    check_degrees("Plan.tp(ranks=2)", ranks=ranks)
+    return with_options(cls, options, tp=ranks)
 
 
 @answers("Plan.cp(ranks=2)", MEANT)
-def cp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
+def cp(cls: type[Any], ranks: int, **options: Any) -> Any:
     """Plan context parallelism (Liu et al., "Ring Attention", 2023): every sequence is divided among the ranks.
 
     Args:
@@ -106,12 +143,12 @@ def cp(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.cp(2, cp_order="zigzag")
     Plan(cp=2, cp_order='zigzag')
     """
-    check_synonyms("Plan.cp(ranks=2)", ranks=ranks)
-    return with_options(cls, {"cp": ranks}, options)
+    check_degrees("Plan.cp(ranks=2)", ranks=ranks)
+    return with_options(cls, options, cp=ranks)
 
 
 @answers("Plan.ep(ranks=4)", MEANT)
-def ep(cls: type[Plan], ranks: int, **options: Any) -> Plan:
+def ep(cls: type[Any], ranks: int, **options: Any) -> Any:
     """Plan expert parallelism (Lepikhin et al., "GShard", 2020): the experts of each layer are divided among the ranks.
 
     Args:
@@ -122,11 +159,11 @@ def ep(cls: type[Plan], ranks: int, **options: Any) -> Plan:
     >>> Plan.ep(4)
     Plan(dp=4, ep=4)
     """
-    check_synonyms("Plan.ep(ranks=4)", ranks=ranks)
-    return with_options(cls, {"dp": ranks, "ep": ranks}, options)
+    check_degrees("Plan.ep(ranks=4)", ranks=ranks)
+    return with_options(cls, options, dp=ranks, ep=ranks)
 
 
-NAMED_AS_FIELDS: dict[str, Callable[..., Plan]] = {
+NAMED_AS_FIELDS: dict[str, Callable[..., Any]] = {
     "cp": cp,
     "dp": dp,
     "ep": ep,

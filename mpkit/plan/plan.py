@@ -8,25 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fractions import Fraction
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.calls import answers
 from mpkit.common.tracebacks import public
 from mpkit.common.upward_calls import provide_method
-from mpkit.plan.checks import call_of, check_ranks, checked_cut, checked_degree, checked_recompute
-from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors
-from mpkit.plan.data_checks import check_data_parallel, with_options
-from mpkit.plan.expert_checks import check_experts
-from mpkit.plan.hybrid import check_hybrid, take_hybrid_degrees
+from mpkit.plan.constructors import NAMED_AS_FIELDS, NamedConstructors, check_degrees, with_options
 from mpkit.plan.mesh import Mesh
+from mpkit.plan.rules import call_of, check_plan, own_schedule
 from mpkit.plan.schedule import Schedule, build_schedule, naive
 from mpkit.plan.schedule.catalogue import GPIPE, NAIVE, has_pairs
 from mpkit.plan.schedule.summary import bubble_in_theory
-from mpkit.plan.schedule_checks import checked_schedule, checked_virtual_stages, own_schedule
-from mpkit.plan.suggestions import with_working_plans
-from mpkit.plan.synonyms import MEANT, check_synonyms
-from mpkit.plan.tensor_checks import check_shared_layers, checked_cp_method
+from mpkit.plan.synonyms import MEANT
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.plan.words import describe
 
@@ -116,36 +109,7 @@ class Plan(metaclass=NamedConstructors):
     etp: int | None = None
 
     def __post_init__(self) -> None:
-        try:
-            self._check_fields()
-        except ValueError as error:
-            message = with_working_plans(str(error), self._make_unrepaired)
-            if message == str(error):
-                raise
-            raise ValueError(message) from None
-
-    @classmethod
-    def _make_unrepaired(cls, **values: Any) -> None:
-        """Raise what rejects a plan of these fields, as the check that finds it says it."""
-        plan = object.__new__(cls)
-        plan.__dict__.update({field.name: field.default for field in fields(cls)} | values)
-        plan._check_fields()
-
-    def _check_fields(self) -> None:
-        # Each check relies on those before it.
-        take_hybrid_degrees(self)
-        for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "virtual_stages"):
-            object.__setattr__(self, name, checked_degree(self, name))
-        check_ranks(self)
-        object.__setattr__(self, "schedule", checked_schedule(self))
-        object.__setattr__(self, "virtual_stages", checked_virtual_stages(self))
-        object.__setattr__(self, "recompute", checked_recompute(self))
-        object.__setattr__(self, "cut", checked_cut(self))
-        check_data_parallel(self)
-        check_hybrid(self)
-        check_experts(self)
-        object.__setattr__(self, "cp_method", checked_cp_method(self))
-        check_shared_layers(self)
+        check_plan(self)
 
     # ------------------------------------------------------------ the classics by name
 
@@ -161,8 +125,8 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.serial().ranks
         1
         """
-        check_synonyms("Plan.serial(microbatches=4)", microbatches=microbatches)
-        return with_options(cls, {"schedule": NAIVE, "microbatches": microbatches}, options)
+        check_degrees("Plan.serial(microbatches=4)", microbatches=microbatches)
+        return with_options(cls, options, schedule=NAIVE, microbatches=microbatches)
 
     @classmethod
     @answers("Plan.naive_mp(stages=4)", MEANT)
@@ -176,17 +140,12 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.naive_mp(4).bubble_in_theory
         Fraction(3, 4)
         """
-        check_synonyms("Plan.naive_mp(stages=4)", stages=stages)
-        return with_options(cls, {"pp": stages, "schedule": NAIVE}, options)
+        check_degrees("Plan.naive_mp(stages=4)", stages=stages)
+        return with_options(cls, options, pp=stages, schedule=NAIVE)
 
     @classmethod
     @answers("Plan.gpipe(stages=4, microbatches=8)", MEANT)
-    def gpipe(
-        cls,
-        stages: int,
-        microbatches: int,
-        **options: Any,
-    ) -> Plan:
+    def gpipe(cls, stages: int, microbatches: int, **options: Any) -> Plan:
         """Plan GPipe (Huang et al. 2019): a pipeline over micro-batches.
 
         Args:
@@ -196,8 +155,8 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.gpipe(4, 8, recompute="full")
         Plan(pp=4, schedule='gpipe', microbatches=8, recompute='full')
         """
-        check_synonyms("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
-        return with_options(cls, {"pp": stages, "schedule": GPIPE, "microbatches": microbatches}, options)
+        check_degrees("Plan.gpipe(stages=4, microbatches=8)", stages=stages, microbatches=microbatches)
+        return with_options(cls, options, pp=stages, schedule=GPIPE, microbatches=microbatches)
 
     @classmethod
     @answers('Plan.pipeline("1f1b", ranks=4, microbatches=8)', MEANT)
@@ -211,10 +170,10 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.pipeline("interleaved_1f1b", 4, 8, virtual_stages=2).bubble_in_theory
         Fraction(3, 19)
         """
-        check_synonyms(
+        check_degrees(
             'Plan.pipeline("1f1b", ranks=4, microbatches=8)', ranks=ranks, microbatches=microbatches
         )
-        return with_options(cls, {"schedule": schedule, "pp": ranks, "microbatches": microbatches}, options)
+        return with_options(cls, options, schedule=schedule, pp=ranks, microbatches=microbatches)
 
     @classmethod
     @answers("Plan.ddp(replicas=4)", MEANT)
@@ -231,8 +190,8 @@ class Plan(metaclass=NamedConstructors):
         >>> Plan.ddp(4, bucket_mb=1)
         Plan(dp=4, bucket_mb=1)
         """
-        check_synonyms("Plan.ddp(replicas=4)", replicas=replicas)
-        return with_options(cls, {"dp": replicas}, options)
+        check_degrees("Plan.ddp(replicas=4)", replicas=replicas)
+        return with_options(cls, options, dp=replicas)
 
     @classmethod
     @answers('Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"])', MEANT)
@@ -250,8 +209,7 @@ class Plan(metaclass=NamedConstructors):
         2
         """
         own = own_schedule(schedule, pp, microbatches)
-        given = {"schedule": own, "pp": own.ranks, "microbatches": own.microbatches}
-        return with_options(cls, given, options)
+        return with_options(cls, options, schedule=own, pp=own.ranks, microbatches=own.microbatches)
 
     # ------------------------------------------------------------ what follows from it
 
@@ -263,15 +221,8 @@ class Plan(metaclass=NamedConstructors):
     @property
     def mesh(self) -> Mesh:
         """The mesh, which gives each rank its place."""
-        return Mesh(
-            self.pp,
-            self.dp,
-            self.cp,
-            self.tp,
-            self.dp_replicate or 1,
-            self.ep,
-            etp=self.etp or 0,
-        )
+        groups = self.dp_replicate or 1
+        return Mesh(self.pp, self.dp, self.cp, self.tp, groups, self.ep, etp=self.etp or 0)
 
     @property
     def shards(self) -> int:
@@ -420,9 +371,8 @@ class Plan(metaclass=NamedConstructors):
             try:
                 values["tensor"] = TensorPlan.from_dict(values["tensor"])
             except (KeyError, TypeError) as error:
-                raise ValueError(
-                    f"a plan's tensor={values['tensor']!r:.80} is none that Plan.to_json wrote: {error}"
-                ) from None
+                said = f"a plan's tensor={values['tensor']!r:.80}"
+                raise ValueError(f"{said} is none that Plan.to_json wrote: {error}") from None
         return cls(**values)
 
     # ------------------------------------------------------------ other frameworks' files
@@ -456,8 +406,7 @@ class Plan(metaclass=NamedConstructors):
         What the format cannot say is in `.cannot_say` of the result, in the head of the file where there are comments,
         and in a warning.
         """
-        # By name, as results find their views: formats lie above plans.
-        text: Config = import_module("mpkit.plan.formats.write").write(self, format, **context)
+        text: Config = provide_method("Plan.to")(self, format, **context)
         return text
 
     @classmethod
@@ -486,7 +435,7 @@ class Plan(metaclass=NamedConstructors):
 
         Keys of which a Plan says nothing are listed in a warning.
         """
-        plan: Plan = import_module("mpkit.plan.formats.read").read(path, format, ranks, recipe)
+        plan: Plan = provide_method("Plan.read")(path, format, ranks, recipe)
         return plan
 
 

@@ -1,12 +1,10 @@
-"""What other libraries call the fields of a Plan, and their values; a check of degrees under the names typed."""
+"""What other libraries call the fields of a Plan, and their values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpkit.plan.checks import whole
-
-__all__ = ["MEANT", "VALUES", "check_synonyms"]
+__all__ = ["MEANT", "VALUES"]
 
 _PARTS = (
     "microbatches= is what GPipe, torchgpipe and FairScale call chunks, and DeepSpeed, Accelerate and Lightning the "
@@ -114,22 +112,3 @@ VALUES: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }  # fmt: skip
 """By field, for another library's value in lower case: the closest value of a Plan, and what to know of it."""
-
-
-def check_synonyms(example: str, **degrees: Any) -> None:
-    """Check the degrees of a constructor under the names that they have there.
-
-    Raises:
-        ValueError: one is not a whole number, or is less than 1.
-
-    >>> check_synonyms("Plan.ddp(replicas=4)", replicas=0)
-    Traceback (most recent call last):
-    ValueError: Plan.ddp(replicas=0): replicas is a whole number, 1 or more, such as in Plan.ddp(replicas=4)
-    """
-    call = example.partition("(")[0]
-    for name, value in degrees.items():
-        number = whole(value)
-        if number is None or number < 1:
-            raise ValueError(
-                f"{call}({name}={value!r}): {name} is a whole number, 1 or more, such as in {example}"
-            )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mpkit.plan.axes import AXES
-from mpkit.plan.checks import every
+from mpkit.plan.kinds import every
 from mpkit.plan.schedule import Schedule
-
-if TYPE_CHECKING:
-    from mpkit.plan.plan import Plan
 
 __all__ = ["describe"]
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Any) -> str:
     """Describe a plan in words, for `Plan.describe`.
 
     >>> from mpkit.plan.plan import Plan
@@ -62,7 +59,7 @@ def describe(plan: Plan) -> str:
     return " ".join(filter(None, [*parts, bits[plan.precision], host[plan.offload]]))
 
 
-def _sequences(plan: Plan) -> str:
+def _sequences(plan: Any) -> str:
     order = "" if plan.cp_order == "contiguous" else f", in {plan.cp_order} order"
     how = (
         "all-to-alls divide heads in place of tokens for attention"
@@ -72,7 +69,7 @@ def _sequences(plan: Plan) -> str:
     return f"Each sequence is shared by {plan.cp} ranks{order}; {how}."
 
 
-def _pipeline(plan: Plan) -> str:
+def _pipeline(plan: Any) -> str:
     name = plan.schedule.name if isinstance(plan.schedule, Schedule) else plan.schedule
     if plan.pp == 1:
         title, stages = "Serial on 1 rank", "the whole model"
@@ -102,7 +99,7 @@ def _nth(k: int) -> str:
     return f"{k}{end}"
 
 
-def _replicas(plan: Plan) -> str:
+def _replicas(plan: Any) -> str:
     name = "DP" if plan.data_parallel == "dp" else f"ZeRO-{plan.zero}" if plan.zero else "DDP"
     share = {1: "the whole", 2: "half", 3: "a third", 4: "a quarter"}.get(plan.dp, f"1/{plan.dp}")
     accumulates = plan.microbatches > 1 and plan.pp == 1

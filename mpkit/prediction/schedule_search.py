@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 from mpkit.common.tracebacks import public
-from mpkit.plan.checks import every
+from mpkit.plan.kinds import every
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule, naive
 from mpkit.plan.schedule.activations import live

@@ -44,8 +44,8 @@ import numpy.typing as npt
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.launch.session.what_if_result import PredictedStep, WhatIf
-from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 from mpkit.plan.synonyms import MEANT
 from mpkit.prediction.experiments.factors import Factors, last_step, with_starts

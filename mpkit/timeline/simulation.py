@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Device, Hardware, Link
-from mpkit.plan.checks import every, whole
+from mpkit.plan.kinds import every, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Action, Schedule, lower
 from mpkit.plan.schedule.action import COMPUTE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.devices.hardware import Hardware
-from mpkit.plan.checks import every as one_of
+from mpkit.plan.kinds import every as one_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES, has_pairs
 from mpkit.prediction.advice.advice import find_advice

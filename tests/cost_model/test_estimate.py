@@ -16,8 +16,8 @@ import mpkit as mk
 from mpkit.common.display import draw
 from mpkit.common.units import memory_share, memory_text
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.checks import call_of
 from mpkit.plan.model_states import formula
+from mpkit.plan.rules import call_of
 from mpkit.plan.schedule import NAMES, build_schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.plan.schedule.summary import peak_live

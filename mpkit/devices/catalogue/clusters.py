@@ -15,7 +15,7 @@ from mpkit.devices.catalogue import machines
 from mpkit.devices.catalogue.machines import GIGA, INFINIBAND, gpu
 from mpkit.devices.catalogue.tables import one
 from mpkit.devices.hardware import RAMP, Device, Hardware, Link
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import whole
 from mpkit.trace import Kind
 
 __all__ = ["DEVICES", "NICS", "build_machine", "by_name"]

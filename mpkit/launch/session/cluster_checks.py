@@ -10,7 +10,7 @@ from typing import Any
 from mpkit.devices.local.choose import ALSO, DeviceChoice, choose
 from mpkit.devices.local.inventory import KINDS
 from mpkit.errors import ArgumentError
-from mpkit.plan.checks import real, whole
+from mpkit.plan.kinds import real, whole
 
 __all__ = [
     "EXAMPLE",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpkit.plan.checks import call_of
 from mpkit.plan.formats.keys import (
     LARGEST,
     RANKS,
@@ -25,6 +24,7 @@ from mpkit.plan.formats.keys import (
 )
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import JSON
+from mpkit.plan.rules import call_of
 
 __all__ = ["BUCKET", "DEEPSPEED"]
 

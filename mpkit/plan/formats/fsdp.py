@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpkit.plan.checks import call_of
 from mpkit.plan.formats.keys import (
     Fields,
     Format,
@@ -22,6 +21,7 @@ from mpkit.plan.formats.keys import (
 from mpkit.plan.formats.python_code import assignments, python_code
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
+from mpkit.plan.rules import call_of
 
 __all__ = ["FSDP"]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpkit.plan.checks import whole
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Syntax
 from mpkit.plan.formats.word import Word, shorten
+from mpkit.plan.kinds import whole
 
 __all__ = [
     "LARGEST", "RANKS", "Format", "FormatKey", "bool_of", "choice", "context", "flag", "number", "number_of",

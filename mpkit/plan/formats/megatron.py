@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from mpkit.plan.checks import call_of
 from mpkit.plan.formats.command import command, options
 from mpkit.plan.formats.deepspeed import BUCKET as DEEPSPEED_BUCKET
 from mpkit.plan.formats.keys import (
@@ -36,6 +35,7 @@ from mpkit.plan.formats.torchrun import (
     slurm_ranks_of,
 )
 from mpkit.plan.formats.trainer import ZERO_STAGE
+from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
 __all__ = ["ALL_AT_ONCE", "MEGATRON"]

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.tracebacks import level_of_user
-from mpkit.plan.checks import whole
 from mpkit.plan.config import Config
 from mpkit.plan.formats.keys import Format
 from mpkit.plan.formats.python_code import keep_recipe
 from mpkit.plan.formats.syntax import JSON, YAML, Syntax, flat, is_json
 from mpkit.plan.formats.table import FORMATS
 from mpkit.plan.formats.write import format_of
+from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 
 __all__ = ["read"]

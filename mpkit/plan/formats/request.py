@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import ArgumentError
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import whole
 
 if TYPE_CHECKING:
     from mpkit.plan.plan import Plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from mpkit.plan.checks import call_of
 from mpkit.plan.formats.keys import (
     RANKS,
     Fields,
@@ -24,6 +23,7 @@ from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.word import Word, agree
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, has_pairs, names_in
 
 __all__ = ["TORCHTITAN"]

@@ -17,8 +17,8 @@ from mpkit.common.display import ChartedResult, data_frame, draw
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware
-from mpkit.plan.checks import whole
 from mpkit.plan.formats.write import unsaid
+from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.objective import TIME, Objective, objective_of
 from mpkit.prediction.advice.prices import LayoutPrices

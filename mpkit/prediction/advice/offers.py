@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mpkit.plan.kinds import CONTIGUOUS, METHODS, ORDERS, ZIGZAG
 from mpkit.plan.schedule.catalogue import (
     GPIPE,
     INTERLEAVED_1F1B,
@@ -17,7 +18,6 @@ from mpkit.plan.schedule.catalogue import (
     SCHEDULES,
     has_pairs,
 )
-from mpkit.plan.tensor_checks import CONTIGUOUS, METHODS, ORDERS, ZIGZAG
 from mpkit.prediction.cost_model.layout import Layout
 
 __all__ = ["EVERYTHING", "Offers", "missing_feature", "offers_of"]

@@ -21,7 +21,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from mpkit.plan.checks import every
+from mpkit.plan.kinds import every
 from mpkit.plan.schedule.catalogue import has_pairs
 from mpkit.prediction.advice.offers import Offers, offers_of
 from mpkit.prediction.advice.prices import Floats, Indices, LayoutColumns, LayoutPrices

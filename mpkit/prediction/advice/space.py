@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from mpkit.plan.kinds import METHODS
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES, has_pairs
-from mpkit.plan.tensor_checks import METHODS
 from mpkit.prediction.advice.offers import EVERYTHING, Offers
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.check import can_divide_experts, can_divide_heads

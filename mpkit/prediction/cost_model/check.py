@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from mpkit.devices.hardware import Device, Hardware
-from mpkit.plan.checks import call_of, every, real, whole
+from mpkit.plan.kinds import CONTIGUOUS, every, real, whole
 from mpkit.plan.plan import Plan
-from mpkit.plan.tensor_checks import CONTIGUOUS
+from mpkit.plan.rules import call_of
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.kernels import CONVERTED
 from mpkit.prediction.cost_model.layout import Layout, layout_of

@@ -23,8 +23,8 @@ from mpkit.common.tracebacks import public
 from mpkit.common.units import memory_share, memory_text, percent, seconds
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
-from mpkit.plan.hybrid import change_plan
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import change_plan
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
 from mpkit.prediction.cost_model.check import check_plan, check_products, checked_layout

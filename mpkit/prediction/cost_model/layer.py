@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpkit.plan.tensor_checks import CONTIGUOUS
+from mpkit.plan.kinds import CONTIGUOUS
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import KAPPA, Network
 from mpkit.prediction.cost_model.kernels import LAUNCH, Kernels

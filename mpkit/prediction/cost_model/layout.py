@@ -8,12 +8,11 @@ from functools import cache, cached_property
 from math import gcd
 from typing import Any
 
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import CONTIGUOUS, ZIGZAG, whole
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.plan.schedule.summary import stage_ranks
-from mpkit.plan.tensor_checks import CONTIGUOUS, ZIGZAG
 
 __all__ = ["Layout", "layout_of", "plan_of"]
 

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from functools import cache
 
 from mpkit.devices.hardware import Device
-from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import call_of
 
 __all__ = ["PRIOR", "STACKS", "Constants", "Stack", "stack_for", "stack_of", "workspaces"]
 

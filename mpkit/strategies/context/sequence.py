@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import FakeTensor
-from mpkit.plan.tensor_checks import ORDERS
+from mpkit.plan.kinds import ORDERS
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
 from mpkit.strategies.models.gpt import Embedding

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpkit.plan.checks import call_of
+from mpkit.plan.rules import call_of
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import GPIPE
 from mpkit.strategies.experts.known_experts import find_balanced

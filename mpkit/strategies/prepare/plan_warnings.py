@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpkit.common.exceptions import report
-from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import call_of
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Task
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpkit.common.exceptions import fakes_or_real
 from mpkit.common.torch_private import TorchDispatchMode
-from mpkit.plan.checks import call_of
+from mpkit.plan.rules import call_of
 from mpkit.strategies.data.microbatch import Value, map_tensors, part
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.models.blocks import repeated_blocks

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from mpkit.plan.checks import call_of
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.core import Schedule
 from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.context.divided_attention import ContextParallel

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.errors import MpkitError
-from mpkit.plan.checks import every
+from mpkit.plan.kinds import every
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.containers import Containers, bring_back
 from mpkit.strategies.models.nested_values import flatten, rebuild

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpkit.common.tracebacks import public
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.shared_memory import find_shared_memory

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.units import percent
-from mpkit.plan.hybrid import change_plan
+from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
 from mpkit.plan.schedule.summary import bubble_in_theory
 from mpkit.timeline.diagnosis.evidence import Evidence

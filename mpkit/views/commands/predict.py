@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.command_line import Commands, add_command
-from mpkit.plan.tensor_checks import ORDERS
+from mpkit.plan.kinds import ORDERS
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.architecture import Architecture

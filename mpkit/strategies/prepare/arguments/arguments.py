@@ -14,9 +14,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from mpkit.common.exceptions import one_line
 from mpkit.plan.axes import AXES
-from mpkit.plan.checks import real, whole
-from mpkit.plan.hybrid import change_plan
+from mpkit.plan.kinds import real, whole
 from mpkit.plan.plan import Plan
+from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule import Action, Schedule
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from mpkit.plan.checks import whole
+from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
 from mpkit.strategies.data.microbatch import Value, batch_size, part

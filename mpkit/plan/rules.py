@@ -1,0 +1,364 @@
+"""Which fields of a Plan do not go together, as data: RULES; `mpkit.plan.kinds` has what each takes by itself.
+
+A rejection is a sentence in parts: text, and changes of the plan as dicts. In place of each change the message shows
+the plan that it makes. If another rule rejects that plan too, its first change is made as well, and so on, so that each
+plan that a message shows works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+from mpkit.plan.kinds import CONTIGUOUS, KINDS, MOST, Change, Parts, whole
+from mpkit.plan.schedule import Schedule, validate
+from mpkit.plan.schedule.catalogue import ANY, GPIPE, INTERLEAVED_1F1B, OTHER_NAMES, SCHEDULES
+
+__all__ = ["call_of", "change_plan", "check_plan", "own_schedule"]
+
+P = TypeVar("P")
+
+CHAIN = 64
+"""How many changes after each other are tried until a plan works."""
+
+
+def check_plan(plan: Any) -> None:
+    """Check a Plan's fields; numbers of other types (numpy's, say) become Python's own, and what follows is filled in.
+
+    Raises:
+        ValueError: the plan cannot work; the message says why and shows plans that do.
+    """
+    found = _rejection(plan)
+    if found is not None:
+        shown = [part if isinstance(part, str) else _that_works(plan, part) for part in found]
+        raise ValueError("".join(shown))
+
+
+def _rejection(plan: Any) -> Parts | None:
+    """Return why a plan cannot be and what to change, by the first kind or rule that it breaks; None if it can."""
+    values = vars(plan)
+    for name, kind in KINDS.items():
+        read = kind.read(values[name])
+        if read is None and not (values[name] is None and kind.optional):
+            return (f"Plan({name}={values[name]!r}): ", *kind.says(name, values[name]))
+        values[name] = read
+    for complete in (_complete_groups, _complete_schedule, _complete_cut):
+        if found := complete(plan):
+            return found
+    if plan.ep == 1 or plan.tp == 1:  # nothing to fold, and tp divides what it knows
+        values["etp"] = None if whole(plan.etp) in (1, plan.tp) else plan.etp
+    return next((rule.says(plan) for rule in RULES if rule.wrong(plan)), None)
+
+
+def _that_works(plan: Any, change: Change) -> str:
+    """Return the call that makes a plan after a change, and after those that it makes necessary."""
+    values = vars(plan)
+    for _ in range(CHAIN):
+        tried = object.__new__(type(plan))
+        vars(tried).update(values | change)
+        values = vars(tried)
+        try:
+            found = _rejection(tried)
+        except ValueError:  # a schedule of one's own that cannot run
+            found = ()
+        if found is None:
+            return call_of(tried)
+        change = next((part for part in found if isinstance(part, dict)), {"schedule": GPIPE})
+    raise AssertionError(f"no rule's change leads from {plan} to a plan that works")
+
+
+# ------------------------------------------------------------ fields that follow from others
+
+
+def _complete_groups(plan: Any) -> Parts | None:
+    """Set dp, dp_shard and dp_replicate, of which any two determine the third; without hybrid sharding both are "
+    "None.
+    """
+    given = {name: getattr(plan, name) for name in ("dp", "dp_shard", "dp_replicate")}
+    dp, shard, replicate = given.values()
+    if shard is None and replicate is None:
+        return None
+    if dp == 1:
+        dp = (shard or 1) * (replicate or 1)
+    shard = shard or max(dp // (replicate or 1), 1)
+    replicate = replicate or max(dp // shard, 1)
+    if shard * replicate != dp:
+        said = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        return (
+            f"Plan({said}): dp replicas are dp_replicate groups of dp_shard, and dp is the product of the two, such "
+            "as ", {"dp": shard * replicate, "dp_shard": shard, "dp_replicate": replicate},
+        )  # fmt: skip
+    if shard * plan.cp == 1 and replicate > 1 and plan.zero:  # ranks along cp hold the same weights too
+        among_all = {"dp": replicate, "dp_shard": None, "dp_replicate": None}
+        return (
+            f"Plan(dp_shard=1, dp_replicate={replicate}, zero={plan.zero}): a group of one replica shards nothing. "
+            "Either shard among all replicas, ", among_all, ", or nothing: ", among_all | {"zero": 0},
+        )  # fmt: skip
+    hybrid = replicate > 1 and (shard > 1 or bool(plan.zero))
+    values = vars(plan)
+    values["dp"] = dp
+    values["dp_shard"], values["dp_replicate"] = (shard, replicate) if hybrid else (None, None)
+    return None
+
+
+def _complete_schedule(plan: Any) -> Parts | None:
+    """Make a Schedule of rows or a function, and set the stages per rank where a named one has but one choice."""
+    given: Any = plan.schedule
+    if isinstance(given, str) and given in SCHEDULES:
+        return _complete_stages(plan)
+    rows = len(given.split()) > 1 if isinstance(given, str) else _iterates(given)
+    if not (rows or callable(given) or isinstance(given, Schedule)):
+        return _no_such_schedule(plan)
+    own = own_schedule(given, plan.pp, plan.microbatches)
+    if (plan.pp, plan.microbatches) != (own.ranks, own.microbatches):
+        return (
+            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule={own.name!r}): the schedule has "
+            f"{own.ranks} rows and {own.microbatches} micro-batches. Write Plan.from_schedule(schedule), or "
+            f"Plan(pp={own.ranks}, microbatches={own.microbatches}, schedule=schedule)",
+        )  # fmt: skip
+    validate(own, own.stages, own.microbatches)
+    vars(plan)["schedule"] = own
+    v = plan.virtual_stages
+    if v > 1 and own.stages != plan.pp * v:
+        return (
+            f"Plan(pp={plan.pp}, virtual_stages={v}, schedule={own.name!r}): that would be {plan.pp * v} stages, and "
+            f"the schedule has {own.stages}, whose ranks it names itself. Write Plan.from_schedule(schedule), or "
+            f"Plan(pp={plan.pp}, microbatches={plan.microbatches}, schedule=schedule)",
+        )  # fmt: skip
+    return None
+
+
+def _no_such_schedule(plan: Any) -> Parts:
+    names = list(SCHEDULES)
+    word = str(plan.schedule).lower().replace("-", "_").replace(" ", "_")
+    near = OTHER_NAMES.get(word) or (get_close_matches(word, names, 1, 0.4) or [GPIPE])[0]
+    several = 1 if SCHEDULES[near].can_have(1) else max(plan.virtual_stages, 2)
+    return (
+        f"Plan(schedule={plan.schedule!r}): there is no such schedule. There are {', '.join(map(repr, names[:-1]))} "
+        f"and {names[-1]!r}, and one of your own works too: its rows, or a function of (p, m). The nearest is ",
+        {"schedule": near, "virtual_stages": several},
+    )  # fmt: skip
+
+
+def _iterates(given: Any) -> bool:
+    """Return whether it can really be iterated over: a tensor without dimensions has `__iter__` too."""
+    try:
+        iter(given)
+    except TypeError:
+        return False
+    return True
+
+
+def own_schedule(given: Any, p: int | None, m: int | None) -> Schedule:
+    """Make a Schedule from a learner's own, in whatever form it is given.
+
+    Raises:
+        ValueError: it is not a schedule, or has no actions.
+    """
+    own = given if isinstance(given, Schedule) else Schedule(given, p=p, m=m)
+    if not any(own.rows):
+        raise ValueError(
+            "Plan(schedule=[]): the schedule is empty. It has a row for each rank, such as "
+            "Plan(pp=2, schedule=['0F0 0B0', '1F0 1B0'])"
+        )
+    return own
+
+
+def _complete_stages(plan: Any) -> Parts | None:
+    name, v = plan.schedule, plan.virtual_stages
+    per_rank = SCHEDULES[name].per_rank
+    if per_rank == 2:
+        if v > 2:  # 1 is the field's default
+            return (
+                f"Plan(schedule={name!r}, virtual_stages={v}): {name} has 2 stages per rank, one on the way down and "
+                "one on the way up: ", {"virtual_stages": 2},
+            )  # fmt: skip
+        vars(plan)["virtual_stages"] = 2
+    elif v > 1 and per_rank != ANY:
+        several, two = (
+            ", ".join(repr(each) for each, entry in SCHEDULES.items() if entry.per_rank == n)
+            for n in (ANY, 2)
+        )
+        return (
+            f"Plan(schedule={name!r}, virtual_stages={v}): {name} has one stage per rank. Those with several are "
+            f"{several} (any number) and {two} (2). Either ", {"virtual_stages": 1}, " or ",
+            {"schedule": INTERLEAVED_1F1B},
+        )  # fmt: skip
+    return None
+
+
+def _complete_cut(plan: Any) -> Parts | None:
+    """Make a tuple of the first layer of each stage but stage 0; those given by number must increase."""
+    cut: Any = plan.cut
+    if cut is None:
+        return None
+    balanced = ("left out, the stages are balanced by FLOPs: ", {"cut": None})
+    if isinstance(cut, str | int):
+        cut = (cut,)
+    if not isinstance(cut, Sequence):
+        return (
+            f"Plan(cut={cut!r}): cut is a list of the layers, by number or name, with which the stages after stage 0 "
+            "begin; ", *balanced,
+        )  # fmt: skip
+    if len(cut) != plan.stages - 1:
+        several = f", virtual_stages={plan.virtual_stages}" if plan.virtual_stages > 1 else ""
+        return (
+            f"Plan(cut={list(cut)}) cuts the model into {len(cut) + 1} stages, but pp={plan.pp}{several} asks for "
+            f"{plan.stages}. Give the first layer of each stage but stage 0, {plan.stages - 1} in all; ", *balanced,
+        )  # fmt: skip
+    points = [point if isinstance(point, str) else whole(point) for point in cut]
+    numbers = [point for point in points if isinstance(point, int)]
+    if None in points or any(a >= b for a, b in pairwise([0, *numbers])):
+        return (
+            f"Plan(cut={list(cut)}): the points are layers, by number from 1 or by name, in rising order, such as ",
+            {"cut": tuple(range(1, plan.stages))},
+        )  # fmt: skip
+    vars(plan)["cut"] = tuple(points)
+    return None
+
+
+# ------------------------------------------------------------ fields together
+
+
+class Rule(NamedTuple):
+    """Fields that do not go together: whether a plan is so, and why it cannot be, with the changes that would do."""
+
+    wrong: Callable[[Any], bool]
+    says: Callable[[Any], Parts]
+
+
+def _replicas(plan: Any) -> int:
+    """Return the number of ranks that have tokens of their own: with etp=1 also those along tp."""
+    return int(plan.shards * (plan.tp if plan.etp == 1 else 1))
+
+
+def _says_ep(plan: Any) -> Parts:
+    replicas = _replicas(plan)
+    fits = max(n for n in range(1, min(replicas, plan.ep) + 1) if replicas % n == 0)
+    among = ("dp_shard x cp" if plan.dp_shard else "dp x cp") + " x tp" * (plan.etp == 1)
+    return (
+        f"Plan(ep={plan.ep}): the ranks that divide the experts are some of the replicas, each with samples or tokens "
+        f"of its own, and ep={plan.ep} does not divide {among} = {replicas}, such as ",
+        {"dp": plan.ep} if replicas == 1 else {"ep": fits},
+    )  # fmt: skip
+
+
+RULES = (
+    Rule(
+        lambda p: p.ranks > MOST,
+        lambda p: (
+            f"Plan(pp={p.pp}, dp={p.dp}, tp={p.tp}, cp={p.cp}) has {p.ranks:,} ranks, more than any machine: at most "
+            f"{MOST:,}. Such as ", {name: min(getattr(p, name), 8) for name in ("pp", "dp", "tp", "cp")},
+        ),
+    ),
+    Rule(
+        lambda p: p.data_parallel == "dp" and p.ranks > p.dp,
+        lambda p: (
+            f"{call_of(p)}: DP lends the whole model to its ranks, and so knows no other axis. What works together "
+            "with them is ", {"data_parallel": "ddp"},
+        ),
+    ),
+    Rule(
+        lambda p: p.data_parallel == "dp" and (p.zero > 0 or p.offload != "none"),
+        lambda p: (
+            f"{call_of(p)}: DP keeps the whole model on rank 0, which shards nothing: zero and offload go with ",
+            {"data_parallel": "ddp"},
+        ),
+    ),
+    Rule(
+        lambda p: p.offload == "params" and p.zero != 3,
+        lambda p: (
+            f"{call_of(p)}: parameters can be kept on the host where they are gathered layer by layer, in stage 3. "
+            "Such as ", {"zero": 3}, ", or, with parameters on the device, ", {"offload": "optimizer"},
+        ),
+    ),
+    Rule(
+        lambda p: bool(p.dp_shard) and not p.zero,
+        lambda p: (
+            f"{call_of(p)}: dp_shard={p.dp_shard} replicas share the states that ZeRO shards, and zero=0 shards "
+            "nothing. Either ", {"zero": 3}, ", or without groups ", {"dp_shard": None, "dp_replicate": None},
+        ),
+    ),
+    Rule(
+        lambda p: p.etp is not None and whole(p.etp) not in (1, p.tp),
+        lambda p: (
+            f"Plan(etp={p.etp!r}): the ranks along tp that share each expert: all {p.tp} of them, ", {"etp": p.tp},
+            "; or 1, each has whole ones, ", {"etp": 1} | ({"sequence_parallel": True} if p.tp > 1 else {}),
+            ". Left out, the ranks along tp hold the same experts: ", {"etp": None},
+        ),
+    ),
+    Rule(
+        lambda p: p.etp == 1 and not p.sequence_parallel,
+        lambda p: (
+            f"{call_of(p)}: where the ranks along tp divide experts, each has tokens of its own, which Megatron "
+            "requires, too: ", {"sequence_parallel": True},
+        ),
+    ),
+    Rule(
+        lambda p: p.data_parallel == "dp" and p.ep > 1,
+        lambda p: (
+            f"{call_of(p)}: nn.DataParallel copies the whole model from rank 0 to all others in each step, and so "
+            "divides no experts. DDP does: ", {"data_parallel": "ddp"},
+        ),
+    ),
+    Rule(lambda p: _replicas(p) % p.ep > 0, _says_ep),
+    Rule(
+        lambda p: p.cp_method == "ulysses" and p.cp_order != CONTIGUOUS,
+        lambda p: (
+            f"{call_of(p)}: under Ulysses each rank attends with some heads to whole sequences, which is as much work "
+            "for each in contiguous parts: ", {"cp_order": CONTIGUOUS},
+        ),
+    ),
+    Rule(
+        lambda p: p.sequence_parallel and p.tp == 1,
+        lambda p: (
+            f"{call_of(p)}: sequence parallelism divides what is between tensor-parallel layers among the ranks that "
+            "share them, and tp=1. Either ", {"tp": 2}, ", or, to share sequences without sharing layers, ",
+            {"cp": 2, "sequence_parallel": False},
+        ),
+    ),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------ plans as calls
+
+
+def call_of(plan: Any, changes: Mapping[str, Any] | None = None, *, bare: bool = False) -> str:
+    """Return the call that makes a plan with some changes or, if `bare`, one with the changes alone.
+
+    Fields with their default value are left out, except for the schedule of a pipeline.
+    """
+    defaults = {field.name: field.default for field in fields(plan)}
+    values = dict(defaults) if bare else {name: getattr(plan, name) for name in defaults}
+    values.update(changes or {})
+    pipeline = values["pp"] != 1
+    shown = [
+        f"{name}={list(value) if name == 'cut' and isinstance(value, tuple) else value!r}"
+        for name, value in values.items()
+        if value != defaults[name] or (name == "schedule" and pipeline)
+    ]
+    return f"Plan({', '.join(shown)})"
+
+
+def change_plan(plan: P, **changes: Any) -> P:
+    """Return the plan with some fields changed; ZeRO shards within groups of as many replicas, as far as that works.
+
+    >>> from mpkit.plan.plan import Plan
+    >>> plan = Plan(dp=8, zero=3, dp_shard=4)
+    >>> change_plan(plan, dp=16), change_plan(plan, zero=0), change_plan(plan, dp_shard=2).dp_replicate
+    (Plan(dp=16, zero=3, dp_shard=4, dp_replicate=4), Plan(dp=8), 4)
+
+    Raises:
+        ValueError: the changed plan cannot work.
+    """
+    old: Any = plan
+    if old.dp_shard is None:
+        return replace(old, **changes)  # type: ignore[no-any-return]
+    groups = {name: changes.get(name) for name in ("dp_shard", "dp_replicate")}
+    if not any(name in changes for name in groups):
+        dp, zero = whole(changes.get("dp", old.dp)) or 0, changes.get("zero", old.zero)
+        groups["dp_shard"] = old.dp_shard if zero and dp % old.dp_shard == 0 else None
+    return replace(old, **(changes | groups))  # type: ignore[no-any-return]
