@@ -9,7 +9,7 @@ Where each strategy is read: in `reference`, then in the module that trains:
 
     naive, GPipe, 1F1B, ...     reference/gpipe, one_f_one_b     runtime/pipeline (one runtime for every schedule)
     split backward (I and W)    -                                stage/split_backward
-    recomputation               -                                stage/block_recompute, selective_recompute
+    recomputation               -                                stage/recompute
     nn.DataParallel             reference/dp                     nn_dataparallel/dp
     DDP                         reference/bucketed_ddp           data_parallel/ddp
     ZeRO 1, 2, 3                reference/zero1, zero2, zero3    zero/zero1, zero2, zero3; zero/reducer, gather

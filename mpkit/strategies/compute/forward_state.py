@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.stage.second_forward import StartingPoint
+from mpkit.strategies.stage.recompute import RecomputedCall
 from mpkit.strategies.stage.split_backward import WeightGrads
 
 __all__ = ["KeptForward"]
@@ -20,17 +21,15 @@ class KeptForward:
 
     Attributes:
         inputs: the stage's inputs, which are leaves.
-        outputs: the stage's outputs; empty if they are recomputed.
-        start: where the forward started from, if it is recomputed.
+        outputs: the stage's outputs; of a stage that is recomputed as a whole, the edges of its graph.
+        call: the call of a stage that is recomputed as a whole.
         weight_grads: what I leaves for W.
-        of_blocks: the same for blocks that were recomputed in I.
     """
 
     inputs: Value
-    outputs: tuple[Tensor, ...] = ()
-    start: StartingPoint | None = None
+    outputs: tuple[Any, ...] = ()
+    call: RecomputedCall | None = None
     weight_grads: WeightGrads | None = None
-    of_blocks: list[WeightGrads] | None = None
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -39,7 +38,7 @@ class KeptForward:
 
     def roots(
         self, gradients: dict[int, Tensor] | None, loss_scale: float
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
         """Return the outputs from which the backward starts, and their gradients.
 
         Args:

@@ -52,6 +52,7 @@ class StageForward:
 
     Attributes:
         attention: as above; recomputation needs it too.
+        computes_loss: whether this is the last stage.
         attended: by micro-batch of the step, the pairs of a query and a key in attentions over divided sequences.
         others: learns whether forwards draw random numbers that are not torch's; None: nobody wants to know.
         facts: learns what the loss does; None: nobody wants to know.
@@ -66,7 +67,7 @@ class StageForward:
     ) -> None:
         self._record, self._device = context.record, context.device
         self._job, self._stage, self._s = job, stage, stage.number
-        self._computes_loss = stage.number == len(job.where.stages) - 1
+        self.computes_loss = stage.number == len(job.where.stages) - 1
         self._dtype = PRECISIONS.get(job.plan.precision)
         self._own = stage.sharded.draws
         replica = job.plan.mesh.place(context.rank).dp
@@ -128,7 +129,7 @@ class StageForward:
             for layer in self._stage.seeded_layers(draws):
                 output = layer(*args, **kwargs)
                 args, kwargs = (output,), {}
-            if self._computes_loss:
+            if self.computes_loss:
                 return self.loss(m, output, draws)
         return self.check_output(m, output)
 
@@ -185,7 +186,7 @@ class PartForward(StageForward):
         draws = self.draws(m, inputs)
         with draws.preserve_state(), self._over_sequences(m):
             outputs, made = self._stage.run(division, self.data(m), inputs, draws)
-            return self.loss(m, outputs, draws) if self._computes_loss else made
+            return self.loss(m, outputs, draws) if self.computes_loss else made
 
 
 def loss_share(job: TrainJob, output: Any, targets: Value, weight: float) -> tuple[Tensor, ...]:

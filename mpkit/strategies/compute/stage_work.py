@@ -11,12 +11,14 @@ What a forward keeps for its backward (`KeptForward`) is held here, by micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from mpkit.strategies.compute.forward_state import KeptForward
 from mpkit.strategies.compute.stage_forward import StageForward
@@ -26,9 +28,8 @@ from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws, HeardDraws
 from mpkit.strategies.models.step_facts import StepFacts
-from mpkit.strategies.stage.block_recompute import RecomputeScope
 from mpkit.strategies.stage.gradient_sync import GradientSync
-from mpkit.strategies.stage.second_forward import SecondForward
+from mpkit.strategies.stage.recompute import RecomputedCall, RecomputeScope, WrittenState
 from mpkit.strategies.stage.selective_recompute import AttentionAgain
 from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.stage.stage import Stage
@@ -49,7 +50,6 @@ class StageWork:
         stage: the stage's layers.
         compute: what its forward computes.
         sync: synchronizes gradients with the replicas.
-        split: micro-batches whose backward is split into I and W.
     """
 
     def __init__(
@@ -59,14 +59,12 @@ class StageWork:
         stage: Stage,
         compute: StageForward,
         sync: GradientSync,
-        split: Collection[int] = (),
     ) -> None:
         self._stage, self._compute, self._sync = stage, compute, sync
         self._record = StageRecord(context.record, job, stage, compute.flops)
         self._recompute = job.plan.recompute == "full" and not stage.blocks  # the stage as a whole
-        self._twice = SecondForward(stage.layers)
-        self._inside = AttentionAgain if job.plan.recompute == "selective" else nullcontext
-        self._split = frozenset(split)
+        self._state = WrittenState(stage.layers)
+        self._selective = job.plan.recompute == "selective"
         self._kept: dict[int, KeptForward] = {}  # by micro-batch
         self._microbatches: list[MicroBatch] = []
         self._loss_scale = 1.0
@@ -106,20 +104,26 @@ class StageWork:
         key = self._key(m)
         op = self._record.begin(Kind.FORWARD, m, key)
         kept = self._kept[m] = KeptForward(inputs)
+        recorder = self._record.recorder
         if self._recompute:
-            with torch.no_grad(), self._twice.first() as kept.start, self._hear_draws(m), self._hear_facts(m):
-                outputs = self._compute(m, inputs)
+            kept.call = RecomputedCall(
+                partial(self._compute, m, inputs),
+                recorder,
+                again=partial(self._again, m, inputs),
+                state=self._state,
+            )
+            with self._hear_draws(m), self._hear_facts(m):
+                outputs: tuple[Tensor, ...] = kept.call()
+            edges = (get_gradient_edge(each) if each.requires_grad else each for each in outputs)
+            kept.outputs = outputs if self._compute.computes_loss else tuple(edges)  # without their content
         else:
-            split = m in self._split
-            kept.of_blocks = [] if split else None
-            around = RecomputeScope(
-                self._record.recorder, self._compute.attention, self._record.block_costs(key), kept.of_blocks,
-                self._stage.sharded.draws,
-            )  # fmt: skip
+            scope = RecomputeScope(
+                recorder, self._compute.attention, self._record.block_costs(key), self._stage.sharded.draws
+            )
             with (
                 self._record.count_saved(),
-                self._inside(),
-                self._stage.recompute_blocks(around),
+                AttentionAgain(recorder) if self._selective else nullcontext(),
+                self._stage.recompute_blocks(scope),
                 self._hear_draws(m),
                 self._hear_facts(m),
             ):
@@ -143,17 +147,14 @@ class StageWork:
 
     def recompute(self, m: int) -> None:
         """Recompute what the forward did not keep, if the plan says so; no gradient of the outputs is needed."""
-        if not self._recompute:
-            return
-        key, kept = self._key(m), self._kept[m]
-        op = self._record.begin(Kind.RECOMPUTE, m, key)
-        assert kept.start is not None
-        with (
-            kept.start.begin_again(),
-            self._record.count_saved(),
-        ):
-            kept.outputs = self._compute(m, kept.inputs)
-        self._record.track(kept.outputs)
+        if self._recompute:
+            call = self._kept[m].call
+            assert call is not None
+            call.again()
+
+    def _again(self, m: int, inputs: Value) -> None:
+        op = self._record.begin(Kind.RECOMPUTE, m, self._key(m))
+        self._compute(m, inputs)
         self._record.end(op)
 
     # ---- B ------------------------------------------------------------------------------------------------
@@ -203,8 +204,6 @@ class StageWork:
         op = self._record.begin(Kind.WEIGHT_GRAD, m, self._key(m))
         with self._sync.backward(self._stage.number, last, half="W"):
             kept.weight_grads.run()
-            while kept.of_blocks:
-                kept.of_blocks.pop(0).run()
         self._record.end(op)
 
     def _of_inputs(self, kept: KeptForward, grads: list[Tensor | None]) -> tuple[Tensor, ...]:

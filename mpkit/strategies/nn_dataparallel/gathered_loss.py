@@ -27,7 +27,7 @@ class ShareForward(StageForward):
 
     def __init__(self, context: Context, job: TrainJob, stage: Stage) -> None:
         super().__init__(context, job, stage)
-        self._computes_loss = False  # rank 0 gathers the outputs
+        self.computes_loss = False  # rank 0 gathers the outputs
 
     def flops(self, key: Hashable) -> Flops:
         """Return FLOPs and bytes of the layers' forward and backward, for shares of this signature."""

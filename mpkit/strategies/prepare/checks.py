@@ -31,7 +31,7 @@ from mpkit.strategies.prepare.outputs import (
     check_unused_parameters,
     check_whole_batch_loss,
 )
-from mpkit.strategies.prepare.recompute import check_kept_tensors, check_recomputed_blocks
+from mpkit.strategies.prepare.recompute import check_recomputed_blocks
 from mpkit.strategies.prepare.resume import check_saved_state
 from mpkit.strategies.prepare.shared_memory import check_shared_memory
 
@@ -127,19 +127,6 @@ train(Named(4, 4), mk.Plan.dp(2), loss=lambda outputs, targets: mse_loss(outputs
 model = nn.Linear(4, 4)
 model.head = nn.Linear(4, 4)
 train(model, mk.Plan.ddp(2))
-"""),
-    Check("recomputed blocks that keep tensors", check_kept_tensors, """
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        self.balance = self.layer(x).square()
-        return x + self.balance
-
-
-train(nn.Sequential(Expert(), Expert()), mk.Plan(recompute="full"))
 """),
     Check("optimizer", check_optimizer, """
 train(nn.Linear(4, 4), mk.Plan.zero(2, 2), optimizer=torch.optim.Adafactor)

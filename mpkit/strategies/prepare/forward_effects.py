@@ -45,7 +45,7 @@ def check_forward_effects(resolved: ResolvedPlan, task: Task) -> Rejection | Non
         )
     if differentiated and (gathers or recomputes):
         why = (
-            f"under recompute={plan.recompute!r} the first forward has no graph"
+            f"under recompute={plan.recompute!r} what autograd saved is computed again when the forward is over"
             if recomputes
             else "zero=3 has dropped that layer's parameters by then"
         )

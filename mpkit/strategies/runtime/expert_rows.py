@@ -21,6 +21,7 @@ from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.experts.known_experts import chosen_experts, find_experts, number_of_experts
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
+from mpkit.trace import Kind
 from mpkit.trace.expert_load import DROPPED
 
 if TYPE_CHECKING:
@@ -59,8 +60,14 @@ class ExpertRows:
     def _choose(self, name: str, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _stage, m, step = self._record.place()
         chosen, counts = chosen_experts(args, kwargs), self._counts[name]
-        # A forward that is recomputed later runs without gradients, as an evaluation does.
-        if not torch.is_grad_enabled() or step < 0 or not self._weight_of(m) or type(chosen) is not Tensor:
+        again = self._record.is_inside(Kind.RECOMPUTE)
+        if (
+            again
+            or not torch.is_grad_enabled()
+            or step < 0
+            or not self._weight_of(m)
+            or type(chosen) is not Tensor
+        ):
             return
         counts += chosen.flatten().bincount(minlength=len(counts))  # choices that are dropped are the last
 

@@ -79,15 +79,13 @@ class Pipeline:
         schedule = lower(job.where.schedule)
         self._row = schedule.rows[axes.place.pp]
         self._last_backwards = {a.stage: i for i, a in enumerate(self._row) if a.kind in LAST_HALF}
-        split = {s: [a.microbatch for a in self._row if a.kind == "I" and a.stage == s] for s in sync.stages}
         forward_of = StageForward if job.where.partition is None else PartForward
         over = partial(attention_over, job.plan, axes.communicator_of)
         self._forwards = {
             s: forward_of(context, job, stage, over(stage.sharded.draws)) for s, stage in sync.stages.items()
         }
         self._work = {
-            s: StageWork(context, job, stage, self._forwards[s], sync, split[s])
-            for s, stage in sync.stages.items()
+            s: StageWork(context, job, stage, self._forwards[s], sync) for s, stage in sync.stages.items()
         }
         self._last = schedule.stages - 1
         self.computes_loss = self._last in sync.stages

@@ -47,9 +47,9 @@ from mpkit.strategies.runtime.expert_rows import ExpertRows
 from mpkit.strategies.runtime.local_model import localize
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.trained_state import TrainedState, trained_state
-from mpkit.strategies.stage.block_recompute import RecomputedBlock, recompute_blocks
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.stage.partitioned_stage import place_parts
+from mpkit.strategies.stage.recompute import RecomputedBlock, recompute_blocks
 from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import narrow
 from mpkit.strategies.update.update import Update

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mpkit.strategies.stage.graph_cut import GraphCut
+from mpkit.strategies.stage.recompute import Saved
 from mpkit.trace.record.memory import PackedTensor
 
 __all__ = ["WeightGrads", "input_grads"]
@@ -104,12 +105,12 @@ class WeightGrads:
 
 
 def input_grads(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+    outputs: Sequence[Any], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightGrads]:
     """Run I: compute the gradients of a stage's inputs, and return them with the work of W.
 
     Args:
-        outputs: those outputs of the stage's forward that require a gradient.
+        outputs: those outputs of the stage's forward that require a gradient, or their edges.
         gradients: the gradient of the loss for each of them.
         inputs: leaves that require a gradient.
 
@@ -129,7 +130,8 @@ def input_grads(
     if not outputs:
         return [None for _ in inputs], WeightGrads()
     # ---- cut
-    cut = GraphCut([get_gradient_edge(output) for output in outputs], inputs)
+    roots = [each if isinstance(each, GradientEdge) else get_gradient_edge(each) for each in outputs]
+    cut = GraphCut(roots, inputs)
     edges = [GradientEdge(node, k) for node in cut.frontier for k in sorted(cut.used[node])]
     met = [GradientEdge(leaf, 0) for leaf in cut.met]
     # ---- I
@@ -182,7 +184,7 @@ def _let_go(node: Node) -> None:
         saved_values = getattr(node, name)
         for saved in saved_values if isinstance(saved_values, tuple) else (saved_values,):
             held = saved.data
-            if isinstance(held, PackedTensor):
+            if isinstance(held, (PackedTensor, Saved)):
                 held.drop()
             elif isinstance(held, Tensor) and not isinstance(held, torch.nn.Parameter):
                 with suppress(RuntimeError):  # what was packed otherwise, such as by checkpointing, stays

@@ -15,7 +15,7 @@ from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import prefix_of
 from mpkit.strategies.models.nested_values import flatten, rebuild
 from mpkit.strategies.models.randomness import Draws, may_draw
-from mpkit.strategies.stage.block_recompute import RecomputedBlock, RecomputeScope
+from mpkit.strategies.stage.recompute import RecomputedBlock, RecomputeScope
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
@@ -70,15 +70,15 @@ class Stage:
             yield layer
 
     @contextmanager
-    def recompute_blocks(self, around: RecomputeScope) -> Iterator[None]:
+    def recompute_blocks(self, scope: RecomputeScope) -> Iterator[None]:
         """Let recomputed blocks keep only their inputs, for forwards inside the block."""
         for block in self.recomputed:
-            block.around = around
+            block.scope = scope
         try:
             yield
         finally:
             for block in self.recomputed:
-                block.around = None
+                block.scope = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the stage's parameters by the model's own names."""

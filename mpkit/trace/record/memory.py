@@ -344,7 +344,7 @@ class StepMemory:
         """Return a context in which what autograd saves is counted as activations, if the step is measured."""
         if self.playing or not torch.is_grad_enabled():
             return nullcontext()
-        return saved_tensors_hooks(self._pack, _unpack)
+        return saved_tensors_hooks(self._pack, PackedTensor.unpack)
 
     # The tensor itself must not be returned: an output that its own node saves would keep itself alive. And since
     # autograd leaves the check for in-place writes to the hooks, it is made here.
@@ -375,17 +375,27 @@ class PackedTensor:
         """Free the tensor, since it will not be needed again."""
         self.tensor = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        assert self.tensor is not None
+        return self.tensor.shape
 
-def _unpack(packed: PackedTensor) -> Tensor:
-    tensor, version = packed.tensor, packed.version
-    assert tensor is not None, "a node whose saved tensors were let go of is not called again"
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
-            f"{version} instead. Write `x = x + y` for `x += y` where backward needs the old x"
-        )
-    return tensor
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was written into since.
+        """
+        tensor, version = self.tensor, self.version
+        assert tensor is not None, "a node whose saved tensors were let go of is not called again"
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+                f"{version} instead. Write `x = x + y` for `x += y` where backward needs the old x"
+            )
+        return tensor
 
 
 class Gradients:

@@ -284,6 +284,10 @@ class Recorder:
         stage, microbatch, step = self.place()
         return Current(*(None if value < 0 else value for value in (step, stage, microbatch)))
 
+    def is_inside(self, kind: int) -> bool:
+        """Return whether an op of the compute lane of this kind is open."""
+        return any(self._file.map[_FIRST + _SIZE * index + _AT["kind"]] == kind for index in self._stack())
+
     @property
     def busy(self) -> bool:
         """Whether an op of the compute lane is open."""

@@ -1,0 +1,487 @@
+"""Recomputation: a call keeps its inputs, and what autograd would have saved is computed again for the backward.
+
+    forward     runs with its graph; in place of each tensor that autograd saves, it keeps an empty `Saved`
+    again       when the backward asks for the first of them, the call runs once more: with the same random numbers,
+                autocast, buffers and attributes. What is saved this time fills the places
+    free        a node that has run drops its place, and so its tensor; I and W of a split backward share one second run
+
+Gradients arrive once per backward, and hooks outside of the call run once. Three things are recomputed in this way:
+
+    blocks      the model's repeated blocks: a stage holds the boundaries between them, and the activations within one
+                at a time, 2 s b h bytes per layer in 16 bits
+    attentions  `mpkit.strategies.stage.selective_recompute`
+    stages      a pipeline's stage without blocks
+
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", MLSys 2023, section 5.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpkit.common.torch_private import FakeTensor
+from mpkit.errors import MpkitError
+from mpkit.plan.kinds import every
+from mpkit.strategies.models.blocks import repeated_blocks
+from mpkit.strategies.models.nested_values import flatten, rebuild
+from mpkit.strategies.models.own_draws import OwnDraws
+from mpkit.strategies.models.randomness import OtherState
+from mpkit.strategies.partition.graph import PartitionedModel
+from mpkit.trace import Kind
+from mpkit.trace.record.memory import PackedTensor
+from mpkit.trace.record.recorder import Recorder
+
+__all__ = [
+    "RecomputeScope",
+    "RecomputedBlock",
+    "RecomputedCall",
+    "Saved",
+    "Setting",
+    "WrittenState",
+    "chosen_blocks",
+    "recompute_blocks",
+]
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+"""Names by which transformers' models pass a block the keys and values of earlier tokens; training has none."""
+
+INTERNAL = {*vars(nn.Module()), "forward"}
+"""Attributes of every module, which a forward does not change."""
+
+
+# ---------------------------------------------------------------- a call
+
+
+class Saved:
+    """The place of a tensor that autograd would have saved: empty until the call has run again."""
+
+    __slots__ = ("__weakref__", "call", "content")
+
+    def __init__(self, call: RecomputedCall) -> None:
+        self.call: RecomputedCall | None = call
+        self.content: PackedTensor | None = None
+
+    def drop(self) -> None:
+        """Free the tensor, since it will not be needed again."""
+        self.call = self.content = None
+
+
+class RecomputedCall:
+    """One call of a function, which runs again for its backward.
+
+    Args:
+        run: the function, with its inputs.
+        record: the rank's recorder; None: nothing is recorded.
+        again: the same for the second time; None: as the first time.
+        state: the buffers and attributes that the second run must find and leave as they are.
+        setting: what the forward depends on besides its inputs and its module.
+        who: whose call it is, for errors.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = RecomputedCall(lambda: x.exp().square())()
+    >>> y.sum().backward()
+    >>> torch.allclose(x.grad, 2 * (2 * x).exp())
+    True
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        record: Recorder | None = None,
+        *,
+        again: Callable[[], Any] | None = None,
+        state: WrittenState | None = None,
+        setting: Setting | None = None,
+        who: str = "A stage",
+    ) -> None:
+        self._first, self._again = run, again or run
+        self._record, self._state, self._setting, self._who = record, state, setting, who
+        self._start: StartingPoint | None = None
+        self._places: list[ref[Saved]] = []
+        self._shapes: list[torch.Size] = []
+        self.is_done = False  # whether it has run again
+
+    def __call__(self) -> Any:
+        """Run the function, and keep nothing that its backward needs but its inputs."""
+        run = self._first
+        del self._first
+        with (
+            self._state.first() if self._state is not None else nullcontext() as self._start,
+            saved_tensors_hooks(self._pack, self._unpack),
+        ):
+            return run()
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        saved = Saved(self)
+        self._places.append(ref(saved))
+        self._shapes.append(tensor.shape)
+        return saved
+
+    def _unpack(self, saved: Saved) -> Tensor:
+        self.again()
+        assert saved.content is not None, "a node whose saved tensors were let go of is not called again"
+        return saved.content.unpack()
+
+    def again(self) -> None:
+        """Run the function again, if it has not; a pipeline calls it before it waits for a gradient."""
+        if self.is_done:
+            return
+        made: list[PackedTensor] = []
+
+        def pack(tensor: Tensor) -> PackedTensor:
+            made.append(PackedTensor(tensor.detach(), tensor._version))
+            if self._record is not None:
+                self._record.ledger.track(tensor, "activations")
+            return made[-1]
+
+        with (
+            torch.enable_grad(),
+            self._setting.restore() if self._setting is not None else nullcontext(),
+            self._start.begin_again() if self._start is not None else nullcontext(),
+            saved_tensors_hooks(pack, PackedTensor.unpack),
+        ):
+            self._again()
+        if [packed.shape for packed in made] != self._shapes:
+            raise computed_something_else(self._who)
+        for place, packed in zip(self._places, made, strict=True):
+            if (saved := place()) is not None:
+                saved.content = packed
+        self.is_done = True
+        self._places.clear()
+        del self._again, self._start  # with the inputs
+
+
+def computed_something_else(who: str) -> MpkitError:
+    """Return the error for a call that did something else when it ran again."""
+    return MpkitError(
+        f"{who} computed something else when its forward was done again for its backward: it keeps something from "
+        "call to call, such as a cache, a counter or random numbers that are not torch's. Keep all activations, "
+        "Plan(recompute='none'), or only attentions, Plan(recompute='selective')"
+    )
+
+
+# ---------------------------------------------------------------- where a call starts
+
+
+@dataclass
+class Setting:
+    """Random states and autocast, as a forward found them."""
+
+    random: Tensor
+    random_there: Tensor | None
+    device: torch.device
+    cast: tuple[bool, torch.dtype]
+    draws: OwnDraws
+    others: OtherState | None
+
+    def __post_init__(self) -> None:
+        self._spans = self.draws.keep()
+
+    @classmethod
+    def now(cls, tensors: list[Tensor], draws: OwnDraws, *, others: bool) -> Setting:
+        """Return the current setting; `others`: with the states of generators that are not torch's."""
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        cast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        return cls(torch.get_rng_state(), there, device, cast, draws, OtherState.now() if others else None)
+
+    @contextmanager
+    def restore(self) -> Iterator[None]:
+        """Restore the setting inside the block."""
+        now = Setting.now([self.random], self.draws, others=self.others is not None)
+        there = torch.cuda.get_rng_state(self.device) if self.random_there is not None else None
+        self._put(self.random, self.random_there, self.others)
+        try:
+            with (
+                torch.autocast(self.device.type, self.cast[1], self.cast[0]),
+                self.draws.reenter_spans(self._spans),
+            ):
+                yield
+        finally:
+            self._put(now.random, there, now.others)
+
+    def _put(self, random: Tensor, there: Tensor | None, others: OtherState | None) -> None:
+        torch.set_rng_state(random)
+        if there is not None:
+            torch.cuda.set_rng_state(there, self.device)
+        if others is not None:
+            others.restore()
+
+
+class WrittenState:
+    """What the forwards of a module that run twice write into: its buffers, and attributes that it sets.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._written: set[nn.Module] | None = None  # those that write into buffers; None: not known yet
+
+    @contextmanager
+    def first(self) -> Iterator[StartingPoint]:
+        """Return where the forward inside the block starts from.
+
+        Raises:
+            MpkitError: it wrote into a buffer into which the first forward of all had not written.
+        """
+        start = StartingPoint(self.module, self._written)
+        yield start
+        written = start.written_modules()
+        if self._written is None:
+            self._written = written
+            start.keep(written)
+        elif late := written - self._written:
+            name = next(name for name, each in self.module.named_modules() if each in late)
+            raise MpkitError(
+                f"{name or type(self.module).__name__} wrote into a buffer into which it had not written before, and "
+                "recompute= needs the value that was there. Write into it in the first forward too, or keep all "
+                "activations, Plan(recompute='none')"
+            )
+
+
+class StartingPoint:
+    """The buffers and attributes of a module when a forward began.
+
+    Args:
+        module: the module.
+        written: modules within it whose buffers are cloned; None for all.
+    """
+
+    def __init__(self, module: nn.Module, written: Collection[nn.Module] | None) -> None:
+        self._attributes = {
+            each: {name: _copy_container(value) for name, value in _attributes(each).items()}
+            for each in module.modules()
+        }
+        self._buffers = {each: dict(each._buffers) for each in self._attributes}
+        self._versions = {
+            each: [(buffer, buffer._version) for buffer in buffers.values() if buffer is not None]
+            for each, buffers in self._buffers.items()
+        }
+        cloned = self._versions if written is None else written
+        self._clones = {buffer: buffer.clone() for each in cloned for buffer, _ in self._versions[each]}
+
+    def written_modules(self) -> set[nn.Module]:
+        """Return the modules that have written into their buffers since."""
+        return {each for each, buffers in self._versions.items() if any(b._version != v for b, v in buffers)}
+
+    def keep(self, written: Collection[nn.Module]) -> None:
+        """Keep clones of these modules' buffers only."""
+        kept = {buffer for each in written for buffer, _ in self._versions[each]}
+        self._clones = {buffer: clone for buffer, clone in self._clones.items() if buffer in kept}
+
+    @contextmanager
+    def begin_again(self) -> Iterator[None]:
+        """Let the module work on copies of what was there; afterwards it has again what it has now."""
+        now = {each: (dict(each._buffers), _attributes(each)) for each in self._buffers}
+        for each, buffers in self._buffers.items():
+            copies = {n: b if b is None else self._clones.get(b, b) for n, b in buffers.items()}
+            _put(each, copies, self._attributes[each])
+        try:
+            yield
+        finally:
+            for each, (buffers, attributes) in now.items():
+                _put(each, buffers, attributes)
+
+
+def _put(module: nn.Module, buffers: dict[str, Tensor | None], attributes: dict[str, Any]) -> None:
+    module._buffers.update(buffers)
+    for name in _attributes(module).keys() - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a module may change in its forward; torch's own have none."""
+    if type(module).__module__.startswith("torch.nn."):
+        return {}
+    return {name: value for name, value in vars(module).items() if name not in INTERNAL}
+
+
+def _copy_container(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+# ---------------------------------------------------------------- blocks
+
+
+@dataclass
+class RecomputeScope:
+    """The context in which a stage's blocks are recomputed.
+
+    Attributes:
+        record: the rank's recorder.
+        modes: context managers in which a forward runs.
+        costs: FLOPs and bytes of a block's forward, by its name.
+        draws: the rank's random numbers.
+    """
+
+    record: Recorder
+    modes: Callable[[], AbstractContextManager[Any]] = nullcontext
+    costs: Callable[[str], tuple[float, int]] = lambda _: (0.0, 0)
+    draws: OwnDraws = field(default_factory=OwnDraws)
+
+
+class RecomputedBlock:
+    """A block of the model that is recomputed from now on.
+
+    Attributes:
+        scope: the context of its stage; None outside of training, where the block computes as usual.
+    """
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        self.name, self.block = name, block
+        self.scope: RecomputeScope | None = None
+        self._state = WrittenState(block)
+        self._draws_others: bool | None = None  # random numbers that are not torch's; None: not known yet
+        # Whether it writes into its inputs; at first, whether it may: then the second forward gets copies.
+        self._writes = any(getattr(module, "inplace", False) for module in block.modules())
+        self._checked: set[Any] = set()  # structures for which the second forward was compared
+        block.forward = self._wrap(block.forward)  # within its hooks, which run once
+
+    @property
+    def _who(self) -> str:
+        return f"{self.name} ({type(self.block).__name__})"
+
+    def _wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.scope is None or not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            return self._call(self.scope, inner, *_without_caches(inner, args, kwargs))
+
+        return forward
+
+    def _call(
+        self, scope: RecomputeScope, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        record = scope.record
+        leaves, shape = flatten((args, kwargs))
+        given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = (
+            [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            if self._writes
+            else leaves
+        )
+        stage, m, _ = record.place()
+        first: list[tuple[Tensor, int]] = []
+
+        def again() -> None:
+            if not self._writes and any(tensor._version != version for tensor, version in given):
+                raise self._writes_into_input("a layer after it")
+            flops, nbytes = scope.costs(self.name)
+            op = record.begin(
+                Kind.RECOMPUTE, self.name, stage=stage, microbatch=m, flops=flops, nbytes=nbytes
+            )
+            with scope.modes():
+                again_args, again_kwargs = rebuild(shape, inputs)
+                result = inner(*again_args, **again_kwargs)
+            record.end(op)
+            self._check(key, first, _tensors(result))
+
+        setting = Setting.now(
+            [tensor for tensor, _ in given], scope.draws, others=self._draws_others is not False
+        )
+        call = RecomputedCall(
+            lambda: inner(*args, **kwargs), record,
+            again=again, state=self._state, setting=setting, who=self._who,
+        )  # fmt: skip
+        result = call()
+        if self._draws_others is None and setting.others is not None:
+            self._draws_others = not setting.others.is_now()
+        self._writes = self._wrote(given)
+        if not self._writes:
+            inputs = leaves
+        made = _tensors(result)
+        key = str(shape), len(made)
+        if key not in self._checked and not any(isinstance(tensor, FakeTensor) for tensor in made):
+            first += [(tensor.detach(), tensor._version) for tensor in made]
+        for tensor in (*_tensors(inputs), *made):
+            record.ledger.track(tensor, "activations")
+        return result
+
+    def _wrote(self, given: list[tuple[Tensor, int]]) -> bool:
+        """Return whether the forward wrote into its inputs, of which it has copies if a module works in place."""
+        wrote = any(tensor._version != version for tensor, version in given)
+        if wrote and not self._writes:
+            raise self._writes_into_input("it")
+        return wrote
+
+    def _writes_into_input(self, who: str) -> MpkitError:
+        return MpkitError(
+            f"{self._who}: {who} writes into its input, which recompute= needs for the second forward. Write "
+            "x = x + y for x += y, and inplace=False; or Plan(recompute='selective')"
+        )
+
+    def _check(self, key: Any, before: list[tuple[Tensor, int]], after: list[Tensor]) -> None:
+        """Check, once per structure, that the second forward gives what the first did.
+
+        An output that a later layer has overwritten (a ReLU that works in place) cannot be compared any more.
+        """
+        self._checked.add(key)
+        if before and not (
+            len(before) == len(after)
+            and all(
+                one.shape == other.shape
+                and (
+                    one._version != version
+                    or torch.allclose(one, other, rtol=1e-2, atol=1e-5, equal_nan=True)
+                )
+                for (one, version), other in zip(before, after, strict=True)
+            )
+        ):
+            raise computed_something_else(self._who)
+        before.clear()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _without_caches(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a block's arguments without transformers' caches, into which a second forward would write again."""
+    names = list(inspect.signature(forward).parameters)
+    args = tuple(None if name in CACHES else arg for name, arg in zip_longest(names[: len(args)], args))
+    kwargs = kwargs | {key: None for key in CACHES if key in kwargs}
+    return args, kwargs | ({"use_cache": False} if kwargs.get("use_cache") else {})
+
+
+def chosen_blocks(recompute: str, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the blocks that `Plan(recompute=...)` recomputes: all, or every k-th as in torchtitan.
+
+    >>> blocks = {str(i): nn.Identity() for i in range(5)}
+    >>> list(chosen_blocks("full", blocks)), list(chosen_blocks("every=2", blocks)), chosen_blocks("none", blocks)
+    (['0', '1', '2', '3', '4'], ['1', '3'], {})
+    """
+    k = every(recompute)
+    return {} if not k else {name: block for i, (name, block) in enumerate(blocks.items(), 1) if i % k == 0}
+
+
+def recompute_blocks(
+    model: nn.Module, recompute: str, partition: PartitionedModel | None
+) -> list[RecomputedBlock]:
+    """Let the blocks that a plan chooses be recomputed from now on.
+
+    A block that a pipeline cuts through (an *opened* block) is not recomputed itself, but the pieces that it calls are.
+    """
+    chosen: dict[str, nn.Module] = {}
+    for name, block in chosen_blocks(recompute, repeated_blocks(model)).items():
+        if partition is not None and name in partition.modules:
+            inside = [inner for inner in partition.blocks if inner.startswith(f"{name}.")]
+            chosen |= {inner: model.get_submodule(inner) for inner in inside}
+        else:
+            chosen[name] = block
+    return [RecomputedBlock(name, block) for name, block in chosen.items()]
