@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpkit.prediction.experiments.busy_ranks import overlapped_share
-from mpkit.prediction.experiments.factors import scale_trace
 from mpkit.timeline.replay.spans import SPAN
-from mpkit.trace import Kind, Lane, Trace
-from mpkit.trace.files import RankTrace
-from mpkit.trace.records import OP
+from mpkit.trace import Kind, Lane
 
 SECONDS = st.tuples(st.integers(0, 20), st.integers(1, 10)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
@@ -49,13 +46,3 @@ def test_the_communication_that_counts_is_the_ranks_own() -> None:
     ]
     found = overlapped_share(timeline(rows), [Kind.FORWARD], comm=True)
     assert found == {(0, Kind.FORWARD): 0.25, (1, Kind.FORWARD): 0.0}
-
-
-def test_scaling_leaves_the_given_trace_as_it_is() -> None:
-    ops = np.zeros(2, OP)
-    ops["kind"], ops["cpu"] = [Kind.FORWARD, Kind.BACKWARD], 1000
-    shared = RankTrace(ops, np.empty(0), [])
-    trace = Trace([shared, shared])  # ranks that do the same share their records
-    twice = scale_trace(trace, lambda rank, kind, ops: rank + 2, [Kind.FORWARD])
-    assert [rank.ops["cpu"].tolist() for rank in twice.ranks] == [[2000, 1000], [3000, 1000]]
-    assert ops["cpu"].tolist() == [1000, 1000]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from mpkit.plan.schedule import NAMES
 from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind, Lane, lane_of
-from tests.kineto.test_given_traces import GIVEN
 from tests.test_timeline import timeline
 
 IMBALANCE, COMMUNICATION = CAUSES.index("imbalance"), CAUSES.index("communication")
@@ -40,15 +38,6 @@ def test_causes_add_up_to_the_idle_time(name: str, data: st.DataObject, hop: flo
     found = idle_by_cause(t)
     np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
     assert (found >= -1e-9).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_stages_have_no_imbalance(name: str) -> None:
-    t = mk.simulate(plan_of(name), hop=0.1)
-    found = idle_by_cause(t)
-    np.testing.assert_allclose(found[:, IMBALANCE], 0, atol=1e-9)
-    assert found[:, COMMUNICATION].sum() > 0
-    np.testing.assert_allclose(idle_by_cause(mk.simulate(plan_of(name)))[:, COMMUNICATION], 0, atol=1e-9)
 
 
 @settings(max_examples=60)
@@ -74,14 +63,6 @@ def test_communication_is_what_links_without_latency_would_save(name: str) -> No
             assert of_slow[rank, COMMUNICATION] == pytest.approx(slow.step_time - fast.step_time)
     rest = [causes.sum() - causes[:, [IMBALANCE, COMMUNICATION]].sum() for causes in (of_slow, of_fast)]
     assert rest[0] == pytest.approx(rest[1])
-
-
-@pytest.mark.parametrize("path", sorted(GIVEN.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
-def test_of_imported_traces_they_add_up_too(path: Path) -> None:
-    t = mk.open(path).timeline()
-    found = idle_by_cause(t)
-    np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
-    assert (found >= -1e-12).all()
 
 
 SPANS = [
@@ -117,24 +98,6 @@ def test_whatever_overlaps_they_add_up(spans: list[tuple[int, Kind, int, int]], 
 def test_loading_beside_work_costs_what_work_does_not_hide() -> None:
     t = timeline((0, Kind.DATA, 0.0, 4.0), (0, Kind.FORWARD, 3.0, 6.0), (0, Kind.DATA, 5.0, 7.0), ranks=1)
     assert idle_by_cause(t)[0, CAUSES.index("data")] == t.idle[0] == 4.0
-
-
-@pytest.mark.soak
-def test_of_real_runs_they_add_up_too(cluster: mk.Cluster) -> None:
-    torch.manual_seed(0)
-    model, data = GPT(layers=4, width=32, length=16), text_batches(batch=8, length=16, steps=2)
-    plans = [
-        mk.Plan.gpipe(4, 4), mk.Plan.gpipe(4, 4, recompute="full"), mk.Plan.dp(4), mk.Plan.ddp(4, bucket_mb=0.01),
-        mk.Plan.zero(3, 4, microbatches=2), mk.Plan.zero(2, 4, offload="optimizer"),
-    ]  # fmt: skip
-    for plan in plans:
-        run = cluster.train(
-            model, data, plan, loss=next_token_loss, optimizer=torch.optim.AdamW, steps=2, show=False
-        ).wait()
-        for t in (run.timeline(), run.timeline(hardware="4x-titan-rtx")):
-            found = idle_by_cause(t)
-            np.testing.assert_allclose(found.sum(axis=1), t.idle, atol=1e-9)
-            assert (found >= -1e-9).all(), plan
 
 
 @pytest.fixture(scope="module")
@@ -198,16 +161,6 @@ def test_names_are_the_users_or_the_schedules() -> None:
         "gpipe, simulated (2)",
         "mine",
     ]
-
-
-def test_mistakes_are_explained() -> None:
-    with pytest.raises(ValueError, match="nothing to compare"):
-        mk.compare()
-    with pytest.raises(ValueError, match="give Timelines or finished Runs"):
-        mk.compare(mk.Plan.gpipe(2, 2))  # type: ignore[arg-type]
-    t = mk.simulate(mk.Plan.gpipe(2, 2))
-    with pytest.raises(ValueError, match=r"gap\('gipe'\): the timelines are 'gpipe'"):
-        mk.compare(gpipe=t).gap("gipe")
 
 
 def test_names_that_begin_alike_are_numbered_by_themselves() -> None:

@@ -92,14 +92,6 @@ def test_every_sample_is_taken_once_an_epoch(samples: int, batch: int, n: int, s
             assert theirs[: len(taken[rank])] == taken[rank]
 
 
-def test_without_shuffling_and_with_the_last_batch_dropped() -> None:
-    batches = mk.Batches(points(11), 4, shuffle=False, drop_last=True)
-    assert len(batches) == 2
-    assert [batches.indices(step) for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
-    assert [len(targets) for _, targets in mk.Batches(points(11), 4)] == [4, 4, 3]
-    assert mk.Batches(points(11), 4, seed=1).indices(0) != mk.Batches(points(11), 4, seed=2).indices(0)
-
-
 class Named(Dataset[Any]):
     """Samples with inputs by name, and a number for a target."""
 
@@ -119,29 +111,6 @@ class Named(Dataset[Any]):
 class AddUp(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         return left.sum(1) + right
-
-
-def test_samples_are_put_together_as_torch_does(clusters: Clusters) -> None:
-    inputs, targets = mk.Batches(Named(), 3, shuffle=False)[0]
-    theirs = next(iter(DataLoader(Named(), batch_size=3)))
-    torch.testing.assert_close((inputs, targets), tuple(theirs))
-
-    model = nn.Sequential(AddUp(), nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1), nn.Flatten(0)).double()
-    run = clusters(2).train(model, mk.Batches(Named(), 3), mk.Plan.ddp(2), steps=4, **HOW).wait()
-    expected, _ = serial_named(model, mk.Batches(Named(), 3), 4)
-    assert run.losses == pytest.approx(expected, rel=1e-10)
-
-
-def serial_named(model: nn.Module, batches: mk.Batches, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    class Spread(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-            return self.model[1:](self.model[0](**inputs))
-
-    return serial(Spread(), batches, steps)
 
 
 def test_a_rank_loads_its_own_samples_only(clusters: Clusters) -> None:
@@ -198,14 +167,6 @@ def test_training_equals_serial_training_and_the_digests_prove_the_shares(
                 assert by_rank[rank] == mk.data.data_digest(inputs[rank :: plan.dp], targets[rank :: plan.dp])
     for rank in set(range(plan.ranks)) - set(holders):
         assert {by_rank[rank] for by_rank in run.data_digest} == {NOTHING}
-
-
-def test_micro_batches_are_taken_together(clusters: Clusters) -> None:
-    inputs, targets = points(7)[:]
-    run = clusters(2).train(net(), [(inputs, targets)], mk.Plan.ddp(2, microbatches=2), steps=1, **HOW).wait()
-    own = [[0, 2, 4, 6], [1, 3, 5]]  # of 0 to 3, then of 4 to 6
-    assert run.data_digest == [[mk.data.data_digest(inputs[i], targets[i]) for i in own]]
-    assert run.samples_seen == [[mk.data.sample_digests(inputs[i], targets[i]) for i in own]]
 
 
 def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
@@ -286,12 +247,6 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_starts(clusters: C
         clusters(4).train(normed, mk.Batches(points(10), 8), mk.Plan.ddp(4), steps=2, **HOW)
 
 
-def test_samples_of_another_shape_than_the_first_fail_with_their_step(clusters: Clusters) -> None:
-    samples = [(torch.zeros(4 + 2 * (i > 5)).double(), torch.zeros(2).double()) for i in range(8)]
-    with pytest.raises(mk.RankFailed, match=r"samples of step 3 have other shapes"):
-        clusters(2).train(net(), mk.Batches(samples, 2, shuffle=False), mk.Plan.ddp(2), steps=4, **HOW).wait()
-
-
 # ---------------------------------------------------------------- loading on the ranks, and its time
 
 
@@ -340,12 +295,6 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_text())["traceEvents"] if "cat" in event]
 
 
-def test_lists_are_there_and_take_no_time(clusters: Clusters) -> None:
-    run = clusters(1).train(net(), [mk.Batches(points(4), 4)[0]], **HOW).wait()
-    assert run.timeline().data_time == [0.0]
-    assert "data loading" not in str(run.timeline())
-
-
 def test_workers_end_with_their_rank(clusters: Clusters) -> None:
     data = mk.Batches(Computed(), batch_size=4, num_workers=1, prefetch=3)
     run = clusters(2).train(net(), data, mk.Plan.ddp(2), steps=10**6, **HOW)
@@ -357,21 +306,6 @@ def test_workers_end_with_their_rank(clusters: Clusters) -> None:
     with pytest.raises(mk.RankFailed, match="rank 1 of 2 was killed by SIGKILL"):
         run.wait()
     wait_until_gone(workers)
-
-
-def test_arguments_of_workers() -> None:
-    for how, said in [
-        ({"num_workers": -1}, "num_workers=-1"),
-        ({"prefetch": 2}, "num_workers=2, prefetch=2"),
-        ({"num_workers": 1, "prefetch": 0}, "prefetch=0"),
-        ({"collate_fn": len}, "default_collate"),
-        ({"workers": 2}, "It is called num_workers here"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            mk.Batches(points(4), 2, **how)  # type: ignore[arg-type]
-    assert "num_workers=2, prefetch=2, pin_memory=True" in repr(
-        mk.Batches(points(4), 2, num_workers=2, pin_memory=True)
-    )
 
 
 def test_a_loader_that_gives_one_ranks_share_is_refused(clusters: Clusters) -> None:

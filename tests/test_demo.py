@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,12 +14,10 @@ import pytest
 from rich.console import Console
 
 import mpkit as mk
-from mpkit.cli import main
 from mpkit.common.units import percent, seconds
 from mpkit.trace.proof import Proof
 from mpkit.views.commands.demo import Demo, Outcome
 from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
-from tests.limits import PROGRAM
 
 
 @pytest.fixture
@@ -78,53 +74,6 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., 
     assert "bubble in theory" in html and "naive MP" in html
 
 
-def test_the_page_and_the_terminal_say_the_same_digit_by_digit(tmp_path: Path) -> None:
-    outcomes = simulated_outcomes()
-    demo = Demo(html=str(tmp_path / "demo.html"), console=Console(file=io.StringIO(), width=200))
-    demo.console.print(demo.table(outcomes))
-    demo._keep(outcomes, "trains nothing")
-    text = demo.console.file.getvalue()  # type: ignore[attr-defined]
-    said = {}
-    for line in text.splitlines():
-        label, *cells = re.split(r"\s{2,}", line.strip())
-        said[label] = [cell.replace(" x", " ×") for cell in cells]
-    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
-    assert (
-        'name="ranks" min="2" max="8" step="1" value="4"' in page
-    )  # the schedules to try begin as the demo does
-    body = page[page.index("<tbody>") : page.index("</tbody>")]
-    shown = [
-        dict(re.findall(r'<td data-head="([^"]*)">(?:<span class="bar".*?"number">)?([^<]*)', row))
-        for row in body.split("</tr>")[:-1]
-    ]
-    same = {
-        "bubble measured": "bubble", "bubble in theory": "bubble in theory", "step time": "step time",
-        "speed-up": "speed-up over serial", "last loss": "last loss", "equal to serial": "equal to serial",
-    }  # fmt: skip
-    for terminal, column in same.items():
-        assert said[terminal] == [row[column] for row in shown]
-    assert len({*said["bubble measured"]}) == 3 and outcomes[1].typical_step == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--strategies", "gpip"], "there are naive, gpipe"),
-        (["--strategies", "3d", "--ranks", "6"], "of 4 ranks each: --ranks 8"),
-        (["--microbatches", "33"], "microbatches=32 works"),
-        (["--ranks", "0"], "stages is a whole number, 1 or more"),
-    ],
-)
-def test_mistakes_end_in_one_message(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["demo", "--device", "cpu", "--layers", "4", "--width", "32", "--steps", "1", *arguments])
-    assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert says in said and "Traceback" not in said
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("names", [set(STRATEGIES) - {"3d"}, {"3d"}], ids=["all but 3d", "3d"])
 def test_every_strategy_that_it_knows(demo: Callable[..., Demo], names: set[str]) -> None:
@@ -133,29 +82,6 @@ def test_every_strategy_that_it_knows(demo: Callable[..., Demo], names: set[str]
     text = printed(made)
     assert len(outcomes) == 1 + len(names)
     assert re.search(f"equal to serial( +2 steps){{{len(outcomes)}}}", text)
-
-
-def test_the_help_names_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["demo", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    *names, last = STRATEGIES
-    assert f"a list with commas, of {', '.join(names)} and {last}" in said
-
-
-@pytest.mark.soak
-def test_it_needs_nothing_that_only_notebooks_need(tmp_path: Path) -> None:
-    code = f"""
-import sys
-for name in ("plotly", "ipywidgets", "anywidget", "pandas", "IPython"):
-    sys.modules[name] = None
-from mpkit.cli import main
-main(["demo", "--device", "cpu", "--ranks", "2", "--steps", "2", "--layers", "2", "--width", "32",
-      "--html", {str(tmp_path / "demo.html")!r}])
-"""
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=PROGRAM)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo.html").exists()
 
 
 def simulated_outcomes() -> list[Outcome]:
@@ -203,18 +129,3 @@ def test_no_figure_of_a_run_stands_on_the_page_or_in_the_terminal_with_two_value
         said["peak memory"] = {most, f"{drawn} micro-batch", cells["peak memory per GPU"].removesuffix("es")}
         assert {what: len(values) for what, values in said.items()} == dict.fromkeys(said, 1), said
         assert state["of"] == f"step {outcome.typical_step}" and outcome.typical_step != 2
-
-
-def test_all_memory_of_the_demo_has_one_unit(tmp_path: Path) -> None:
-    """In the terminal's table, the page's, each picture's words and each table of ranks."""
-    demo = Demo(html=str(tmp_path / "demo.html"), console=Console(file=io.StringIO(), width=200))
-    outcomes = simulated_outcomes()
-    for outcome, size in zip(outcomes, (3000, 20, 10), strict=True):
-        outcome.timeline.clock = "virtual"
-        outcome.timeline.held["total"] *= size << 20
-    demo.console.print(demo.table(outcomes))
-    demo._keep(outcomes, "trains nothing")
-    page = (tmp_path / "demo.html").read_text(encoding="utf-8")
-    terminal = demo.console.file.getvalue()  # type: ignore[attr-defined]
-    for words in (terminal, re.sub(r'<script type="text/plain".*?</script>', "", page)):
-        assert {*re.findall(r"\d (GiB|MiB|KiB)\b", words)} == {"GiB"}

@@ -14,7 +14,7 @@ import mpkit as mk
 from mpkit.common.launch_folder import Settings
 from mpkit.devices.local import queries as local
 from mpkit.devices.local.choose import DeviceChoice, choose
-from mpkit.devices.local.inventory import Inventory, LocalDevice, inventory_of_gpus, unnamed_devices
+from mpkit.devices.local.inventory import Inventory, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visibility import visible
 from mpkit.launch.process.payload import settings_here
@@ -92,41 +92,6 @@ def test_each_rank_has_a_device_of_its_own_or_shares_one() -> None:
 def test_devices_that_cannot_be(devices: object, ranks: int | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         choose(devices, ranks, FOUR)
-
-
-def test_an_index_beyond_what_is_visible_is_explained_by_the_variable() -> None:
-    """nvidia-smi's GPU 2 is cuda:0 for a program that sees GPU 2 and 0 only."""
-    hidden = machine(A100, CUDA_VISIBLE_DEVICES="2,0")
-    assert choose([1, 0], None, hidden).numbers == (1, 0)
-    with pytest.raises(
-        ValueError, match=r"torch sees 2.*CUDA_VISIBLE_DEVICES=2,0.*GPU 2 is cuda:0 .*devices=\[0\]"
-    ):
-        choose([2], None, hidden)
-
-
-@pytest.mark.parametrize(
-    ("environment", "order", "words"),
-    [
-        ({}, [1, 2, 0], "CUDA counts from the one that it takes for the fastest"),
-        ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, [1, 2, 0], "is FASTEST_FIRST"),
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0, 1, 2], None),
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS"}, [1, 2, 0], "is neither of FASTEST_FIRST and PCI_BUS_ID"),
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2,GPU-0"}, [2, 0], None),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, [1], "fastest"),
-    ],
-)
-def test_the_order_of_unlike_gpus(environment: dict[str, str], order: list[int], words: str | None) -> None:
-    found = machine(T4_AND_A100, **environment)("cuda")
-    assert found is not None
-    assert [device.number for device in found.devices] == order
-    assert (not found.notes) if words is None else any(words in note for note in found.notes)
-
-
-def test_what_torch_sees_otherwise_than_the_driver_is_not_named() -> None:
-    """MIG slices, containers: no name is better than a wrong one."""
-    found = inventory_of_gpus(A100, {}, 7)
-    assert found.devices == (LocalDevice(),) * 7
-    assert "torch sees 7 GPUs, and by nvidia-smi it should see 4" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -223,47 +188,3 @@ def test_ranks_that_see_one_gpu_each_are_told_apart_by_its_uuid(monkeypatch: pyt
         told += [tell(choose("cuda", None, local.inventory_of), int(number))]
     assert [each["row"][0] for each in told] == ["cuda:0", "cuda:0"]
     assert all_alone(told, ["a", "a"])
-
-
-def test_more_devices_than_ranks_of_a_node_are_refused(four_gpus: None) -> None:
-    nodes, names = ["a", "a", "b"], ["rank 0 of 3 on a", "rank 1 of 3 on a", "rank 2 of 3 on b"]
-    with pytest.raises(
-        ValueError, match=r"names 2 devices.*1 rank on the node of rank 2 of 3 on b.*start 2 per node"
-    ):
-        check_named(greetings([2, 0], nodes), nodes, names)
-    with pytest.raises(ValueError, match=r"names 3 devices.*2 ranks on the node of rank 0"):
-        check_named(greetings(["cpu"] * 3, nodes), nodes, names)
-
-
-def test_a_launched_cluster_on_gpus_prints_what_each_rank_says(
-    monkeypatch: pytest.MonkeyPatch, four_gpus: None
-) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # which a session would set for good
-    for name, value in {**place, **interface, "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with mk.Cluster(devices=[2]) as cluster:
-        assert (cluster.ranks, cluster.backend) == (1, "nccl")
-        assert str(cluster).splitlines()[2].split() == ["0", "cuda:2", "A100", "GPU-2a5f", "80.0", "GiB"]
-        assert cluster.resized(1).backend == "nccl"
-    with pytest.raises(
-        ValueError, match="devices= names 2 devices, and the launcher has started 1 rank on the node"
-    ):
-        mk.Cluster(devices=[2, 0])
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ({}, r"mk.Cluster\(\) lacks ranks. Such as:"),
-        ({"devices": "cpu"}, "lacks ranks"),
-        ({"device": "cuda", "devices": [0]}, "give one of both"),
-        ({"devices": ["cpu"] * 300}, "up to 256"),
-        ({"device": "xpu", "ranks": 2}, "torch sees no xpu device here"),
-        ({"device": "cuda:9", "ranks": 2}, "cuda:9"),
-        ({"gpus": [0]}, "has no argument gpus"),
-    ],
-)
-def test_clusters_that_cannot_be(how: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        mk.Cluster(**how)

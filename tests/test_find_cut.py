@@ -74,12 +74,3 @@ def test_a_chain_is_cut_as_a_plan_cuts_it() -> None:
     each = found.stages[1].cost / len([name for name in found.stages[1].blocks if name in blocks])
     costs = [0, *[each] * 4, found.stages[2].cost - each * sum(b in blocks for b in found.stages[2].blocks)]
     assert found.points == [names[stage.start] for stage in balance(costs, 3)[1:]]
-
-
-def test_what_cannot_be() -> None:
-    with pytest.raises(ValueError, match="there are 'time', 'flops', 'memory', such as by='flops'"):
-        mk.find_cut(Uneven(), BATCH, 2, loss=of_words, by="luck")
-    with pytest.raises(ValueError, match="6 stages, but the model has 5 layers"):
-        mk.find_cut(Uneven(), BATCH, 6, loss=of_words)
-    with pytest.raises(ValueError, match="The model refuses data of this shape"):
-        mk.find_cut(UNet(1, 2), (torch.zeros(1, 3, 8, 8), torch.zeros(1, 8, 8)), 2, loss=F.cross_entropy)

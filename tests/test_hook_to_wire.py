@@ -14,12 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.plan.mesh import Mesh
-from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
-from mpkit.trace import Kind
-from scripts.count_stops import frames_on_a_rank
 
 # ---------------------------------------------------------------- from the hook to torch.distributed
 
@@ -124,26 +120,4 @@ def test_ranks_are_those_of_the_communicator(
         cluster.run(wrong)
 
 
-def alone(ctx: Any) -> tuple[bool, list[float]]:
-    one = MeshAxes(ctx.comm, ctx.device, Mesh(dp=2)).communicator_of("tp")
-    x, out = torch.ones(2), torch.zeros(2)
-    same = one.all_reduce(x), one.all_gather(x), one.reduce_scatter(x), one.broadcast(x), one.gather(x)
-    later = one.all_reduce(x, async_op=True).wait(), one.all_gather(x, async_op=True, out=out).wait()
-    itself = all(each is x for each in (*same, later[0])) and later[1] is out
-    return itself, out.tolist()
-
-
-def test_along_an_axis_of_one_rank_nothing_is_sent(clusters: Callable[[int], mk.Cluster]) -> None:
-    cluster = clusters(2)
-    assert cluster.run(alone) == [(True, [1.0, 1.0])] * 2
-    kinds = {Kind(kind) for rank in cluster.trace.ranks for kind in rank.ops["kind"]}
-    assert not kinds & {Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.BROADCAST, Kind.GATHER}
-
-
 # ---------------------------------------------------------------- from the training loop to a layer
-
-
-def test_four_frames_from_the_training_loop_to_a_layer(clusters: Callable[[int], mk.Cluster]) -> None:
-    for frames, _ in clusters(2).run(frames_on_a_rank, mk.Plan.pipeline("1f1b", 2, 2)):
-        names = [name.rpartition(".")[2] for name in frames]  # Python 3.10 knows no classes
-        assert names == ["__call__", "forward", "_forward", "step", "step"], frames

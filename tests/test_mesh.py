@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mpkit.plan.axes import AXES
 from mpkit.plan.mesh import Mesh
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.stage.shard import Shard, evenly, put_together
 
 degrees = st.integers(1, 4)
@@ -28,13 +27,6 @@ def test_groups_part_the_ranks(pp: int, dp: int, cp: int, tp: int, axes: set[str
         assert list(group) == sorted(group)
         for axis in set(AXES) - axes:
             assert len({getattr(places[rank], axis) for rank in group}) == 1
-
-
-def test_tp_is_innermost_and_pp_outermost() -> None:
-    mesh = Mesh(pp=2, dp=2, tp=2)
-    assert mesh.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert mesh.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert mesh.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_every_axis_talks_to_its_own(clusters: Any) -> None:
@@ -81,12 +73,3 @@ def test_the_shards_of_a_parameter_make_it_whole(data: st.DataObject) -> None:
     parts = [shard.take(whole) for shard in shards]
     assert all(tuple(part.shape) == shard.shape for part, shard in zip(parts, shards, strict=True))
     assert torch.equal(put_together(shards, parts), whole)
-
-
-def test_a_pretended_line_gives_the_right_shapes() -> None:
-    line = FakeGroup(3, 1)
-    x = torch.arange(6.0).view(6, 1)
-    assert line.all_gather(x, async_op=True).wait().shape == (18, 1)
-    assert line.reduce_scatter(x, async_op=True).wait().tolist() == [[2.0], [3.0]]
-    assert line.all_reduce(x, async_op=True).wait() is x
-    assert line.isend(x, 0, "K0").wait() is x and line.irecv(x, 2, "K0").wait() is x

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from tests.mesh.test_mesh_training import adamw, sgd, tokens
+from tests.mesh.test_mesh_training import tokens
+from tests.recipes import adamw, sgd
 from tests.serial import Train
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.axes import join_axes
 from mpkit.trace import Kind
-from tests.mesh.test_mesh_training import bert, gpt2, llama, logits_loss, sgd, tokens, words
+from tests.mesh.test_mesh_training import bert, gpt2, llama, tokens, words
+from tests.recipes import logits_loss, sgd
 from tests.serial import Train
 
 pytestmark = [
@@ -86,26 +86,6 @@ def test_a_layer_makes_two_all_reduces_forward_and_two_backward(
     assert ("b s h a boundary a micro-batch" in table) == (pp > 1)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("plan", [
-    mk.Plan(tp=2, sequence_parallel=True),
-    mk.Plan(tp=4, sequence_parallel=True, microbatches=2),
-    mk.Plan(pp=2, tp=2, sequence_parallel=True, microbatches=4, schedule="1f1b"),
-], ids=str)  # fmt: skip
-def test_sequence_parallelism_sends_as_much(train: Train, plan: mk.Plan) -> None:
-    """As 2 reduce-scatters and 2 all-gathers each way; and gathers again what each region's weights were given."""
-    few, many = trained(train, plan, 2), trained(train, plan, 4)
-    each = (
-        B * S * H * FP32 * (plan.tp - 1) / plan.tp * 2 / plan.pp
-    )  # a pass, of all layers that a rank has more
-    more = {kind: wire(many, "tp", kind) - wire(few, "tp", kind) for kind in ("all_gather", "reduce_scatter")}
-    again = 2 * each
-    assert more["reduce_scatter"] + more["all_gather"] - again == 8 * each
-    assert more["reduce_scatter"] == 4 * each
-    gathers = next(row for row in many.comm_volume().rows if row.kind == "all_gather")
-    assert "again for its weights" in gathers.words and "6 b s h (t-1)/t a layer" in gathers.symbols
-
-
 # ---- every axis ----------------------------------------------------------------------------------------------------
 
 
@@ -168,41 +148,6 @@ def test_what_is_sent_is_what_the_formulas_say(train: Train, how: dict[str, Any]
     assert placed.stages == tuple(map(tuple, run.trace.meta["stages"]))
 
 
-@pytest.mark.soak
-def test_a_pipeline_sends_b_s_h_a_boundary(train: Train) -> None:
-    plans = [mk.Plan(pp=2, tp=2, microbatches=2, sequence_parallel=divided) for divided in (False, True)]
-    whole, divided = (wire(trained(train, plan), "pp", "send") - FP32 / 2 for plan in plans)
-    # The last stage's rank tells the first one's the loss; on average half of the ranks do, by one of 2 parts a float.
-    assert whole == pytest.approx(B * S * H * FP32, abs=FP32) and divided == pytest.approx(
-        whole / 2, abs=FP32
-    )
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_replicas_send_two_psi_of_what_a_rank_has_and_zero_3_three(train: Train, zero: int) -> None:
-    timeline = trained(train, mk.Plan(dp=2, tp=2, zero=zero))
-    model = gpt(4)
-    divided = ("qkv", "up", "attention.out.weight", "mlp.out.weight", "tokens", "logits")
-    psi = sum(p.numel() / (2 if any(d in n for d in divided) else 1) for n, p in model.named_parameters())
-    sent = sum(row.wire for row in timeline.comm_volume().rows if row.axis == "dp")
-    assert sent == (3 if zero == 3 else 2) * psi * FP32 / 2
-
-
-def test_a_ring_sends_keys_and_values(train: Train) -> None:
-    """(c-1)/c of them forward, as much backward, and their gradients: 3 |K, V| (c-1)/c; |K, V| = 2 b s h a layer."""
-    timeline = trained(train, mk.Plan(cp=4))
-    assert wire(timeline, "cp", "send") == 3 * 4 * (2 * B * S * H * FP32) * 3 / 4
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_ulysses_sends_queries_keys_values_and_outputs(train: Train, recompute: str) -> None:
-    """(c-1)/c of a rank's part of each, forward and backward: 8 b s h / c (c-1)/c a layer."""
-    timeline = trained(train, mk.Plan(cp=4, cp_method="ulysses", recompute=recompute))
-    times = 3 if recompute == "full" else 2
-    assert wire(timeline, "cp", "all_to_all") == times * 4 * (4 * B * S * H * FP32) / 4 * 3 / 4
-
-
 # ---- other models ----------------------------------------------------------------------------------------------------
 
 
@@ -249,24 +194,3 @@ def test_the_loss_of_divided_logits_all_reduces_three_numbers_per_token(train: T
     timeline = trained(train, mk.Plan(tp=t, microbatches=2), layers)
     assert wire(timeline, "tp", "all_reduce") == payload * 2 * (t - 1) / t
     check_ratios(timeline, {"tp"})
-
-
-def of_whole_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), -1), targets.flatten())
-
-
-def test_a_loss_that_asks_for_whole_logits_gathers_them(train: Train) -> None:
-    data = tokens(B, S, VOCAB)
-    run = train(gpt(2), data, mk.Plan(tp=2), loss=of_whole_logits, optimizer=sgd, steps=2)
-    timeline = run.timeline()
-    assert wire(timeline, "tp", "all_gather") == B * S * VOCAB * FP32 / 2
-    check_ratios(timeline, {"tp"})
-
-
-def test_what_no_paper_is_about_has_no_formula(train: Train) -> None:
-    """Linear layers of several widths, the first of which nobody wants the input's gradient of."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3))
-    data = [(torch.randn(8, 6), torch.randn(8, 3))]
-    run = train(model, data, mk.Plan(dp=2, tp=2), loss=F.mse_loss, optimizer=sgd, steps=2)
-    check_ratios(run.timeline(), {"dp", "tp"}, unknown={("tp", "all_reduce")})

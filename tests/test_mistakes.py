@@ -9,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,41 +50,6 @@ def test_a_call_that_does_not_fit_is_answered_with_one_that_does(make: Callable[
     with pytest.raises(mk.errors.ArgumentError, match=says) as caught:
         make()
     assert isinstance(caught.value, TypeError) and isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mk.Plan.gpipe(stages=0, microbatches=4), r"Plan.gpipe\(stages=0\): stages is"),
-        (lambda: mk.Plan.naive_mp(-1), r"stages=-1\): stages is"),
-        (lambda: mk.Plan.pipeline("1f1b", 0, 4), r"ranks=0\): ranks is"),
-        (lambda: mk.Plan.ddp(True), "replicas is a whole number"),
-        (lambda: mk.Plan.tp("2"), "ranks is a whole number"),
-        (lambda: mk.Plan.zero(7, 2), r"Plan.zero\(stage=7, replicas=2\)"),
-    ],
-)
-def test_degrees_are_called_what_they_were_typed_as(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
-        make()
-    assert "pp" not in str(caught.value)
-
-
-def test_numbers_of_any_make_travel() -> None:
-    plan = mk.Plan(
-        dp=torch.tensor(2), zero=np.int64(2), prefetch=np.int64(2), bucket_mb=np.float32(3), microbatches=np.int8(2)  # type: ignore[arg-type]
-    )  # fmt: skip
-    assert (
-        mk.Plan.from_json(plan.to_json())
-        == plan
-        == mk.Plan.zero(2, 2, prefetch=2, bucket_mb=3.0, microbatches=2)
-    )
-    for field, value in [
-        ("precision", np.array(["a", "b"])),
-        ("recompute", X),
-        ("schedule", torch.tensor(2)),
-    ]:
-        with pytest.raises(ValueError, match=f"{field}="):
-            mk.Plan(**{field: value})
 
 
 TRAIN: list[tuple[dict[str, Any], str]] = [
@@ -158,11 +122,6 @@ class Unwilling(nn.Module):
         return self.layer(x)
 
 
-def own_data() -> Iterator[tuple[Tensor, Tensor]]:
-    yield from ()
-    raise KeyError("of one's own")
-
-
 @pytest.mark.usefixtures("folded")
 def test_a_traceback_ends_at_the_users_line(clusters: Callable[[int], mk.Cluster]) -> None:
     cluster = clusters(2)
@@ -193,13 +152,6 @@ def test_a_mistyped_name_is_answered_at_the_users_line() -> None:
 
 
 @pytest.mark.usefixtures("folded")
-def test_what_the_users_functions_do_stays_visible(clusters: Callable[[int], mk.Cluster]) -> None:
-    with pytest.raises(KeyError) as caught:
-        clusters(2).train(layers(), own_data(), mk.Plan.ddp(2), **HOW)
-    assert places(caught.value) == ["own_data"]
-
-
-@pytest.mark.usefixtures("folded")
 def test_the_ranks_own_traceback_has_the_users_frames(clusters: Callable[[int], mk.Cluster]) -> None:
     run = clusters(2).train(Unwilling(), [(X, Y)], mk.Plan.ddp(2), **HOW)
     for _ in range(2):  # raised again it is as short
@@ -209,19 +161,6 @@ def test_the_ranks_own_traceback_has_the_users_frames(clusters: Callable[[int], 
     message = str(caught.value)
     assert "in forward" in message and "_call_impl" not in message and "stage_work" not in message
     assert "_call_impl" in caught.value.traceback, "all of it is there to look up"
-
-
-def test_all_frames_on_request() -> None:
-    show_internals()
-    try:
-        with pytest.raises(ValueError) as caught:
-            mk.Plan(pp=0)
-        assert "check_plan" in places(caught.value)
-    finally:
-        show_internals(False)
-    with pytest.raises(ValueError) as caught:
-        mk.Plan(pp=0)
-    assert places(caught.value) == []
 
 
 @pytest.mark.usefixtures("folded")
@@ -336,26 +275,6 @@ def test_the_words_of_a_plan_mean_the_same_in_any_order(words: list[str], shuffl
 def test_words_that_contradict_each_other_are_not_chosen_between(words: str) -> None:
     with pytest.raises(ValueError, match="say one of them"):
         plan_of(words, 8)
-
-
-def test_no_samples_are_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--model", "gpt2", "--plan", "tp0", "--hardware", "8x-a100-nvlink"]
-    for command in ("estimate", "fits"):
-        for plan, batch, words in (
-            ("ddp", "0", "global_batch=0: samples per step"),
-            ("tp0", "8", "Plan(tp=0)"),
-        ):
-            asked[3] = plan
-            with pytest.raises(SystemExit):
-                main([command, *asked, "--global-batch", batch])
-            assert words in capsys.readouterr().err
-
-
-def test_a_terminal_asks_for_no_more_tokens_than_a_model_has_positions(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main(["estimate", "--model", "gpt2", "--plan", "ddp", "--hardware", "8x-a100-nvlink"])
-    assert "8 samples of 1024 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,6 @@ def test_of_estimates(guess: Estimate) -> None:
     of_an_estimate(guess)
 
 
-@pytest.mark.soak
-@settings(max_examples=500, deadline=None)
-@given(estimates())
-def test_of_500_estimates(guess: Estimate) -> None:
-    of_an_estimate(guess)
-
-
 PLANS = [
     mk.Plan(pp=2, schedule="1f1b", microbatches=4, dp=2),
     mk.Plan(pp=2, schedule="zbv", microbatches=4, virtual_stages=2),

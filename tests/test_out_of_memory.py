@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.launch.out_of_memory import out_of_memory_text
-from mpkit.strategies.runtime.memory_picture import is_out_of_memory
 from mpkit.trace import CATEGORIES, Trace
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -113,20 +112,3 @@ def test_on_a_gpu_the_allocator_is_part_of_the_picture() -> None:
     assert "torch allocated 13.0 GiB (954 MiB of it in no category" in said
     assert "keeps 5.6 GiB unused, and 2.8 GiB are CUDA's own and other programs'" in said
     assert "expandable_segments:True" in said
-
-
-def test_any_other_error_has_no_picture(cluster: mk.Cluster) -> None:
-    with pytest.raises(mk.RankFailed) as raised:
-        cluster.resized(2).run(lambda ctx: 1 / 0)
-    assert raised.value.memory is None
-    assert "held then" not in str(raised.value)
-
-
-def test_which_errors_are_out_of_memory() -> None:
-    cpu = RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to"
-    )
-    for error in (torch.OutOfMemoryError(SAID), torch.cuda.OutOfMemoryError(SAID), MemoryError(), cpu):
-        assert is_out_of_memory(error)
-    for other in (ValueError("memory"), RuntimeError("shapes"), KeyError("out of memory")):
-        assert not is_out_of_memory(other)

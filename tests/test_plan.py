@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.plan.constructors import ELSEWHERE
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule import NAMES, Schedule
+from mpkit.plan.schedule import Schedule
+from mpkit.strategies.prepare.arguments.arguments import check_plan
 
 OWN = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="mine")
 
@@ -38,16 +38,6 @@ def test_json_and_repr_make_the_same_plan_again(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert eval(repr(plan), {"Plan": Plan, "Schedule": Schedule}) == plan
     assert plan.describe().endswith(".")
-
-
-def test_the_classics() -> None:
-    assert mk.Plan.serial().ranks == 1
-    assert Plan.serial().bubble_in_theory == 0
-    assert Plan.naive_mp(4).bubble_in_theory == Fraction(3, 4)
-    assert Plan.gpipe(4, 8).bubble_in_theory == Fraction(3, 11)
-    assert Plan.gpipe(4, 8) == Plan(pp=4, schedule="gpipe", microbatches=8)
-    assert (Plan.from_schedule(OWN).pp, Plan.from_schedule(OWN).microbatches) == (2, 2)
-    assert Plan.from_schedule(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]).stages == 4
 
 
 def test_numbers_of_any_make() -> None:
@@ -125,11 +115,6 @@ def test_what_cannot_be_says_why_and_what_could(asked: dict[str, Any], words: st
     assert eval("Plan(" + proposed, {"Plan": Plan, "schedule": OWN}).ranks >= 1, "what it proposes works"
 
 
-def test_a_schedule_that_cannot_run_is_drawn() -> None:
-    with pytest.raises(ValueError, match="1B0 comes before 1F0"):
-        Plan(pp=2, schedule=["0F0 0B0", "1B0 1F0"])
-
-
 def test_broken_json() -> None:
     with pytest.raises(ValueError, match="no plan in JSON"):
         Plan.from_json("{")
@@ -137,31 +122,6 @@ def test_broken_json() -> None:
         Plan.from_json("[3]")
     with pytest.raises(ValueError, match=r"no 'microbatch'. Did you mean 'microbatches'\?"):
         Plan.from_json('{"pp": 4, "microbatch": 8}')
-
-
-def test_every_named_schedule_makes_a_plan() -> None:
-    for name in NAMES:
-        plan = Plan(pp=3, schedule=name, microbatches=6)
-        assert plan.stages == 3 * plan.virtual_stages
-        assert plan.virtual_stages == (2 if name in ("zbv", "dualpipev") else 1)
-        assert Plan.pipeline(name, 3, 6) == plan == Plan.from_json(plan.to_json())
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mk.Plan.ddp(4, bucketmb=3), "Did you mean bucket_mb=3"),
-        (lambda: mk.Plan.dp(4, dp=3), "no such option here"),
-        (lambda: mk.Plan.zero(3), r"among how many ranks.*Plan.zero\(3, 4\)"),
-        (lambda: mk.Plan.ddp(0), r"Plan.ddp\(replicas=4\)"),
-        (lambda: mk.Plan.zero(torch.tensor([1, 2])), r"among how many ranks.*Plan.zero\(3, 4\)"),
-        (lambda: mk.Plan(schedule=torch.tensor([1, 2])), r"Rank 0's row is tensor\(1\); it is text"),
-        (lambda: mk.Plan.from_schedule(torch.tensor(2.0)), "is no schedule. Give its rows"),
-    ],
-)
-def test_named_constructors_say_what_is_wrong(make, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()
 
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
@@ -207,12 +167,6 @@ def test_values_of_other_libraries_are_answered_with_ours(
     message = str(caught.value)
     assert words in message
     assert message.endswith(repr(Plan(dp=2, **meant)))
-
-
-@pytest.mark.parametrize("word", ["opt_level", "autocast"])
-def test_keywords_for_precision(word: str) -> None:
-    with pytest.raises(mk.errors.ArgumentError, match=r'precision="bf16" or "fp16" computes in 16 bits'):
-        Plan(dp=2, **{word: "O1"})
 
 
 TYPED: dict[str, list[Any]] = {
@@ -317,3 +271,28 @@ def test_words_that_are_no_order_and_no_tensor_plan_are_rejected() -> None:
         mk.attention_work([4, 12], 2, "zigzagg")
     with pytest.raises(ValueError, match=r"is none that Plan\.to_json wrote"):
         mk.Plan.from_json({"tensor": {"foo": 1}})
+
+
+MESH = Plan(pp=2, dp=2, tp=2, schedule="1f1b")
+
+
+@pytest.mark.parametrize(("plan", "ranks", "nearest"), [
+    (MESH, 4, Plan(pp=2, tp=2, schedule="1f1b")),
+    (MESH, 16, Plan(pp=2, dp=4, tp=2, schedule="1f1b")),
+    (MESH, 12, Plan(pp=2, dp=3, tp=2, schedule="1f1b")),
+    (MESH, 6, Plan(pp=3, tp=2, schedule="1f1b")),
+    (Plan(tp=2, sequence_parallel=True), 4, Plan(dp=2, tp=2, sequence_parallel=True)),
+    (Plan(tp=4, sequence_parallel=True), 2, Plan(tp=2, sequence_parallel=True)),
+    (Plan(dp=2, cp=2), 8, Plan(dp=4, cp=2)),
+    (Plan(pp=2, cut=[1]), 4, Plan(pp=4)),
+    (Plan(pp=2, dp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4), 1, Plan.serial(4)),
+    (Plan(dp=2, data_parallel="dp"), 4, Plan(dp=4, data_parallel="dp")),
+], ids=str)  # fmt: skip
+def test_a_cluster_of_another_size_gets_the_nearest_plan(plan: Plan, ranks: int, nearest: Plan) -> None:
+    """As many axes as can stay do."""
+    with pytest.raises(ValueError) as caught:
+        check_plan(plan, ranks)
+    said = str(caught.value)
+    assert f"mk.Cluster(ranks={plan.ranks}) fits it" in said
+    pasted = eval(said.rpartition("or on this one: ")[2], {"mk": mk})  # as whoever reads it would
+    assert pasted == nearest and pasted.ranks == ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 import re
 from dataclasses import FrozenInstanceError
@@ -20,9 +19,7 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.schedule import Schedule
-from mpkit.strategies.prepare.dry_run.count import make
 from mpkit.strategies.prepare.prepare import TrainJob, prepare
-from tests.ingredients import LAYERS, WIDTH
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 DATA = [(torch.zeros(8, 4), torch.zeros(8, 2))]
@@ -40,10 +37,6 @@ def prepared(**changes: Any) -> TrainJob:
     }  # fmt: skip
     how |= changes
     return prepare(how.pop("model"), how.pop("data"), how.pop("plan"), **how)
-
-
-def fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, fused=True)
 
 
 class Fork(nn.Module):
@@ -225,20 +218,6 @@ def test_refused(changes: dict[str, Any], words: str, capfd: pytest.CaptureFixtu
     assert caught.value.__cause__ is None, "a reader sees the reason, not what it was found by"
 
 
-def test_nothing_of_the_callers_changes() -> None:
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.ReLU(inplace=True), nn.Linear(8, 2)
-    )
-    weights = copy.deepcopy(model.state_dict())
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    prepared(model=model, plan=mk.Plan.gpipe(2, 4, batchnorm="local"))
-    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1] == random.getstate()
-    assert (states[2] == np.random.get_state()[1]).all()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_nothing_is_computed_and_nothing_printed(capsys: pytest.CaptureFixture[str]) -> None:
     class Loud(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -251,22 +230,6 @@ def test_nothing_is_computed_and_nothing_printed(capsys: pytest.CaptureFixture[s
     job = prepared(model=model, data=data, steps=1)
     assert capsys.readouterr().out == ""
     assert sum(layer.flops.forward for layer in next(iter(job.where.numbers.values()))) > 1e10
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD, adamw, fused])
-def test_optimizers_that_work(optimizer: Any) -> None:
-    prepared(optimizer=optimizer)
-
-
-def test_an_optimizer_with_groups() -> None:
-    def grouped(params: Any) -> torch.optim.Optimizer:
-        params = list(params)
-        matrices = [p for p in params if p.dim() > 1]
-        return torch.optim.AdamW(
-            [{"params": matrices}, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
-        )
-
-    prepared(optimizer=grouped)
 
 
 def test_data_of_many_kinds() -> None:
@@ -347,36 +310,6 @@ def test_flops_are_those_of_the_layers() -> None:
     assert both == 2 * b * (4 * 8 + 8 * 8 + 8 * 2)
 
 
-def test_uneven_micro_batches_are_counted_by_size() -> None:
-    job = prepared(plan=mk.Plan.gpipe(2, 3))  # 3, 3, 2
-    assert [numbers[0].output.specs[0].shape for numbers in job.where.numbers.values()] == [(3, 8), (2, 8)]
-
-
-def test_a_dict_stays_within_a_stage() -> None:
-    model = nn.Sequential(AsDict(), FromDict(), nn.Linear(4, 4), AsDict(), FromDict(), nn.Linear(4, 2))
-    job = prepared(model=model, plan=mk.Plan.gpipe(4, 2), ranks=4)
-    assert [stage.start for stage in job.where.stages] == [0, 2, 3, 5]
-
-
-def test_layers_of_one_make_are_those_that_compute_the_same() -> None:
-    class Times(nn.Module):
-        def __init__(self, n: int) -> None:
-            super().__init__()
-            self.linear, self.n = nn.Linear(2, 2), n
-
-    model = GPT(layers=2, width=8, heads=2)
-    assert make(model.block0) == make(model.block1) != make(model.head)
-    assert make(Times(2)) == make(Times(2)) != make(Times(3))
-    assert make(nn.Linear(2, 2)) != make(nn.Linear(2, 2, bias=False))
-    assert make(nn.Linear(2, 2)) != make(nn.Linear(2, 2).requires_grad_(False))
-
-
-def test_a_job_travels() -> None:
-    job = prepared()
-    again = pickle.loads(pickle.dumps(job))
-    assert (again.where, again.meta) == (job.where, job.meta)
-
-
 def test_a_job_is_never_changed() -> None:
     job = prepared(plan=mk.Plan(tp=2), ranks=2)
     here = job.for_place(1)
@@ -384,11 +317,6 @@ def test_a_job_is_never_changed() -> None:
     for part in (job, job.what, job.how, job.where):
         with pytest.raises(FrozenInstanceError):
             part.__setattr__(next(iter(part.__dataclass_fields__)), None)
-
-
-def test_it_is_a_value_error_of_the_cluster_before_any_rank_starts(cluster: mk.Cluster) -> None:
-    with pytest.raises(ValueError, match="a batch of 8"):
-        cluster.train(MODEL, DATA, mk.Plan.gpipe(4, 12), loss=F.mse_loss, optimizer=adamw, steps=1)
 
 
 def test_a_model_is_tried_with_one_core_left_and_threads_are_restored() -> None:
@@ -409,64 +337,6 @@ def test_a_model_is_tried_with_one_core_left_and_threads_are_restored() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("layer", "plan", "words"),
-    [
-        ("mapped", mk.Plan.zero(3, 2), "calls 1.0 within a transform of torch.func"),
-        ("slope", mk.Plan.zero(3, 2), "1.0 returned (torch.autograd.grad), and zero=3 has dropped"),
-        ("slope", mk.Plan(recompute="full"), "the first forward has no graph"),
-        ("clamped", mk.Plan.zero(3, 2), "writes into the parameter 1.weight"),
-        ("clamped", mk.Plan.gpipe(2, 2), "writes into the parameter 1.weight"),
-    ],
-)
-def test_what_a_forward_does_besides_its_output(layer: str, plan: mk.Plan, words: str) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[layer](), nn.Linear(WIDTH, 2))
-    data = [(torch.randn(4, WIDTH), torch.randn(4, 2))]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": torch.optim.SGD, "steps": 1, "by_name": True}
-    with pytest.raises(ValueError, match=re.escape(words)):
-        prepare(model, data, plan, ranks=plan.ranks, **how)
-    prepare(model, data, mk.Plan.ddp(2), ranks=2, **how)
-
-
-class Around(nn.Module):
-    """Transforms its layers, or computes with others' parameters, between the blocks of a pipeline."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "vmap":
-            return torch.vmap(lambda row: self.last(self.first(row)))(x)
-        weights = {name: 2 * p for name, p in self.last.named_parameters()}
-        made: Tensor = torch.func.functional_call(self.last, weights, (self.first(x),))
-        return made
-
-
-@pytest.mark.parametrize(
-    ("how", "words"), [("vmap", "a transform of torch.func"), ("replaced", "in place of its parameters")]
-)
-def test_a_pipeline_does_not_cut_through_transforms(how: str, words: str) -> None:
-    data = [(torch.randn(4, 4), torch.randn(4, 2))]
-    with pytest.raises(ValueError, match=words):
-        prepare(
-            Around(how), data, mk.Plan.gpipe(2, 2), ranks=2, loss=F.mse_loss, optimizer=torch.optim.SGD, steps=1,
-            by_name=True,
-        )  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit
-def test_compiled_layers_are_not_divided_and_scripted_models_not_cut() -> None:
-    body = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    data = [(torch.randn(4, 4), torch.randn(4, 2))]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": torch.optim.SGD, "steps": 1, "by_name": True}
-    with pytest.raises(ValueError, match=r"compiled \(torch.compile\), and the ranks of a divided layer"):
-        prepare(torch.compile(body), data, mk.Plan.tp(2), ranks=2, **how)
-    with pytest.raises(ValueError, match="the model is one block"):
-        prepare(torch.jit.script(body), data, mk.Plan.gpipe(2, 2), ranks=2, **how)
 
 
 def test_preparing_leaves_everything_as_it_was() -> None:
@@ -493,16 +363,3 @@ def test_preparing_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [(mk.Plan.gpipe(2, 2), "2 micro-batches"), (mk.Plan.cp(2), "part of every sequence")],
-    ids=str,
-)
-def test_a_loss_of_the_whole_batch_is_refused_where_it_cannot_be(plan: mk.Plan, message: str) -> None:
-    tokens = torch.zeros(4, 8, dtype=torch.long)
-    model = mk.models.GPT(vocab=8, width=8, layers=2, heads=2, length=8)
-    loss = mk.whole_batch_loss(mk.models.next_token_loss)
-    with pytest.raises(ValueError, match=message):
-        prepared(model=model, data=[(tokens, tokens)], plan=plan, loss=loss)

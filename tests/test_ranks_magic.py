@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from IPython.utils.capture import CapturedIO, capture_output
 
 import mpkit as mk
 from mpkit.launch.notebook.magics import RankMagics
-from tests.limits import wait_for
 
 Run = Callable[..., CapturedIO]
 
@@ -114,20 +111,6 @@ def test_all_that_a_cell_prints_is_shown_with_it(run: Run) -> None:
     assert run("%%ranks\npass").stdout == ""
 
 
-def test_a_forked_child_ends_with_the_cell(run: Run) -> None:
-    shown = run("%%ranks\nimport os\npid, child = os.getpid(), os.fork()\nos.getpid() == pid")
-    assert texts(shown) == ["[ranks 0-2] True"]
-    waited = run("%%ranks\nos.waitpid(child, 0)[1]")
-    assert texts(waited) == ["[ranks 0-2] 0"]
-
-
-def test_calls_that_will_not_match_are_told_of(run: Run, shell: InteractiveShell) -> None:
-    before = run("%%ranks\nwork = comm.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None")
-    assert "rank 0 has made" in before.stdout and "the next one will not match" in before.stdout
-    run("%%ranks 1:\nwork = comm.all_reduce(torch.ones(1), async_op=True)")
-    assert texts(run("%%ranks\nwork.wait()")) == ["[ranks 0-2] tensor([3.])"]
-
-
 def test_the_timeline_of_a_cell(run: Run, shell: InteractiveShell) -> None:
     run("%%ranks\nfor _ in range(3): comm.all_reduce(torch.ones(4))")
     run("%%ranks\nwith ctx.record.span('mine'): comm.barrier()")
@@ -147,25 +130,6 @@ def test_an_interrupt_ends_the_cell_and_leaves_variables(run: Run, shell: Intera
     run("%%ranks\nkept = rank")
     run(f"%%ranks\n{INTERRUPT}while True: time.sleep(0.1)", fails=True)
     assert texts(run("%ranks kept")) == ["[rank 0] 0", "[rank 1] 1", "[rank 2] 2"]
-
-
-def test_ranks_that_wait_for_a_cell_use_no_cpu_and_do_not_hang(run: Run, shell: InteractiveShell) -> None:
-    run("%%ranks\nidle = 1")
-
-    def sleep_through() -> bool:
-        """Whether all ranks sleep and none has woken up in between."""
-        before = [vitals(pid) for pid in session(shell).pids]
-        time.sleep(0.2)
-        return before == [vitals(pid) for pid in session(shell).pids] and all("S" in each for each in before)
-
-    wait_for(sleep_through)
-    assert texts(run("%ranks idle")) == ["[ranks 0-2] 1"]
-
-
-def vitals(pid: int) -> list[str]:
-    """The state of a process, and how often it has waited for something."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return [line.split()[1] for line in lines if line.startswith(("State", "voluntary_ctxt_switches"))]
 
 
 @pytest.mark.parametrize(
@@ -210,18 +174,3 @@ def test_a_rank_that_dies_between_two_cells_ends_the_session_with_the_reason(
     shown = run("%%ranks\nrank", fails=True)
     assert "rank 1 of 3 was killed by SIGKILL" in shown.stdout and "their variables are gone" in shown.stdout
     assert len(texts(run("%%ranks\nrank"))) == 3
-
-
-@pytest.mark.soak
-def test_ranks_that_are_gone_are_replaced(run: Run, shell: InteractiveShell) -> None:
-    run("%%ranks 3 --device cpu\npass")
-    if not session(shell).has_ended:
-        run("%%ranks\nif rank == 1:\n    comm.barrier()", fails=True)
-    shown = run("%%ranks\nrank", fails=False)
-    assert "3 new ranks" in shown.stdout and len(texts(shown)) == 3
-    shown = run("%%ranks\nif rank == 1:\n    raise KeyError('mine')\ncomm.barrier()", fails=True)
-    assert shown.stdout.startswith("rank 1 of 3: KeyError: 'mine'") and "then waited in vain" in shown.stdout
-    shown = run("%%ranks\nimport os\nif rank == 2:\n    os._exit(3)", fails=True)
-    assert "rank 2 of 3 left with exit code 3" in shown.stdout
-    run("%ranks_reset")
-    assert "there are no ranks yet" in run("%ranks").stdout

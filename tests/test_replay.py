@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.timeline.replay import Replay
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, Trace, lane_of
+from mpkit.trace import MEMORY, OP, SENT_PART, Kind, RankTrace, Trace, lane_of
 
 # Seconds are FLOPs here, and all figures are binary fractions: sums are exact, whatever their order.
 UNIT = Device("one FLOP per second", {"float32": 1.0}, bandwidth=2.0**40, host=1.0)
@@ -103,97 +103,7 @@ def test_an_uneven_all_to_all_takes_as_long_as_its_busiest_rank(
     assert times(play(*ranks, hardware=hardware), 0, Kind.ALL_TO_ALL) == [(0.0, seconds)]
 
 
-def test_equal_parts_take_as_long_as_those_that_are_not_recorded() -> None:
-    found = []
-    for uneven in (True, False):
-        ranks = [Rank() for _ in range(4)]
-        for rank in ranks:
-            rank.all_to_all("0,1,2,3", [4] * 4, uneven)
-            rank.all_to_all("0,1,2,3", [8] * 4, uneven and rank is ranks[0])  # one rank alone has parts
-        found.append([times(play(*ranks, hardware=hardware), 0) for hardware in (TOY, NODES)])
-    assert found[0] == found[1]
-
-
 # ---------------------------------------------------------------- by hand
-
-
-def test_nothing_is_nothing() -> None:
-    for timeline in (
-        play(),
-        play(Rank()),
-        Timeline.of(Trace([])),
-        Timeline.of(Trace([Rank().trace()]), clock="measured"),
-    ):
-        assert len(timeline.spans) == 0
-        assert timeline.step_time == timeline.bubble == 0.0
-        assert timeline.notes == [] or timeline.clock == "virtual"
-
-
-def test_what_a_rank_computes_takes_its_own_time_without_gaps() -> None:
-    rank = Rank()
-    rank.compute(2.0)
-    rank.wall += 1000  # whatever the wall clock shows in between
-    rank.compute(3.0)
-    assert times(play(rank), 0) == [(0.0, 2.0), (2.0, 5.0)]
-
-
-def test_a_message_arrives_after_latency_and_bytes_and_the_sender_goes_on_meanwhile() -> None:
-    sender, receiver = Rank(), Rank()
-    sender.compute(1.0)
-    sender.op(Kind.SEND, group="0>1#F0", number=0, peer=1, bytes=16)  # 2 s on the wire
-    sender.compute(1.0)
-    got = receiver.op(Kind.RECV, group="0>1#F0", number=0, peer=0, bytes=16)
-    receiver.wait(got)
-    receiver.compute(1.0)
-    timeline = play(sender, receiver)
-    assert times(timeline, 0) == [(0.0, 1.0), (1.0, 3.0), (1.0, 2.0)]
-    assert times(timeline, 1, Kind.RECV) == [(1.0, 3.25)]
-    assert times(timeline, 1, Kind.WAIT) == [(0.0, 3.25)]
-    assert times(timeline, 1, Kind.FORWARD) == [(3.25, 4.25)]
-    wait = timeline.spans[timeline.spans["kind"] == Kind.WAIT][0]
-    assert Kind(timeline.spans[wait["cause"]]["kind"]) == Kind.RECV
-    assert timeline.spans[timeline.spans["kind"] == Kind.RECV]["issued"].tolist() == [0.0]
-
-
-def test_a_message_that_came_before_it_was_asked_for_is_not_waited_for() -> None:
-    sender, receiver = Rank(), Rank()
-    sender.op(Kind.SEND, group="0>1#F0", number=0, peer=1, bytes=8)
-    receiver.compute(9.0)
-    receiver.wait(receiver.op(Kind.RECV, group="0>1#F0", number=0, peer=0, bytes=8))
-    receiver.compute(1.0)
-    timeline = play(sender, receiver)
-    assert times(timeline, 1, Kind.FORWARD) == [(0.0, 9.0), (9.0, 10.0)]
-    assert times(timeline, 1, Kind.RECV) == [(0.0, 1.25)]
-
-
-def test_messages_share_their_senders_way_out() -> None:
-    ranks = [Rank(), Rank(), Rank()]
-    for to in (1, 2):
-        ranks[0].op(Kind.SEND, group=f"0>{to}#F0", number=0, peer=to, bytes=8)
-        got = ranks[to].op(Kind.RECV, group=f"0>{to}#F0", number=0, peer=0, bytes=8)
-        ranks[to].wait(got)
-    timeline = play(*ranks)
-    assert times(timeline, 0) == [(0.0, 1.0), (1.0, 2.0)]
-    assert times(timeline, 2, Kind.RECV) == [(1.0, 2.25)]
-
-
-def test_a_nodes_link_and_the_network_do_not_wait_for_each_other() -> None:
-    """Two nodes of two: collectives from node to node, within each, and of all four, which takes both links."""
-    ranks = [Rank() for _ in range(4)]
-    groups = {"across": ["0,2", "1,3"], "within": ["0,1", "2,3"], "all": ["0,1,2,3"]}
-    for name in ("across", "within", "all"):
-        for group in groups[name]:
-            for rank in map(int, group.split(",")):
-                ranks[rank].op(Kind.ALL_REDUCE, group=group, number=0, bytes=8)
-    network = Link("network", 0.0, BANDWIDTH / 4)
-    nodes = Hardware("nodes", UNIT, Link("bus", 0.0, BANDWIDTH), network, per_node=2, nodes=2)
-    for rank in range(4):
-        within, across, everyone = sorted(times(play(*ranks, hardware=nodes), rank))
-        assert within == (0.0, 1.0) and across == (0.0, 4.0)
-        assert everyone == (4.0, 7.0)  # over two cards a node
-    alone = Hardware("node", UNIT, Link("bus", 0.0, BANDWIDTH), per_node=4)
-    one, other, everyone = sorted(times(play(*ranks, hardware=alone), 0))  # one link: after each other
-    assert one[1] <= other[0] and other[1] <= everyone[0]
 
 
 @pytest.mark.parametrize(
@@ -223,21 +133,6 @@ def test_a_collective_begins_when_its_last_member_has_come(kind: Kind, seconds: 
         assert times(timeline, number, Kind.FORWARD)[1] == (pytest.approx(end), pytest.approx(end + 1))
 
 
-def test_alone_a_collective_takes_no_time() -> None:
-    rank = Rank()
-    rank.wait(rank.op(Kind.ALL_REDUCE, group="0", number=0, bytes=1 << 30))
-    assert times(play(rank), 0, Kind.ALL_REDUCE) == [(0.0, 0.0)]
-
-
-def test_collectives_of_a_rank_come_one_after_the_other_whatever_their_groups() -> None:
-    ranks = [Rank(), Rank(), Rank()]
-    for number in (0, 1):
-        ranks[number].op(Kind.BROADCAST, group="0,1", number=0, bytes=8)
-    for number in (0, 2):
-        ranks[number].op(Kind.BROADCAST, group="0,2", number=0, bytes=8)
-    assert times(play(*ranks), 0) == [(0.0, 1.25), (1.25, 2.5)]
-
-
 def test_layers_share_their_actions_time_and_waits_within_it_come_on_top() -> None:
     ranks = [Rank(), Rank()]
     for number, rank in enumerate(ranks):
@@ -264,18 +159,6 @@ def test_layers_share_their_actions_time_and_waits_within_it_come_on_top() -> No
         assert (float(actions["start"][2]), float(actions["end"][2])) == (17.5, 18.5)
 
 
-def test_layers_of_layers_lie_within_each_other() -> None:
-    rank = Rank()
-    rank.compute(10.0, wall=100)
-    rank.wall -= 100
-    for depth, wall in ((1, 60), (2, 30)):
-        rank.op(Kind.FORWARD, wall=wall, depth=depth)
-        rank.wall -= wall
-    rank.wall += 60
-    rank.op(Kind.FORWARD, wall=40, depth=1)
-    assert times(play(rank), 0) == [(0.0, 10.0), (0.0, 6.0), (0.0, 3.0), (6.0, 10.0)]
-
-
 def test_copies_take_the_host_lane_and_hold_their_rank_up() -> None:
     rank = Rank()
     rank.compute(1.0)
@@ -286,33 +169,11 @@ def test_copies_take_the_host_lane_and_hold_their_rank_up() -> None:
     assert timeline.to_dataframe()["lane"].tolist() == ["compute", "host", "compute"]
 
 
-def test_steps_span_what_is_in_them() -> None:
-    rank = Rank()
-    for step in range(3):
-        mark = rank.op(Kind.STEP, wall=0, step=step)
-        rank.compute(2.0 + step, step=step)
-        rank.ops[mark]["end"] = rank.wall
-    rank.compute(5.0)  # an evaluation afterwards, say
-    timeline = play(rank)
-    assert times(timeline, 0, Kind.STEP) == [(0.0, 2.0), (2.0, 5.0), (5.0, 9.0)]
-    assert timeline.steps == [0, 1, 2]
-    assert timeline.step_time == 4.0 == timeline.step(2).step_time
-    assert timeline.step(0).step_time == 2.0
-
-
 def test_on_the_machine_of_the_run_an_op_takes_the_cpu_time_it_took() -> None:
     rank = Rank()
     rank.compute(1e12, cpu=3_000_000_000)
     for hardware in (None, "cpu"):
         assert times(Timeline.of(Trace([rank.trace()], {"device": "cpu"}), hardware), 0) == [(0.0, 3.0)]
-
-
-def test_on_a_gpu_it_is_the_time_between_its_events() -> None:
-    rank = Rank()
-    rank.compute(1e12, wall=2_000_000_000, cpu=5)
-    trace = Trace([rank.trace()], {"device": "cuda"})
-    assert Timeline.of(trace).clock == "measured"
-    assert times(Timeline.of(trace, clock="virtual"), 0) == [(0.0, 2.0)]
 
 
 def test_on_other_hardware_it_is_the_roofline() -> None:
@@ -326,51 +187,11 @@ def test_on_other_hardware_it_is_the_roofline() -> None:
     assert times(play(rank, hardware=toy, dtype="bfloat16"), 0)[0] == (0.0, 0.5)
 
 
-def test_ops_of_unknown_flops_are_scaled_by_the_devices_rates() -> None:
-    rank = Rank()
-    rank.op(Kind.COMPUTE, cpu=1_000_000_000)
-    device = Device("toy", {"float32": 100e9}, bandwidth=1e12)  # twice the rate of the catalogue's CPU core
-    timeline = play(rank, hardware=Hardware("toy", device, TOY.link), device="cpu")
-    assert times(timeline, 0) == [(0.0, 0.5)]
-    assert "scaled" in timeline.notes[0]
-
-
 def test_more_ranks_than_devices_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"timeline\(hardware='pair'\): 3 ranks, and it has 2 devices.*per_node=3"
     ):
         play(Rank(), Rank(), Rank(), hardware=Hardware("pair", UNIT, TOY.link, per_node=2))
-
-
-def test_memory_lies_where_it_changed() -> None:
-    rank = Rank()
-    rank.compute(4.0, wall=8)  # wall clock 1 to 9
-    rank.compute(2.0, wall=8)  # 9 to 17
-    activations, grads = CATEGORIES.index("activations"), CATEGORIES.index("grads")
-    rank.memory = [
-        (0, 0, grads, 7),  # before the first op
-        (5, 1, activations, 100),  # half way through op 0
-        (9, 1, activations, 50),  # at its end
-        (13, 2, activations, -150),  # half way through op 1
-    ]
-    timeline = play(rank)
-    assert timeline.held["time"].tolist() == [0.0, 2.0, 4.0, 5.0]
-    assert timeline.held["total"].tolist() == [7, 100, 150, 0]
-    assert timeline.peak_memory[0] == {
-        "params": 0, "grads": 7, "optimizer": 0, "activations": 150, "buffers": 0, "total": 157,
-    }  # fmt: skip
-
-
-def test_memory_after_a_wait_moves_with_it() -> None:
-    sender, receiver = Rank(), Rank()
-    sender.compute(5.0)
-    sender.op(Kind.SEND, group="0>1#0", number=0, bytes=0)
-    got = receiver.op(Kind.RECV, group="0>1#0", number=0, wall=2)
-    receiver.memory.append((2, 1, 0, 10))
-    receiver.wait(got, wall=8)
-    receiver.memory += [(5, 2, 0, 10), (11, 2, 0, 10)]  # while it waits, and when it has
-    timeline = play(sender, receiver)
-    assert timeline.held["time"].tolist() == [0.0, 0.0, 5.25]
 
 
 # ---------------------------------------------------------------- runs that were cut short
@@ -404,21 +225,6 @@ def test_what_never_comes_is_said_and_not_waited_for() -> None:
     assert "rank 0 waits for recv 1>0#F0, which never comes. 3 ops" in timeline.notes[-1]
 
 
-@pytest.mark.parametrize("group", ["?", "", "0>9#F0", "0,1,9", "0>0#F0", "nonsense#"])
-def test_groups_that_were_never_written_whole_do_no_harm(group: str) -> None:
-    rank = Rank()
-    rank.op(Kind.ALL_REDUCE, group=group, number=0)
-    rank.compute(1.0)
-    assert times(play(rank, Rank()), 0) == [(0.0, 1.0)]
-
-
-def test_names_that_were_never_written_are_question_marks() -> None:
-    rank = Rank()
-    rank.compute(1.0, name=17)
-    timeline = play(rank)
-    assert timeline.to_dataframe()["name"].tolist() == ["?"]
-
-
 # ---------------------------------------------------------------- the wall clock
 
 
@@ -437,15 +243,6 @@ def test_measured_is_the_wall_clock() -> None:
     assert timeline.spans["cause"].tolist() == [-1, -1, 1, -1]
     assert timeline.held["time"].tolist() == [0.25]
     assert timeline.notes == ["Rank 0 left 1 op open, which is not shown."]
-
-
-def test_clocks_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match=r"clock='wall'.*clock='virtual' and clock='measured'"):
-        Timeline.of(Trace([]), clock="wall")
-    with pytest.raises(ValueError, match="leave the hardware out"):
-        Timeline.of(Trace([]), "cpu", clock="measured")
-    with pytest.raises(ValueError, match="8x-a100-nvlink"):
-        Timeline.of(Trace([]), "8x-a100-nvlnk")
 
 
 # ---------------------------------------------------------------- any program
@@ -656,51 +453,6 @@ def test_it_does_not_matter_where_layers_and_steps_are_cut(cut: int) -> None:
     assert timeline.spans.tolist() == expected.spans.tolist()
     assert timeline.held.tolist() == expected.held.tolist()
     assert timeline.steps == [0, 1]
-
-
-def test_a_gap_between_records_is_refused() -> None:
-    rank = Rank()
-    for _ in range(5):
-        rank.compute(1.0)
-    replaying = Replay(1, TOY)
-    replaying.feed(0, rank.trace().ops[:2], [""])
-    with pytest.raises(ValueError, match="ops 2 to 2 of this rank are missing"):
-        replaying.feed(0, rank.trace().ops[3:], [""], first=3)
-
-
-@given(programs())
-def test_lanes_never_do_two_things_at_once_and_nobody_waits_too_short(ranks: list[Rank]) -> None:
-    timeline = Timeline.from_replay(whole(ranks).collect())
-    spans = timeline.spans
-    for rank, recorded in enumerate(ranks):
-        mine = spans[spans["rank"] == rank]
-        lane = mine[mine["lane"] == 0]
-        lane = lane[np.lexsort((lane["end"], lane["start"]))]
-        assert (lane["start"][1:] == lane["end"][:-1]).all()  # work and waits, without gaps
-        busy = sum(op.get("flops", 0.0) for op in recorded.ops)
-        assert timeline.busy[rank] == pytest.approx(busy)
-        for ways in ([Kind.SEND], [Kind.RECV]):  # one direction each; a collective takes both
-            both = [*ways, Kind.ALL_GATHER, Kind.ALL_REDUCE, Kind.BROADCAST]
-            used = mine[np.isin(mine["kind"], both)]
-            begin = used["start"] + np.where(used["kind"] == Kind.RECV, LATENCY, 0)
-            order = np.lexsort((used["end"], begin))
-            assert (begin[order][1:] >= used["end"][order][:-1] - 1e-9).all()
-    waits = spans[spans["kind"] == Kind.WAIT]
-    assert (waits["cause"] >= 0).all()
-    causes = spans[waits["cause"]]
-    assert (causes["rank"] == waits["rank"]).all()
-    assert (waits["end"] >= causes["end"]).all()
-    assert (spans["end"] >= spans["start"]).all()
-
-
-@given(programs(collectives=False))
-def test_where_messages_are_not_in_each_others_way_a_shorter_latency_makes_nothing_later(
-    ranks: list[Rank],
-) -> None:
-    """(Where they are it may: what becomes ready in another order is served in another order.)"""
-    wide = [Hardware("wide", UNIT, Link("wide", latency, 2.0**60), per_node=64) for latency in (0.0, LATENCY)]
-    sooner, later = (placed(whole(ranks, hardware)) for hardware in wide)
-    assert all(sooner[op][1] <= later[op][1] + 1e-9 for op in sooner)
 
 
 def test_on_unlike_devices_each_rank_takes_what_its_own_device_says() -> None:

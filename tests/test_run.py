@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +16,6 @@ import mpkit as mk
 from mpkit.launch.launch import Launch
 from mpkit.launch.session.run import Run
 from mpkit.models import MLP
-from mpkit.views.timeline.stages import layers_trait
-from tests.limits import PROGRAM, wait_for, wait_until_gone
 
 mse = torch.nn.functional.mse_loss
 
@@ -76,28 +70,6 @@ def test_a_busy_cluster_stops_waits_or_refuses(
     with pytest.raises(IndexError, match="list index"):
         third.losses[2]
     assert cluster.run(lambda ctx: ctx.rank, on_busy="stop") == [0, 1, 2, 3]
-
-
-def test_it_goes_on_while_this_thread_is_busy(cluster: mk.Cluster) -> None:
-    model, data = toy()
-    run = cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=1_000_000)
-    try:
-        wait_for(lambda: run.done or len(run.losses) >= 5)
-        assert run.status == "running"
-        assert "running, step" in repr(run)
-        with pytest.raises(mk.errors.MpkitError, match=r"run\.wait\(\) first"):
-            run.state_dict()
-        with pytest.raises(ValueError, match=r"still busy.*run\.wait\(\).*run\.stop\(\)"):
-            cluster.run(lambda ctx: None)
-    finally:
-        run.stop()
-    assert (run.done, run.status) == (True, "stopped")
-    assert len(run.losses) >= 5 and len(run.trace) > 0
-    assert run.timeline().steps
-    with pytest.raises(mk.errors.MpkitError, match="stopped before its end"):
-        run.state_dict()
-    assert run.wait() is run
-    assert cluster.run(lambda ctx: ctx.rank) == [0, 1, 2, 3]
 
 
 @pytest.mark.alone
@@ -155,53 +127,6 @@ def test_a_failure_names_step_stage_and_microbatch(cluster: mk.Cluster) -> None:
     with pytest.raises(mk.RankFailed):
         run.state_dict()
     assert run.timeline().world_size == 4
-
-
-def test_a_loss_that_is_no_number_is_said(
-    clusters: Callable[[int], mk.Cluster], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, data = toy()
-    data[1][0][0, 0] = math.inf
-    run = clusters(2).train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=4).wait()
-    printed = capsys.readouterr().out
-    assert "step 1: the loss is nan" in printed
-    assert printed.count("the loss is") == 1
-    assert math.isnan(run.losses[1])
-
-
-def test_layers_are_recorded_if_asked(clusters: Callable[[int], mk.Cluster]) -> None:
-    model, data = toy()
-    cluster = clusters(2).resized(2)
-    cluster.layers = True  # as mk.Cluster(2, layers=True) has it
-    run = cluster.train(model, data, mk.Plan.gpipe(2, 2), loss=mse, optimizer=sgd, steps=1).wait()
-    frame = run.timeline().to_dataframe()
-    inner = frame[frame["depth"] > 0]
-    assert set(inner["kind"]) == {"forward", "backward"}
-    for name, layer in inner[inner["kind"] == "forward"].groupby("name"):
-        assert len(layer) == 2, name  # one per micro-batch
-    assert layers_trait(run.timeline()) == []  # a search finds these, not all of a stage
-
-
-UNFINISHED = """
-import torch, mpkit as mk
-from mpkit.models import MLP
-from mpkit.launch.session.run import Run
-run = mk.Cluster(2, device="cpu").train(
-    MLP(4, 2), [(torch.randn(8, 4), torch.randn(8, 2))], mk.Plan.naive_mp(2),
-    loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=10**9)
-while not run.pids:
-    pass
-print(*run.pids, flush=True)
-"""
-
-
-@pytest.mark.soak
-def test_a_script_that_ends_early_says_so(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UNFINISHED], text=True, capture_output=True, cwd=tmp_path, timeout=PROGRAM
-    )
-    assert "the script ended" in done.stderr and "run.wait()" in done.stderr
-    wait_until_gone(map(int, done.stdout.split()))
 
 
 def test_a_trace_that_is_read_while_the_ranks_exit_is_not_taken_for_all_of_it(

@@ -45,16 +45,6 @@ def test_strong_scaling_keeps_the_batch(clusters: Clusters) -> None:
     assert len(str(found).splitlines()) == 6
 
 
-def test_weak_scaling_keeps_the_samples_a_rank(clusters: Clusters) -> None:
-    found = mk.scaling(
-        model(), spirals(24, 2), [1, 3], loss=F.cross_entropy, optimizer=sgd, weak=True, clusters=clusters
-    )
-    assert [row.batch for row in found.rows] == [24, 72]
-    one, three = found.rows
-    assert three.speed_up == pytest.approx(3 * one.step_time / three.step_time)
-    assert found.kind == "weak scaling: 24 samples per rank"
-
-
 def test_on_other_hardware_it_is_what_the_costs_say(clusters: Clusters) -> None:
     """On a link of infinite speed strong scaling is ideal, but for what does not shrink with the batch."""
     free = mk.devices.Hardware(
@@ -77,19 +67,3 @@ def test_on_other_hardware_it_is_what_the_costs_say(clusters: Clusters) -> None:
     assert list(ideal.y) == [found.rows[0].throughput, 2 * found.rows[0].throughput]
     assert list(ddp.x) == [1, 2]  # serial training is the beginning of each line
     assert "free" in figure.layout.title.text
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"plans": []}, "give numbers of ranks"),
-        ({"plans": [1, 0]}, r"\[..., 0, ...\]"),
-        ({"plans": ["ddp"]}, "or a Plan"),
-        ({"steps": 1}, "first step is not counted"),
-        ({"plans": [2, 3], "weak": True}, "1.5 times as large"),
-    ],
-)
-def test_mistakes_are_explained(clusters: Clusters, change: dict[str, Any], words: str) -> None:
-    good = {"loss": F.cross_entropy, "optimizer": sgd, "clusters": clusters}
-    with pytest.raises(ValueError, match=words):
-        mk.scaling(model(), spirals(8, 2), **{**good, **change})

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpkit import Plan
-from mpkit.plan.schedule import Action, Schedule, draw, gpipe, lower, naive, play, validate
+from mpkit.plan.schedule import Action, Schedule, draw, gpipe, lower, validate
 
 
 def test_gpipes_staircase() -> None:
@@ -26,37 +25,6 @@ def test_gpipes_staircase() -> None:
         "rank 0 | F0 F1  .  . B1 B0",
         "rank 1 |  . F0 F1 B1 B0  .",
     ]
-
-
-def test_naives_staircase() -> None:
-    assert draw(naive(3), {"F": 1, "B": 1}).splitlines() == [
-        "rank 0 | F0  .  .  .  . B0",
-        "rank 1 |  . F0  .  . B0  .",
-        "rank 2 |  .  . F0 B0  .  .",
-    ]
-    assert draw(naive(2, 2), {"F": 1, "B": 1}).splitlines() == [
-        "rank 0 | F0  .  . B0 F1  .  . B1",
-        "rank 1 |  . F0 B0  .  . F1 B1  .",
-    ]
-
-
-@given(st.integers(1, 6), st.integers(1, 9))
-def test_the_bubble_is_what_the_formulas_say(p: int, m: int) -> None:
-    for plan in (Plan(pp=p, microbatches=m), Plan(pp=p, microbatches=m, schedule="naive")):
-        placed = play(plan.build()).placed
-        span = max(end for _, end, *_ in placed)
-        busy = sum(end - start for start, end, *_ in placed)
-        assert 1 - busy / (p * span) == pytest.approx(float(plan.bubble_in_theory))
-
-
-def test_gpipe_of_4_stages_and_8_micro_batches_spans_33() -> None:
-    # F=1, B=2: span 33, 9 idle a rank.
-    placed = play(gpipe(4, 8)).placed
-    assert max(end for _, end, *_ in placed) == 33
-    busy = Counter()
-    for start, end, rank, _ in placed:
-        busy[rank] += end - start
-    assert [33 - busy[rank] for rank in range(4)] == [9, 9, 9, 9]
 
 
 def test_a_schedule_is_read_from_text_and_prints_what_makes_it_again() -> None:
@@ -74,12 +42,6 @@ def test_a_schedule_is_read_from_text_and_prints_what_makes_it_again() -> None:
 
 
 # ---------------------------------------------------------------- validate
-
-
-@given(st.integers(1, 5), st.integers(1, 6))
-def test_ours_are_valid(p: int, m: int) -> None:
-    validate(gpipe(p, m), p, m)
-    validate(naive(p, m), p, m)
 
 
 REFUSED = {

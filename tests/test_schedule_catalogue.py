@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpkit import Plan
-from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule, lower, play, validate
+from mpkit.plan.schedule import NAMES, Schedule, build_schedule, lower, play, validate
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.plan.schedule.summary import bubble_in_theory
 from tests.test_schedule import check_messages, run_in_order
@@ -63,12 +63,6 @@ def test_of_4_ranks_and_8_micro_batches(name: str, v: int, span: int, idle: int,
     assert (found.span, found.idle, found.peak) == (span, [idle] * 4, peak)
 
 
-def test_zb_h2s_ranks_have_no_bubble_of_their_own() -> None:
-    """Qi et al. 2024, section 2.2: each rank from its own first action to its own last."""
-    found = figures(build_schedule("zb_h2", 4, 8))
-    assert (found.own_idle, found.peak) == ([0] * 4, [7] * 4)
-
-
 # ---------------------------------------------------------------- every schedule
 
 
@@ -99,15 +93,6 @@ def test_the_bubble_is_what_the_theory_says(name: str, p: int, m: int, v: int) -
         assert sum(found.idle) / (p * found.span) == pytest.approx(float(theory))
 
 
-def test_the_theory_knows_a_bubble_wherever_the_pipeline_is_filled() -> None:
-    for name in NAMES:
-        v = SCHEDULES[name].stages_per_rank(2)
-        for p in range(1, 7):
-            plan = Plan(pp=p, schedule=name, microbatches=2 * p, virtual_stages=v)
-            assert plan.bubble_in_theory is not None
-    assert Plan(pp=4, schedule="zbv", microbatches=3).bubble_in_theory is None, "the papers say nothing"
-
-
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
 def test_idle_time_is_what_the_papers_say(p: int, more: int, v: int, f: int, b: int) -> None:
     """Of any F and B = 2 W = 2 I: (p-1)(F+B), and of loops the same, of stages that are 1/v as large."""
@@ -135,13 +120,6 @@ def test_idle_time_of_zero_bubble_schedules(p: int, more: int, w: int, f_more: i
     # DualPipe's README: (p-1)(F&B + B - 3W), with p ranks of two stages each, F&B = F + B; of F = I
     slots |= {"I": f, "B": f + w}
     assert figures(build_schedule("dualpipev", p, 2 * p + more), slots).idle == [(p - 1) * (3 * f - w)] * p
-
-
-@given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 6))
-def test_zbvs_ranks_have_no_bubble_of_their_own(p: int, more: int, f: int) -> None:
-    """Of F = I = W."""
-    slots = {"F": f, "B": 2 * f, "I": f, "W": f}
-    assert figures(build_schedule("zbv", p, 2 * p - 1 + more), slots).own_idle == [0] * p
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(2, 4))
@@ -177,26 +155,11 @@ def test_micro_batches_that_ranks_do_not_divide(p: int, more: int, v: int) -> No
         assert max(found.peak) <= v * p + p - 1 + (v - 1) * (turn - p)
 
 
-def test_one_stage_a_rank_is_the_simpler_schedule() -> None:
-    for p, m in ((1, 1), (3, 5), (4, 8)):
-        assert build_schedule("looped_bfs", p, m, 1).rows == build_schedule("gpipe", p, m).rows
-    assert build_schedule("interleaved_zb", 4, 8, 1).rows == build_schedule("zb_h1", 4, 8).rows
-
-
 def test_one_stage_has_pairs_where_the_schedule_has() -> None:
     """Megatron's `combined_1f1b_schedule_for_no_pipelining` of 4 micro-batches, as its docstring has it."""
     plan = Plan(dp=2, ep=2, schedule="overlapped_1f1b", microbatches=4)
     assert plan.build().spelled() == ["0F0 0F1&0B0 0F2&0B1 0F3&0B2 0B3"]
     assert Plan(dp=2, ep=2, schedule="1f1b", microbatches=2).build().spelled() == ["0F0 0B0 0F1 0B1"]
-
-
-def test_a_pair_of_dualpipe_sends_when_both_are_done() -> None:
-    schedule = Plan(pp=2, schedule="dualpipev", microbatches=4).build()
-    assert Action("F", 0, 3) in schedule.together
-    row = " ".join(map(str, lower(schedule).rows[0]))
-    assert "0F3 3B1 0SEND_F3 3SEND_B1" in row
-    apart = Schedule(schedule.rows, "apart", schedule.stage_to_rank)
-    assert figures(apart).span < figures(schedule).span
 
 
 # ---------------------------------------------------------------- PyTorch's

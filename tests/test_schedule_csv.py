@@ -6,13 +6,11 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from mpkit.plan.schedule import NAMES, Schedule, build_schedule
-from mpkit.plan.schedule.torch_csv import fields_of
 
 PLANS = st.tuples(
     st.sampled_from(sorted(NAMES)),
@@ -73,21 +71,3 @@ def test_a_file_that_torch_wrote(tmp_path: Path) -> None:
     assert Schedule.from_csv(str(path)).rows == schedule.rows
     assert schedule.to_csv(tmp_path / "again.csv") == (tmp_path / "again.csv").read_text()
     assert Schedule.from_csv(tmp_path / "again.csv").rows == schedule.rows
-
-
-def test_lines_are_read_where_rows_are() -> None:
-    rows = ["0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2"]
-    assert Schedule(rows).spelled() == ["0F0 0F1 0F2&0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    assert fields_of("") == []
-
-
-@pytest.mark.parametrize("text", ["0F0,zero\n1F0\n", "0F0;0B0\n1F0,1B0\n"])
-def test_what_is_no_action_says_so(text: str) -> None:
-    with pytest.raises(ValueError, match="is no action"):
-        Schedule.from_csv(text)
-
-
-@pytest.mark.parametrize("text", ["0F0,99999999F0\n", "0F0,0F99999999\n", f"0F0,{'9' * 5000}F0\n"])
-def test_a_number_beyond_any_schedule(text: str) -> None:
-    with pytest.raises(ValueError, match="numbers below 100,000"):
-        Schedule.from_csv(text)

@@ -6,12 +6,9 @@ import pickle
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mpkit import Plan, simulate
+from mpkit import Plan
 from mpkit.plan.schedule import NAMES, Action, Schedule, build_schedule
-from mpkit.plan.schedule.catalogue import SCHEDULES
 
 ONE_F_ONE_B = Schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], name="own")
 
@@ -82,22 +79,6 @@ def test_functions() -> None:
         Plan.from_schedule(by_ranks)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(st.integers(1, 4), st.integers(1, 6))
-def test_what_is_copied_as_text_is_the_schedule_again(name: str, p: int, m: int) -> None:
-    schedule = build_schedule(name, p, m, 2)
-    assert Schedule(schedule.spelled(), name, schedule.stage_to_rank) == schedule
-    assert Schedule("\n".join(schedule.spelled()), name) == schedule, "ranks follow from the rows"
-    if not SCHEDULES[name].pairs:  # of which a drawing does not say what is together
-        assert Schedule(str(schedule), name) == schedule
-
-
-def test_text_in_a_plan() -> None:
-    plan = Plan(pp=2, microbatches=2, schedule="F0 F1 B0 B1\nF0 B0 F1 B1")
-    assert simulate(plan).step_time == 9
-    assert Plan.from_schedule("F0 F1 B0 B1\nF0 B0 F1 B1", recompute="full").recompute == "full"
-
-
 def test_stages_of_ones_own_placement() -> None:
     rows = ["0F0 1F0 1B0 0B0", "2F0 2B0"]
     assert Schedule(rows).stage_to_rank == (0, 0, 1)
@@ -125,11 +106,3 @@ REFUSED = {
 def test_what_is_no_schedule_says_why(given_: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Schedule(given_)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("placement", [(0,), (0, 2), (0, -1)])
-def test_a_placement_that_cannot_be(placement: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"the rows have 2 stages on 2 ranks.*follows from the rows: \(0, 1\)"
-    ):
-        Schedule(["0F0 0B0", "1F0 1B0"], stage_to_rank=placement)

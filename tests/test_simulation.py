@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.plan.schedule import NAMES, play
 from mpkit.trace import Kind
 
 
@@ -28,38 +26,6 @@ def test_gpipe_of_4_stages_and_8_micro_batches() -> None:
     assert t.clock == "simulated"
     assert t.steps == [0]
     assert [peak["activations"] for peak in t.peak_memory] == [8] * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "makespan", "idle", "live"),
-    [
-        ("gpipe", 33, 9, [8, 8, 8, 8]),
-        ("1f1b", 33, 9, [4, 3, 2, 1]),
-        ("looped_bfs", 57, 9, [16, 16, 16, 16]),
-        ("interleaved_1f1b", 57, 9, [11, 9, 7, 5]),
-        ("zb_h1", 27, 3, [4, 4, 4, 4]),
-        ("zb_h2", 27, 3, [7, 7, 7, 7]),
-        ("interleaved_zb", 51, 3, [8, 8, 8, 8]),
-        ("zbv", 51, 3, [8, 8, 8, 8]),
-        ("dualpipev", 54, 6, [9, 9, 9, 9]),
-    ],
-)
-def test_schedules_of_4_ranks_and_8_micro_batches(
-    name: str, makespan: int, idle: int, live: list[int]
-) -> None:
-    """F=1, I=W=1 a stage; the papers' figures, as in tests/test_schedule_catalogue.py."""
-    v = 2 if makespan > 50 else 1
-    plan = mk.Plan(pp=4, schedule=name, microbatches=8, virtual_stages=v)
-    t = mk.simulate(plan)
-    assert (t.step_time, t.idle) == (makespan, [idle] * 4)
-    assert [peak["activations"] for peak in t.peak_memory] == live
-    assert t.bubble == pytest.approx(float(plan.bubble_in_theory or -1))
-
-
-def test_naive_mp_leaves_three_of_four_idle() -> None:
-    t = mk.simulate(mk.Plan.naive_mp(4))
-    assert t.bubble == 0.75
-    assert t.step_time == 12.0
 
 
 @given(p=st.integers(1, 8), m=st.integers(1, 12), forward=st.integers(1, 9), backward=st.integers(1, 9))
@@ -109,24 +75,6 @@ def test_stages_may_differ(p: int, m: int, times: list[tuple[float, float, float
         free[stage] = float(span["end"])
 
 
-def test_it_agrees_with_the_schedule_played_on_paper() -> None:
-
-    for plan in (
-        mk.Plan.gpipe(3, 5),
-        mk.Plan.naive_mp(4),
-        mk.Plan.from_schedule(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
-    ):
-        placed = play(plan.build()).placed
-        letters = {"forward": "F", "backward": "B"}
-        frame = mk.simulate(plan).to_dataframe()
-        frame = frame[frame["lane"] == "compute"]
-        ours = {
-            (letters[row.kind], row.stage, row.microbatch, row.rank): (row.start, row.end)
-            for row in frame.itertuples()
-        }
-        assert ours == {(a.kind, a.stage, a.microbatch, rank): (start, end) for start, end, rank, a in placed}
-
-
 def test_split_backwards_let_the_stage_before_go_on() -> None:
     """Qi et al. 2023: what the stage before waits for is I alone."""
     whole = mk.Plan.from_schedule(["0F0 0B0", "1F0 1B0"])
@@ -148,21 +96,6 @@ def test_recomputation_does_the_forward_again() -> None:
     assert t.step_time == 3 + 8 * 4 + 3 * 2
     assert t.bubble == pytest.approx(9 / 41)
     assert (t.spans["kind"] == Kind.RECOMPUTE).sum() == 4 * 8
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (4, 1), (4, 8), (3, 2), (3, 7)])
-def test_the_bubble_with_recomputation_is_what_the_plan_says(schedule: str, p: int, m: int) -> None:
-    plan = mk.Plan(pp=p, schedule=schedule, microbatches=m, recompute="full")
-    if plan.bubble_in_theory is not None:
-        assert mk.simulate(plan).bubble == pytest.approx(float(plan.bubble_in_theory))
-
-
-def test_stages_on_one_rank_send_each_other_nothing() -> None:
-    schedule = mk.Schedule(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"], stage_to_rank=(0, 1, 0, 1))
-    local = mk.Schedule(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"], stage_to_rank=(0, 0, 1, 1))
-    assert (mk.simulate(mk.Plan(pp=2, schedule=schedule), hop=1).spans["kind"] == Kind.SEND).sum() == 6
-    assert (mk.simulate(mk.Plan(pp=2, schedule=local), hop=1).spans["kind"] == Kind.SEND).sum() == 2
 
 
 @pytest.mark.parametrize(
@@ -197,25 +130,6 @@ def test_zb_h2_pays_where_steps_follow_each_other() -> None:
     assert [peak["activations"] for peak in h2.peak_memory] == [7] * 4
     with pytest.raises(ValueError, match=r"steps=0.*such as steps=3"):
         mk.simulate(mk.Plan.gpipe(2, 2), steps=0)
-
-
-def test_schedules_are_simulated_too() -> None:
-    rows = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
-    assert mk.simulate(mk.Schedule(rows)).step_time == mk.simulate(mk.Plan.from_schedule(rows)).step_time == 9
-    with pytest.raises(ValueError, match="1B0 comes before 1F0"):
-        mk.simulate(mk.Schedule(["F0 B0", "B0 F0"]))
-
-
-def test_only_plans_are_simulated() -> None:
-    with pytest.raises(ValueError, match=r"simulate\('gpipe'\).*Plan.gpipe\(4, 8\)"):
-        mk.simulate("gpipe")  # type: ignore[arg-type]
-
-
-def test_it_is_public_whatever_was_imported_before() -> None:
-    for module in ("mpkit.devices.catalogue", "mpkit.timeline.simulation", "mpkit.devices.hardware"):
-        import_module(module)  # which binds the module's own name in mpkit
-    assert callable(mk.simulate)
-    assert callable(mk.hardware)
 
 
 def test_a_backward_that_is_not_split_may_take_less_than_its_halves() -> None:

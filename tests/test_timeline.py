@@ -51,12 +51,6 @@ def test_the_bubble_is_the_idle_share_of_the_step() -> None:
     assert t.ideal_bubble == 3.0
 
 
-def test_layers_within_an_action_are_not_counted_again() -> None:
-    t = timeline((0, F, 0.0, 4.0), (0, F, 0.0, 2.0), (0, F, 2.0, 4.0), ranks=1, depth=[0, 1, 1])
-    assert t.busy == [4.0]
-    assert t.bubble == 0.0
-
-
 def test_communication_is_exposed_where_nobody_computes_meanwhile() -> None:
     t = timeline(
         (0, F, 0.0, 4.0), (0, REDUCE, 1.0, 3.0), (0, REDUCE, 3.0, 6.0), (0, SEND, 5.0, 7.0), (0, B, 6.5, 8.0),
@@ -72,12 +66,6 @@ def test_an_action_that_waits_in_its_middle_hides_no_communication() -> None:
     t = timeline((0, F, 0.0, 8.0), (0, REDUCE, 2.0, 5.0), (0, WAIT, 3.0, 5.0), ranks=1, depth=[0, 0, 1])
     assert (t.comm_time, t.exposed_comm) == ([3.0], [2.0])
     assert t.overlap == pytest.approx(1 / 3)
-
-
-def test_hidden_communication_is_said_in_print() -> None:
-    hidden = timeline((0, F, 0.0, 4.0), (0, REDUCE, 1.0, 3.0), (0, REDUCE, 3.0, 6.0), ranks=1)
-    assert "communication hidden 60.0 %, exposed 2.00 s" in str(hidden)
-    assert "hidden" not in str(timeline((0, F, 0.0, 4.0), (0, REDUCE, 4.0, 6.0), ranks=1))
 
 
 def test_bytes_are_counted_by_rank_and_kind() -> None:
@@ -115,25 +103,6 @@ def test_a_step_keeps_what_its_waits_waited_for() -> None:
     assert both.spans["cause"].tolist() == t.spans["cause"].tolist()
 
 
-def test_a_step_begins_with_its_first_action_not_with_who_waits_for_it() -> None:
-    t = timeline((0, F, 4.0, 5.0), (1, WAIT, 1.0, 5.0), (1, F, 5.0, 7.0), (1, Kind.STEP, 1.0, 7.0), step=3)
-    one = t.step(3)
-    assert one.spans["start"].tolist() == [4.0, 4.0, 5.0, 4.0]
-    assert one.spans["end"].tolist() == t.spans["end"].tolist()
-    assert one.step_time == t.step_time == 3.0
-
-
-def test_nothing_gives_figures_too() -> None:
-    assert timeline((0, SEND, 1.0, 2.0)).bubble == 0.0  # nobody computes
-    for t in (timeline(ranks=0), timeline(), timeline((0, F, 1.0, 1.0))):
-        assert t.step_time == t.bubble == t.ideal_bubble == 0.0
-        assert t.idle == t.utilisation == [0.0] * t.world_size
-        assert len(t.peak_memory) == len(t.comm_bytes) == t.world_size
-        assert all(peak["total"] == 0 for peak in t.peak_memory)
-        assert list(t.to_dataframe()) == COLUMNS
-        assert repr(t).startswith(f"<Timeline of {t.world_size} ranks, 0 steps, virtual")
-
-
 def changes(*rows: tuple[float, int, str, int]) -> Any:
     held = np.zeros(len(rows), HELD)
     for row, (time, rank, category, total) in enumerate(rows):
@@ -153,25 +122,6 @@ def test_each_category_has_its_own_peak_and_so_has_their_sum() -> None:
     }  # fmt: skip
     assert t.peak_memory[1]["total"] == 7
     assert t.peak_memory_of_run[0]["total"] == 1210
-
-
-def test_what_was_held_before_a_step_counts_in_it() -> None:
-    held = changes(
-        (0.0, 0, "params", 100), (1.0, 0, "grads", 5), (2.0, 0, "grads", 0), (6.0, 0, "activations", 30)
-    )
-    rows: list[Span] = [
-        (0, F, 0.0, 3.0),
-        (0, Kind.STEP, 0.0, 3.0),
-        (0, F, 5.0, 7.0),
-        (0, Kind.STEP, 5.0, 7.0),
-    ]
-    t = timeline(*rows, step=[0, 0, 1, 1], ranks=1, held=held)  # type: ignore[arg-type]
-    assert t.peak_memory[0]["total"] == 130
-    assert t.step(0).peak_memory[0]["total"] == 105
-    cut = t.step(1)
-    assert cut.peak_memory == t.peak_memory
-    assert cut.held["time"].tolist() == [5.0, 5.0, 6.0]
-    assert cut.held["total"].tolist() == [100, 0, 30]
 
 
 def test_throughput_knows_the_batch_or_asks_for_it() -> None:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
@@ -113,21 +112,6 @@ def test_mirrored_ranks_are_as_if_each_had_been_played(clusters: Clusters) -> No
         assert (one.spans[column] == other.spans[column]).all()
 
 
-def test_ranks_that_are_not_alike_are_played_each(clusters: Clusters) -> None:
-    """Heads that do not divide evenly, replicas with other numbers of samples, parts of a causal sequence."""
-    uneven = play(clusters, mk.Plan(tp=2), lambda: small(heads=3))
-    assert uneven.meta["fake"]["played"] == [0, 1]
-    unequal = play(clusters, mk.Plan(dp=3, tp=2))  # of 8 samples: 3, 3, 2
-    assert unequal.meta["fake"]["stands_for"] == [0, 0, 0, 0, 4, 4]
-    parts = play(clusters, mk.Plan(dp=2, cp=2, cp_order="contiguous"))
-    assert parts.meta["fake"]["stands_for"] == [0, 1, 0, 1]
-    for trace in (uneven, unequal, parts):
-        check_complete(trace)
-    # The second half of a causal sequence looks at the first half, too.
-    forward = [rank.ops[rank.ops["kind"] == Kind.FORWARD]["flops"].sum() for rank in parts.ranks]
-    assert forward[1] > forward[0]
-
-
 @given(
     degrees=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     ends=st.tuples(st.integers(0), st.integers(0)),
@@ -149,68 +133,3 @@ def test_a_mirror_names_the_ranks_that_it_would_talk_to_itself(
 
 
 # ---------------------------------------------------------------- other models, and full size
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
-def next_word(output: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan(pp=2, schedule="zb_h1", microbatches=2),
-        pytest.param(mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2), marks=pytest.mark.soak),
-        pytest.param(mk.Plan(pp=2, tp=2, schedule="zb_h1", microbatches=2), marks=pytest.mark.soak),
-    ],
-    ids=repr,
-)
-def test_an_opened_model_with_a_tied_weight(clusters: Clusters, plan: mk.Plan) -> None:
-    """GPT-2 of transformers: no chain, and its head computes with the embedding's weight."""
-    trace = play(clusters, plan, gpt2, loss=next_word, steps=2)
-    data = [(torch.randint(32, (8, 8)), torch.randint(32, (8, 8)))]
-    real = (
-        clusters(plan.ranks).train(gpt2(), data, plan, loss=next_word, optimizer=adamw, steps=2).wait().trace
-    )
-    check_complete(trace)
-    for mine, played in zip(real.ranks, trace.ranks, strict=True):
-        assert communication(played) == communication(mine)
-
-
-def test_width_and_ranks_of_a_7b_llama(clusters: Clusters) -> None:
-    """64 H100s, 4 x 4 x 4: memory by rank is what the formulas say. A quarter of Llama 7B's 32 layers."""
-    layers, width, length, t, m = 8, 4096, 2048, 4, 4
-    plan = mk.Plan(pp=4, dp=4, tp=t, zero=1, precision="bf16", schedule="1f1b", microbatches=m)
-    trace = play(
-        clusters, plan, lambda: GPT(vocab=32000, length=length, layers=layers, width=width, heads=32),
-        batch=tokens(16 * m, length), hardware="8x8-h100-ndr",
-    )  # fmt: skip
-    assert trace.meta["fake"]["played"] == [0, 16, 32, 48]
-    timeline = check_complete(trace)
-    stream = 16 // plan.dp * length * width  # s b h of a micro-batch
-    for rank, held in enumerate(timeline.peak_memory):
-        stage = rank // 16
-        # Rajbhandari et al. 2020, table 1, of what pp and tp leave
-        psi = trace.meta["mesh"]["local_params"][rank]
-        assert (held["params"], held["grads"]) == (2 * psi, 2 * psi)
-        assert held["optimizer"] == pytest.approx(12 * psi / plan.dp, rel=1e-3)
-        # Korthikanti et al. 2022, equation 2, without dropout and with attention that keeps no scores: a layer's
-        # activations are s b h (8 + 24 / t); stage i has p - i micro-batches in flight.
-        kept = (4 - stage) * layers / 4 * stream * (8 + 24 / t)
-        ends = (
-            4 * stream + (2 + 2 + 4 + 4) * stream / width * 32000 / t
-        )  # in and out; logits in 16 and 32 bits
-        assert kept <= held["activations"] <= kept + ends * (1 if stage < 3 else 2)
-        # f and g of each layer, in the forward and in the backward (Shoeybi et al. 2019)
-        reduced = m * 4 * layers // 4 * stream * 2
-        extra = m * stream * 2 if stage in (0, 3) else 0  # the embedding's g, the head's f
-        assert timeline.comm_bytes[rank]["all_reduce"] == pytest.approx(reduced + extra, rel=0.01)
-    # 6 FLOPs a weight and token (Kaplan et al. 2020) at full rate is what a step takes at least.
-    ideal = 6 * (trace.meta["parameters"] - (32000 + length) * width) * 16 * m * length / 64 / 794e12
-    assert ideal < timeline.step_time < 4 * ideal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,27 +54,6 @@ def test_changes_that_only_work_together_count_as_one() -> None:
     ]
 
 
-def test_an_interleaved_schedule_has_two_stages_per_rank() -> None:
-    looped = settings(PLAN, {"schedule": "interleaved_1f1b"})[-1].plan
-    assert looped.virtual_stages == 2
-    assert settings(looped, {"schedule": "1f1b"})[-1].plan == mk.Plan.pipeline("1f1b", 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("plan", "ranks", "expected"),
-    [
-        (mk.Plan.serial(), 4, mk.Plan(dp=4, schedule="naive")),
-        (PLAN, 4, mk.Plan.gpipe(4, 4)),
-        (mk.Plan.ddp(2), 4, mk.Plan.ddp(4)),
-        (mk.Plan(pp=2, dp=2, microbatches=4), 8, mk.Plan(pp=2, dp=4, microbatches=4)),
-    ],
-)
-def test_ranks_are_added_along_the_axis_that_has_several(
-    plan: mk.Plan, ranks: int, expected: mk.Plan
-) -> None:
-    assert settings(plan, {"ranks": ranks})[-1].plan == expected
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -121,15 +100,6 @@ def test_a_link_that_is_twice_as_fast_takes_half_the_time(replicas: mk.Trace) ->
     assert before.step_time - after.step_time == pytest.approx(sum(_comm(before)) / 2, rel=0.01)
 
 
-def test_a_link_of_the_same_speed_is_the_same_link() -> None:
-    machine = mk.hardware("2x8-h100-ndr")
-    assert faster(machine, 1) == machine
-    twice = faster(machine, 2)
-    assert twice.between is not None
-    assert machine.between is not None
-    assert twice.between.bandwidth == 2 * machine.between.bandwidth
-
-
 def test_without_overlap_communication_adds_to_compute(replicas: mk.Trace) -> None:
     slow = scale_trace(replicas, lambda rank, kind, ops: 1e4, {Kind.FORWARD, Kind.BACKWARD})
     hidden, alone = mk.Timeline.of(slow), mk.Timeline.of(without_overlap(slow))
@@ -138,14 +108,6 @@ def test_without_overlap_communication_adds_to_compute(replicas: mk.Trace) -> No
     assert alone.busy == pytest.approx(hidden.busy)
     assert alone.step_time == pytest.approx(alone.busy[0] + sum(_comm(alone)), rel=1e-3)
     assert [rank["total"] for rank in alone.peak_memory] == [rank["total"] for rank in hidden.peak_memory]
-
-
-def test_pipelines_without_overlap_do_not_wait_forever(clusters: Callable[[int], mk.Cluster]) -> None:
-    plan = mk.Plan.pipeline("1f1b", 2, 4)
-    trace = mk.trace_fake(mlp, plan, batch=BATCH, hardware="cpu", cluster=clusters(2), **HOW)
-    before, after = mk.Timeline.of(trace), mk.Timeline.of(without_overlap(trace))
-    assert not [note for note in after.notes if note.startswith("Not finished")]
-    assert after.step_time > before.step_time
 
 
 # ---- the run's own times -----------------------------------------------------------------------------------------
@@ -198,21 +160,6 @@ def test_a_backward_that_is_split_takes_longer(ask: Callable[..., WhatIf]) -> No
     assert found.bubble < found.rows[0].timeline.bubble
 
 
-def test_micro_batches_divide_what_the_samples_take(ask: Callable[..., WhatIf]) -> None:
-    """Of these layers, whose time is that of their weights, each micro-batch takes about as long."""
-    found = ask(microbatches=8)
-    counts = found.timeline().spans[found.timeline().spans["kind"] == Kind.FORWARD]
-    assert len(counts) == 2 * 8
-    assert 4.5 <= sum((counts["end"] - counts["start"]).tolist()) / 2 <= 8
-
-
-def test_a_rank_of_all_layers_takes_what_the_stages_took(ask: Callable[..., WhatIf]) -> None:
-    found = ask(pp=1)
-    assert found.plan.ranks == 1
-    assert found.bubble == pytest.approx(0, abs=1e-6)
-    assert found.step_time == pytest.approx(2 * (4 * 3 + 4), rel=0.05)
-
-
 def test_causes_sum_to_the_change(ask: Callable[..., WhatIf]) -> None:
     found = ask(link=0.01, schedule="1f1b", microbatches=8, overlap=False)
     assert [change for change, _ in found.causes] == [
@@ -229,13 +176,6 @@ def test_causes_sum_to_the_change(ask: Callable[..., WhatIf]) -> None:
     assert found.rows[1].exposed_communication == pytest.approx(
         100 * found.rows[0].exposed_communication, rel=0.01
     )
-
-
-def test_recomputation_takes_forwards_again_and_less_memory(ask: Callable[..., WhatIf]) -> None:
-    found = ask(recompute="full")
-    assert found.rows[1].compute > found.rows[0].compute + 0.5
-    assert found.played is not None
-    assert found.memory[0]["activations"] < found.played[0]["activations"]
 
 
 def test_factors_of_a_played_plan_on_itself_change_nothing(clusters: Callable[[int], mk.Cluster]) -> None:
@@ -269,28 +209,6 @@ def test_a_real_run_is_predicted_and_shown(run: Run) -> None:
     assert "what if" in found.to_svg()
     assert set(found.gap()) > {"idle: message", "forward of stage 0"}
     assert "text/plain" in found._repr_mimebundle_()
-
-
-def test_streams_and_datasets_have_a_first_batch(train: Callable[..., Run]) -> None:
-    stream = train(mlp(), iter([BATCH] * 3), mk.Plan.serial(), steps=3, **HOW)
-    assert stream.what_if(microbatches=2).plan.microbatches == 2
-    dataset = mk.Batches(torch.utils.data.TensorDataset(*BATCH), batch_size=8)
-    loaded = train(mlp(), dataset, mk.Plan.serial(), steps=3, **HOW)
-    assert loaded.what_if(microbatches=2).step_time > 0
-
-
-def test_a_plan_that_does_not_fit_the_model_is_refused(run: Run) -> None:
-    with pytest.raises(ValueError, match=r"microbatches|micro-batches"):
-        run.what_if(microbatches=64)
-
-
-def test_a_run_needs_a_second_step(run: Run, train: Callable[..., Run]) -> None:
-    short = train(mlp(), [BATCH], mk.Plan.serial(), steps=1, **HOW)
-    with pytest.raises(ValueError, match=r"1 complete step,.*steps=4"):
-        short.what_if(link=2)
-    going: Any = replace(Recorded(PLAN, run.trace), done=False)
-    with pytest.raises(ValueError, match=r"run\.wait\(\)"):
-        what_if(going, run._job, None, {"link": 2})
 
 
 def test_a_change_that_no_run_has_shown_has_no_band(ask: Callable[..., WhatIf]) -> None:

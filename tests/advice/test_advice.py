@@ -10,12 +10,9 @@ from html import unescape
 import pytest
 
 import mpkit as mk
-from mpkit.cli import main
 from mpkit.common.display import draw
 from mpkit.common.safe_text import escape
 from mpkit.prediction.advice.advice import Advice
-
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +43,6 @@ def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
     )
 
 
-def test_the_chart_marks_the_frontier(advice: Advice) -> None:
-    every, frontier = advice.figure().data
-    assert len(every.x) == min(1000, len(advice.found))
-    assert {told.split("): ")[0] + ")" for told in frontier.customdata} == {
-        repr(plan) for plan in advice.frontier
-    }
-    assert list(frontier.y) == sorted(frontier.y, reverse=True) and list(frontier.x) == sorted(frontier.x)
-    assert min(every.y) == min(frontier.y)
-    title = advice.figure().layout.title.text.replace("<br>", " ")
-    assert title == "llama3-8b on 8x-a100-nvlink, 64 samples of 4096 tokens"
-
-
 def test_a_notebook_shows_words_a_row_per_family_and_a_chart() -> None:
     """P8: a row says what a further part gains, near twins are one row, and no amount breaks over two lines."""
     advice = _advised(("llama3-70b", "4x8-h100-ib", 512))
@@ -70,14 +55,6 @@ def test_a_notebook_shows_words_a_row_per_family_and_a_chart() -> None:
     assert chart.data == advice.figure().data
     kinds = [replace(plan, microbatches=1) for plan in advice.plans]
     assert len({repr(plan) for plan in kinds}) == len(kinds)
-
-
-def test_lora_is_advised_with_less_memory(advice: Advice) -> None:
-    part = mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096, trainable=0.01)
-    assert part.best is not None and part.answer.layout.trainable == 0.01
-    assert part.answer.step_time < advice.answer.step_time
-    with pytest.raises(ValueError, match=r"trainable=0: .*0\.01 for LoRA"):
-        mk.advise("llama3-8b", "8x-a100-nvlink", global_batch=64, sequence=4096, trainable=0)
 
 
 def test_the_layout_of_a_405b_run_is_found() -> None:
@@ -114,33 +91,6 @@ def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:
         advice.why_not("ddp")  # type: ignore[arg-type]
 
 
-def test_rules_follow_the_numbers() -> None:
-    small = mk.advise("gpt2", "8x-a100-nvlink", global_batch=64, sequence=1024)
-    assert "data parallelism is enough" in str(small)
-    assert small.best is not None
-    assert small.best.dp == 8
-    none = mk.advise("llama3-70b", "2x-rtx-4090", global_batch=8, sequence=4096)
-    assert none.best is None
-    assert not none.plans
-    assert "no plan fits" in str(none)
-    assert "or more" in str(none)
-    nodes = mk.advise("llama3-8b", "4x8-h100-ndr", global_batch=512, sequence=4096)
-    inside = next(rule for rule in nodes.rules if "inside the node" in rule.says)
-    assert inside.agrees
-
-
-def test_only_what_the_software_can_do_is_advised() -> None:
-    asked = {"global_batch": 64, "sequence": 2048}
-    old = mk.advise("llama3-8b", "2x8-h100-ndr", stack="megatron-2021", **asked)
-    assert {(found.layout.recompute, found.layout.zero, found.layout.offload) for found in old.found} == {
-        ("full", 0, "none")
-    }
-    fsdp = mk.advise("llama3-8b", "2x8-h100-ndr", stack="llm-foundry", **asked)
-    assert {(found.layout.pp, found.layout.tp, found.layout.zero >= 2) for found in fsdp.found} == {
-        (1, 1, True)
-    }
-
-
 @pytest.mark.parametrize(
     ("stack", "plan", "words"),
     [
@@ -170,20 +120,6 @@ def test_why_not_says_what_the_software_has_not(stack: str, plan: mk.Plan, words
     assert all("cannot" not in advice.why_not(found) for found in advice.plans)
 
 
-def test_adam_on_the_host_takes_the_time_of_its_processors() -> None:
-    """ZeRO-Offload's table 4: 10 B parameters in 2.57 s, by the processors of a whole node."""
-    asked = {"global_batch": 64, "sequence": 2048}
-    here, host = (
-        mk.estimate(
-            "llama3-8b", mk.Plan(dp=8, zero=1, microbatches=8, precision="bf16", offload=where),
-            "8x-h100-nvlink", **asked,
-        ).because["optimizer"]
-        for where in ("none", "optimizer")
-    )  # fmt: skip
-    assert host > 2.57 * 8.03 / 10 * 0.9
-    assert here < host / 10
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -197,23 +133,6 @@ def test_mistakes_are_explained(change: dict[str, object], words: str) -> None:
     given = {"model": "llama3-8b", "hardware": "8x-a100-nvlink", "global_batch": 8, "sequence": 4096}
     with pytest.raises(ValueError, match=words):
         mk.advise(**{**given, **change})  # type: ignore[arg-type]
-
-
-def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    main(
-        [
-            "advise",
-            "--model",
-            "llama3-8b",
-            "--hardware",
-            "8x-a100-nvlink",
-            "--global-batch",
-            "64",
-            "--sequence",
-            "4096",
-        ]
-    )
-    assert "plans considered" in capsys.readouterr().out
 
 
 def test_the_cheapest_and_the_fewest_devices() -> None:
@@ -304,26 +223,6 @@ def test_each_further_part_gains_and_the_simplest_is_near() -> None:
     assert re.search(rf"the simplest within 5 %\s+{re.escape(repr(advice.simplest))}", str(advice))
 
 
-def test_offload_has_to_gain_more_than_predictions_are_off() -> None:
-    advice = _advised(("mistral-7b", "8x-rtx-4090", 64))
-    assert advice.best is not None
-    assert advice.best.offload == "none"
-    took = advice.found[0].seconds
-    faster = [each for each in advice.found if each.layout.offload != "none" and each.seconds < took]
-    assert faster
-    for each in faster[:3]:
-        said = advice.why_not(advice.priced.plan_of(each.layout))
-        assert "by offload alone: less than the" in said
-
-
-def test_a_card_without_bfloat16_is_not_asked_for_it() -> None:
-    asked = {"global_batch": 8, "sequence": 1024}
-    with pytest.raises(ValueError, match=r"TITAN RTX has no units for: fp16 does.*precision='fp16'"):
-        mk.estimate("gpt2-xl", mk.Plan(dp=2, precision="bf16"), "2x-titan-rtx", **asked)
-    there = mk.estimate("gpt2-xl", mk.Plan(dp=2), "2x-titan-rtx", stack="megatron", **asked)
-    assert there.plan.precision == "fp16"
-
-
 def test_the_guides_rules_on_links() -> None:
     slow = mk.hardware("a100", nodes=4, per_node=8, nic="10gbe")
     said = str(mk.advise("llama2-13b", slow, global_batch=512, sequence=4096))
@@ -333,14 +232,6 @@ def test_the_guides_rules_on_links() -> None:
     assert "a pipeline, ZeRO and tensor parallelism do about alike. The search agrees" in fast
     pcie = mk.advise("gpt3-1.3b", "8x-a100-pcie", global_batch=64, sequence=1024)
     assert "Links of 24.8 GB/s are slow" in str(pcie)
-
-
-def test_the_best_plan_as_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "--model llama3-8b --hardware 8x-a100-nvlink --global-batch 64 --to torchtitan"
-    main(["advise", *asked.split()])
-    best = _advised(("llama3-8b", "8x-a100-nvlink", 64)).best
-    assert best is not None
-    assert repr(mk.Plan.read(capsys.readouterr().out)) == repr(replace(best, microbatches=4))
 
 
 def test_experts_are_divided_where_there_are_any() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from mpkit.course.catalogue import ExerciseEntry, find, of_family
+from mpkit.course.catalogue import ExerciseEntry, find
 from mpkit.course.framework.source import IMPORTS
 from tests.browser.lab import in_cell, look_at, open_notebook, run, write
 
@@ -55,41 +55,3 @@ def test_an_exercise_failed_twice_and_solved(jupyterlab: str, lab_page: Page, sc
     screenshot(page, "exercise-solved")
     expect(run(page, in_cell(page, "mk.progress()"))).to_contain_text("✔ pass-the-token")
     screenshot(page, "exercise-progress")
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(300)
-def test_a_hang(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
-    page, entry = lab_page, of_family("hang_lab")[0]
-    open_exercise(page, jupyterlab, "7-hang-lab", entry)
-    answer, check = in_cell(page, first_line(entry)), in_cell(page, f'mk.check("{entry.name}"')
-    run(page, answer)
-    output = run(page, check)
-    expect(output).to_contain_text("the ranks wait for each other")
-    expect(output).to_contain_text("Hint")
-    look_at(output)
-    screenshot(page, "exercise-hang")
-    write(page, answer, entry.source.plain)
-    run(page, answer)
-    output = run(page, check)
-    expect(output).to_contain_text("solved")
-    expect(output).not_to_contain_text(" try")  # the program to fix was no answer
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(300)
-def test_a_silent_bug(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
-    page, entry = lab_page, of_family("silent_bugs")[0]
-    open_exercise(page, jupyterlab, "8-silent-bugs", entry)
-    answer, check = in_cell(page, first_line(entry)), in_cell(page, f'mk.check("{entry.name}"')
-    run(page, answer)
-    output = run(page, check)
-    expect(output).to_contain_text("not yet")
-    look_at(output)
-    screenshot(page, "exercise-silent-bug")
-    write(page, answer, entry.source.plain)
-    run(page, answer)
-    output = run(page, check)
-    expect(output).to_contain_text("solved")
-    look_at(output)
-    screenshot(page, "exercise-silent-bug-fixed")

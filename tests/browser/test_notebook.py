@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -181,90 +180,3 @@ def test_pipeline_bubbles(jupyterlab: str, lab_page: Page, screenshot: Screensho
     memory.hover()
     expect(memory.locator(".mpkit-tip")).to_contain_text("params")
     screenshot(page, "notebook-memory-reloaded")
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-def test_three_dimensions(jupyterlab: str, lab_page: Page, screenshot: Screenshot) -> None:
-    """Eight ranks in groups, drawn while they train; the groups fold."""
-    page = lab_page
-    open_notebook(page, f"{jupyterlab}/workspaces/mesh/tree/08-three-dimensions.ipynb")
-    page.evaluate(WATCH)
-    page.evaluate(RUN_ALL)
-    page.wait_for_function("window.seen.some((one) => one.spans > 0)", timeout=PROGRAM)
-    live = in_cell(page, "run = train(plan)").locator(".mpkit-timeline")
-    look_at(live)
-    screenshot(page, "mesh-running")
-    page.wait_for_function("window.seen.some((one) => one.status === 'finished')", timeout=PROGRAM)
-    seen: list[dict[str, Any]] = page.evaluate("window.seen")
-    going = [one for one in seen if one["status"] == "running" and one["spans"] > 0]
-    assert going, "nothing was drawn while the run was going"
-    settled(live)
-    look_at(live)
-    screenshot(page, "mesh-finished")
-
-    page.wait_for_function("window.ran !== undefined", timeout=PROGRAM)
-    cells = page.evaluate(CELLS)
-    assert [cell["error"] for cell in cells if cell["error"]] == []
-    assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))
-
-    lanes = "(root) => new Set(root.panel.chart.placed.rows.map((row) => row.rank)).size"
-    assert live.evaluate(lanes) == 8
-    for name, code in [
-        ("table", "def row(rank)"),
-        ("placement", "run.placement()"),
-        ("step", "run.timeline().step(2).show()"),
-        ("samples", "seen = run.samples_seen"),
-        ("matrix", "comm_matrix()"),
-        ("volume", "comm_volume()"),
-        ("across", "replays = {"),
-        ("across-placement", "run.placement(hardware"),
-        ("across-compare", "mk.compare("),
-        ("memory", "def memory_table"),
-        ("zero", "def dp_bytes"),
-        ("sequence", "divided = replace"),
-        ("sweep", "def sides"),
-        ("sweep-chart", 'kind="points"'),
-        ("rule", "def rule(limit)"),
-    ]:
-        look_at_output(page, code)
-        screenshot(page, f"mesh-{name}")
-
-
-@pytest.mark.timeout(200)
-def test_the_schedule_explorer_follows_its_sliders(
-    jupyterlab: str, lab_page: Page, screenshot: Screenshot
-) -> None:
-    page = lab_page
-    # In a workspace of its own: another test's notebook would be opened again beside it.
-    open_notebook(page, f"{jupyterlab}/workspaces/explorer/tree/explore.ipynb")
-    page.evaluate(RUN_ALL)
-    output = in_cell(page, "mk.explore").locator(".jp-OutputArea-output")
-    left, right = output.locator(".mpkit-timeline").nth(0), output.locator(".mpkit-timeline").nth(1)
-    expect(right).to_be_visible(timeout=PROGRAM)
-    expect(output.get_by_text("33.0 s").first).to_be_visible()
-    expect(output.get_by_text("25.5 s").first).to_be_visible()
-    # Both on one axis, that of the longer.
-    page.wait_for_function(f"(root) => ({TIMES})(root)[1] === 33", arg=left.element_handle())
-    page.wait_for_function(f"(root) => ({TIMES})(root)[1] === 33", arg=right.element_handle())
-    screenshot(page, "explorer")
-
-    for words in ("number of ranks p", "forward F, seconds per micro-batch on one rank"):
-        expect(output.get_by_role("slider", name=words, exact=True)).to_be_visible()
-        expect(output.get_by_role("textbox", name=f"{words}, as a number", exact=True)).to_be_visible()
-    expect(output.get_by_text("All times are in seconds")).to_be_visible()
-    microbatches = output.get_by_role("slider", name="number of micro-batches m")
-    microbatches.focus()
-    page.keyboard.press("ArrowRight")
-    expect(output.get_by_text("36.0 s").first).to_be_visible()  # (m + p - 1)(F + B)
-
-    # A row edited so that it cannot run: the message, and the picture is marked as an earlier one's.
-    rows = output.locator("textarea").first
-    rows.fill("F0 B0\nB0 F0")
-    rows.blur()
-    output.get_by_role("button", name="draw my rows").first.click()
-    expect(output.get_by_text("1B0 comes before 1F0").first).to_be_visible()
-    expect(output.get_by_text("not of what is set now")).to_be_visible()
-    expect(left.locator(".mpkit-stage")).to_have_css("opacity", "0.3")
-    expect(left.locator(".mpkit-figure").first).to_be_hidden()
-    screenshot(page, "explorer-mistake")

@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
-from torch import nn
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.trace import Kind
 from mpkit.views.browser import css, esm
 from mpkit.views.drawing.colours import INKS, Key
-from mpkit.views.drawing.lanes import groups_of
 from mpkit.views.page.html import html
 from mpkit.views.timeline.widget import TimelineView
 from tests.limits import wait_for
@@ -116,33 +113,6 @@ def colour(page: Page, time: float, rank: int = 0) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_of_two_strategies(
-    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str
-) -> None:
-    naive = mk.simulate(mk.Plan.gpipe(4, 1), forward=8, input_grad=8, weight_grad=8, hop=0.4)
-    gpipe = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.4)
-    page = new_page(color_scheme=scheme)
-    open_html(
-        page,
-        tmp_path,
-        {"naive model parallelism": naive, "GPipe, 8 micro-batches": gpipe},
-        title="One model on four GPUs",
-        intro="The same work, cut in two ways. Hatched is idle: the bubble.",
-        facts={
-            "GPipe, 8 micro-batches": {"in theory": "27.3 %"},
-            "naive model parallelism": {"in theory": "75.0 %"},
-        },
-    )
-    screenshot(page, f"page-{scheme}")
-    assert colour(page, 1.0) == getattr(INKS[Key.FORWARD], scheme)
-    assert colour(page, 95.0, rank=0) == getattr(INKS[Key.BACKWARD], scheme)
-    assert colour(page, 40.0) not in ("", *(getattr(ink, scheme) for ink in INKS.values()))  # idle: the hatch
-    page.get_by_label("draw all on one time scale").check()
-    page.wait_for_function("document.querySelectorAll('.mpkit-timeline')[1].panel.chart.seen.room > 90")
-    screenshot(page, f"page-one-scale-{scheme}")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_hover_zoom_pan_keys_and_legend(
     new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str
 ) -> None:
@@ -225,68 +195,6 @@ def test_names_are_never_read_as_html(new_page: NewPage, tmp_path: Path) -> None
     assert page.title() != "caught"
 
 
-def test_many_gpus_and_many_operations(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
-    page = new_page()
-    crowd = repeated(mk.simulate(mk.Plan.gpipe(64, 64), hop=0.1), 2)
-    open_html(page, tmp_path, crowd)
-    screenshot(page, "many-gpus")
-    long = repeated(mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25), 500)
-    assert len(long.spans) > 100_000
-    open_html(page, tmp_path, long)
-    screenshot(page, "many-operations")
-    # Zoomed in far enough, each operation is itself again.
-    page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.show(34.5 * 250, 34.5 * 251)")
-    drawn(page)
-    assert colour(page, 34.5 * 250 + 0.2) == INKS[Key.FORWARD].light
-    screenshot(page, "many-operations-zoomed")
-
-
-def test_a_narrow_window(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
-    page = new_page(viewport={"width": 420, "height": 800}, device_scale_factor=2)
-    open_html(
-        page, tmp_path, {"GPipe": mk.simulate(mk.Plan.gpipe(4, 8)), "naive": mk.simulate(mk.Plan.gpipe(4, 1))}
-    )
-    assert page.evaluate("document.documentElement.scrollWidth") <= 420
-    assert colour(page, 0.15) == INKS[Key.FORWARD].light
-    screenshot(page, "narrow")
-
-
-def test_waits_within_an_action_cut_it(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
-    # As tensor parallelism does: each forward waits for a sum in its middle, from a quarter to a half of it.
-    timeline = mk.simulate(mk.Plan.gpipe(2, 4), forward=4)
-    works = timeline.spans[timeline.spans["kind"] == Kind.FORWARD]
-    waits = works.copy()
-    waits["kind"], waits["depth"] = Kind.WAIT, 1
-    waits["start"], waits["end"] = works["start"] + 1, works["start"] + 2
-    spans = np.concatenate([timeline.spans, waits])
-    spans["cause"] = -1
-    timeline = replace(timeline, spans=spans[np.lexsort((spans["start"], spans["rank"]))])
-    page = new_page()
-    open_html(page, tmp_path, timeline)
-    screenshot(page, "waits-within")
-    blue = INKS[Key.FORWARD].light
-    assert [colour(page, time) == blue for time in (0.5, 1.5, 2.5, 3.7, 5.5)] == [
-        True,
-        False,
-        True,
-        True,
-        False,
-    ]
-    page.mouse.move(*place(page, 1.5))
-    expect(page.locator(".mpkit-tip")).to_contain_text("idle: wait")
-    page.mouse.move(*place(page, 2.5))
-    expect(page.locator(".mpkit-tip")).to_contain_text("forward")
-    # Where boxes are thinner than pixels, what is waited in makes them fainter.
-    open_html(page, tmp_path, repeated(timeline, 500))
-    page.get_by_role("button", name="Fit").click()  # at first the newest of so many steps are in view
-    drawn(page)
-    faint = colour(page, 8.0)
-    page.get_by_role("button", name="show or hide forward").click()
-    drawn(page)
-    assert faint != colour(page, 8.0)
-    screenshot(page, "waits-within-many")
-
-
 # ---------------------------------------------------------------- ranks by group
 
 
@@ -360,56 +268,6 @@ def test_groups_fold_and_unfold_on_a_click(
     # The pointer finds what lies below a header.
     page.mouse.move(*place(page, 1.0, rank=5))
     expect(page.locator(".mpkit-tip")).to_contain_text("rank 5 pp1 dp0 tp1")
-
-
-def test_many_ranks_are_folded_at_first(new_page: NewPage, tmp_path: Path, screenshot: Screenshot) -> None:
-    page = new_page()
-    open_html(page, tmp_path, on_mesh(Mesh(pp=4, dp=2, tp=8)))
-    assert lanes(page) == list(range(0, 64, 8))
-    screenshot(page, "groups-many")
-    page.get_by_role("button", name="Fold").click()
-    drawn(page)
-    assert lanes(page) == list(range(64))
-    screenshot(page, "groups-many-unfolded")
-    # On a screen that shows a part of them only that part is drawn, and more of it when the page is scrolled.
-    page.set_viewport_size({"width": 1100, "height": 200})
-    height = page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.placed.height")
-    for top in (0, height):
-        page.evaluate("(top) => window.scrollTo(0, top)", top)
-        page.wait_for_function(
-            """(seen) => {
-              const { chart } = document.querySelector('.mpkit-timeline').panel;
-              const [top, bottom] = chart.view;
-              return bottom - top <= 300 && top <= seen && seen <= bottom && chart.asked === 0;
-            }""",
-            arg=min(top, height - 1),
-        )
-
-
-def test_without_groups_there_is_nothing_to_fold(new_page: NewPage, tmp_path: Path) -> None:
-    page = new_page()
-    open_html(page, tmp_path, mk.simulate(mk.Plan.gpipe(4, 8)))
-    expect(page.get_by_role("button", name="Fold")).to_have_count(0)
-
-
-def test_what_is_folded_stays_so_while_a_run_goes_on(new_page: NewPage) -> None:
-    timeline = on_mesh(Mesh(pp=2, dp=1, tp=2), steps=3)
-    page = new_page()
-    live = Live(page, labels=[f"rank {rank}" for rank in range(4)], groups=groups_of(timeline))
-    live.load()
-    live.listen()
-    for number, batch in enumerate(in_batches(timeline, 4)):
-        live.view.append(batch, timeline.names)
-        live.view.flush()
-        live.deliver()
-        drawn(page)
-        if number == 0:
-            click_head(page, 0)
-        assert lanes(page) == [0, 2, 3]
-    live.view.replace(timeline)  # the run is over
-    live.deliver()
-    drawn(page)
-    assert lanes(page) == [0, 2, 3]
 
 
 # ---------------------------------------------------------------- the live widget
@@ -564,68 +422,6 @@ def test_a_live_widget_fills_follows_and_comes_back(new_page: NewPage, screensho
     sees(page, 0, ends[-1])
 
 
-def test_what_was_lost_while_the_page_loaded_is_found(new_page: NewPage) -> None:
-    timeline = repeated(mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25), 4)
-    batches = list(in_batches(timeline, 6))
-    page = new_page()
-    live = Live(page, labels=[f"GPU {rank}" for rank in range(4)])
-
-    def append(batch: np.ndarray) -> None:
-        live.view.append(batch, timeline.names)
-        live.view.flush()
-
-    append(batches[0])
-    live.load()
-    assert live.spans == len(batches[0])  # from the backlog, though its message never came
-    append(batches[1])
-    live.lose()
-    append(batches[2])
-    live.deliver()
-    assert live.spans == sum(map(len, batches[:3]))
-    # Once heard, the kernel keeps no backlog, and a page that misses something asks.
-    live.listen()
-    live.lose()
-    append(batches[3])
-    live.lose()
-    append(batches[4])
-    live.deliver()
-    page.wait_for_timeout(1100)
-    append(batches[5])
-    live.deliver()
-    live.listen()
-    live.deliver()
-    assert live.spans == len(timeline.spans)
-
-
-def test_a_closed_view_lets_go(new_page: NewPage) -> None:
-    page = new_page()
-    live = Live(page, timeline=mk.simulate(mk.Plan.gpipe(2, 2)))
-    live.load()
-    before = page.evaluate("model.handlers.length")
-    page.evaluate("close_widget()")
-    assert page.locator(".mpkit-timeline").count() == 0
-    assert page.evaluate("model.handlers.length") < before
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_theme_is_jupyterlabs(new_page: NewPage, screenshot: Screenshot, theme: str) -> None:
-    page = new_page(
-        color_scheme="dark" if theme == "light" else "light"
-    )  # the page's word counts, not the system's
-    live = Live(page, timeline=mk.simulate(mk.Plan.gpipe(4, 8), hop=0.2))
-    live.load()
-    live.listen()
-    live.deliver()
-    page.evaluate(
-        "([light, ground]) => { document.body.dataset.jpThemeLight = light; document.body.style.background = ground; }",
-        [str(theme == "light").lower(), "#ffffff" if theme == "light" else "#111111"],
-    )
-    expect(page.locator(".mpkit-timeline")).to_have_attribute("data-theme", theme)
-    drawn(page)
-    assert colour(page, 0.15) == getattr(INKS[Key.FORWARD], theme)
-    screenshot(page, f"jupyterlab-{theme}")
-
-
 def test_a_long_run_is_followed_paged_and_grabbed(
     new_page: NewPage, tmp_path: Path, screenshot: Screenshot
 ) -> None:
@@ -688,16 +484,6 @@ def test_every_operation_is_reached_by_keys_and_said(new_page: NewPage, tmp_path
     expect(said).to_contain_text("forward · micro-batch 0, on GPU 1")
 
 
-def test_timelines_above_each_other_have_one_axis(new_page: NewPage, tmp_path: Path) -> None:
-    page = new_page()
-    few, many = mk.simulate(mk.Plan.gpipe(2, 8)), mk.simulate(mk.Plan.gpipe(12, 8))
-    open_html(page, tmp_path, {"few": few, "many": many})
-    lefts = page.evaluate(
-        "[...document.querySelectorAll('.mpkit-timeline')].map((each) => each.panel.chart.left)"
-    )
-    assert len({*lefts}) == 1 and lefts[0] > 0
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 400])
 def test_axe_finds_nothing_serious(new_page: NewPage, tmp_path: Path, scheme: str, width: int) -> None:
@@ -727,36 +513,6 @@ def with_memory(page: Page, timeline: mk.Timeline) -> Live:
     live.deliver()
     drawn(page)
     return live
-
-
-def test_what_gpus_did_is_drawn_below_the_memory(new_page: NewPage, screenshot: Screenshot) -> None:
-    page = new_page(viewport={"width": 1100, "height": 1100})
-    timeline = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
-    samples = np.zeros(4 * 40, timeline.device_samples.dtype)
-    for name in samples.dtype.names:
-        samples[name] = np.nan if name != "rank" else 0
-    samples["rank"], samples["time"] = np.repeat(range(4), 40), np.tile(np.arange(1, 41), 4)
-    samples["utilisation"] = 50 + 50 * np.sin(samples["time"] / 5)
-    samples["memory"] = 1e9 * (1 + samples["rank"])
-    told = samples["rank"] < 3  # the last GPU has no NVLink
-    samples["nvlink_sent"][told], samples["nvlink_received"][told] = 2e9, 1e9
-    live = with_memory(page, replace(timeline, device_samples=samples))
-    expect(page.get_by_role("img", name="GPU utilisation over time: GPU 0 at most 100 %")).to_be_visible()
-    in_use = page.get_by_role("img", name="GPU memory in use over time: GPU 0 at most 954 MiB")
-    expect(in_use).to_be_visible()
-    whose = ", ".join(f"GPU {rank} at most 3.00 GB/s" for rank in range(3))
-    links = page.get_by_role("img", name=f"NVLink traffic over time: {whose}. The table")
-    expect(links).to_be_visible()
-    expect(page.get_by_role("img", name="PCIe traffic")).to_have_count(0)  # no GPU tells
-    links.hover(position={"x": 400, "y": 20})
-    expect(page.locator(".mpkit-tip:visible")).to_contain_text("2.00 GB/s")
-    pixels = "canvas => canvas.toDataURL()"
-    whole = in_use.evaluate(pixels)
-    page.evaluate(f"{CHART}.seen.follow = false; {CHART}.show(0, 3.9)")
-    drawn(page)
-    assert in_use.evaluate(pixels) != whole
-    screenshot(page, "gpus")
-    live.view.live = False
 
 
 def test_memory_selection_and_table_move_with_the_timeline(new_page: NewPage, screenshot: Screenshot) -> None:
@@ -812,61 +568,6 @@ def test_memory_selection_and_table_move_with_the_timeline(new_page: NewPage, sc
         assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
 
 
-def test_fast_steps_are_followed_as_far_as_their_memory_is_known(new_page: NewPage) -> None:
-    page = new_page()
-    step = mk.simulate(mk.Plan.gpipe(4, 8), forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
-    live = with_memory(page, repeated(step, 50))  # of 33 ms each
-    sees(page, 47 * 0.033, 50 * 0.033)
-    live.view.set_tracks(repeated(step, 40))  # memory comes less often
-    live.deliver()
-    drawn(page)
-    sees(page, 37 * 0.033, 40 * 0.033)
-    live.view.set_tracks(repeated(step, 10))  # so late that lanes without memory are better
-    live.deliver()
-    drawn(page)
-    sees(page, 47 * 0.033, 50 * 0.033)
-    live.view.set_tracks(repeated(step, 40))
-    live.view.live = False
-    live.deliver()
-    drawn(page)
-    assert window(page)[1] == pytest.approx(50 * 0.033)
-
-
-def test_arrows_join_what_goes_together(new_page: NewPage, screenshot: Screenshot) -> None:
-    page = new_page()
-    timeline = mk.simulate(mk.Plan.gpipe(4, 8), hop=0.25)
-    with_memory(page, timeline)
-    spans = timeline.spans
-
-    def joined(span: int) -> Any:
-        page.evaluate(f"(span) => {{ {CHART}.selected = {{ rank: 0, span }}; {CHART}.ask(); }}", span)
-        drawn(page)
-        return page.evaluate(f"{CHART}.store.linked?.span === {span} ? {CHART}.store.linked.link : null")
-
-    # The third send of rank 0 goes to the third receive of rank 1, though neither waited.
-    send = np.flatnonzero((spans["rank"] == 0) & (spans["kind"] == Kind.SEND))[2]
-    receive = np.flatnonzero((spans["rank"] == 1) & (spans["kind"] == Kind.RECV) & (spans["peer"] == 0))[2]
-    assert joined(int(send)) == {"from": send, "to": [receive], "what": "message"}
-    assert joined(int(receive)) == {"from": send, "to": [receive], "what": "message"}
-    screenshot(page, "arrow")
-
-    # Of a collective, from the rank that issued it last to the others; the tip names it.
-    page = new_page()
-    reduced = np.zeros(6, timeline.spans.dtype)
-    reduced["rank"], reduced["group"], reduced["cause"], reduced["peer"] = [0, 1, 2, 0, 1, 2], 1, -1, -1
-    reduced["stage"], reduced["microbatch"], reduced["step"] = -1, -1, 0
-    reduced["kind"], reduced["lane"] = Kind.ALL_REDUCE, 1
-    reduced["issued"] = [0.0, 0.5, 0.2, 2.1, 2.0, 2.6]
-    reduced["start"], reduced["end"] = [0.5] * 3 + [2.6] * 3, [1.5] * 3 + [3.6] * 3
-    with_memory(page, replace(timeline, spans=reduced, names=["", "all"], world_size=3))
-    assert joined(0) == {"from": 1, "to": [0, 2], "what": "came last"}
-    assert joined(3) == {"from": 5, "to": [3, 4], "what": "came last"}
-    page.locator(".mpkit-stage").first.focus()
-    page.keyboard.press("Shift+ArrowRight")
-    expect(page.locator(".mpkit-said").first).to_contain_text("came last GPU 1")
-    screenshot(page, "arrows-of-a-collective")
-
-
 def test_a_hang_is_drawn_with_its_reason(new_page: NewPage, screenshot: Screenshot) -> None:
     page = new_page()
     timeline = mk.simulate(mk.Plan.gpipe(2, 2))
@@ -915,32 +616,6 @@ def test_the_critical_path_is_drawn_over_the_lanes(
     page.keyboard.press("Escape")
     expect(critical).to_have_attribute("aria-pressed", "false")
     page.wait_for_function(f"{CHART}.path === null")
-
-
-def test_the_kernel_finds_the_path_when_it_is_asked_for(new_page: NewPage) -> None:
-    page = new_page()
-    live = Live(page, timeline=repeated(mk.simulate(mk.Plan.gpipe(4, 8)), 5))
-    live.load()
-    drawn(page)
-    assert live.view.path_head == {}
-    page.get_by_role("button", name="Critical path").click()
-    page.wait_for_function("model.get('path_shown') === true")
-    live.view.path_shown = True  # what the page has saved
-    assert live.view.path_head["step"] == 4
-    live.deliver()
-    drawn(page)
-    assert page.evaluate(f"{CHART}.path.step") == 4
-    sees(page, 132, 165)
-    on = page.evaluate(f"[...{CHART}.path.on]")
-    assert {int(live.view._timeline.spans["step"][span]) for span in on} == {4}  # type: ignore[union-attr]
-
-    # A run that goes on has no path yet.
-    live.view.append(live.view._timeline.spans, [""])  # type: ignore[union-attr]
-    live.view.flush()
-    live.deliver()
-    drawn(page)
-    expect(page.get_by_role("button", name="Critical path")).to_be_hidden()
-    assert page.evaluate(f"{CHART}.path") is None
 
 
 # ---------------------------------------------------------------- the search
@@ -1002,48 +677,3 @@ def test_a_search_keeps_what_it_finds_and_pales_the_rest(
     drawn(page)
     assert colour(page, 0.85) == blue
     expect(page.get_by_role("group", name="Timeline.")).to_be_focused()
-
-
-def test_hovering_over_a_message_joins_its_ends_in_a_saved_page(new_page: NewPage, tmp_path: Path) -> None:
-    page = new_page()
-    open_html(page, tmp_path, mk.simulate(mk.Plan.gpipe(2, 2), hop=0.5))
-    x, _ = place(page, 1.2, 1)
-    tops = page.evaluate(
-        f"{CHART}.placed.rows.filter((row) => row.rank === 1 && row.part === 'comm').map((row) => row.y)"
-    )
-    box = page.locator(".mpkit-stage").first.bounding_box()
-    assert box
-    page.mouse.move(x, box["y"] + tops[0] + 3)
-    drawn(page)
-    assert page.evaluate(f"{CHART}.store.linked.link.what") == "message"
-    page.emulate_media(media="print")  # paper is light
-    page.wait_for_function("document.querySelector('.mpkit-timeline').dataset.theme === 'light'")
-
-
-def test_a_search_finds_the_layers_of_a_run(
-    new_page: NewPage, tmp_path: Path, clusters: Callable[[int], mk.Cluster], screenshot: Screenshot
-) -> None:
-    """Two steps of a GPT of 8 blocks on two stages, whose actions are named by stage and micro-batch."""
-    model = mk.models.GPT(vocab=16, length=4, layers=8, width=8, heads=1)
-    tokens = torch.zeros(4, 4, dtype=torch.long)
-    run = clusters(2).train(
-        model, [(tokens, tokens)], mk.Plan.gpipe(2, 2), steps=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
-    )  # fmt: skip
-    timeline = run.wait().timeline()
-    page = new_page()
-    open_html(page, tmp_path, timeline)
-    field = page.get_by_role("searchbox", name='Search operations, such as "all_gather"')
-    for words, found in (
-        ("layer 7", "8 found"), ("rank 1", "found"), ("rank 0 layer 7", "none found"), ("layer 3 step 1", "4 found"),
-        ("block 4 backward", "4 found"), ("layer 8", "none found"), ("embedding", "8 found"), ("head", "8 found"),
-    ):  # fmt: skip
-        field.fill(words)
-        expect(page.locator(".mpkit-found")).to_contain_text(found)
-    field.fill("layer 7")
-    page.keyboard.press("Enter")
-    expect(page.locator(".mpkit-said").first).to_contain_text("1F0")
-    screenshot(page, "search-layers")
-    forward = timeline.spans[(timeline.spans["stage"] == 1) & (timeline.spans["kind"] == Kind.FORWARD)][0]
-    page.mouse.move(*place(page, (forward["start"] + forward["end"]) / 2, 1))
-    expect(page.locator(".mpkit-tip")).to_contain_text("layersblock4 to 7, head")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 import mpkit as mk
 from mpkit.plan.schedule import NAMES
 from mpkit.views.page.html import html
-from mpkit.views.page.trial import MICROBATCHES, RANKS, plan_of
+from mpkit.views.page.trial import plan_of
 
 NewPage = Callable[..., Page]
-Screenshot = Callable[[Page, str], None]
 
 PANEL = "document.querySelector('#try .mpkit-timeline').panel"
 
@@ -96,32 +93,6 @@ def test_a_reader_moves_the_sliders(new_page: NewPage, tmp_path: Path) -> None:
     assert first[4] == str(truth.peak_memory[0]["total"])
 
 
-def test_a_message_has_an_arrow_and_a_wait_its_cause(new_page: NewPage, tmp_path: Path) -> None:
-    page = new_page()
-    open_trial(page, tmp_path)
-    set_slider(page, "hop", 0.5)
-    told = page.evaluate(
-        f"""(() => {{
-          const {{ store }} = {PANEL}.chart;
-          const at = (kind) => [...store.columns.kind.data.slice(0, store.count)].findIndex((each) => each === kind);
-          const value = (name, span) => store.value(name, span);
-          const [receive, wait] = [at(33), at(16)];
-          return [value('peer', receive), value('duration', receive), value('cause', wait) >= 0, store.count];
-        }})()"""
-    )
-    truth = simulated("1f1b", 4, 8, 1, 1, 1, hop=0.5)
-    marks = truth.spans["kind"] == 128
-    assert told == [1, 0.5, True, int((~marks).sum())]
-
-
-def test_sliders_begin_where_the_page_says_or_as_near_as_they_can(new_page: NewPage, tmp_path: Path) -> None:
-    page = new_page()
-    open_trial(page, tmp_path, p=64, m=1)
-    assert page.locator("#try-ranks").input_value() == str(RANKS[-1])
-    assert page.locator("#try-microbatches").input_value() == str(MICROBATCHES[0])
-    assert len(page.evaluate(f"{PANEL}.chart.labels")) == RANKS[-1]
-
-
 def test_without_scripts_there_is_a_picture_and_no_dead_slider(new_page: NewPage, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(html(mk.simulate(mk.Plan.gpipe(4, 8)), try_it=(4, 8)), encoding="utf-8")
@@ -129,24 +100,6 @@ def test_without_scripts_there_is_a_picture_and_no_dead_slider(new_page: NewPage
     page.goto(path.as_uri())
     expect(page.locator("#try .static svg")).to_be_visible()
     expect(page.locator("#try .controls")).to_be_hidden()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1100, 400])
-def test_axe_finds_nothing_serious(
-    new_page: NewPage, tmp_path: Path, screenshot: Screenshot, scheme: str, width: int
-) -> None:
-    page = new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
-    open_trial(page, tmp_path)
-    page.get_by_label("schedule", exact=True).select_option("ZB-V, 2 stages per rank")
-    set_slider(page, "hop", 0.1)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    found: list[dict[str, Any]] = Axe().run(page).response["violations"]
-    serious = [(each["id"], each["help"], [node["target"] for node in each["nodes"]]) for each in found
-               if each["impact"] in ("serious", "critical")]  # fmt: skip
-    assert serious == []
-    page.wait_for_function(f"{PANEL}.chart.asked === 0")
-    screenshot(page, f"trial_{width}_{scheme}")
 
 
 def write_own(page: Page, text: str) -> None:

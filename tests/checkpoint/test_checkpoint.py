@@ -7,17 +7,13 @@ import os
 import pickle
 import random
 import shutil
-import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -27,7 +23,7 @@ from mpkit.launch.session.run import Run
 from mpkit.strategies.checkpoint.files import digest
 from mpkit.strategies.checkpoint.head import DamagedCheckpoint, seal
 from mpkit.strategies.checkpoint.index import read_index
-from mpkit.strategies.prepare.resume import check_saving, find_checkpoint
+from mpkit.strategies.prepare.resume import find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -165,85 +161,7 @@ def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
     assert_same(whole, rest)
 
 
-@pytest.mark.soak
-def test_resumed_after_the_whole_run_was_killed(clusters: Clusters, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"model": net(dropout=0.2), "data": batches(), "plan": mk.Plan.ddp(2), "seed": 1}
-    whole = train(clusters, steps=40, **how)
-    with mk.Cluster(2, device="cpu") as cluster:
-        run = cluster.train(
-            loss=F.mse_loss, optimizer=adamw, steps=40, checkpoint_every=4, checkpoint_dir=tmp_path, **how
-        )
-        while not (tmp_path / "step-00000008").exists():
-            assert not run.done
-        fork_server = cluster.fork_server_pid
-        assert fork_server is not None
-        os.kill(fork_server, signal.SIGKILL)  # and every rank with it
-        with pytest.raises(mk.errors.MpkitError):
-            run.wait()
-    rest = train(clusters, steps=40, resume_from=tmp_path, **how)
-    assert rest.first_step >= 8
-    assert rest.losses == whole.losses[rest.first_step :]
-    assert_same(whole, rest)
-
-
 # ---------------------------------------------------------------- another plan: the same training
-
-ANY = [
-    mk.Plan.serial(),
-    mk.Plan.ddp(2),
-    mk.Plan.ddp(3),
-    mk.Plan.gpipe(2, 2),
-    mk.Plan.gpipe(4, 3),
-    mk.Plan.zero(1, 2),
-    mk.Plan.zero(2, 3),
-    mk.Plan.zero(3, 4),
-    mk.Plan.zero(3, 2),
-    mk.Plan.ddp(2, offload="optimizer"),
-    mk.Plan.dp(2),
-]
-
-
-@pytest.mark.soak
-@given(
-    before=st.sampled_from(ANY),
-    after=st.sampled_from(ANY),
-    optimizer=st.sampled_from([adamw, momentum]),
-    width=st.integers(1, 9),
-    frozen=st.booleans(),
-)
-@settings(max_examples=8)
-def test_resumed_under_any_other_plan(
-    clusters: Clusters,
-    tmp_path_factory: pytest.TempPathFactory,
-    before: mk.Plan,
-    after: mk.Plan,
-    optimizer: Any,
-    width: int,
-    frozen: bool,
-) -> None:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    how: dict[str, Any] = {
-        "model": net(torch.float64, width=width, frozen=frozen),
-        "data": batches(torch.float64),
-        "optimizer": optimizer,
-    }
-    train(clusters, plan=before, steps=3, checkpoint_every=3, checkpoint_dir=folder, **how)
-    rest = train(clusters, plan=after, steps=6, resume_from=folder, **how)
-    whole = train(clusters, plan=mk.Plan.serial(), steps=6, **how)
-    counted = [name for name in whole.state_dict() if name.endswith("calls")]
-    weights = {name: value for name, value in rest.state_dict().items() if name not in counted}
-    expected = {name: value for name, value in whole.state_dict().items() if name not in counted}
-    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
-    assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-10)
-
-
-def test_16_bits_and_back_through_the_wide_weights(clusters: Clusters, tmp_path: Path) -> None:
-    plan = mk.Plan.zero(3, 2, precision="bf16")
-    train(clusters, net(), batches(), plan, steps=2, checkpoint_every=2, checkpoint_dir=tmp_path)
-    index = read_index(tmp_path / "step-00000002")
-    assert index.state_dict_metadata["weight/0.weight"].properties.dtype == torch.float32
-    run = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=3, resume_from=tmp_path)
-    assert run.state_dict()["0.weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adagrad"])
@@ -257,35 +175,6 @@ def test_states_of_other_optimizers(clusters: Clusters, tmp_path: Path, kind: st
 
 
 # ---------------------------------------------------------------- the folder
-
-
-def test_what_lies_in_the_folder(clusters: Clusters, tmp_path: Path) -> None:
-    (tmp_path / "step-00000004.partial").mkdir()
-    (tmp_path / "step-00000004.partial" / "__0_0.distcp").write_bytes(b"half")
-    run = train(
-        clusters,
-        net(),
-        batches(),
-        mk.Plan.ddp(2),
-        steps=9,
-        checkpoint_every=2,
-        checkpoint_dir=tmp_path,
-        checkpoint_keep=3,
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{i}" for i in (4, 6, 8)]
-    assert len(run.losses) == 9
-    frame = run.timeline().to_dataframe()
-    spans = frame[frame["name"] == "checkpoint"]
-    assert sorted(spans["rank"]) == [0] * 4 + [1] * 4
-    assert (spans["lane"] == "compute").all()
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "step-00000008").glob("*.distcp"))
-    assert spans.groupby("rank")["bytes"].last().sum() == on_disk
-    # what both ranks hold is written once
-    index = read_index(tmp_path / "step-00000008")
-    assert all(len(tensor.chunks) == 1 for tensor in index.state_dict_metadata.values())
-    # nothing names this machine
-    for path in (tmp_path / "step-00000008").iterdir():
-        assert str(tmp_path).encode() not in path.read_bytes()
 
 
 def test_an_older_branch_gives_way_to_what_goes_on_from_it(clusters: Clusters, tmp_path: Path) -> None:
@@ -317,14 +206,6 @@ def test_one_that_was_about_to_be_replaced_takes_its_name_back(clusters: Cluster
     )
     assert run.first_step == 4
     assert {path.name for path in saved.iterdir()} == {"step-00000002", "step-00000004"}
-
-
-def test_nothing_left_to_do(clusters: Clusters, saved: Path) -> None:
-    done = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=4)
-    run = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=4, resume_from=saved)
-    assert run.losses == []
-    assert run.timeline().world_size == 2
-    torch.testing.assert_close(run.state_dict(), done.state_dict(), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- what is damaged
@@ -369,15 +250,6 @@ def test_a_damaged_checkpoint_is_passed_over(saved: Path, what: str) -> None:
     DAMAGES[what](saved / "step-00000002")
     with pytest.raises(ValueError, match="no checkpoint there is whole"):
         find_checkpoint(saved)
-
-
-def test_training_goes_on_from_the_one_before_a_damaged_one(
-    clusters: Clusters, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flip(saved / "step-00000004")
-    run = train(clusters, net(), batches(), mk.Plan.ddp(2), steps=5, resume_from=saved)
-    assert run.first_step == 2
-    assert "Going on from step-00000002" in capsys.readouterr().out
 
 
 class Malice:
@@ -478,25 +350,3 @@ def test_what_does_not_fit_says_so(clusters: Clusters, saved: Path) -> None:
     refused("cannot be written to", checkpoint_every=1, checkpoint_dir=tmp_path / "file")
     (tmp_path / "step-00000008.partial").mkdir()
     refused("cut short", resume_from=tmp_path / "step-00000008.partial")
-
-
-def test_every_rank_of_a_launcher_may_check_the_folder_at_once(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(8) as ranks:
-        assert len(list(ranks.map(lambda _: check_saving(1, tmp_path, 1), range(400)))) == 400
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_that_cannot_be_written_says_so(clusters: Clusters, tmp_path: Path) -> None:
-    notebook = os.getpid()
-
-    class Spoil(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if os.getpid() != notebook:  # a file where the checkpoint's folder is to be, once the ranks run
-                (tmp_path / "step-00000001.partial").touch()
-            return x
-
-    model = nn.Sequential(Spoil(), nn.Linear(5, 3))
-    with pytest.raises(mk.RankFailed, match=r"The checkpoint of step 1 could not be written to .*Error"):
-        train(
-            clusters, model, batches(), mk.Plan.ddp(2), steps=2, checkpoint_every=1, checkpoint_dir=tmp_path
-        )

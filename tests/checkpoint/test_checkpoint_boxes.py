@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
-from mpkit.strategies.checkpoint.boxes import ParameterBox, boxes_of, disjoint, rows_and_columns, tile
-from mpkit.strategies.checkpoint.head import DamagedCheckpoint
+from mpkit.strategies.checkpoint.boxes import boxes_of, disjoint, rows_and_columns, tile
 from mpkit.strategies.checkpoint.index import read_index
-from mpkit.strategies.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
+from mpkit.strategies.checkpoint.planner import SavePlanner, Slice, Writer
 from mpkit.strategies.stage.shard import Shard
 from mpkit.strategies.zero.flat import FlatLayout
 
@@ -84,24 +79,6 @@ def shape_of(name: str) -> Shape:
     return tuple(map(int, filter(None, name.split("/")[1].split("x"))))
 
 
-MESHES = [
-    Mesh(pp, dp, 1, tp) for pp in (1, 2) for dp in (1, 2, 3) for tp in (1, 2, 3, 4) if pp * dp * tp <= 4
-]
-
-
-@st.composite
-def two_divisions(draw: st.DrawFn) -> tuple[Division, Division]:
-    shapes = draw(st.lists(SHAPES, min_size=3, max_size=6))
-    names = [f"{i}/{'x'.join(map(str, shape))}" for i, shape in enumerate(shapes)]
-
-    def one() -> Division:
-        mesh = draw(st.sampled_from(MESHES))
-        shards = {name: draw(divided(shape_of(name), mesh.tp)) for name in names}
-        return Division(mesh, shards, draw(st.booleans()))
-
-    return one(), one()
-
-
 def whole_of(name: str) -> Tensor:
     shape = torch.Size(shape_of(name))
     return torch.arange(shape.numel(), dtype=torch.float64).view(shape) + 1000 * int(name.split("/")[0])
@@ -121,31 +98,6 @@ def write(ctx: Any, division: Division, folder: str) -> None:
     save(state, storage_writer=Writer(folder), planner=SavePlanner())
 
 
-def read(ctx: Any, division: Division, folder: str) -> None:
-    pieces = division.pieces(ctx.rank)
-    state = {
-        name: Slice(torch.full((end - start,), -1.0, dtype=torch.float64), shape_of(name), start, shard)
-        for name, shard, start, end in pieces
-    }
-    load(dict(state), storage_reader=Reader(folder), planner=LoadPlanner())
-    for name, shard, start, end in pieces:
-        torch.testing.assert_close(state[name].held, part_of(name, shard, start, end), rtol=0, atol=0)
-
-
-@pytest.mark.soak
-@given(divisions=two_divisions())
-@settings(max_examples=15)
-def test_what_one_mesh_wrote_any_other_reads(
-    clusters: Clusters, tmp_path_factory: pytest.TempPathFactory, divisions: tuple[Division, Division]
-) -> None:
-    before, after = divisions
-    folder = tmp_path_factory.mktemp("division")
-    clusters(before.mesh.size).run(write, before, str(folder))
-    index = read_index(folder)  # in which each element is once
-    assert set(index.state_dict_metadata) == set(before.shards)
-    clusters(after.mesh.size).run(read, after, str(folder))
-
-
 def test_replicas_share_the_writing(clusters: Clusters, tmp_path: Path) -> None:
     names = [f"{i}/8x8" for i in range(8)]
     division = Division(Mesh(dp=2), {name: [None] for name in names}, zero=False)
@@ -154,20 +106,6 @@ def test_replicas_share_the_writing(clusters: Clusters, tmp_path: Path) -> None:
     assert len(places) == 8
     files = [place.relative_path for place in places.values()]
     assert sorted(map(files.count, set(files))) == [4, 4]
-
-
-def test_another_shape_is_refused(clusters: Clusters, tmp_path: Path) -> None:
-    def wanted(ctx: Any, folder: str) -> str:
-        try:
-            load(
-                {"0/4x3": Slice(torch.empty(8), (4, 2))}, storage_reader=Reader(folder), planner=LoadPlanner()
-            )
-        except CheckpointException as error:
-            return str(error)
-        return ""
-
-    clusters(1).run(write, Division(Mesh(), {"0/4x3": [None]}, zero=False), str(tmp_path))
-    assert "Size mismatch" in clusters(1).run(wanted, str(tmp_path))[0]
 
 
 # ---------------------------------------------------------------- the boxes themselves
@@ -210,21 +148,6 @@ def views(piece: Slice) -> list[tuple[dcp.ChunkStorageMetadata, Tensor]]:
     return [(chunk, piece.__get_tensor_shard__(dcp.MetadataIndex("", chunk.offsets))) for chunk in chunks]
 
 
-EDGES = st.sampled_from([(first, end) for end in range(1, 6) for first in range(end)])
-BOX = st.builds(lambda rows, columns: ParameterBox(rows[0], columns[0], rows[1], columns[1]), EDGES, EDGES)
-
-
-@pytest.mark.soak
-@given(boxes=st.lists(BOX, min_size=1, max_size=5))
-@settings(max_examples=300)
-def test_overlaps_are_found(boxes: list[ParameterBox]) -> None:
-    count = torch.zeros(5, 5)
-    for box in boxes:
-        count[box.top : box.bottom, box.left : box.right] += 1
-    assert disjoint(boxes) == bool(count.max() <= 1)
-    assert tile(boxes, 5, 5) == bool((count == 1).all())
-
-
 @given(whole=st.tuples(st.integers(1, 9), st.integers(1, 9)), data=st.data())
 @settings(max_examples=100)
 def test_boxes_that_tile_are_known_and_any_that_is_missing_too(
@@ -241,99 +164,3 @@ def test_boxes_that_tile_are_known_and_any_that_is_missing_too(
 
 
 # ---------------------------------------------------------------- an index that is no index
-
-
-def chunk(top: int, left: int, rows: int, columns: int) -> Any:
-    return dcp.ChunkStorageMetadata(torch.Size([top, left]), torch.Size([rows, columns]))
-
-
-def spoil(what: str, index: Any) -> None:
-    """Damage an index of a 6 x 4 weight, in two halves of rows."""
-    weight = index.state_dict_metadata["0/6x4"]
-    places = index.storage_data
-    place = places[dcp.MetadataIndex("0/6x4", [3, 0])]
-    first, second = chunk(0, 0, 3, 4), chunk(3, 0, 3, 4)
-    if what == "a hole":
-        weight.chunks = [first]
-    elif what == "an overlap":
-        weight.chunks = [first, second, second]
-    elif what == "an overlap and a hole of the same size":
-        weight.chunks = [first, chunk(2, 0, 3, 4)]
-        places[dcp.MetadataIndex("0/6x4", [2, 0])] = place
-    elif what == "out of bounds":
-        weight.chunks = [first, chunk(3, 0, 6, 2)]
-    elif what == "a negative offset":
-        weight.chunks = [first, second, chunk(-1, 0, 1, 4)]
-        places[dcp.MetadataIndex("0/6x4", [-1, 0])] = place
-    elif what == "a negative size":
-        weight.chunks = [first, second, chunk(6, 0, -1, -1)]
-    elif what == "a chunk without a place":
-        weight.chunks = [first, chunk(3, 0, 3, 2), chunk(3, 2, 3, 2)]
-    elif what == "a place too small for its chunk":
-        place.length = 3 * 4 * 8 - 1
-    elif what == "a place past the file's end":
-        place.offset += 10**6
-    elif what == "a place before the file":
-        place.offset, place.length = -5, 200
-    elif what == "one dimension":
-        weight.size, weight.chunks = (
-            torch.Size([24]),
-            [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([24]))],
-        )
-        places[dcp.MetadataIndex("0/6x4", [0])] = place
-    elif what == "numbers that are none":
-        weight.chunks = [dcp.ChunkStorageMetadata("ab", torch.Size([3, 4])), second]  # type: ignore[arg-type]
-    elif what == "a chunk that is none":
-        weight.chunks = [place, second]
-    elif what == "chunks that are none":
-        weight.chunks = 7
-    elif what == "a chunk with nothing in it":
-        weight.chunks = [object.__new__(dcp.ChunkStorageMetadata), second]
-    elif what == "a type that is none":
-        weight.properties = place
-    else:
-        assert what == "a tensor with nothing in it"
-        index.state_dict_metadata["0/6x4"] = object.__new__(dcp.TensorStorageMetadata)
-
-
-SPOILT = [
-    "a hole",
-    "an overlap",
-    "an overlap and a hole of the same size",
-    "out of bounds",
-    "a negative offset",
-    "a negative size",
-    "a chunk without a place",
-    "a place too small for its chunk",
-    "a place past the file's end",
-    "a place before the file",
-    "one dimension",
-    "numbers that are none",
-    "a chunk that is none",
-    "chunks that are none",
-    "a chunk with nothing in it",
-    "a type that is none",
-    "a tensor with nothing in it",
-]
-
-
-@pytest.fixture(scope="module")
-def halves(clusters: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 6 x 4 weight, of which each of two ranks wrote three rows."""
-    folder = tmp_path_factory.mktemp("halves")
-    rows: list[Shard | None] = [Shard((6, 4), 0, (range(3),)), Shard((6, 4), 0, (range(3, 6),))]
-    clusters(2).run(write, Division(Mesh(tp=2), {"0/6x4": rows}, zero=False), str(folder))
-    return folder
-
-
-@pytest.mark.parametrize("what", SPOILT)
-def test_a_spoilt_index_is_refused(halves: Path, tmp_path: Path, what: str) -> None:
-    index = pickle.loads((halves / ".metadata").read_bytes())
-    for path in halves.glob("*.distcp"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    assert set(read_index(tmp_path).state_dict_metadata) == {"0/6x4"}
-    spoil(what, index)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(DamagedCheckpoint, match="not an index of tensors"):
-        read_index(tmp_path)

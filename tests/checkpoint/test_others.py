@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -17,8 +15,6 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.checkpoint.lock import FolderLock
-from mpkit.strategies.checkpoint.publish import clean
-from mpkit.strategies.prepare.resume import check_saving
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -120,14 +116,6 @@ def test_a_checkpoint_with_something_of_the_users_in_it_is_kept(clusters: Cluste
     assert (tmp_path / "step-00000001" / "notes").read_text() == "the best one"
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_same_step(clusters: Clusters, tmp_path: Path) -> None:
-    train(clusters, tmp_path)
-    head = tmp_path / "step-00000003" / "mpkit.json"
-    head.write_bytes(bytes(100))  # the power went
-    train(clusters, tmp_path, steps=4, resume_from=tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "step-00000004"}
-
-
 def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
     victim, folder = tmp_path / "victim", tmp_path / "saved"
     folder.mkdir()
@@ -139,15 +127,6 @@ def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) 
         (folder / "in-use.partial").unlink()
 
 
-def test_cleaning_follows_no_link_that_takes_a_folders_place(tmp_path: Path) -> None:
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "__0_0.distcp").write_text("precious")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "step-00000001.partial").symlink_to(tmp_path / "victim")
-    clean(tmp_path / "saved", "mine")
-    assert (tmp_path / "victim" / "__0_0.distcp").read_text() == "precious"
-
-
 def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
     clusters: Clusters, tmp_path: Path
 ) -> None:
@@ -157,15 +136,3 @@ def test_a_full_disk_is_named_and_what_was_written_of_the_checkpoint_is_gone(
     with pytest.raises(mk.RankFailed, match=r"no space left in .*step-00000001\.partial"):
         train(clusters, tmp_path, width=9_999, on_step=limit)
     assert contents(tmp_path) == {}
-
-
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for function, number in (("listdir", errno.EACCES), ("mkdir", errno.EROFS), ("mkdir", errno.ENOSPC)):
-        with monkeypatch.context() as patch:
-
-            def fails(*_: Any, number: int = number, **__: Any) -> Any:
-                raise OSError(number, os.strerror(number))
-
-            patch.setattr(os, function, fails)
-            with pytest.raises(ValueError, match=rf"cannot be (written to|used) \({os.strerror(number)}"):
-                check_saving(1, tmp_path, 1)

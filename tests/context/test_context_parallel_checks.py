@@ -19,7 +19,6 @@ from mpkit.strategies.context.sequence import ORDERS, check_sequences, pieces, p
 from mpkit.strategies.models.gpt import GPT
 from mpkit.strategies.prepare.dry_run.dry_run import quiet
 from mpkit.strategies.prepare.resolve.sequences import check_context_parallel
-from mpkit.strategies.stage.selective_recompute import AttentionAgain
 
 SIZES: dict[str, Any] = {
     "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -80,11 +79,6 @@ WHOLE = torch.zeros(2, 24, dtype=torch.long)
 def test_data_that_cannot_be_shared_out(inputs: Any, targets: Any, n: int, order: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_sequences(inputs, targets, n, order)
-
-
-def test_data_that_can() -> None:
-    shown = {"input_ids": WHOLE, "attention_mask": torch.ones_like(WHOLE)}
-    assert check_sequences(shown, WHOLE, 4) == check_sequences((WHOLE, WHOLE[..., None]), WHOLE, 4) == 24
 
 
 # ---------------------------------------------------------------- models that cannot
@@ -198,30 +192,7 @@ def test_models_that_can() -> None:
         assert not model._forward_pre_hooks
 
 
-def test_zigzag_positions_of_a_decoder_without_cache_look_like_several_texts() -> None:
-    with quiet(), pytest.raises(ValueError, match="order='contiguous' has none"):
-        check_context_parallel(llama(use_cache=False), TOKENS, TOKENS, 2, "zigzag")
-
-
 def test_one_token_a_rank_would_lose_its_mask() -> None:
     x = torch.zeros(1, 1, 1, 2)
     with ContextParallel(FakeGroup(2)), pytest.raises(ValueError, match="leave out the causal mask"):
         F.scaled_dot_product_attention(x, x, x)
-
-
-def test_recomputing_within_is_refused() -> None:
-    q, k, v = (torch.zeros(1, 1, 2, 2, requires_grad=True) for _ in range(3))
-    with (
-        ContextParallel(FakeGroup(2)),
-        AttentionAgain(),
-        pytest.raises(ValueError, match="enter it before ContextParallel"),
-    ):
-        F.scaled_dot_product_attention(q, k, v)
-
-
-def test_alone_nothing_changes() -> None:
-    x = torch.randn(1, 2, 4, 2)
-    with ContextParallel(FakeGroup(1)) as mode:
-        assert torch.equal(F.scaled_dot_product_attention(x, x, x), plain(x))
-        assert torch.equal(F.avg_pool1d(x[0], 2), F.avg_pool1d(x[0], 2))
-    mode.check_used()

@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mpkit as mk
-from mpkit.models import GPT, next_token_loss
 from mpkit.prediction.cost_model.communication import network_of
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.context.ulysses import ulysses_attention
 from mpkit.trace import Kind
-from tests.recipes import adamw
 from tests.serial import EXACT
 
 Clusters = Callable[[int], mk.Cluster]
@@ -68,16 +66,6 @@ def test_forward_and_backward_of_any_shape(clusters: Clusters, drawn: Any) -> No
                 torch.testing.assert_close(found, [tensor.chunk(n, 2)[rank] for tensor in expected], **EXACT)
 
 
-def test_four_all_to_alls_of_a_part_each(clusters: Clusters) -> None:
-    """Forward, and the same backward: b s h / n elements each, of which (n-1)/n leave the rank."""
-    qkv = [torch.randn(2, 4, 8, 3).double() for _ in range(3)]
-    clusters(4).run(on_a_rank, qkv, qkv[0], {})
-    ops = clusters(4).trace.ranks[1].ops
-    ops = ops[(ops["kind"] >= Kind.SEND) & (ops["kind"] < Kind.COPY_TO_DEVICE)]
-    assert ops["kind"].tolist() == [Kind.ALL_TO_ALL] * 8
-    assert ops["bytes"].tolist() == [2 * 4 * 8 * 3 * 8 // 4] * 8
-
-
 @pytest.mark.parametrize(
     ("heads", "of_keys", "n", "says"),
     [
@@ -90,25 +78,6 @@ def test_heads_that_ranks_cannot_divide(heads: int, of_keys: int, n: int, says: 
     q, k = torch.zeros(1, heads, 4, 2), torch.zeros(1, of_keys, 4, 2)
     with pytest.raises(ValueError, match=says):
         ulysses_attention(q, k, k, FakeGroup(n))
-
-
-def test_a_plan_that_cannot_be_is_refused_before_a_rank_starts(clusters: Clusters) -> None:
-    with pytest.raises(ValueError, match=r"'contiguous'|cp=2, cp_method='ulysses'"):
-        mk.Plan(cp=2, cp_method="ulysses", cp_order="zigzag")
-    for name in ("all_to_all", "ulyses", "Ulysses"):
-        with pytest.raises(ValueError, match=r"Plan\(cp=2, cp_method='ulysses'\)"):
-            mk.Plan(cp=2, cp_method=name)
-    tokens = torch.randint(9, (4, 13))
-    model = GPT(vocab=9, layers=1, width=8, heads=4, length=12)
-    with pytest.raises(ValueError, match="3 ranks cannot divide 4 heads"):
-        clusters(3).train(
-            model, [(tokens[:, :-1], tokens[:, 1:])], mk.Plan(cp=3, cp_method="ulysses"),
-            loss=next_token_loss, optimizer=adamw,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="cannot divide 32 heads"):
-        mk.estimate(
-            "llama3-8b", mk.Plan(cp=64, cp_method="ulysses"), "8x8-h100-ndr", global_batch=1, sequence=8192
-        )
 
 
 def test_an_estimate_sends_as_much_backward_as_forward() -> None:

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 import mpkit as mk
 from mpkit.common.display import draw
-from mpkit.common.units import memory_share, memory_text
+from mpkit.common.units import memory_share
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.model_states import formula
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule import NAMES, build_schedule
 from mpkit.plan.schedule.catalogue import SCHEDULES
@@ -27,7 +26,7 @@ from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import kept_bytes
 from mpkit.prediction.cost_model.preset import preset_for
-from mpkit.prediction.cost_model.stack import Constants, Stack, stack_of
+from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.prediction.cost_model.step import step_time
 from tests.recipes import adamw
 
@@ -67,20 +66,6 @@ def test_ranks_hold_as_many_micro_batches_as_their_schedule_says(schedule: str) 
     assert peak_live("interleaved_1f1b", 3, 8, 2) == (4.5, 3.5, 2.5)
 
 
-def test_a_schedule_of_ones_own_is_priced_as_it_is() -> None:
-    plan = mk.Plan.from_schedule(["F0 B0 F1 B1", "F0 I0 F1 W0 I1 W1"])
-    found, named = _estimate(plan), _estimate(mk.Plan.gpipe(2, 2))
-    assert plan.build().peak_live == [1, 2]
-    first, second = ([memory["activations"] for memory in one.stage_memory] for one in (found, named))
-    assert first[1] == second[1] and first[0] < 0.6 * second[0]
-
-
-def test_the_head_is_on_the_rank_of_the_last_stage() -> None:
-    down_and_up = _estimate(mk.Plan.pipeline("zbv", 4, 8))
-    assert [memory["logits"] > 0 for memory in down_and_up.stage_memory] == [True, False, False, False]
-    assert len({round(memory["params"]) for memory in down_and_up.stage_memory[1:]}) == 1
-
-
 @given(plans)
 @settings(max_examples=60, deadline=None)
 def test_causes_add_up_and_memory_grows_with_the_batch(plan: mk.Plan) -> None:
@@ -108,20 +93,6 @@ def test_recomputation_saves_memory_and_costs_at_most_a_forward(plan: mk.Plan) -
     assert plain.step_time < again.step_time < 1.45 * plain.step_time
 
 
-@given(st.sampled_from([2, 4, 8]), st.integers(0, 3))
-@settings(max_examples=20, deadline=None)
-def test_states_are_the_formulas(n: int, zero: int) -> None:
-    """The ZeRO paper's formulas, which `mpkit.plan.model_states` holds."""
-    for precision, itemsize in (("full", 4), ("bf16", 2), ("fp16", 2)):
-        plan = mk.Plan(dp=n, zero=zero, precision=precision)
-        model = {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 512}
-        found = mk.estimate(model, plan, H100, global_batch=n, sequence=64)
-        theirs = formula(plan, found.model.parameters, itemsize=itemsize)
-        held = found.memory[0]
-        for name in ("params", "grads", "optimizer"):
-            assert held[name] == pytest.approx(theirs[name], rel=1e-9), name
-
-
 def test_the_plans_precision_is_read() -> None:
     plans = [mk.Plan(dp=8, zero=3, precision=precision) for precision in ("full", "bf16", "fp16")]
     full, bf16, fp16 = (_estimate(plan) for plan in plans)
@@ -136,19 +107,6 @@ def test_the_plans_precision_is_read() -> None:
         _estimate(plans[1], stack="pytorch-fp32")
 
 
-def test_16_bits_are_a_remedy() -> None:
-    tight = mk.fits("llama3-8b", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", global_batch=16, sequence=8192)
-    changed = {remedy.change for remedy in tight._changed_plans(tight.plan)}
-    assert 'precision="bf16"' in changed
-    assert not [
-        c
-        for c in mk.fits(
-            "llama3-8b", mk.Plan(dp=8), "8x-a100-nvlink", sequence=64, stack="megatron"
-        )._changed_plans(mk.Plan(dp=8))
-        if "precision" in c.change
-    ]
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
 @pytest.mark.parametrize("m", [8, 32])
 def test_the_composed_step_is_the_simulated_schedule(schedule: str, m: int) -> None:
@@ -160,36 +118,6 @@ def test_the_composed_step_is_the_simulated_schedule(schedule: str, m: int) -> N
     assert found.timeline().step_time == pytest.approx(pipeline, rel=0.06)
 
 
-class TestMegatronsActivations:
-    """Korthikanti et al. 2022, table 2: bytes per layer over s b h, for the 22B model."""
-
-    gpt, stack = Architecture(48, 6144, 64, bias=True), Stack("paper", fused=False, dropout=True)
-
-    @pytest.mark.parametrize(
-        ("t", "sequence_parallel", "recompute", "expected"),
-        [
-            (1, False, "none", 34 + 5 * 64 * 2048 / 6144),
-            (8, False, "none", 10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8)),
-            (8, True, "none", 34 / 8 + 5 * 64 * 2048 / (6144 * 8)),
-            (8, False, "selective", 10 + 24 / 8),
-            (8, True, "selective", 34 / 8),
-            (1, False, "full", 2),
-        ],
-    )
-    def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
-        layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
-        found = kept_bytes(self.gpt, 0, layout, 2048, self.stack)
-        assert found / (2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)
-
-
-def test_zero_3_of_deepspeed_takes_more_than_zero_2_on_a_small_model() -> None:
-    asked = {"global_batch": 8, "sequence": 1024, "stack": "deepspeed"}
-    third = mk.fits("gpt2", mk.Plan(dp=8, zero=3), "8x-a100-nvlink", **asked)  # type: ignore[arg-type]
-    second = mk.fits("gpt2", mk.Plan(dp=8, zero=2), "8x-a100-nvlink", **asked)  # type: ignore[arg-type]
-    assert third.needed > second.needed
-    assert "buffers" in third.against(mk.Plan(dp=8, zero=2)).splitlines()[1]
-
-
 def test_what_does_not_fit_names_a_plan_that_does() -> None:
     found = mk.fits("llama3-8b", mk.Plan(dp=8, zero=1), "8x-a100-nvlink", global_batch=8, sequence=8192)
     assert not found and found.remedy is not None
@@ -197,15 +125,6 @@ def test_what_does_not_fit_names_a_plan_that_does() -> None:
     assert mk.fits("llama3-8b", remedy, "8x-a100-nvlink", global_batch=8, sequence=8192)
     assert repr(remedy) in str(found)
     assert found.largest_batch == 0
-
-
-def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    plan = mk.Plan(dp=8, zero=3)
-    found = mk.fits("llama3-8b", plan, "8x-a100-nvlink", sequence=4096)
-    most = found.largest_batch
-    assert mk.fits("llama3-8b", plan, "8x-a100-nvlink", global_batch=most, sequence=4096)
-    assert not mk.fits("llama3-8b", plan, "8x-a100-nvlink", global_batch=most + 8, sequence=4096)
-    assert "<svg" in found.to_svg() and "fragmentation" in found.to_svg()
 
 
 def test_an_estimate_of_what_does_not_fit_says_so_first_with_what_would() -> None:
@@ -228,32 +147,6 @@ def test_a_device_whose_memory_is_unknown_limits_nothing() -> None:
     assert mk.advise("gpt2", "cpu", global_batch=8, sequence=128).best is not None or True
 
 
-def test_a_comparison_of_estimates_has_their_memory() -> None:
-    asked: dict[str, Any] = {"global_batch": 16, "sequence": 4096}
-    guesses = {
-        name: mk.estimate("llama3-8b", plan, "8x-h100-nvlink", **asked)
-        for name, plan in (
-            ("zero3", mk.Plan.zero(3, 8, precision="bf16")),
-            ("zero1", mk.Plan.zero(1, 8, precision="bf16")),
-        )
-    }
-    words = str(mk.compare(**guesses, schedule=mk.simulate(mk.Plan.gpipe(4, 8))))
-    assert "peak memory" in words.splitlines()[0]
-    for guess in guesses.values():
-        assert memory_text(guess.peak_memory) in words
-    assert "peak memory" not in str(mk.compare(mk.simulate(mk.Plan.gpipe(4, 8))))
-
-
-def test_tokens_take_days_and_gpu_hours() -> None:
-    plan = mk.Plan.zero(3, 8, precision="bf16")
-    found = mk.estimate("llama3-8b", plan, "8x-h100-nvlink", global_batch=16, sequence=4096, tokens=1e12)
-    assert found.training_seconds == pytest.approx(1e12 / found.tokens_per_second)
-    assert found.gpu_hours == pytest.approx(8 * found.training_seconds / 3600)
-    assert f"{found.gpu_hours:,.0f} GPU hours" in str(found) and "days" in str(found)
-    with pytest.raises(ValueError, match="tokens=1e12"):
-        mk.estimate("llama3-8b", plan, "8x-h100-nvlink", global_batch=16, sequence=4096, tokens="1T")  # type: ignore[arg-type]
-
-
 def test_a_preset_of_few_rows_claims_no_less_than_the_spread_of_presets() -> None:
     """P3: +-12 % from 5 rows of another precision, +-25 % from 2 rows that held 0 of 4."""
     for stack, machine in (("megatron", "64x8-h100-ndr"), ("deepspeed-2021", "48x8-a100-hdr")):
@@ -267,11 +160,6 @@ def test_a_preset_of_few_rows_claims_no_less_than_the_spread_of_presets() -> Non
     assert preset_for("A100 SXM 40GB", "llm-foundry-pure").rows >= 8 and wide.band is not None
 
 
-def test_a_model_beyond_the_machine_is_told_how_many_devices_it_needs() -> None:
-    told = str(mk.fits("llama3-405b", mk.Plan(dp=2), "2x-rtx-4090", sequence=4096))
-    assert "does not fit" in told and "such devices" in told
-
-
 def test_lora_holds_states_of_what_is_trained_only() -> None:
     plan = mk.Plan(dp=8)
     whole, part = (
@@ -280,16 +168,6 @@ def test_lora_holds_states_of_what_is_trained_only() -> None:
     )
     assert part.memory[0]["optimizer"] == pytest.approx(whole.memory[0]["optimizer"] / 100)
     assert part.step_time < whole.step_time
-
-
-def test_hsdp_and_eight_bits_and_overlap_change_what_they_should() -> None:
-    def found(dp_shard: int = 256, **changes: Any) -> Any:
-        stack, plan = stack_of("torchtitan", **changes), mk.Plan(dp=256, zero=3, dp_shard=dp_shard)
-        return mk.estimate("llama3-8b", plan, H100, global_batch=256, sequence=4096, stack=stack)
-
-    assert found(fp8=True).step_time < found().step_time < found(overlap=False).step_time
-    within = found(8)
-    assert within.memory[0]["optimizer"] == pytest.approx(32 * found().memory[0]["optimizer"])
 
 
 def test_fewer_bits_and_larger_scales_are_faster() -> None:
@@ -310,30 +188,6 @@ def test_fewer_bits_and_larger_scales_are_faster() -> None:
     )
     assert plain / row == pytest.approx(6424 / 5760, rel=0.02)
     assert plain / tensor == pytest.approx(7186 / 5760, rel=0.03)
-
-
-def test_products_in_bits_that_a_device_lacks_are_rejected() -> None:
-    arguments = {"global_batch": 8, "sequence": 1024}
-    for changes, machine, words in (
-        ({"fp4": True}, "8x-h100-nvlink", "float4.*fp4=False.*8x-b200-nvlink"),
-        ({"fp8": True}, "8x-a100-nvlink", "float8.*fp8=False.*8x-h100-nvlink"),
-        ({"fp8": True, "fp4": True}, "8x-b200-nvlink", "one of them"),
-        ({"fp8": True, "scaling": "column"}, "8x-b200-nvlink", "'tensor', 'row', 'block'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            mk.estimate("gpt2", mk.Plan(dp=8), machine, stack=stack_of("megatron", **changes), **arguments)
-
-
-def test_megatron_gathers_weights_beside_the_forward_and_reduces_in_large_buckets() -> None:
-    model, machine = known_models()["llama3-8b"], mk.hardware("h100", nodes=16, nic="ndr")
-    layout = Layout(dp=32, tp=4, zero=1, microbatches=4)
-
-    def replicas(**changes: Any) -> float:
-        stack = stack_of("megatron", **changes)
-        return step_time(model, layout, 4096, machine, stack, Constants()).because["replicas"]
-
-    assert replicas() < replicas(gathers_ahead=3) < replicas(overlap=False)
-    assert replicas() < replicas(bucket_by_replicas=False)  # 25 MiB: a ring's latency 50 times more often
 
 
 def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:
@@ -375,39 +229,6 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> Non
         mk.estimate(**(asked | arguments))
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"),
-    [([], "no measured steps"), ([3], "pair of an estimate"), ([("guess", 2.0)], "pair of an estimate")],
-)
-def test_what_cannot_be_calibrated(steps: list[Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        mk.calibrate(steps)
-
-
-def test_steps_that_are_faster_than_the_device_can_be_are_no_calibration() -> None:
-    plan = mk.Plan(dp=8, zero=3)
-    guesses = [
-        mk.estimate(LLAMA, plan, "8x-h200-nvlink", global_batch=16, sequence=s) for s in (1024, 2048, 4096)
-    ]
-    with pytest.raises(
-        ValueError, match=r"faster than H200 SXM can be: they ask for 1\d\d% of its peak in products of 32"
-    ):
-        mk.calibrate([(guess, guess.step_time / 2) for guess in guesses])
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from mpkit.cli import main
-
-    with pytest.raises(SystemExit) as left:
-        main(["fits", "--model", "llama3-8b", "--plan", "zero3", "--hardware", "8x-a100-nvlink"])
-    assert left.value.code == 0 and "fits 8x-a100-nvlink" in capsys.readouterr().out
-    main(["estimate", "--model", "llama3-70b", "--plan", "zero1+tp8+pp4+sp", "--hardware", "8x8-h100-ndr"])
-    assert "tokens/s" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as left:
-        main(["fits", "--model", "llama3-8b", "--plan", "zer3", "--hardware", "8x-a100-nvlink"])
-    assert left.value.code == 2 and "'zer3' means nothing" in capsys.readouterr().err
-
-
 def test_expert_parallelism_divides_the_experts_alone() -> None:
     """Each rank holds 1/ep of the experts' weights and, whatever zero is, an equal part of all states under ZeRO-1."""
     model, machine = known_models()["mixtral-8x7b"], mk.hardware("h100", nodes=8, nic="ndr")
@@ -425,16 +246,6 @@ def test_expert_parallelism_divides_the_experts_alone() -> None:
     rest = model.parameters - experts
     assert shared["params"] == pytest.approx(2 * (rest / 2 + experts / 8), rel=1e-3)
     assert shared["activations"] == pytest.approx(eighth["activations"] * 64 / 32 / 2, rel=0.05)
-
-
-def test_experts_cannot_be_divided_unevenly() -> None:
-    asked = {"hardware": mk.hardware("h100", nodes=8, nic="ndr"), "global_batch": 48, "sequence": 4096}
-    with pytest.raises(
-        ValueError, match=r"ep=16 ranks cannot hold equally many of 8 experts per layer: ep=8"
-    ):
-        mk.estimate("mixtral-8x7b", mk.Plan(dp=16, ep=16, precision="bf16"), **asked)
-    with pytest.raises(ValueError, match=r"of 0 experts per layer: ep=1, since this model has none"):
-        mk.estimate("llama3-8b", mk.Plan(dp=16, ep=16, precision="bf16"), **asked)
 
 
 OTHER = {
@@ -520,25 +331,6 @@ def small_gpt() -> GPT:
     return GPT(layers=2, width=16, heads=4, vocab=50, length=64)
 
 
-def test_advice_rejects_sequences_that_the_model_has_no_positions_for() -> None:
-    with pytest.raises(ValueError, match=r"gpt2 has learned positions for 1024 tokens, .*: sequence=1024"):
-        mk.advise("gpt2", "8x-a100-nvlink", global_batch=8, sequence=2048)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"experts": 8}, "each token visits top_k of them, 1 to 8, such as top_k=2"),
-        ({"experts": 8, "top_k": 9}, "1 to 8"),
-        ({"top_k": 2}, "experts=0; with eight of them, experts=8, top_k=2"),
-        ({"dense": 1}, "experts=0"),
-    ],
-)
-def test_sizes_of_experts_are_complete(sizes: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Architecture(4, 512, 8, **sizes)  # type: ignore[arg-type]
-
-
 def test_an_estimate_its_picture_advice_and_fits_say_one_memory() -> None:
     """With what fragmentation takes, to the digit, and with the unit that it is told in."""
     asked = {"global_batch": 64, "sequence": 4096}
@@ -551,3 +343,25 @@ def test_an_estimate_its_picture_advice_and_fits_say_one_memory() -> None:
         for shown in (str(guess), draw(guess, "svg"), str(room), draw(room, "svg")):
             assert words in shown
     assert f", {words};" in str(mk.advise("llama3-8b", "8x-a100-nvlink", **asked))
+
+
+class TestMegatronsActivations:
+    """Korthikanti et al. 2022, table 2: bytes per layer over s b h, for the 22B model."""
+
+    gpt, stack = Architecture(48, 6144, 64, bias=True), Stack("paper", fused=False, dropout=True)
+
+    @pytest.mark.parametrize(
+        ("t", "sequence_parallel", "recompute", "expected"),
+        [
+            (1, False, "none", 34 + 5 * 64 * 2048 / 6144),
+            (8, False, "none", 10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8)),
+            (8, True, "none", 34 / 8 + 5 * 64 * 2048 / (6144 * 8)),
+            (8, False, "selective", 10 + 24 / 8),
+            (8, True, "selective", 34 / 8),
+            (1, False, "full", 2),
+        ],
+    )
+    def test_a_layer(self, t: int, sequence_parallel: bool, recompute: str, expected: float) -> None:
+        layout = Layout(tp=t, microbatch=4, recompute=recompute, sequence_parallel=sequence_parallel)
+        found = kept_bytes(self.gpt, 0, layout, 2048, self.stack)
+        assert found / (2048 * 4 * 6144) == pytest.approx(expected, rel=0.01)

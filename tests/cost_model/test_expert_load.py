@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from mpkit.cli import main
-from mpkit.prediction.advice.search import kinds_of
 
 MACHINE, MIXTRAL = "8x-h100-nvlink", "mixtral-8x7b"
 ASKED: dict[str, Any] = {"global_batch": 64, "sequence": 4096}
@@ -50,52 +48,3 @@ def test_the_busier_the_slower_and_the_fuller(stack: str) -> None:
     whole = mk.Plan(dp=8, precision="bf16")
     times = {mk.estimate(MIXTRAL, whole, MACHINE, expert_load=load, **ASKED).step_time for load in (None, 3)}
     assert len(times) == 1
-
-
-def test_advice_about_busy_experts_divides_them_less() -> None:
-    """The time that a plan loses to its busiest rank counts, and each ep has its own."""
-    asked: dict[str, Any] = {"global_batch": 256, "sequence": 4096}
-    even, uneven = (mk.advise(MIXTRAL, "2x8-h100-ndr", expert_load=each, **asked) for each in (None, 4.0))
-    assert even.best is not None and uneven.best is not None and even.best.ep > uneven.best.ep
-    assert "experts: uniform routing." in str(even) and "experts: uneven routing" in str(uneven)
-    for plan, found in zip(uneven.plans, kinds_of(uneven.found), strict=False):
-        assert uneven.estimate(plan).step_time == pytest.approx(found.seconds, rel=1e-9)
-    cost = uneven.estimate(even.best)
-    assert cost.step_time > 1.3 * even.estimate(even.best).step_time and cost.layout.busiest == 4.0
-
-
-def test_what_was_assumed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = {
-        load: str(mk.estimate(MIXTRAL, PLAN, MACHINE, expert_load=load, **ASKED)) for load in (None, 1.5)
-    }
-    assert "experts     uniform routing" in words[None]
-    assert "experts     the busiest of ep=8 ranks has 1.50 times the mean rows" in words[1.5]
-    found = mk.fits(MIXTRAL, PLAN, MACHINE, expert_load=1.5, **ASKED)
-    assert found.remedy is not None and found.remedy.estimate.layout.busiest == 1.5
-    assert "experts  " not in str(mk.estimate("llama3-8b", mk.Plan(dp=8), MACHINE, **ASKED))
-    main(
-        [
-            "estimate",
-            "--model",
-            MIXTRAL,
-            "--plan",
-            "zero1+ep8+bf16",
-            "--hardware",
-            MACHINE,
-            "--expert-load",
-            "2",
-        ]
-    )
-    assert "2.00 times the mean rows" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("load", [0.5, float("nan"), "busy", [1.0, 2.0]])
-def test_a_load_that_cannot_be_is_rejected(load: Any) -> None:
-    with pytest.raises(ValueError, match=r"1 or more, such as expert_load=1\.4"):
-        mk.estimate(MIXTRAL, PLAN, MACHINE, expert_load=load, **ASKED)
-    with pytest.raises(ValueError, match=r"1 or more, such as expert_load=1\.4"):
-        mk.advise(MIXTRAL, MACHINE, expert_load=load, **ASKED)
-    with pytest.raises(ValueError, match="that is 8 times the mean; expert_load=8"):
-        mk.estimate(MIXTRAL, PLAN, MACHINE, expert_load=9, **ASKED)
-    with pytest.raises(ValueError, match="this model has none"):
-        mk.advise("llama3-8b", MACHINE, expert_load=2, **ASKED)

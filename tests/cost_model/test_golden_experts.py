@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from benchmarks.golden_experts import ExpertCase, main, read_expert_cases
-from mpkit.devices.catalogue import build_machine
+from benchmarks.golden_experts import ExpertCase, read_expert_cases
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import activations
-from mpkit.prediction.cost_model.stack import MIB, stack_of, workspaces
+from mpkit.prediction.cost_model.stack import stack_of
 
 MOE = Architecture(2, 512, 8, experts=8, top_k=2)
 
@@ -39,19 +37,6 @@ def test_every_case_is_predicted_or_says_what_is_lacking() -> None:
     assert len(every) == 151 and sum(bool(case.lacking) for case in every) == 32
 
 
-def test_the_report_names_what_is_off_and_what_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main() == 0
-    told = capsys.readouterr().out
-    assert "kept apart" in told and "the states of Muon" in told and "worst -26.5%" in told
-
-
-def test_groups_of_products_keep_four_workspaces_more() -> None:
-    for name, each in (("a100", 4), ("h100", 32)):
-        device, stack = build_machine(name).device, stack_of("megatron")
-        assert workspaces(stack, device, grouped=True) - workspaces(stack, device) == 4 * each * MIB
-        assert workspaces(replace(stack, grouped=False), device, grouped=True) == workspaces(stack, device)
-
-
 def test_ranks_that_share_an_expert_keep_its_tokens_whole() -> None:
     """A token's copies take 2 x 512 bytes for each of 2 visits, on both ranks that share its experts."""
     stack = stack_of("megatron")
@@ -60,11 +45,3 @@ def test_ranks_that_share_an_expert_keep_its_tokens_whole() -> None:
         for etp in (2, 1)
     )
     assert divided - folded == 1024 * 2 * 2 * 512 / 2
-
-
-def test_without_a_gate_the_weighed_activation_is_kept_too() -> None:
-    plain, weighed = (
-        activations(MOE, 0, Layout(ep=2, dp=2), 1024, stack_of("megatron", weighs_inside=each))
-        for each in (False, True)
-    )
-    assert weighed - plain == 1024 * 2 * 2 * 4 * 512

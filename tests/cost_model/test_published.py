@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.bench_advise import published_beside_found
 from benchmarks.gpu.one_gpu import GPTS
@@ -21,20 +19,16 @@ from benchmarks.published import (
     allocated,
     fit_all,
     key_of,
-    main,
-    memory_table,
     stacks_left_out,
 )
 from benchmarks.published_rows import megatron_flops, read_folder
-from mpkit.devices.catalogue import build_machine
 from mpkit.plan.plan import Plan
-from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation, left_out
 from mpkit.prediction.cost_model.estimate import estimate
 from mpkit.prediction.cost_model.kernels import STREAM, Kernels
 from mpkit.prediction.cost_model.layer import head_time
 from mpkit.prediction.cost_model.memory import stage_memory
-from mpkit.prediction.cost_model.preset import UNFITTED, preset_for, presets, prior_of
+from mpkit.prediction.cost_model.preset import UNFITTED, preset_for, presets
 from mpkit.prediction.cost_model.shares import ParameterShares
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
@@ -83,14 +77,6 @@ def test_a_stack_that_is_not_known_is_predicted_within_15_percent_in_the_mean(
 ) -> None:
     errors = stacks_left_out(steps)
     assert errors.mean() <= 0.15 and 0.88 <= np.mean(errors <= UNFITTED) <= 0.95
-
-
-def test_where_nothing_was_fitted_no_single_device_decides() -> None:
-    unknown = [preset_for(device, "megatron") for device in ("MI300X", "A10G", "L40S")]
-    assert {one.constants for one in unknown} == {prior_of("megatron", presets().values())}
-    assert unknown[0].rows == 0 and unknown[0].band == UNFITTED
-    few = [preset for preset in presets().values() if preset.rows < 4]
-    assert few and all(preset.band >= UNFITTED for preset in few)
 
 
 def test_eager_steps_measured_on_an_h200_are_within_15_percent_in_the_mean() -> None:
@@ -143,77 +129,8 @@ def test_memory_of_b200_is_within_5_percent(steps: list[Observation]) -> None:
     assert max(abs(allocated(step) / step.memory - 1) for step in rows) <= 0.05
 
 
-@pytest.mark.parametrize(
-    "sources", [["nanotron_*.csv", "megatron_sc21_*.csv"], pytest.param(["*.csv"], marks=pytest.mark.soak)]
-)
-def test_the_report_names_every_source(
-    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in (path for source in sources for path in ROWS.glob(source)):
-        shutil.copy(path, tmp_path)
-    assert main([str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert all(path.stem in told for path in tmp_path.iterdir()) and "Not expressed" not in told
-
-
-def test_memory_that_an_allocator_reserved_is_not_called_allocated(steps: list[Observation]) -> None:
-    console = Console(width=130, record=True)
-    memory_table(
-        console, [step for step in steps if step.memory and step.source in {"simumax_b200", "torchtitan"}]
-    )
-    told = console.export_text()
-    assert told.count("│ allocated") == 15 and told.count("│ reserved") == 7
-    assert "memory, torchtitan-compile, reserved" in told
-
-
 def test_the_table_of_the_page_is_what_the_rows_give(steps: list[Observation]) -> None:
     assert accuracy_table(steps) in ACCURACY.read_text(encoding="utf-8")
-
-
-def test_bridge_rows_say_which_switches_their_recipes_set(steps: list[Observation]) -> None:
-    rows = {step.name: step for step in steps if step.source == "megatron_bridge_llama3"}
-    four = rows["llama3-405b NVFP4 tp4 pp16 cp1 on 256 gb200"]
-    assert (four.stack.fp4, four.stack.fp8, four.stack.userbuffers) == (True, False, False)
-    eight = rows["llama3-405b FP8 tp8 pp8 cp2 on 1024 h100"]
-    assert eight.stack.fp8 and eight.stack.userbuffers and not eight.stack.blocks(8) and eight.stack.overlap
-    assert eight.layout.stage_layers(126) == [15, 16, 16, 16, 16, 16, 16, 15]
-    assert (four.hardware.per_node, eight.hardware.per_node) == (64, 8)
-    assert not any(step.stack.overlap for step in steps if step.source == "simumax_b200")
-
-
-def test_a_megatron_table_of_another_gpu_is_not_read_as_a100(tmp_path: Path) -> None:
-    head = "model,layers,hidden,heads,tp,pp,mbs,gbs,gpus,tflops_per_gpu,gpu,source\n"
-    (tmp_path / "one.csv").write_text(
-        f"{head}175B,96,12288,96,8,4,1,1152,96,465,H100,Megatron-LM README.md\n"
-    )
-    found, left = read_folder(tmp_path)
-    assert not found and "gpu='H100': this table was measured on A100" in left[0]
-
-
-def test_a_table_says_how_products_in_8_bits_are_scaled(tmp_path: Path) -> None:
-    titan = (ROWS / "torchtitan.csv").read_text().splitlines()
-    tensorwise = next(line for line in titan if "fp8-tensorwise" in line)
-    (tmp_path / "1.csv").write_text(f"{titan[0]}\n{tensorwise.replace('fp8-tensorwise', 'fp8-rowwise')}\n")
-    (step,), left = read_folder(tmp_path)
-    assert not left and (step.stack.fp8, step.stack.scaling) == (True, "row")
-
-
-def test_a_table_of_no_known_format_is_named(tmp_path: Path) -> None:
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    found, left = read_folder(tmp_path)
-    assert not found and "other.csv, line 1: ValueError: its columns are those of no known table" in left[0]
-
-
-def test_efficiencies_are_turned_into_seconds(tmp_path: Path) -> None:
-    """Of the same step: 40 % of 989 TFLOP/s, and as many TFLOP/s."""
-    head, sizes = "model,gpus,fsdp,global_batch,seq_len,gpu,", "llama3.1-8B,8,8,16,8192,H100,"
-    for name, value in (("mfu_pct", 40), ("tflops", 0.4 * 989.4)):
-        (tmp_path / f"{name}.csv").write_text(f"{head}{name}\n{sizes}{value}\n")
-    (one, other), left = read_folder(tmp_path)
-    assert not left
-    assert one.seconds == pytest.approx(other.seconds, rel=1e-3)
-    assert one.layout.zero == 3
-    assert one.seconds == pytest.approx(6 * one.model.parameters * 16 * 8192 / 8 / (0.4 * 989.4e12), rel=0.25)
 
 
 def test_the_first_stages_of_nanotron_hold_what_was_measured() -> None:
@@ -229,19 +146,6 @@ def test_the_first_stages_of_nanotron_hold_what_was_measured() -> None:
             errors[step.name] = (sum(first.values()) - first["context"]) / peak - 1
     assert len(errors) == 3
     assert all(abs(error) < 0.07 for error in errors.values()), errors
-
-
-def test_nanotron_counts_the_head_where_it_cuts() -> None:
-    model = Architecture(16, 2048, 32, ffn=8192, vocabulary=131072, gated=True, tied=True)
-    plan = Plan(pp=2, schedule="1f1b", microbatches=8)
-    machine = build_machine("h100", per_node=2)
-    found = {
-        stack: estimate(model, plan, machine, global_batch=8, sequence=4096, stack=stack).layout.stage_layers(
-            16
-        )
-        for stack in ("nanotron", "megatron")
-    }
-    assert found == {"nanotron": [11, 5], "megatron": [8, 8]}
 
 
 def test_published_plans_are_within_10_percent_of_the_best_in_what_their_authors_left_open() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +15,7 @@ import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
-from tests.serial import Train, check_equal
+from tests.serial import Train
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -28,24 +26,6 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
-
-
-def adagrad(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(params, lr=1e-2)
-
-
-def grouped(params: Any) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not, as everybody does it."""
-    params = list(params)
-    groups = [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.02},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
-
-
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
@@ -53,111 +33,7 @@ def normal(*shape: int) -> Tensor:
 # ---------------------------------------------------------------- models that are no chains
 
 
-class Residual(nn.Module):
-    """Two convolutions and what skips them, as in a ResNet."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(width, width, 3, padding=1)
-        self.second = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.relu(self.first(x)))
-
-
-class ResNet(nn.Module):
-    """Called by name, with an input that may be left out; its parts are in no order."""
-
-    def __init__(self, classes: int = 3, width: int = 4) -> None:
-        super().__init__()
-        self.head = nn.Linear(width, classes)
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(2))
-        self.stem = nn.Conv2d(1, width, 3)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, images: Tensor, brightness: Tensor | None = None) -> Tensor:
-        x = self.stem(images) if brightness is None else self.stem(images * brightness)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean((2, 3)) * self.scale)
-
-
-@pytest.mark.parametrize("plan", [mk.Plan.ddp(3, microbatches=2)], ids=repr)
-def test_a_model_that_is_no_chain(train: Train, plan: mk.Plan) -> None:
-    torch.manual_seed(1)
-    model = ResNet().double()
-    images, brightness, classes = normal(7, 1, 6, 6), normal(7, 1, 1, 1), torch.randint(3, (7,))
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": sgd, "steps": 5}
-    for inputs in ({"brightness": brightness, "images": images}, (images, brightness)):
-        check_equal(train, model, [(inputs, classes)], plan, microbatches=plan.microbatches, **how)
-
-
 # ---------------------------------------------------------------- random models
-
-
-class Tied(nn.Module):
-    """A weight that is used twice."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inward, self.outward = nn.Linear(width, width), nn.Linear(width, width)
-        self.outward.weight = self.inward.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outward(self.inward(x).tanh())
-
-
-@st.composite
-def models(draw: st.DrawFn) -> tuple[nn.Module, int, bool]:
-    """A random model of layers from [batch, width] to [batch, 2], its width, and whether it normalizes."""
-    torch.manual_seed(draw(st.integers(0, 10**6)))
-    first = width = draw(st.integers(1, 7))
-    layers: list[nn.Module] = []
-    for kind in draw(st.lists(st.sampled_from(["linear", "tied", "frozen", "norm", "tanh"]), max_size=5)):
-        if kind == "norm":
-            layers.append(nn.BatchNorm1d(width, affine=draw(st.booleans())))
-        elif kind == "tanh":
-            layers.append(nn.Tanh())
-        elif kind == "tied":
-            layers.append(Tied(width))
-        else:
-            wider = draw(st.integers(1, 7))
-            layers.append(nn.Linear(width, wider, bias=draw(st.booleans())).requires_grad_(kind != "frozen"))
-            width = wider
-    model = nn.Sequential(*layers, nn.Linear(width, 2))
-    return model, first, any(isinstance(layer, nn.BatchNorm1d) for layer in layers)
-
-
-def halving(step: int) -> float:
-    return 0.5**step
-
-
-# No shrinking: it would be hundreds of runs more.
-@pytest.mark.soak
-@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
-@given(data=st.data())
-def test_random_models_equal_serial_training(train: Train, data: st.DataObject) -> None:
-    model, width, normed = data.draw(models(), label="model")
-    n = data.draw(st.integers(1, 5), label="ranks")
-    m = 1 if normed else data.draw(st.integers(1, 3), label="microbatches")
-    # Over few samples a BatchNorm gives gradients that are zero but for rounding, of which others make whole steps.
-    batch = data.draw(st.integers(max(2, n) if normed else m, 16), label="batch")
-    options: dict[str, Any] = {"microbatches": m}
-    if data.draw(st.booleans(), label="DP"):
-        options["data_parallel"] = "dp"
-    else:
-        options["bucket_mb"] = data.draw(st.sampled_from([1e-5, 1e-4, 1.0, 25.0]), label="bucket_mb")
-    double = data.draw(st.booleans(), label="double")
-    choices = [sgd, adamw, adagrad, grouped] if double and not normed else [plain_sgd]
-    how: dict[str, Any] = {
-        "optimizer": data.draw(st.sampled_from(choices), label="optimizer"),
-        "max_grad_norm": data.draw(st.sampled_from([None, 0.1, 10.0]), label="max_grad_norm"),
-        "lr_schedule": data.draw(st.sampled_from([None, halving]), label="lr_schedule"),
-    }
-    dtype = torch.float64 if double else torch.float32
-    batches = [(torch.randn(batch, width, dtype=dtype), torch.randn(batch, 2, dtype=dtype)) for _ in range(2)]
-    plan = mk.Plan(dp=n, **options)
-    check_equal(train, model.to(dtype), batches, plan, microbatches=m, loss=F.mse_loss, **how)
 
 
 # ---------------------------------------------------------------- parameters that nobody uses
@@ -198,17 +74,6 @@ def test_unused_parameters_are_named(train: Train, make: Any) -> None:
         mk.RankFailed, match=r"rank 0 of 2 failed.*No gradient came for right.weight, right.bias"
     ):
         train(model, forked(0, 1), make(2), **how)
-
-
-@pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
-def test_unused_parameters_are_left_alone_if_allowed(train: Train, make: Any) -> None:
-    torch.manual_seed(4)
-    for data in (forked(0, 0, 0), forked(0, 1, 0)):
-        # Weight decay would change a parameter that has a gradient of zero.
-        plan = make(3, unused="allow")
-        check_equal(
-            train, Forks(), data, plan, microbatches=plan.microbatches, loss=F.mse_loss, optimizer=adamw
-        )
 
 
 # ---------------------------------------------------------------- what is sent, and when
@@ -262,19 +127,6 @@ def test_buckets_are_rebuilt_after_the_first_step(train: Train) -> None:
     assert (len(order[0]), order[1:]) == (1, [[], []])
 
 
-def test_only_the_last_micro_batch_sends(train: Train) -> None:
-    torch.manual_seed(6)
-    data = [(torch.randn(8, 512), torch.randn(8, 512))]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": plain_sgd, "steps": 2}
-    once = train(wide(2), data, mk.Plan.ddp(2), **how)
-    often = train(wide(2), data, mk.Plan.ddp(2, microbatches=4), **how)
-    assert sent(often, "all_reduce") == sent(once, "all_reduce")
-    frame = often.timeline().step(1).to_dataframe()
-    frame = frame[frame["rank"] == 0]
-    ends = frame[frame["kind"] == "backward"].sort_values("start")["end"].tolist()
-    assert (frame[frame["kind"] == "all_reduce"]["start"] >= ends[-2]).all()
-
-
 # ---------------------------------------------------------------- beside torch's own
 
 
@@ -326,23 +178,3 @@ def test_gradients_and_calls_are_those_of_torchs_ddp(
 
 
 # ---------------------------------------------------------------- never hangs
-
-
-class Waits(nn.Module):
-    """Communicates on some ranks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            return self.linear(x).detach() + self.linear.bias * 0
-        return self.linear(x)
-
-
-def test_ranks_that_part_ways_are_told_of(train: Train) -> None:
-    torch.manual_seed(8)
-    data = [(normal(4, 3), normal(4, 2))]
-    with pytest.raises(mk.RankFailed, match=r"rank 1 of 2 failed.*No gradient came for linear.weight"):
-        train(Waits(), data, mk.Plan.ddp(2), loss=F.mse_loss, optimizer=sgd, steps=2)

@@ -15,7 +15,6 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.launch.session.run import Run
 from mpkit.models import GPT, next_token_loss
-from mpkit.trace import Kind
 
 Train = Callable[..., Run]
 
@@ -96,72 +95,11 @@ def test_rank_0_is_fuller_than_the_rest(train: Train) -> None:
 # ---------------------------------------------------------------- equal to serial training
 
 
-def test_a_backward_counts_what_it_recomputes(train: Train) -> None:
-    """As it does in a pipeline, and so the RECOMPUTE ops are a part of the time that it has on the virtual clock."""
-    model, data = GPT(layers=2, width=16, heads=2, length=12), text_batches(8, 12, 1)
-    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": adamw, "steps": 1}
-    none, full = (
-        train(model, data, mk.Plan.dp(2, recompute=which), **how).trace for which in ("none", "full")
-    )
-    for before, after in zip(none.ranks, full.ranks, strict=True):
-        again = after.ops["flops"][after.ops["kind"] == Kind.RECOMPUTE]
-        backward = [rank.ops["flops"][rank.ops["kind"] == Kind.BACKWARD] for rank in (before, after)]
-        assert len(again) == 2
-        assert backward[1][-1] - backward[0][-1] == again.sum()  # after that of the loss, on rank 0
-
-
-def test_a_model_recomputed_whole_holds_the_same_in_its_backward(train: Train) -> None:
-    model = nn.Sequential(nn.Linear(3, 13), nn.Tanh(), nn.Linear(13, 2)).double()
-    data = [(normal(6, 3), normal(6, 2))]
-    held = [
-        train(model, data, mk.Plan.dp(2, recompute=which), loss=F.mse_loss, optimizer=adamw, steps=1)
-        .timeline()
-        .peak_memory[1]["activations"]
-        for which in ("none", "full")
-    ]
-    assert held[0] == held[1]
-
-
 def test_batches_that_do_not_divide(train: Train) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     for size in (1, 7):
         check_equal(train, model, [(normal(size, 3), normal(size, 2))], mk.Plan.dp(4), loss=F.mse_loss)
-
-
-class Several(nn.Module):
-    """Inputs by name, of several dtypes; outputs of several, one without a gradient and one that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 5)
-        self.second.requires_grad_(False)
-
-    def forward(self, x: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
-        h = self.body(x).tanh() * keep[:, None]
-        return self.first(h), keep.long().sum().expand(len(x)), self.second(h)
-
-
-def loss_of_first(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-    return F.mse_loss(outputs[0], targets)
-
-
-def test_several_inputs_and_outputs(train: Train) -> None:
-    torch.manual_seed(4)
-    inputs = {"keep": torch.tensor([True, False, True, True, True]), "x": normal(5, 3)}
-    check_equal(train, Several().double(), [(inputs, normal(5, 2))], mk.Plan.dp(3), loss=loss_of_first)
-
-
-def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Each sample against all others of the batch."""
-    return F.cross_entropy(outputs @ targets.T, torch.arange(len(outputs)))
-
-
-def test_a_loss_over_the_whole_batch(train: Train) -> None:
-    # Which DDP could not: its ranks see their own shares only.
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    check_equal(train, model, [(normal(7, 3), normal(7, 2))], mk.Plan.dp(3), loss=contrast)
 
 
 # ---------------------------------------------------------------- what it refuses

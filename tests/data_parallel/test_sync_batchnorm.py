@@ -69,47 +69,11 @@ def test_forward_backward_and_running_statistics(clusters: Callable[[int], mk.Cl
         torch.testing.assert_close(found, state, **EXACT)
 
 
-def test_it_says_what_it_communicates(clusters: Callable[[int], mk.Cluster]) -> None:
-    cluster = clusters(3)
-    x = torch.randn(7, 3, dtype=torch.float64)
-    cluster.run(on_a_rank, nn.BatchNorm1d(3).double(), [x], [x])
-    # Forward: mean, deviations and count of each rank; backward: two sums a channel.
-    assert (
-        cluster.timeline().comm_bytes == [{"all_gather": 3 * (3 + 3 + 1) * 8, "all_reduce": (3 + 3) * 8}] * 3
-    )
-
-
 # ---------------------------------------------------------------- in training
-
-
-class Own(nn.BatchNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 1
-
-
-def convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 5),
-        nn.BatchNorm1d(5), nn.Linear(5, 2),
-    ).double()  # fmt: skip
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
-
-@pytest.mark.parametrize("plan", [mk.Plan.ddp(3)], ids=repr)
-def test_training_equals_serial_training(clusters: Callable[[int], mk.Cluster], plan: mk.Plan) -> None:
-    torch.manual_seed(2)
-    model = convnet()
-    before = copy.deepcopy(model.state_dict())
-    data = [(torch.randn(n, 1, 6, 6, dtype=torch.float64), torch.randn(n, 2).double()) for n in (7, 3)]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 4}
-    run = clusters(3).train(model, data, plan, **how).wait()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    serial = clusters(1).train(model, data, mk.Plan.serial(), **how).wait()
-    assert run.losses == pytest.approx(serial.losses, rel=1e-8)
-    torch.testing.assert_close(run.state_dict(), serial.state_dict(), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("make", [mk.Plan.ddp, mk.Plan.dp])
@@ -125,15 +89,6 @@ def test_local_statistics_are_rank_0s(clusters: Callable[[int], mk.Cluster], mak
         norm(x[::2])  # rank 0's samples
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(run.state_dict()[f"0.{name}"], norm.state_dict()[name], **EXACT)
-
-
-def test_what_cannot_be(clusters: Callable[[int], mk.Cluster]) -> None:
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 1}
-    data = [(torch.zeros(2, 3), torch.zeros(2, 3))]
-    with pytest.raises(ValueError, match=r"take statistics .* some rank has no sample.*batchnorm='local'"):
-        clusters(3).train(nn.BatchNorm1d(3), data, mk.Plan.ddp(3), **how)
-    with pytest.raises(ValueError, match="0 is a Own, whose forward is its own"):
-        clusters(3).train(nn.Sequential(Own(3)), data, mk.Plan.ddp(3), **how)
 
 
 def test_a_run_says_that_it_synchronizes(

@@ -53,51 +53,6 @@ def test_a_dgx_1_has_nvlink_between_some_and_a_group_of_four_is_named() -> None:
     assert "devices=[0, 1, 2, 3]" in link.fix
 
 
-def test_two_3090_one_in_a_narrow_slot() -> None:
-    found = report("2x-rtx-3090-nvlink")
-    narrow = [finding for finding in found.findings if finding.subject == "PCI Express"]
-    assert [finding.level for finding in narrow] == ["note"]  # PCIe 4 x8 is enough by the guide's rule
-    assert "8 of 16 lanes are in use, 15.8 GB/s of the 31.5 GB/s" in narrow[0].what
-
-
-def test_half_of_the_lanes_of_generation_3_cost() -> None:
-    [lanes] = report("1x-titan-rtx-pcie-x8").of("costs")
-    assert "8 of 16 lanes are in use, 7.88 GB/s of the 15.8 GB/s" in lanes.what
-    assert "8 of 16 lanes, PCIe 3 of 3" in lanes.evidence
-    assert "2 times as long" in lanes.costs
-    assert "reseat" in lanes.fix
-
-
-def test_unlike_gpus() -> None:
-    found = report("mixed-a100-t4")
-    assert any("not alike: Tesla T4, NVIDIA A100-PCIE-40GB" in each for each in costs(found))
-    unlike = next(finding for finding in found.of("costs") if "not alike" in finding.what)
-    assert (
-        "mk.Cluster(devices=[0, 1])" in unlike.fix
-    )  # CUDA counts the A100s first, though nvidia-smi's 0 is the T4
-    assert "50.0 GiB stay unused" in unlike.costs
-    note = next(each for each in found.of("note") if "CUDA_DEVICE_ORDER is not set" in each.evidence)
-    assert note.fix == "CUDA_DEVICE_ORDER=PCI_BUS_ID python train.py"
-    ordered = report("mixed-a100-t4", environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    assert not any("CUDA_DEVICE_ORDER" in finding.evidence for finding in ordered.findings)
-    assert any("mk.Cluster(devices=[1, 2])" in finding.fix for finding in ordered.findings)
-
-
-def test_no_gpu_is_no_fault() -> None:
-    found = report(None)
-    assert found.ok
-    assert found.findings[0].level == "note"
-    assert "driver is not installed" in found.findings[0].evidence
-    assert {finding.subject for finding in found.findings} >= {
-        "memory",
-        "CPUs",
-        "/dev/shm",
-        "limits",
-        "ports",
-        "variables",
-    }
-
-
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -168,22 +123,6 @@ def test_variables(variable: str, value: str, level: str, words: str) -> None:
     assert words in about.what
 
 
-def test_a_variable_that_makes_no_difference_here_costs_nothing() -> None:
-    found = report("4x-rtx-4090", environment={"NCCL_P2P_DISABLE": "1"})
-    [about] = [finding for finding in found.findings if finding.subject == "variables"]
-    assert (about.level, about.evidence) == ("note", "NCCL_P2P_DISABLE=1; these GPUs have no P2P anyway")
-
-
-def test_without_gpus_variables_of_nccl_do_nothing() -> None:
-    [about] = [
-        each
-        for each in report(None, environment={"NCCL_P2P_DISABLE": "1"}).findings
-        if each.subject == "variables"
-    ]
-    assert about.level == "note"
-    assert "without GPUs nothing reads it" in about.evidence
-
-
 @pytest.mark.parametrize(
     ("process", "words"),
     [
@@ -198,32 +137,6 @@ def test_without_gpus_variables_of_nccl_do_nothing() -> None:
 )
 def test_a_narrow_process(process: dict[str, Any], words: str) -> None:
     assert any(words in each for each in costs(report("8x-a100-nvswitch", **process)))
-
-
-def test_a_new_cuda_on_an_old_driver() -> None:
-    old = report("1x-t4-virtual", torch=torch_of(1) | {"gpus": 0})
-    assert any("too old for torch's CUDA 12.6" in each for each in costs(old))
-    minor = report("2x-rtx-3090-nvlink")  # 12.6 on a driver for 12.0
-    assert any("newer than the driver's 12.0" in finding.what for finding in minor.of("note"))
-
-
-@pytest.mark.parametrize(
-    ("asked", "name", "words"),
-    [
-        ("gpus not found", "gpus not found", "CUDA_VISIBLE_DEVICES"),
-        ("GPU 0 busier", "gpu 0 busier", "nn.DataParallel"),
-        ("oom", "out of memory", "recompute='full'"),
-        ("slow scaling", "slow scaling", "95 % on 2 GPUs, 88 % on 4 and 81 % on 8"),
-        ("nccl timeout", "nccl time-outs", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
-        ("variables", "variables", "NCCL_SOCKET_NTHREADS"),
-    ],
-)
-def test_the_guides_issues_lead_somewhere(asked: str, name: str, words: str) -> None:
-    found = report("4x-rtx-4090", asked)
-    assert found.topic is not None and found.topic.name == name
-    assert found.findings
-    assert words in str(found)
-    assert words.replace("'", "&#x27;") in found._repr_mimebundle_()["text/html"]
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpkit as mk
 from mpkit.models import GPT, MixtureOfExperts, next_token_loss
-from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.reference.experts.balance import (
     auxiliary_loss,
@@ -24,7 +22,7 @@ from mpkit.strategies.reference.experts.balance import (
 )
 from tests.experts.planted import BALANCE_FAULTS, PlantedInExperts
 from tests.experts.test_expert_parallel import HOW, gpt, texts
-from tests.serial import EXACT, Train, check_equal, same, serial
+from tests.serial import Train, check_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -48,23 +46,6 @@ PLANS = [
 def test_training_equals_serial_training(train: Train, plan: mk.Plan, balancing: dict[str, Any]) -> None:
     run = check_equal(train, gpt(heads=2, **balancing), texts(7, 7), plan, **HOW)
     assert run.proof is not None and str(run.proof).startswith("equal to serial training")
-
-
-class Packed(nn.Module):
-    """A model that is not a chain, so that a pipeline partitions it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = gpt(heads=2, **ALL)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        made: Tensor = self.gpt(tokens)
-        return made * 2
-
-
-def test_a_model_that_is_not_a_chain(train: Train) -> None:
-    plan = mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2)
-    check_equal(train, Packed(), texts(7, 7), plan, **HOW)
 
 
 def test_the_losses_are_those_of_the_papers() -> None:
@@ -145,27 +126,6 @@ def test_a_loss_that_counts_and_arguments_that_cannot_be() -> None:
         GPT(experts=4, z_loss=-1.0)
 
 
-def test_a_checkpoint_has_the_bias(train: Train, tmp_path: Path) -> None:
-    """Four experts per rank, then two, then all: the bias and the rows by which it moves come along."""
-    model, data = gpt(**ALL), texts(6, 6)
-    losses: list[float] = []
-    for i, plan in enumerate((mk.Plan(dp=2, ep=2), mk.Plan(pp=2, zero=0), mk.Plan.serial())):
-        resume = {"resume_from": tmp_path} if i else {}
-        run = train(
-            model,
-            data,
-            plan,
-            **{**HOW, "steps": 2 * i + 2},
-            checkpoint_every=2,
-            checkpoint_dir=tmp_path,
-            **resume,
-        )
-        losses += run.losses
-    expected, weights = serial(model, data, **{**HOW, "steps": 6})
-    assert losses == pytest.approx(expected, rel=EXACT["rtol"])
-    same(run, expected[4:], weights, **EXACT)
-
-
 def test_wrappers_reject_what_depends_on_a_batch(clusters: Callable[[int], mk.Cluster]) -> None:
     def wrap(ctx: mk.Context) -> str:
         try:
@@ -176,19 +136,6 @@ def test_wrappers_reject_what_depends_on_a_batch(clusters: Callable[[int], mk.Cl
 
     (said, _) = clusters(2).run(wrap)
     assert "aux_loss=0.1, which depend on all tokens of a batch" in said
-
-
-def test_the_price_of_shared_experts() -> None:
-    """Parameters and FLOPs of an estimate are those of the model."""
-    sizes = {"vocab": 64, "layers": 2, "width": 32, "heads": 4, "length": 16, "experts": 4}
-    hardware = mk.hardware("h100")
-    for shared in (0, 2):
-        model = GPT(**sizes, shared_experts=shared)
-        assert Architecture(
-            2, 32, 4, vocabulary=64, positions=16, bias=True, experts=4, top_k=2, shared_ffn=128 * shared
-        ).parameters == sum(p.numel() for p in model.parameters())
-        answer = mk.fits(model, mk.Plan(dp=2), hardware, global_batch=2, sequence=16)
-        assert answer is not None
 
 
 @pytest.mark.parametrize(
@@ -228,11 +175,3 @@ def test_the_proof_finds_what_is_wrong_with_the_balance(
     run = clusters(4).train(gpt(**ALL), texts(8, 8), plan, **how)
     with pytest.raises(mk.errors.NotSerial, match=r"step [12] is not that of serial training"):
         run.wait()
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_losses_of_routers_have_the_scale_of_the_loss(train: Train, precision: str) -> None:
-    """In fp16 all gradients are multiplied by 2^16 until the update."""
-    plan = mk.Plan(dp=2, zero=2, precision=precision, ep=2)
-    run = train(gpt(**ALL).float(), texts(8), plan, **HOW, verify="all")
-    assert str(run.proof).startswith("equal to serial training in steps 1 to 3"), run.proof

@@ -22,7 +22,7 @@ from mpkit.plan.mesh import Mesh
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.trace import Trace
 from tests.experts.planted import EXPERT_FAULTS, PlantedInExperts
-from tests.serial import EXACT, Train, check_equal, same, serial
+from tests.serial import Train, check_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -99,45 +99,6 @@ def test_all_tokens_to_one_expert(train: Train, favourite: int, top_k: int, zero
     data = [(torch.rand(size, 6).double(), torch.randint(3, (size,))) for size in (5, 1)]
     how = {**HOW, "loss": F.cross_entropy, "steps": 4}
     check_equal(train, Biased(favourite, top_k).double(), data, mk.Plan(dp=2, zero=zero, ep=2), **how)
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_layers_may_share_experts(train: Train, zero: int) -> None:
-    """A layer's experts are another one's, and of a third one the first weights are: they stay shared."""
-    model = gpt(layers=3)
-    first, second, third = (model.get_submodule(f"block{i}.mlp") for i in range(3))
-    second.experts = first.experts
-    third.experts.up = first.experts.up
-    check_equal(train, model, texts(5), mk.Plan(dp=4, zero=zero, ep=2), **HOW)
-
-
-def test_a_checkpoint_is_taken_up_with_another_ep(train: Train, tmp_path: Path) -> None:
-    """Experts divided along ep and tp under ZeRO-1, then ep=4 under DDP, then along tp alone, then on one rank."""
-    model, data = gpt(heads=2), texts(6, 6)
-    losses: list[float] = []
-    divided = mk.Plan(dp=2, tp=2, zero=1, ep=2, etp=2)
-    plans = divided, mk.Plan(dp=4, ep=4), mk.Plan(tp=2, sequence_parallel=True), mk.Plan.serial()
-    for i, plan in enumerate(plans):
-        resume = {"resume_from": tmp_path} if i else {}
-        run = train(
-            model, data, plan, **{**HOW, "steps": 2 * i + 2},
-            checkpoint_every=2, checkpoint_dir=tmp_path, **resume,
-        )  # fmt: skip
-        losses += run.losses
-    expected, weights = serial(model, data, **{**HOW, "steps": 8})
-    assert losses == pytest.approx(expected, **{"rel": EXACT["rtol"]})
-    same(run, expected[6:], weights, **EXACT)
-
-
-def test_evaluation_and_the_average_of_weights(train: Train) -> None:
-    data = texts(6, 5)
-    runs = [
-        train(gpt(), data, plan, **HOW, evaluate=texts(3, 1), every=1, ema=0.8)
-        for plan in (mk.Plan.serial(), mk.Plan(dp=2, ep=2))
-    ]
-    one, two = ([run.metrics["eval loss"][step] for step in (0, 1, 2)] for run in runs)
-    assert one == pytest.approx(two, rel=1e-8)
-    torch.testing.assert_close(runs[0].ema_state_dict(), runs[1].ema_state_dict(), **EXACT)
 
 
 # ---- which ranks -------------------------------------------------------------------------------------------------
@@ -241,50 +202,7 @@ def test_the_matrix_of_bytes_is_that_of_the_tokens(train: Train, tmp_path: Path,
             replace(run.trace, ranks=ranks).check()
 
 
-def test_ranks_that_share_sequences_and_experts(train: Train) -> None:
-    """Ulysses' all-to-alls are among the ranks of experts."""
-    plan, how = mk.Plan(cp=2, cp_method="ulysses", ep=2), {**HOW, "max_grad_norm": None, "steps": 2}
-    run = train(gpt(heads=2), texts(4, 4), plan, **how)
-    exchanged = next(row for row in run.timeline().comm_volume().rows if row.kind == "all_to_all")
-    assert exchanged.axis == "ep" and "|Q, K, V, O| / c (c-1)/c" in exchanged.symbols
-    assert exchanged.even == pytest.approx(exchanged.expected, rel=1e-12)
-
-
-def test_the_experts_of_a_rank_are_a_part_of_all(train: Train) -> None:
-    run = train(gpt(), texts(4), mk.Plan(dp=2, ep=2), **{**HOW, "steps": 1})
-    placement = run.placement()
-    assert placement.part("block0.mlp.experts.up", 0) == "2 of 4 experts"
-    assert [(talk.axis, talk.groups) for talk in placement.talks] == [("dp", ((0, 1),)), ("ep", ((0, 1),))]
-
-
 # ---- what is rejected --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        ({"ep": 2}, r"ep=2 does not divide dp x cp = 1, such as Plan\(dp=2, ep=2\)"),
-        ({"dp": 6, "ep": 4}, r"ep=4 does not divide dp x cp = 6, such as Plan\(dp=6, ep=3\)"),
-        (
-            {"dp": 8, "dp_shard": 2, "zero": 3, "ep": 4},
-            r"does not divide dp_shard x cp = 2, such as .*ep=2\)",
-        ),
-        ({"dp": 2, "data_parallel": "dp", "ep": 2}, r"divides no experts. DDP does: Plan\(dp=2, ep=2\)"),
-        ({"tp": 2, "ep": 2, "etp": 1}, r"has tokens of its own.*sequence_parallel=True, ep=2, etp=1\)"),
-        (
-            {"tp": 4, "dp": 2, "ep": 2, "etp": 2},
-            r"share each expert: all 4 of them, .*etp=4\); or 1, .*hold the same experts: Plan\(dp=2, tp=4, ep=2\)",
-        ),
-        (
-            {"tp": 2, "sequence_parallel": True, "ep": 3, "etp": 1},
-            r"ep=3 does not divide dp x cp x tp = 2, such as Plan\(tp=2, sequence_parallel=True, ep=2, etp=1\)",
-        ),
-        ({"dp": 2, "ep": 0}, r"ep is a whole number, 1 or more, such as in Plan\(dp=4, ep=4\)"),
-    ],
-)
-def test_plans_that_cannot_be(plan: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        mk.Plan(**plan)
 
 
 def test_models_that_cannot_be() -> None:
@@ -332,12 +250,6 @@ def test_the_load_of_experts_is_that_of_serial_training(train: Train, plan: mk.P
     assert len(load.to_dataframe()) == 2 * 3 * 4
     assert "block1.mlp.experts  " in str(load) and "x mean" in str(load)
     assert load.to_svg().count("<title>step 2, expert 3") == 2
-
-
-def test_a_model_without_experts_has_no_load(train: Train) -> None:
-    run = train(gpt(experts=0), texts(4), mk.Plan.serial(), **HOW)
-    with pytest.raises(ValueError, match="the model has no experts that mpkit knows"):
-        _ = run.expert_load
 
 
 @pytest.mark.parametrize("fault", EXPERT_FAULTS)

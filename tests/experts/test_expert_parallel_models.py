@@ -57,37 +57,6 @@ def test_their_experts_are_found(name: str) -> None:
     assert layers == 4 - (name == "deepseek_v3")
 
 
-class Plain(nn.Module):
-    """Experts that somebody wrote: two linear maps with biases in a submodule, called by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(6, 4), Pair()
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).sigmoid().topk(3)
-        return x + self.experts(x, routing_weights=weights, selected_experts=chosen)
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ParameterDict({"w": torch.randn(4, 6, 6), "b": torch.randn(4, 6)})
-
-    def forward(self, hidden: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
-        made = torch.einsum("th,ehf->tef", hidden, self.inner["w"]).tanh() + self.inner["b"]
-        taken = made.gather(1, selected_experts[..., None].expand(-1, -1, 6))
-        return (taken * routing_weights[..., None]).sum(1)
-
-
-def test_experts_of_ones_own(train: Train) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Plain(), Plain(), nn.Linear(6, 3)).double()
-    data = [(torch.randn(5, 6).double(), torch.randint(3, (5,))) for _ in range(2)]
-    plan = mk.Plan(dp=2, zero=2, ep=2)
-    check_equal(train, model, data, plan, steps=3, loss=F.cross_entropy, optimizer=sgd, max_grad_norm=0.5)
-
-
 class WithRouters(nn.Module):
     """A mixture that returns what its routers said, samples first, so that an auxiliary loss can see it."""
 

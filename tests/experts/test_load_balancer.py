@@ -11,7 +11,6 @@ import pytest
 
 import mpkit as mk
 from mpkit.prediction.experts.load_balancer import balance_experts
-from mpkit.trace import Trace
 from mpkit.trace.expert_load import ExpertLoad
 from mpkit.trace.files import RankTrace
 from mpkit.trace.records import Kind
@@ -92,17 +91,6 @@ def test_any_placement_has_all_experts_and_is_no_worse(
         assert balance.time_ratio <= 1 and balance.moves <= 3 * (16 + further)
 
 
-def test_a_layer_that_packing_makes_worse_stays_as_it_is() -> None:
-    """Neighbours have 6 and 6 rows; the heaviest first into the lightest makes 7 and 5 of it."""
-    rows = np.array([3.0, 3.0, 0.0, 2.0, 2.0, 2.0])
-    greedy = balance_experts(rows[None], 6, gpus=2).phy2log[0]
-    assert rows[greedy].reshape(2, 3).sum(axis=1).tolist() == [7.0, 5.0]
-    balance = ExpertLoad({"block0": rows[None, None]}, first=0).balance(8, gpus=2)
-    (layer,) = balance.layers
-    assert layer.load_after.tolist() == [6.0, 6.0] and (balance.moves, balance.time_ratio) == (0, 1.0)
-    assert layer.phy2log.tolist() == [0, 1, 2, 0, 3, 4, 5, 3]
-
-
 def test_a_balance_says_what_it_would_do() -> None:
     balance = example_load().balance(16, groups=4, nodes=2, gpus=8, expert_bytes=1e6)
     (before, after), *_ = balance.imbalance.values()
@@ -150,12 +138,6 @@ def test_numbers_that_do_not_divide_are_rejected_with_ones_that_do(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         example_load().balance(**asked)
-
-
-@pytest.mark.parametrize("load", [[1.0, 2.0], [[1.0, -2.0]], [[float("nan"), 1.0]], np.empty((0, 4))])
-def test_a_load_that_is_none_is_rejected(load: Any) -> None:
-    with pytest.raises(ValueError, match=r"the load is \[layers, experts\]"):
-        balance_experts(load, 4, gpus=2)
 
 
 def test_experts_move_between_two_steps_of_a_training(train: Train, tmp_path: Path) -> None:
@@ -217,19 +199,3 @@ def test_experts_in_any_order_equal_serial_training(train: Train, plan: mk.Plan)
     owners = run.token_routes("block0").owners[0]
     first, *_ = np.flatnonzero(np.array(owners) == owners[2]).tolist()
     assert [owners[expert] for expert in orders["block0.mlp.experts"]] == sorted(owners) and first in (0, 2)
-
-
-def test_an_order_is_of_all_experts(train: Train) -> None:
-    run = train(gpt(), texts(4), mk.Plan.serial(), **HOW)
-    for wrong, message in (
-        ([0, 1, 2], "every expert stands there, and 4 numbers"),
-        ([0, 1, 1, 3], "every expert stands there"),
-        ("0123", "a list is wanted"),
-    ):
-        trace = Trace(run.trace.ranks, run.trace.meta | {"expert_order": {"block0.mlp.experts": wrong}})
-        with pytest.raises(mk.errors.TraceError, match=message):
-            _ = trace.check().expert_load
-    with pytest.raises(ValueError, match=r"\[0, 0, 1, 2\] is not an order of the 4 experts"):
-        mk.models.place_experts(gpt(), {"block0.mlp.experts": [0, 0, 1, 2]})
-    with pytest.raises(ValueError, match=r"no experts are called 'heads'; .*block1.mlp.experts"):
-        mk.models.place_experts(gpt(), {"heads": [0]})

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf
-
-import pytest
 import torch
 from torch import nn
 
-from examples.flexflow import layer_strategies
 from examples.flexflow.describe import describe_chain
 from examples.flexflow.layer import Layer
 from mpkit.models import GPT
@@ -72,35 +68,3 @@ def test_a_gpt() -> None:
     with torch.device("meta"):
         large = GPT(layers=3, width=32, heads=4, length=16, vocab=64)
     assert describe_chain(large) == describe_chain(model)
-
-
-def test_strategies_of_a_module_are_those_of_its_layers() -> None:
-    model = images()
-    found = layer_strategies(model, "4x-a100-nvlink", batch=64, sample=(3, 8, 8))
-    assert found.choice == layer_strategies(list(found.priced.layers), "4x-a100-nvlink", batch=64).choice
-
-
-def test_dimensions_that_are_left_out_are_not_used() -> None:
-    model = GPT(layers=2, width=64, heads=4, length=16)
-    for letters in ("S", "SP", "A", "P", ""):
-        found = layer_strategies(model, "4x-a100-nvlink", batch=8, dimensions=letters, memory=inf)
-        used = {
-            letter for each in found.choices for letter, n in zip("SOAP", each.split, strict=True) if n > 1
-        }
-        assert used <= set(letters)
-
-
-@pytest.mark.parametrize(
-    ("model", "how", "message"),
-    [
-        (nn.Sequential(nn.Conv2d(3, 8, 3)), {}, r"what a sample looks like.*sample=\(3, 32, 32\)"),
-        (nn.Sequential(nn.Linear(4, 4)), {"sample": 4}, r"sample=4: the shape of one sample"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), {}, r"layer '1', Linear, does not take .* shape \(4,\)"),
-        (nn.Sequential(nn.LSTM(4, 4)), {"sample": (2, 4)}, "does not return one tensor"),
-        (nn.Sequential(nn.Linear(4, 4)), {"dimensions": "SX"}, "some of the letters of 'SOAP'"),
-        ("gpt2", {}, "give a chain"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_described_says_so(model: object, how: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layer_strategies(model, "4x-a100-nvlink", batch=4, **how)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from examples.flexflow import layer_strategies
 from examples.flexflow.chain_search import least_memory, price_choice
-from examples.flexflow.layer import Split
 from examples.flexflow.result import LayerStrategies
-from mpkit.models import GPT
 from tests.serial import EXACT, serial
 
 Clusters = Callable[[int], mk.Cluster]
@@ -35,19 +32,6 @@ def linear_chain() -> nn.Sequential:
         nn.Linear(12, 4),
     )
     return nn.Sequential(*layers).double()
-
-
-def images(norm: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    between = nn.BatchNorm2d(4) if norm else nn.Identity()
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), between, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 16, 4)
-    ).double()
-
-
-def sequences() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 4)).double()
 
 
 def batches(*shape: int, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -128,100 +112,3 @@ def test_any_splits_train_as_one_process_does(clusters: Clusters, ranks: int, se
     model = linear_chain()
     found = layer_strategies(model, "8x-a100-nvlink", batch=BATCH, devices=ranks)
     check(with_splits(found, seed), clusters(ranks), model, batches(6))
-
-
-def test_degrees_that_do_not_divide_each_other(clusters: Clusters) -> None:
-    """On 6 ranks parts by halves and by thirds overlap in sixths."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Linear(6, 3)).double()
-    data = [(torch.randn(12, 6).double(), torch.randn(12, 3).double())] * 2
-    found = layer_strategies(model, "8x-a100-nvlink", batch=12, devices=6)
-    wanted = [Split(sample=2), Split(sample=3), Split(sample=2, parameter=3), Split(parameter=3)]
-    places = tuple(splits.index(split) for splits, split in zip(found.priced.splits, wanted, strict=True))
-    check(replace(found, choice=price_choice(found.priced.costs, places)), clusters(6), model, data)
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
-def test_any_splits_of_sequences_and_of_images(clusters: Clusters, seed: int) -> None:
-    found = layer_strategies(sequences(), "4x-a100-nvlink", batch=BATCH, sample=(4, 6))
-    check(with_splits(found, seed), clusters(4), sequences(), batches(4, 6))
-    found = layer_strategies(images(), "4x-a100-nvlink", batch=BATCH, sample=(2, 8, 8), dimensions="SP")
-    check(with_splits(found, seed), clusters(4), images(), batches(2, 8, 8))
-
-
-def test_statistics_over_the_batch_stay_whole(clusters: Clusters) -> None:
-    """BatchNorm sees all samples on every rank, while the layers around it are split by samples."""
-    model = images(norm=True)
-    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH, sample=(2, 8, 8), dimensions="S")
-    found = replace(found, choice=found.uniform["sample"])
-    assert [each.split.sample for each in found.choices] == [2, 1, 2, 2, 2, 2]
-    check(found, clusters(2), model, batches(2, 8, 8))
-
-
-def test_a_gpt_by_samples(clusters: Clusters) -> None:
-    torch.manual_seed(0)
-    model = GPT(layers=2, width=16, heads=2, length=8, vocab=32).double()
-    tokens = torch.randint(32, (BATCH, 9))
-    data = [(tokens[:, :-1], tokens[:, 1:])] * 2
-    loss = mk.models.next_token_loss
-    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH, dimensions="S", memory=inf)
-    found = replace(found, choice=found.uniform["sample"])
-    assert {each.split.sample for each in found.choices} == {2}
-    run = found.run(clusters(2), model, data, loss=loss, optimizer=adam)
-    losses, weights = serial(model, data, loss=loss, optimizer=adam, steps=2)
-    assert run.losses == pytest.approx(losses, rel=1e-8)
-    torch.testing.assert_close(run.state_dict, weights, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("model", "split", "how", "message"),
-    [
-        (linear_chain(), {}, {"ranks": 4}, r"for 2 devices, and the cluster has 4 ranks: mk\.Cluster\(ranks=2\)"),
-        (linear_chain(), {}, {"data": [*batches(6), (torch.zeros(4, 6), torch.zeros(4, 4))]}, r"data\[3\] has 4"),
-        (linear_chain(), {}, {"data": []}, "a batch for each step"),
-        (linear_chain(), {}, {"model": sequences()}, "layers 0, 1, 2, 3, 4, 5, and this model's differ"),
-        (linear_chain(), {"parameter": 2}, {"optimizer": lambda p: Norm(p)}, "Norm is not known to change"),
-        (linear_chain(), {}, {"loss": lambda y, t: (y - t).square()}, r"shape \(8, 4\), and not a scalar"),
-        (linear_chain(), {}, {"loss": lambda y, t: (F.mse_loss(y, t), 8)}, "is tuple, and not a scalar"),
-        (linear_chain(), {}, {"optimizer": adam([torch.ones(1)])}, "is an optimizer already, Adam"),
-        (nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5)), {}, {}, r"layer '1' draws random numbers.*nn.Dropout\(0.0\)"),
-        (nn.Sequential(nn.Linear(6, 4), nn.RReLU()), {}, {}, "layer '1', RReLU, cannot be executed as whole"),
-    ],
-)  # fmt: skip
-def test_what_ranks_cannot_execute_is_refused(
-    clusters: Clusters, model: nn.Module, split: dict[str, int], how: dict[str, Any], message: str
-) -> None:
-    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH)
-    if split:
-        found = replace(found, choice=found.uniform["parameter"])
-    asked = {"model": model, "data": batches(6), "optimizer": adam, "loss": F.mse_loss, **how}
-    cluster = clusters(asked.pop("ranks", 2))
-    with pytest.raises(ValueError, match=message):
-        found.run(cluster, asked.pop("model"), asked.pop("data"), **asked)
-
-
-class Norm(torch.optim.SGD):
-    """Not one of PyTorch's own, and so it may look at whole parameters."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-
-
-def test_what_could_be_executed_instead_is_named_and_can_be(clusters: Clusters) -> None:
-    torch.manual_seed(0)
-    model = GPT(layers=1, width=16, heads=2, length=8, vocab=32)
-    tokens = torch.randint(32, (BATCH, 9))
-    data = [(tokens[:, :-1], tokens[:, 1:])]
-    found = layer_strategies(model, "2x-titan-rtx", batch=BATCH)
-    found = replace(found, choice=found.uniform["parameter"])
-    with pytest.raises(ValueError, match=r"layer 'embedding', Embedding, .* as P2.*dimensions='S'\) finds"):
-        found.run(clusters(2), model, data, loss=mk.models.next_token_loss, optimizer=adam)
-    able = layer_strategies(model, "2x-titan-rtx", batch=BATCH, dimensions="S")
-    assert len(able.run(clusters(2), model, data, loss=mk.models.next_token_loss, optimizer=adam).losses) == 1
-
-
-def test_tied_parameters_are_refused(clusters: Clusters) -> None:
-    layer = nn.Linear(6, 6)
-    found = layer_strategies(nn.Sequential(layer, layer), "2x-titan-rtx", batch=BATCH)
-    with pytest.raises(ValueError, match="two layers share a parameter"):
-        found.run(clusters(2), nn.Sequential(layer, layer), batches(6), loss=F.mse_loss, optimizer=adam)

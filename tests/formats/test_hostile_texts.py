@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,36 +68,18 @@ def test_a_file_of_one_kind_is_not_read_as_another(tmp_path: Path) -> None:
 
 
 BOMBS: dict[str, tuple[str, str]] = {
-    "aliases": ("a: &a [x,x]\n" + "".join(f"a{i}: &b{i} [*a,*a]\n" for i in range(9)), r"line 2: \*a is an alias"),
     "an alias of itself": ("a: &a {b: *a}\n", "is an alias"),
-    "merged aliases": ("a: &a {x: 1}\nb: {<<: [*a, *a]}\n", "is an alias"),
     "tags": ("a: !!python/object/apply:os.system [true]\n", "line 1: .* is a tag"),
-    "a tag of a number": ("a: !!int ''\n", "is a tag"),
     "deep YAML": ("a:\n " + "[" * 10_000, "50 levels"),
-    "deep mappings": ("\n".join(" " * i + "a:" for i in range(200)), "50 levels"),
     "long YAML": ("a: [" + "1,\n" * 50_000 + "]", "20,000 values"),
     "deep JSON": ('{"a":' * 100_000, "nested too deeply"),
-    "long JSON": ('{"a": [' + "[]," * 200_000 + "1]}", "more than 100,000 values"),
     "deep Python": ("x = " + "(" * 5_000 + ")" * 5_000 + "\n", "no Python that can be read"),
-    "signs": ("X=" + "-" * 300_000 + "1\n", "no Python that can be read"),
-    "attributes": ("x = " + "a." * 50_000 + "b\n", "no Python that can be read"),
-    "sums": ("x = " + "1+" * 50_000 + "1\n", "no Python that can be read"),
-    "digits": ("x = " + "9" * 100_000 + "\n", "no Python that can be read"),
     "variables that double": (
         "A=" + "x" * 99 + "\n" + "A=$A$A\n" * 30 + "torchrun --nnodes $A x.py\n", "more than 1,000,000 characters"
     ),
-    "comments that do not end": ("{" + "/*/" * 300_000, "as JSON"),
-    "an open quote": ("torchrun --nnodes 2 'x\n\"", "has no key"),
     "a long text": ("x: 1\n" * 300_000, "1,500,000 characters"),
-    "zeros": ("\0" * 1000 + "\n", "has no key"),
     "ranks": ("torchrun --nnodes 1000000000 --nproc-per-node 1000000000 \\\n x.py", "dp is at most 1,000,000"),
-    "digits of ranks": (f"torchrun --nnodes {'9' * 5000} \\\n x.py", "a whole number, 1 or more"),
-    "a number of bits": (
-        "c = ParallelismConfig(tensor_parallel_degree=0x" + "f" * 9_000 + ")\n", "a number of 36000 bits"
-    ),
     "infinity": ('{"zero_optimization": {"reduce_bucket_size": 1e999}}', "a number of elements, above 0"),
-    "not a number": ('{"zero_optimization": {"reduce_bucket_size": NaN}}', "a number of elements, above 0"),
-    "a list for a word": ('{"--data-parallel-sharding-strategy": [1]}', "one of no_shard"),
 }  # fmt: skip
 
 
@@ -111,20 +92,6 @@ def test_bombs(what: str) -> None:
     assert len(str(caught.value)) < 2_000
 
 
-def test_what_is_no_configuration_at_all(tmp_path: Path) -> None:
-    loop: dict[str, Any] = {}
-    loop["a"] = loop
-    for source, says in (
-        (loop, "nested more than 50"), (7, "no such file"), ("a" * 5000, "cannot be read"), ("a\0b", "no such file"),
-        (tmp_path, "no such file"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=says):
-            Plan.read(source)  # type: ignore[arg-type]
-    (tmp_path / "large.yaml").write_bytes(b"x: 1\n" * 300_000)
-    with pytest.raises(ValueError, match="more than 1,048,576 bytes"):
-        Plan.read(tmp_path / "large.yaml")
-
-
 # ---------------------------------------------------------------- values that a program would compute
 
 MEGATRON = "torchrun --nproc-per-node 8 \\\n pretrain_gpt.py --tensor-model-parallel-size "
@@ -134,19 +101,11 @@ SCRIPTS: dict[str, str] = {
     "assigned": f"TP=2\n{MEGATRON}$TP",
     "in brackets": f'export TP="2"; {MEGATRON}"${{TP}}"',
     "a default": f"{MEGATRON}${{TP:-2}}",
-    "a default for what is assigned": f"TP=2\n{MEGATRON}${{TP:-4}}",
-    "a default that is kept": f': "${{TP:=2}}"\n{MEGATRON}$TP',
-    "a default's default": f"TP=${{TP:-${{SIZE:-2}}}}\n{MEGATRON}$TP",
     "an argument's default": f"TP=${{1:-2}}\n{MEGATRON}$TP",
     "calculated": f"GPUS=8\nTP=$((GPUS / (2 * 2)))\n{MEGATRON}$TP",
-    "of another variable": f"N=2 # two\nTP=$N\n{MEGATRON}${{TP}}",
     "in an array": 'TP=2\nARGS=(\n  --tensor-model-parallel-size $TP # ranks\n)\ntorchrun --nproc-per-node=8 '
     'x.py "${ARGS[@]}"',
-    "in a text": 'TP=2\nARGS="\n  --tensor-model-parallel-size $TP\n"\ntorchrun --nproc-per-node=8 x.py $ARGS',
     "added": 'TP=2\nARGS="--nproc-per-node=8"\nARGS+=" --tensor-model-parallel-size=$TP"\ntorchrun $ARGS x.py',
-    "the same in an if": f"TP=2\nif [ $X ]; then TP=2; fi\n{MEGATRON}$TP",
-    "after another command": f"TP=2\ncd /data && {MEGATRON}$TP",
-    "beside a here-document": f"TP=2\ncat <<EOF > config\ndon't --tensor-model-parallel-size 4\nEOF\n{MEGATRON}$TP",
 }  # fmt: skip
 
 
@@ -157,17 +116,10 @@ def test_variables_that_the_script_assigns(what: str) -> None:
 
 OPEN: dict[str, str] = {
     "not assigned": f"{MEGATRON}$TP",
-    "an argument": f"TP=$1\n{MEGATRON}$TP",
-    "a program's": f"TP=$(nproc)\n{MEGATRON}$TP",
     "changed": f"TP=22\n{MEGATRON}${{TP%2}}",
     "in an if": f"TP=2\nif [ $X ]; then\n  TP=4\nfi\n{MEGATRON}$TP",
-    "after a test": f'[ -z "$TP" ] && TP=2\n{MEGATRON}$TP',
     "a loop's": f"for TP in 1 2; do\n{MEGATRON}$TP\ndone",
-    "read": f"read TP\n{MEGATRON}$TP",
     "twice": f"{MEGATRON}2\n{MEGATRON}4",
-    "calculated from the environment": f"TP=$((WORLD_SIZE / 4))\n{MEGATRON}$TP",
-    "in an array": 'ARGS=(--tensor-model-parallel-size "$TP")\ntorchrun --nproc-per-node=8 x.py "${ARGS[@]}"',
-    "joined": f"{MEGATRON}1$TP",
 }
 
 
@@ -191,10 +143,7 @@ TITAN = "c = ParallelismConfig(data_parallel_shard_degree=1, tensor_parallel_deg
 
 MODULES: dict[str, str] = {
     "a name": f"TP = 2\n{TITAN}TP)",
-    "annotated": f"TP: int = 2\n{TITAN}TP)",
     "calculated": f"N = 4\n{TITAN}N // 2)",
-    "several": f"A, TP = 1, 2\n{TITAN}TP)",
-    "counted on": f"TP = 1\nTP += 1\n{TITAN}TP)",
 }
 
 
@@ -202,25 +151,3 @@ MODULES: dict[str, str] = {
 @pytest.mark.parametrize("what", MODULES)
 def test_names_that_a_module_assigns(what: str) -> None:
     assert Plan.read(MODULES[what]).tp == 2
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"{TITAN}TP)",
-        f"TP = int(x)\n{TITAN}TP)",
-        f"TP = 2\nif x:\n    TP = 4\n{TITAN}TP)",
-        f"{TITAN}2)\n{TITAN}4)",
-        f"{TITAN}x[0])",
-    ],
-)
-def test_names_that_nobody_knows_are_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match=r"parallelism\.tensor_parallel_degree = .*write"):
-        Plan.read(text + "\n")
-    with pytest.raises(ValueError, match=r"fsdp: RANKS = "):
-        Plan.read("RANKS = N * 2\nMICROBATCHES = 1\n")
-
-
-def test_arguments_that_cannot_be_told_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"ParallelismConfig\(2\), ParallelismConfig\(\*\*more\)"):
-        Plan.read("c = ParallelismConfig(2, **more, data_parallel_shard_degree=1)\n")

@@ -31,7 +31,6 @@ def read(text: str, name: str, *, notes: bool) -> Plan:
 SCRIPTS = {
     "an empty variable": ("LOG=\ntorchrun --nproc-per-node 4 train.py", Plan.ddp(4)),
     "a default in quotes": ('N=${N:-"4"}\ntorchrun --nproc-per-node $N train.py', Plan.ddp(4)),
-    "a default for nothing": ("N=\ntorchrun --nproc-per-node ${N:-4} train.py", Plan.ddp(4)),
     "the other branch": (
         f'AC=full\nif [ "$AC" = sel ]; then\n  A="--recompute-activations"\nelif [[ $AC == full ]]; then\n'
         f'  A="--recompute-granularity full"\nelse\n  A="--bf16"\nfi\n{RUN} $A',
@@ -40,26 +39,17 @@ SCRIPTS = {
     "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
                                   megatron(precision="fp16")),
     "a shell within": (f"srun bash -c '{RUN} --bf16'", megatron(precision="bf16")),
-    "DeepSpeed's launcher": ("deepspeed --num_nodes 2 --num_gpus 8 train.py --zero_stage 2", Plan.zero(2, 16)),
     "Accelerate's launcher": ("accelerate launch --num_processes 8 --mixed_precision bf16 train.py",
                               Plan.ddp(8, precision="bf16")),
     "a Trainer": ("torchrun --nproc_per_node=4 train.py --bf16 True --gradient_accumulation_steps 16 "
                   "--gradient_checkpointing True --fsdp 'full_shard auto_wrap offload' --per_device_train_batch_size 2",
                   Plan(dp=4, microbatches=16, recompute="full", zero=3, offload="params", precision="bf16")),
-    "nodes by a letter": (f"{JOB}#SBATCH -N 4\n#SBATCH --gres=gpu:a100:4(S:0-1)\nsrun train.sh", Plan.ddp(16)),
-    "all GPUs": (f"{JOB}#SBATCH --nodes=4\n#SBATCH --gpus=32\nsrun train.sh", Plan.ddp(32)),
     "GPUs of a task": (f"{JOB}#SBATCH -N 2\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-task=1", Plan.ddp(8)),
-    "fewer than a node's": (f"{JOB}#SBATCH -N 2\n#SBATCH --gres=gpu:8\nsrun torchrun --nproc-per-node=4 t.py",
-                            Plan.ddp(8)),
     "what SLURM sets": (f"#SBATCH -N 2\nsrun torchrun --nnodes $SLURM_NNODES {RUN[9:]}", megatron(dp=16)),
-    "no torchrun": (f"#SBATCH -N 2\n#SBATCH --gres=gpu:8\nsrun python {RUN[28:]}", megatron(dp=16)),
     "older recomputation": (f"{RUN} --checkpoint-activations --model-parallel-size 2",
                             megatron(dp=4, tp=2, recompute="full")),
-    "torch's DDP": (f"{RUN} --DDP-impl torch --activations-checkpoint-method uniform",
-                    megatron(recompute="full", bucket_mb=25)),
     "sharding in any order": (f"{RUN} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
                               "--use-distributed-optimizer", Plan(dp=8, schedule="1f1b", zero=3)),
-    "a flag that is false": (f"{RUN} --sequence-parallel false --bf16=false --fp16 true", megatron(precision="fp16")),
     "Megatron-DeepSpeed": (f"{RUN} --zero-stage 1 --deepspeed --deepspeed_config ds.json --fp16",
                            Plan(dp=8, schedule="1f1b", zero=1, precision="fp16", bucket_mb=SPEED / 2)),
 }  # fmt: skip
@@ -77,11 +67,6 @@ FILES = {
         '"offload_optimizer": {"device": "cpu"}}}',
         "deepspeed", Plan(zero=3, offload="params"),
     ),
-    "parameters without ZeRO-3": (
-        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, '
-        '"offload_param": {"device": "cpu"}}}',
-        "deepspeed", Plan(zero=2, offload="optimizer"),
-    ),
     "the same through Accelerate": (
         "distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: cpu\n  zero_stage: 2\n",
         "accelerate", Plan(zero=2),
@@ -90,22 +75,8 @@ FILES = {
         "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 1\n",
         "accelerate", Plan(dp=4, zero=1, precision="bf16", bucket_mb=SPEED / 2),
     ),
-    "Megatron's buckets through Accelerate": (
-        "distributed_type: MEGATRON_LM\nnum_processes: 4\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n",
-        "accelerate", Plan(dp=2, tp=2, schedule="1f1b", bucket_mb=AT_ONCE),
-    ),
-    "other devices": ("distributed_type: MULTI_NPU\nnum_processes: 4\n", "accelerate", Plan.ddp(4)),
-    "FSDP2 by a strategy": (
-        "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_reshard_after_forward: SHARD_GRAD_OP\n",
-        "accelerate", Plan.zero(2, 4),
-    ),
     "FSDP2 by its version": ("bf16: true\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n", "trainer",
                              Plan(zero=3, offload="params", precision="bf16")),
-    "settings with Accelerate's names": (
-        "fsdp: [full_shard]\nfsdp_config:\n  fsdp_reshard_after_forward: false\n"
-        "  fsdp_activation_checkpointing: true\n",
-        "trainer", Plan(zero=2, recompute="full"),
-    ),
     "settings without FSDP": ("gradient_checkpointing: true\nfsdp_config:\n  min_num_params: 0\n  version: 2\n",
                               "trainer", Plan(recompute="full")),
     "torchtitan of 2024": (
@@ -114,8 +85,6 @@ FILES = {
         "torchtitan", Plan(pp=2, dp=4, tp=2, cp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4,
                            zero=2, precision="bf16", sequence_parallel=True),
     ),
-    "its DDP": (f"{TOML}data_parallel_type = 'ddp'\ndata_parallel_degree = 4\n", "torchtitan",
-                Plan.ddp(4, precision="bf16", bucket_mb=100)),
     "every second block": (
         "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'\n[parallelism]\n"
         "data_parallel_shard_degree = 1\n", "torchtitan", Plan(recompute="every=2", precision="bf16"),
@@ -136,19 +105,13 @@ def test_files(what: str) -> None:
 
 REJECTED = {
     "DeepSpeed's file": ("deepspeed --num_gpus 8 train.py --deepspeed zero3.json --bf16 True", "", "in that file"),
-    "Accelerate's file": ("accelerate launch --config_file fsdp.yaml train.py --bf16", "", "in that file"),
-    "Accelerate's options": ("accelerate launch --num_processes 8 --use_fsdp train.py", "", "--use-fsdp divides"),
     "a file that decides": (f"{RUN} --deepspeed --deepspeed_config ds.json", "", "in that file"),
-    "a script's degree": ("torchrun --nproc_per_node 8 train.py --tensor-parallel-degree 2", "",
-                          "--tensor-parallel-degree = 2 divides the work too"),
     "GPT-NeoX": ('{"train_micro_batch_size_per_gpu": 4, "model_parallel_size": 2}', "",
                  "model_parallel_size = 2 divides the work too"),
     "Axolotl's degree": ("gradient_checkpointing: true\nbf16: true\ntensor_parallel_size: 2", "",
                          "tensor_parallel_size = 2 divides"),
     "only what all have": ("batch_size: 4\nbf16: true\ngradient_accumulation_steps: 8", "",
                            "Other programs have bf16, gradient_accumulation_steps too.*format='trainer'"),
-    "two recipes": ("a = ParallelismConfig(tensor_parallel_degree=2)\nb = ParallelismConfig()", "torchtitan",
-                    "says both 2 and 'nothing, in another ParallelismConfig'"),
     "both in branches": (f"if [ $1 = a ]; then\n A=--fp16\nelse\n A=--bf16\nfi\n{RUN}", "",
                          "both enabled.*within an `if`"),
 }  # fmt: skip
@@ -206,13 +169,6 @@ NOTED = {
         + " --z 1",
         "--moe-p and 1 more",
     ),
-    "Ray's GPUs": (f"ray start --head --num-gpus 8\npython {RUN[28:]}", "the fewest, 1"),
-    "ms-swift": (f"NPROC_PER_NODE=4 megatron sft {RUN[46:]}", "ms-swift has defaults of its own"),
-    "slime": (
-        f"python train.py {RUN[46:]} --actor-num-nodes 2 --actor-num-gpus-per-node 4",
-        "slime has defaults",
-    ),
-    "no GPUs": (f"{JOB}#SBATCH --ntasks=4\nsrun prepare.sh", "how many GPUs: read as one per task"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,38 +14,24 @@ from mpkit.plan.formats.table import FORMATS
 
 SAID_IN_FULL = [
     ("deepspeed", Plan.zero(3, 8, microbatches=4, precision="bf16", offload="params")),
-    ("deepspeed", Plan(dp=2, tp=2, zero=1, precision="fp16")),
     ("accelerate", Plan.serial()),
-    ("accelerate", Plan.ddp(4, precision="bf16")),
     ("accelerate", Plan.zero(1, 4, microbatches=2, bucket_mb=5e8 * 4 / 2**20)),
-    ("accelerate", Plan.zero(2, 4, offload="optimizer", bucket_mb=5e8 * 4 / 2**20)),
     ("accelerate", Plan.zero(3, 4, offload="params", recompute="full")),
     ("accelerate", Plan(dp=2, tp=2, cp=2, zero=2)),
     ("accelerate", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, sequence_parallel=True,
                         bucket_mb=2**20)),
     ("megatron", Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=4, zero=1, sequence_parallel=True)),
-    ("megatron", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=3, microbatches=4, recompute="selective")),
-    ("megatron", Plan(dp=4, cp=2, cp_order="zigzag", zero=3, precision="bf16", schedule="1f1b")),
     ("megatron", Plan(dp=2, cp=4, cp_method="ulysses", schedule="1f1b")),
-    ("megatron", Plan(dp=2, cp=8, cp_method="ulysses", schedule="1f1b")),
     ("deepspeed", Plan(dp=2, cp=4, cp_method="ulysses", zero=3)),
     ("megatron", Plan(pp=2, dp=4, tp=2, zero=1, schedule="1f1b", microbatches=4, sequence_parallel=True, ep=8, etp=1)),
-    ("megatron", Plan(dp=4, tp=2, zero=1, sequence_parallel=True, ep=4, etp=2)),
     ("megatron", Plan(pp=2, dp=2, schedule="overlapped_1f1b", virtual_stages=2, microbatches=4, precision="bf16",
                       ep=2)),
-    ("megatron", Plan(dp=2, schedule="overlapped_1f1b", microbatches=4, precision="fp16", recompute="selective", ep=2)),
     ("torchtitan", Plan(dp=4, tp=2, zero=3, sequence_parallel=True, ep=8, etp=1)),
-    ("torchtitan", Plan(dp=4, cp=2, zero=3, ep=8)),
-    ("megatron", Plan(dp=4, zero=1, offload="optimizer", recompute="full", schedule="1f1b")),
     ("torchtitan", Plan(pp=2, dp=2, tp=2, cp=2, schedule="gpipe", microbatches=4, zero=3, cp_order="zigzag")),
-    ("torchtitan", Plan(pp=2, dp=2, schedule="zbv", microbatches=4, zero=2, precision="bf16", recompute="full")),
     ("torchtitan", Plan(pp=2, schedule="interleaved_1f1b", virtual_stages=2, microbatches=4)),
-    ("torchtitan", Plan.ddp(4, microbatches=2)),
     ("fsdp", Plan.zero(3, 8, microbatches=4, precision="bf16", recompute="full", offload="params")),
-    ("fsdp", Plan.zero(2, 8)),
     ("trainer", Plan.serial(microbatches=4, precision="fp16")),
     ("torchrun", Plan.ddp(8)),
-    ("slurm", Plan.ddp(16)),
     ("tf_config", Plan.ddp(4)),
 ]  # fmt: skip
 
@@ -91,24 +76,6 @@ def test_every_key_of_a_text_has_its_comment(name: str) -> None:
 
 
 PAIRS = "--overlap-moe-expert-parallel-comm"
-JOINT = Plan(pp=2, dp=2, schedule="overlapped_1f1b", virtual_stages=2, microbatches=4, precision="bf16", ep=2)
-
-
-@pytest.mark.parametrize(
-    ("change", "schedule"),
-    [
-        ({"ep": 1}, "interleaved_1f1b"),
-        ({"virtual_stages": 1}, "1f1b"),
-        ({"recompute": "full"}, "interleaved_1f1b"),
-        ({"precision": "full"}, "interleaved_1f1b"),
-        ({"schedule": "dualpipev"}, "1f1b"),
-    ],
-)
-def test_pairs_that_megatron_would_refuse_are_not_written(change: dict[str, Any], schedule: str) -> None:
-    with pytest.warns(UserWarning, match=rf"schedule=.*in pairs \({PAIRS}\)"):
-        config = replace(JOINT, **change).to("megatron")
-    assert PAIRS not in config.split("ARGS=(")[1]
-    assert Plan.read(config).schedule == schedule
 
 
 @pytest.mark.parametrize(
@@ -124,18 +91,6 @@ def test_pairs_that_megatron_would_refuse_are_left_out_with_a_note(rest: str, sa
     with pytest.warns(UserWarning, match=rf"Megatron refuses {PAIRS} here, since .*{says}.*: left out"):
         plan = Plan.read(f"torchrun --nproc-per-node=8 pretrain_gpt.py {PAIRS} {rest}\n")
     assert plan.schedule == "1f1b"
-
-
-def test_torchtitan_hides_no_all_to_alls_of_pairs() -> None:
-    """The eager runtime of torch runs what is in a pair one after the other; before 0.3 torchtitan had its own."""
-    plan = Plan(pp=2, dp=2, schedule="dualpipev", microbatches=4, precision="bf16", ep=2)
-    with pytest.warns(UserWarning, match="one after the other, so that their all-to-alls are not hidden"):
-        config = plan.to("torchtitan")
-    assert Plan.read(config) == plan  # without a warning
-    key, older = "pipeline_parallel_schedule=", "pipeline_parallel_expert_parallel_overlap={}, "
-    assert Plan.read(config.replace(key, older.format(True) + key)) == plan
-    with pytest.warns(UserWarning, match="those of a Plan hide their all-to-alls"):
-        Plan.read(config.replace(key, older.format(False) + key))
 
 
 REFUSED: list[tuple[Plan, str, dict[str, Any], str]] = [
@@ -182,19 +137,6 @@ FILES: list[tuple[str, Plan]] = [
 @pytest.mark.parametrize(("text", "plan"), FILES, ids=str)
 def test_other_peoples_files(text: str, plan: Plan) -> None:
     assert mk.Plan.read(text) == plan
-
-
-@pytest.mark.parametrize("kind", ["all_gather", "a2a+p2p"])
-def test_another_kind_of_context_parallelism_is_read_as_a_ring(kind: str) -> None:
-    text = f"torchrun --nproc-per-node=4 \\\n pretrain_gpt.py --context-parallel-size 4 --cp-comm-type {kind}"
-    with pytest.warns(UserWarning, match=r"is read as p2p, a ring: a Plan has that, or a2a \(Ulysses\)"):
-        plan = mk.Plan.read(text)
-    assert plan == Plan(cp=4, cp_order="zigzag", schedule="1f1b", bucket_mb=AT_ONCE)
-
-
-def test_a_range_of_machines_is_read_as_the_most() -> None:
-    with pytest.warns(UserWarning, match="--nnodes=2:4 is a range: read as the most"):
-        assert mk.Plan.read("torchrun --nnodes=2:4 --nproc-per-node=8 \\\n  train.py") == Plan.ddp(32)
 
 
 WRONG = [
@@ -292,26 +234,6 @@ def test_what_would_be_another_plan_is_rejected_by_its_key(text: str, format: st
         Plan.read(text, format)
 
 
-def test_buckets_that_a_file_leaves_out_are_the_frameworks() -> None:
-    """DeepSpeed's reduce_bucket_size is 5e8 elements; Megatron's max(40M, 1M x replicas), or all without overlap."""
-    run = "torchrun --nproc-per-node 8 --nnodes 8 pretrain_gpt.py --tensor-model-parallel-size "
-    for tp, more, elements in (
-        (8, "--overlap-grad-reduce", 40e6),
-        (1, "--overlap-grad-reduce", 64e6),
-        (1, "--overlap-grad-reduce --ddp-bucket-size 1000000", 1e6),
-        (1, "--ddp-bucket-size 1000000", 1e6),
-        (1, "", AT_ONCE * 2**20 / 4),
-    ):
-        assert Plan.read(f"{run}{tp} {more}\n").bucket_mb == elements * 4 / 2**20
-    assert Plan.read(f"{run}64\n").bucket_mb == Plan.read(f"{run}1 --use-torch-fsdp2\n").bucket_mb == 25
-    at_once = Plan.ddp(8, bucket_mb=AT_ONCE, precision="bf16", schedule="1f1b")
-    assert not {"--ddp-bucket-size", "--overlap-grad-reduce"} & set(at_once.to("megatron").split())
-    assert Plan.read(at_once.to("megatron")) == at_once
-    assert "--overlap-grad-reduce" in Plan.ddp(8).to(
-        "megatron"
-    )  # without it Megatron has one bucket of any size
-
-
 def test_a_format_is_taken_only_where_one_of_its_own_keys_is_there(tmp_path: Any) -> None:
     """P6: a pyproject.toml was torchtitan's, and {"train_batch_size": 32, "epochs": 3} DeepSpeed's."""
     path = tmp_path / "pyproject.toml"
@@ -322,25 +244,3 @@ def test_a_format_is_taken_only_where_one_of_its_own_keys_is_there(tmp_path: Any
         Plan.read(path, format="torchtitan")
     with pytest.raises(ValueError, match="format='deepspeed'"):
         Plan.read({"train_batch_size": 32, "epochs": 3})
-
-
-RECIPES = """
-from torchtitan.config import ParallelismConfig
-
-def small():
-    return Trainer.Config(parallelism=ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=4))
-
-def large():
-    return Trainer.Config(parallelism=ParallelismConfig(tensor_parallel_degree=4, data_parallel_shard_degree=8))
-"""
-
-
-def test_one_of_several_recipes_of_a_module_is_named() -> None:
-    with pytest.raises(ValueError, match=r"the recipes small, large differ: say one of them, recipe='small'"):
-        Plan.read(RECIPES)
-    assert Plan.read(RECIPES, recipe="small") == Plan(
-        dp=4, tp=2, zero=3, precision="bf16", sequence_parallel=True
-    )
-    assert Plan.read(RECIPES, recipe="large").tp == 4
-    with pytest.raises(ValueError, match=r"recipe='huge'.*'small', 'large'"):
-        Plan.read(RECIPES, recipe="huge")

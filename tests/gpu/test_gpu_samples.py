@@ -5,11 +5,9 @@ No GPU is needed: `FakeNvml` plays samples that were made by hand in the format 
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
-from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +18,7 @@ import mpkit as mk
 from mpkit.common.launch_folder import Settings
 from mpkit.devices.local.inventory import inventory_of_gpus
 from mpkit.devices.local.nvidia_smi import Gpu
-from mpkit.devices.local.nvml import GpuReading, NvmlGpu, NvmlMissing
-from mpkit.errors import TraceError
+from mpkit.devices.local.nvml import GpuReading, NvmlGpu
 from mpkit.launch import gpu_sampler
 from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for
 from mpkit.timeline.live_timeline import LiveFeed
@@ -114,11 +111,6 @@ def test_ranks_find_their_gpu_by_uuid(nvml: FakeNvml) -> None:
 # ---------------------------------------------------------------- not asked
 
 
-def test_ranks_on_cpus_are_not_sampled_and_import_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert sampler_for(settings(device="cpu")).meta == {}
-
-
 def test_a_missing_package_is_said_with_its_command(
     monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, trace: mk.Trace
 ) -> None:
@@ -135,20 +127,6 @@ def test_a_missing_package_is_said_with_its_command(
     timeline = mk.Timeline.of(bare)
     assert said in timeline.notes and said in " ".join(text(timeline, 100).split())
     assert not len(timeline.device_samples) and device_lines(timeline) == []
-
-
-def test_a_missing_driver_and_an_unknown_gpu_are_said(
-    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml
-) -> None:
-    nvml.trouble = "NVML Shared Library Not Found"
-    assert "mpkit doctor gpus not found" in sampler_for(settings()).meta["gpus_not_sampled"]
-    nvml.trouble = ""
-    del nvml.recording[SECOND]
-    assert f"'Not Found' for {SECOND}; `nvidia-smi -L`" in sampler_for(settings()).meta["gpus_not_sampled"]
-    assert nvml.open == 0
-    monkeypatch.setattr(gpu_sampler, "inventory_of", lambda kind: None)
-    with pytest.raises(NvmlMissing, match="nvidia-smi does not tell which GPUs"):
-        gpus_of(settings())
 
 
 # ---------------------------------------------------------------- written
@@ -196,18 +174,6 @@ def test_samples_are_saved_and_loaded(tmp_path: Path, trace: mk.Trace) -> None:
         assert one.samples.tobytes() == two.samples.tobytes()
 
 
-def test_a_trace_without_samples_loads_as_before(tmp_path: Path, trace: mk.Trace) -> None:
-    bare = mk.Trace([replace(rank, samples=rank.samples[:0]) for rank in trace.ranks], trace.meta)
-    assert [len(rank.samples) for rank in mk.Trace.load(bare.save(tmp_path / "a.trace")).ranks] == [0, 0]
-
-
-@pytest.mark.parametrize(("column", "value"), [("utilisation", 101), ("memory", -1), ("pcie_sent", np.inf)])
-def test_impossible_samples_are_refused(trace: mk.Trace, column: str, value: float) -> None:
-    trace.ranks[1].samples[column][2] = value
-    with pytest.raises(TraceError, match=f"rank 1's sample of its GPU number 2 has {column}="):
-        trace.check()
-
-
 # ---------------------------------------------------------------- on the clock of the operations
 
 
@@ -218,33 +184,6 @@ def test_samples_are_on_the_measured_clock(trace: mk.Trace) -> None:
     assert mine["time"] == pytest.approx(np.arange(1, 9) / 10)
     assert mine["utilisation"].tolist() == [0, 35, 88, 97, 96, 91, 40, 5]
     assert mine["nvlink_sent"][2] == pytest.approx(3 * 35 * 1024 * 1024 / 0.1)  # three links
-
-
-def test_samples_keep_their_place_among_operations_on_the_virtual_clock(trace: mk.Trace) -> None:
-    timeline = mk.Timeline.of(trace, clock="virtual")
-    mine = timeline.device_samples[timeline.device_samples["rank"] == 0]
-    forwards = timeline.spans[(timeline.spans["rank"] == 0) & (timeline.spans["kind"] == Kind.FORWARD)]
-    # On the wall clock each sample is taken as the next forward begins, and so it is here; the last is after all ops.
-    assert mine["time"] == pytest.approx(forwards["start"][1:])
-
-
-def test_other_hardware_has_no_samples_and_says_why(trace: mk.Trace) -> None:
-    timeline = mk.Timeline.of(trace, "2x-titan-rtx")
-    assert not len(timeline.device_samples)
-    assert any("Samples of GPUs belong to the machine of the run" in note for note in timeline.notes)
-
-
-def test_samples_before_the_first_operation_are_left_out(trace: mk.Trace) -> None:
-    for rank in trace.ranks:
-        rank.samples["time"] -= 3 * TENTH
-    assert len(mk.Timeline.of(trace).device_samples) == 2 * 6
-
-
-def test_a_step_has_its_own_samples(trace: mk.Trace) -> None:
-    for rank in trace.ranks:
-        rank.ops["step"] = np.arange(8) // 4
-    one = mk.Timeline.of(trace).step(1)
-    assert one.device_samples["time"].tolist() == pytest.approx([0.4, 0.5, 0.6, 0.7] * 2)
 
 
 def test_the_live_view_reads_samples_as_they_come(tmp_path: Path, trace: mk.Trace) -> None:
@@ -264,28 +203,6 @@ def test_the_live_view_reads_samples_as_they_come(tmp_path: Path, trace: mk.Trac
         write(tmp_path / f"rank{number}.gpu", "gpu", rank.samples[:6])
     feed.advance()
     assert len(feed.timeline().device_samples) == 12
-
-
-def test_on_gpus_the_live_view_has_the_samples_of_steps_that_are_over(
-    tmp_path: Path, trace: mk.Trace
-) -> None:
-    """The times of a GPU's operations are known when their step is over, and so are the places of its samples."""
-    for number, rank in enumerate(trace.ranks):
-        ops = np.insert(rank.ops, [0, 4], rank.ops[[0, 4]])  # a STEP before every four forwards
-        ops["step"] = np.arange(10) // 5
-        steps = ops[[0, 5]]
-        steps["kind"], steps["lane"], steps["end"] = Kind.STEP, Lane.NONE, ops["end"][[4, 9]]
-        ops[[0, 5]] = steps
-        write(tmp_path / f"rank{number}.ops", "ops", ops[:6])  # the second step has begun
-        write(tmp_path / f"rank{number}.gpu", "gpu", rank.samples)
-        (tmp_path / f"rank{number}.names").write_text('""\n')
-    feed = LiveFeed(tmp_path, 2, trace.meta)
-    feed.advance()
-    timeline = feed.timeline()
-    forwards = timeline.spans[(timeline.spans["rank"] == 1) & (timeline.spans["kind"] == Kind.FORWARD)]
-    mine = timeline.device_samples[timeline.device_samples["rank"] == 1]
-    assert mine["time"] == pytest.approx(forwards["start"][1:4])
-    assert mine["utilisation"].tolist() == [0, 35, 88]
 
 
 def write(path: Path, part: str, records: np.ndarray) -> None:
@@ -318,12 +235,6 @@ def test_each_kind_of_sample_is_a_track(trace: mk.Trace) -> None:
     assert found["PCIe traffic", 1][1][0].tolist() == [12e6, 40e6]
 
 
-def test_a_timeline_alone_shows_its_tracks(trace: mk.Trace) -> None:
-    view = TimelineView(mk.Timeline.of(trace))
-    assert view.tracks_head["tracks"][0]["name"] == "GPU utilisation"
-    assert len(view.tracks)
-
-
 def test_a_dashboard_keeps_a_place_for_gpus_and_fills_it(tmp_path: Path, trace: mk.Trace) -> None:
     class Going:
         """A run whose GPUs are sampled, as a view asks it."""
@@ -349,24 +260,6 @@ def test_a_dashboard_keeps_a_place_for_gpus_and_fills_it(tmp_path: Path, trace: 
 
 def names_of(view: TimelineView) -> list[str]:
     return [track["name"] for track in view.tracks_head["tracks"]]
-
-
-def test_a_page_holds_the_tracks(trace: mk.Trace) -> None:
-    page = mk.Timeline.of(trace).to_html()
-    [packed] = re.findall(r'data-tracks="0">([^<]+)<', page)
-    assert gzip.decompress(b64decode(packed)) == pack_tracks(mk.Timeline.of(trace))[1]
-    assert '"name":"NVLink traffic"' in page
-    assert "data-tracks=" not in mk.simulate(mk.Plan.gpipe(2, 2)).to_html().partition("async function")[0]
-
-
-def test_tracks_of_a_long_run_have_few_moments_and_all_peaks(trace: mk.Trace) -> None:
-    timeline = mk.Timeline.of(trace)
-    many = np.zeros(100_000, timeline.device_samples.dtype)
-    many["time"], many["utilisation"] = np.arange(100_000) / 10, np.arange(100_000) % 101
-    head, values = pack_tracks(replace(timeline, device_samples=many))
-    assert len(values) < 1.3e6
-    count = head["tracks"][0]["ranks"][0][1]
-    assert np.frombuffer(values)[count : 2 * count].max() == 100
 
 
 def test_text_has_a_line_per_gpu(trace: mk.Trace) -> None:

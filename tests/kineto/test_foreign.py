@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import mpkit as mk
 from mpkit.timeline.foreign.open_trace import OpenedTrace
-from mpkit.trace import Kind
 from tests.kineto.program import HOST, Program, ddp_program
 
 
@@ -78,18 +75,6 @@ def test_an_unknown_payload_is_not_0_bytes(tmp_path: Path) -> None:
     assert "0 B" not in found and "small" not in found
 
 
-def test_a_device_of_mtia_computes(tmp_path: Path) -> None:
-    program = ddp_program(0, 1)
-    program.header["deviceProperties"] = []
-    for event in program.events:
-        event["cat"] = {"kernel": "mtia_ccp_events", "cuda_runtime": "mtia_runtime"}.get(
-            event.get("cat"), event.get("cat")
-        )
-    trace = opened(tmp_path, program)
-    assert trace.meta["hardware"] == "a GPU"
-    assert trace.timeline().busy[0] == pytest.approx(2 * 900e-6 / 2, rel=1e-6)
-
-
 def ascend() -> dict[str, Any]:
     """Return what torch_npu writes: the device's events are of no category, on a process of its own."""
     events: list[dict[str, Any]] = [
@@ -124,56 +109,6 @@ def test_a_device_whose_events_are_not_known_is_not_called_a_cpu(tmp_path: Path)
     trace = opened(tmp_path, ascend())
     assert "none (9 events, 89.0 % of the time)" in trace.notes[-1]
     assert trace.meta["hardware"] == "a device whose events are of unknown categories"
-
-
-def jax() -> dict[str, Any]:
-    events: list[dict[str, Any]] = []
-    for pid, name in ((1, "/host:CPU"), (3, "/device:GPU:0")):
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
-        )
-        for number in range(20):
-            events.append({"ph": "X", "name": "fusion", "pid": pid, "tid": 4, "ts": 100 * number, "dur": 20})
-    return {"displayTimeUnit": "ns", "traceEvents": events}
-
-
-def test_spans_of_another_tool_are_not_advised_on(tmp_path: Path) -> None:
-    trace = opened(tmp_path, jax())
-    assert "process 3 (/device:GPU:0)" in str(trace)
-    found = trace.timeline().diagnose()
-    assert not len(found) and "what they do is not known" in str(found)
-
-
-CUSTOM = {
-    "void deep_ep::internode::dispatch<false, 4>(int4*)": Kind.ALL_TO_ALL,
-    "void dpsk::ep::internode::combine<false, 8, __nv_bfloat16, 8, 2, 16>(int4*)": Kind.ALL_TO_ALL,
-    "void deep_ep::intranode::combine<__nv_bfloat16, 4, 768>(int)": Kind.ALL_TO_ALL,
-    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)": Kind.ALL_REDUCE,
-    "void sglang::cross_device_reduce_2stage<half, 4>()": Kind.ALL_REDUCE,
-    "two_shot_all_reduce_kernel": Kind.ALL_REDUCE,
-    "multimem_all_gather_kernel": Kind.ALL_GATHER,
-    "nvshmemi_alltoall_block": Kind.ALL_TO_ALL,
-    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<2>()": Kind.ALL_REDUCE,
-}
-
-
-@pytest.mark.parametrize("name", CUSTOM)
-def test_kernels_that_communicate_without_nccl(tmp_path: Path, name: str) -> None:
-    program = ddp_program(0, 8, steps=1)
-    program.kernel(name, 1350, 1900, 80, stream=33)
-    trace = opened(tmp_path, program)
-    spans = trace.timeline().spans
-    assert (spans["kind"] == CUSTOM[name]).sum() == 1 + (CUSTOM[name] == Kind.ALL_REDUCE)
-    assert trace.timeline().busy[0] == pytest.approx(900e-6)
-    assert any("names no group, taken for one among all ranks (1)" in note for note in trace.notes)
-
-
-def test_communication_of_an_unknown_kind_is_counted(tmp_path: Path) -> None:
-    program = ddp_program(0, 8, steps=1)
-    program.kernel("ncclDevKernel_Generic_1(ncclDevKernelArgsStorage)", 1350, 1900, 80, stream=33)
-    assert any(
-        "communication of unknown kind, left out (1)" in note for note in opened(tmp_path, program).notes
-    )
 
 
 def test_inference_gets_no_advice_for_trainings(tmp_path: Path) -> None:

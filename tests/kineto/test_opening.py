@@ -16,7 +16,6 @@ import pytest
 import mpkit as mk
 from mpkit.errors import TraceError
 from mpkit.trace import CATEGORIES, Kind
-from tests.kineto.program import Program, ddp_program, write_ranks
 
 
 def span(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
@@ -36,19 +35,6 @@ def traced(path: Path, *events: dict[str, Any], **header: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**header, "traceEvents": events or [span("aten::mm", 1, 2)]}))
     return path
-
-
-def test_json_in_a_folder_that_is_no_trace_is_left_out(tmp_path: Path) -> None:
-    traced(tmp_path / "rank0.json")
-    (tmp_path / "config.json").write_text('{"hidden": 3}')
-    (tmp_path / "notes.json").write_text('["a note"]')
-    assert mk.open(tmp_path).world_size == 1
-
-
-def test_a_header_longer_than_what_is_looked_at_is_a_trace(tmp_path: Path) -> None:
-    groups = [{"pg_name": str(n), "ranks": [n], "pg_size": 1} for n in range(5000)]
-    traced(tmp_path / "rank0.json", distributedInfo={"rank": 0, "world_size": 1, "pg_config": groups})
-    assert mk.open(tmp_path).world_size == 1
 
 
 def test_a_folder_of_folders(tmp_path: Path) -> None:
@@ -111,15 +97,6 @@ def test_memory_is_the_accelerators_whichever_it_is(tmp_path: Path, device: int)
     assert set(memory["category"]) == {CATEGORIES.index("buffers")}
 
 
-def test_the_only_gpu_listed_is_the_ranks_whatever_its_number(tmp_path: Path) -> None:
-    kernel = span("gemm", 3, 2, cat="kernel", args={"device": 5, "stream": 7, "correlation": 1})
-    launch = span("hipLaunchKernel", 1, 1, cat="cuda_runtime", args={"correlation": 1})
-    path = traced(
-        tmp_path / "rank0.json", launch, kernel, deviceProperties=[{"id": 0, "name": "AMD Instinct MI300X"}]
-    )
-    assert "MI300X" in str(mk.open(path).meta["imported"])
-
-
 def test_streams_that_overlap_leave_no_action_of_negative_length(tmp_path: Path) -> None:
     """A kernel of a forward runs, and ends, while one of the backward before it goes on."""
     events = [
@@ -142,54 +119,3 @@ def test_streams_that_overlap_leave_no_action_of_negative_length(tmp_path: Path)
 
 
 # ---- files whose numbers mislead ----------------------------------------------------------------------------------
-
-
-def test_kernels_that_all_took_no_time_are_replayed(tmp_path: Path) -> None:
-    program = Program(0, 1, "NVIDIA A100-SXM4-80GB")
-    for number in range(5):
-        program.kernel("gemm", 10.0 * number, 10.0 * number + 2, 0.0)
-    timeline = mk.open(write_ranks(tmp_path, [program])).timeline("8x-h100-nvlink")
-    assert timeline.step_time > 0
-    assert any("all of them took 0 s" in note for note in timeline.notes)
-
-
-def test_memory_of_the_host_is_not_the_gpus(tmp_path: Path) -> None:
-    program = Program(0, 1)
-    program.kernel("gemm", 0, 10, 5)
-    held = {"Addr": 1, "Bytes": 8, "Device Type": 0, "Device Id": -1, "Total Allocated": 8}
-    program.events.append(
-        {
-            "ph": "i",
-            "s": "t",
-            "cat": "cpu_instant_event",
-            "name": "[memory]",
-            "pid": 1,
-            "tid": 1,
-            "ts": 3,
-            "args": held,
-        }
-    )
-    trace = mk.open(write_ranks(tmp_path, [program]))
-    assert trace.timeline().peak_memory[0]["total"] == 0
-    assert any("memory events are of the host only" in note for note in trace.notes)
-
-
-def test_a_kernel_that_runs_over_its_successors_is_said_to_be_doubtful(tmp_path: Path) -> None:
-    program = Program(0, 1)
-    for number in range(3):
-        program.kernel("gemm", 100.0 * number, 100.0 * number + 10, 1_600_000.0 if number == 1 else 80.0)
-    trace = mk.open(write_ranks(tmp_path, [program]))
-    note = next(note for note in trace.notes if "durations are doubtful" in note)
-    assert "1 kernels end after the next kernel of their stream has begun, by 1.60 s at most" in note
-    sound = Program(0, 1)
-    for number in range(3):
-        sound.kernel("gemm", 100.0 * number, 100.0 * number + 10, 80.0, stream=7 + number)
-    assert not any("doubtful" in note for note in mk.open(write_ranks(tmp_path / "sound", [sound])).notes)
-
-
-@pytest.mark.parametrize("between", ["", "\n", ",\n"])
-def test_two_traces_in_one_file_are_rejected(tmp_path: Path, between: str) -> None:
-    one = json.dumps(ddp_program(0, 2).json())
-    (tmp_path / "both.json").write_text(one + between + json.dumps(ddp_program(1, 2).json()))
-    with pytest.raises(TraceError, match="behind its end another trace begins"):
-        mk.open(tmp_path / "both.json")

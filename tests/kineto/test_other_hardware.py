@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import mpkit as mk
-from benchmarks.replays import replays
 from mpkit.devices.hardware import Hardware, Link
 from mpkit.timeline.foreign.bounds import FIXED
 from mpkit.timeline.foreign.open_trace import OpenedTrace
@@ -75,47 +74,6 @@ def test_what_cannot_be_scaled_is_not_called_modelled(tmp_path: Path, gpu: str) 
     assert "Compute is not modelled for H100 SXM" in notes and "is modelled" not in notes
 
 
-def test_operators_of_a_cpu_are_not_scaled_to_a_gpu(tmp_path: Path) -> None:
-    span: dict[str, Any] = {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": "aten::mm",
-        "pid": 1,
-        "tid": 1,
-        "ts": 0,
-        "dur": 1000,
-    }
-    (tmp_path / "trace.json").write_text(json.dumps([span]))
-    timeline = mk.open(tmp_path / "trace.json").timeline("8x-h100-nvlink")
-    assert timeline.step_time == pytest.approx(1e-3)
-    assert any("it was recorded on a CPU" in note for note in timeline.notes)
-
-
-def test_what_is_loaded_meanwhile_does_not_lengthen_a_forward(tmp_path: Path) -> None:
-    program = Program()
-    program.annotation("enumerate(DataLoader)#_Iter.__next__", 5, 900)
-    program.kernel("vectorized_elementwise_kernel", 0, 1, 500)
-    program.kernel("vectorized_elementwise_kernel", 10, 501, 500)
-    (tmp_path / "trace.json").write_text(json.dumps(program.json()))
-    trace = mk.open(tmp_path / "trace.json")
-    slower = H100.bandwidth / mk.hardware("8x-a100-nvlink").device.bandwidth
-    expected = 4e-6 + 996e-6 * slower
-    assert trace.timeline("8x-a100-nvlink").busy[0] == pytest.approx(expected, rel=1e-3)
-
-
-def test_pairs_of_traces_are_replayed_both_ways(tmp_path: Path) -> None:
-    factor = H100.bandwidth / MI300X.bandwidth
-    for name, gpu in (("one", "NVIDIA H100"), ("other", "AMD Instinct MI300X")):
-        (tmp_path / name).mkdir()
-        one_kernel(tmp_path / name, "vectorized_elementwise_kernel", gpu=gpu)
-    (_, there, replayed, measured), (_, here, back, _) = replays(tmp_path / "one", tmp_path / "other")
-    assert (there, here) == ("8x-mi300x", "8x-h100-nvlink")
-    assert measured == pytest.approx(1e-3)
-    assert replayed == pytest.approx(1e-3 * factor, rel=2e-3) and back == pytest.approx(
-        1e-3 / factor, rel=2e-3
-    )
-
-
 SLOW = Hardware("slow", H100, Link("slow", 1e-3, 1e6), per_node=3)
 
 
@@ -141,16 +99,3 @@ def test_an_uneven_all_to_all_takes_what_its_split_sizes_say(tmp_path: Path) -> 
     assert parts[0] == [(0, 4000), (1, 8000)]  # a part of 0 bytes is not written
     assert parts[2] == [(0, 2000), (1, 28000), (2, 4000)]
     assert seconds(trace) == pytest.approx(2 * 1e-3 + 36000 / 1e6)  # rank 1 receives 900 rows
-
-
-@pytest.mark.parametrize(
-    "rows", [[], [300, "...", 300], [[1], 2, 3], [300, 600], [0, 0, 0]], ids=["even", "cut", "nested", "two", "none"]
-)  # fmt: skip
-def test_split_sizes_that_say_nothing_leave_equal_parts(tmp_path: Path, rows: list[Any]) -> None:
-    trace = all_to_all(tmp_path, [rows] * 3)
-    assert [len(rank.sent_parts) for rank in trace.ranks] == [0] * 3
-
-
-def test_parts_for_a_rank_without_a_file_are_not_known(tmp_path: Path) -> None:
-    trace = all_to_all(tmp_path, [[100, 200, 300]] * 3, ranks=2)
-    assert [len(rank.sent_parts) for rank in trace.ranks] == [0] * 2

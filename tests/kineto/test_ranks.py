@@ -123,19 +123,6 @@ def test_other_hardware_takes_what_its_links_take(tmp_path: Path) -> None:
     assert not any("never comes" in note for note in [*fast.notes, *slow.notes])
 
 
-def test_absent_ranks_are_said_to_be_absent(tmp_path: Path) -> None:
-    trace = mk.open(mesh_of_four(tmp_path, ranks=(1, 3)))
-    assert trace.meta["imported"]["ranks"] == [1, 3]
-    assert "2 of 4 ranks: ranks 1, 3" in trace.notes[0]
-    timeline = trace.timeline()
-    assert "rank 3" in str(timeline)
-    assert "rank 2" not in str(timeline)
-    spans = timeline.spans
-    groups = {timeline.names[group] for group in spans["group"][spans["kind"] == Kind.ALL_REDUCE]}
-    assert groups == {"0", "1", "0,1"}  # tp's other ranks are absent, dp's are these two
-    assert trace.inferred.plan == mk.Plan(dp=2, tp=2)  # sizes are those of the groups, absent ranks too
-
-
 def test_waits_are_for_what_ended_last(tmp_path: Path) -> None:
     trace = mk.open(mesh_of_four(tmp_path))
     spans = trace.timeline().spans
@@ -145,33 +132,3 @@ def test_waits_are_for_what_ended_last(tmp_path: Path) -> None:
     assert {Kind(int(kind)) for kind in spans["kind"][waits["cause"]]} == {Kind.ALL_REDUCE}
     longest = waits[int((waits["end"] - waits["start"]).argmax())]
     assert longest["end"] - longest["start"] == pytest.approx(1500e-6, rel=0.01)
-
-
-def test_one_perfetto_trace_has_all_ranks_and_arrows_from_who_came_last(tmp_path: Path) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    trace = mk.open(mesh_of_four(folder))
-    events = json.loads(trace.timeline().to_perfetto(tmp_path / "all.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1, 2, 3}
-    arrows = [event for event in events if event["name"] == "came last"]
-    first = [event for event in arrows if event["ph"] == "s"]
-    assert len(arrows) == 2 * len(first)
-    assert len(first) == 3 * (2 * 2 + 2)  # steps x (2 in each of 2 tp groups, 1 in each of 2 dp groups)
-    last = {event["pid"] for event in first if event["ts"] % 10_000 > 4000}
-    assert last == {2, 3}  # their all-reduces among dp begin 10 us later per rank
-
-
-def test_layers_that_are_left_out_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = file_of(tmp_path / "one.json", 0, 1)
-    whole = mk.open(path)
-    assert layers(whole) == 9 and not [note for note in whole.notes if "layers" in note]
-    monkeypatch.setattr("mpkit.timeline.foreign.rank.MOST", 10)  # of 15 kernels
-    without = mk.open(path)
-    assert layers(without) == 0
-    (said,) = (note for note in without.notes if "layers" in note)
-    assert said.startswith("Rank 0: layers within forwards and backwards are not shown")
-
-
-def layers(trace: mk.Trace) -> int:
-    ops = trace.ranks[0].ops
-    return int(((ops["kind"] < Kind.WAIT) & (ops["depth"] > 0)).sum())

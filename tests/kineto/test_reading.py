@@ -12,8 +12,6 @@ import pytest
 import mpkit as mk
 from mpkit.errors import TraceError
 from mpkit.timeline.foreign.reading.read import EventStream
-from mpkit.timeline.foreign.reading.reader import read_events
-from mpkit.trace import Trace
 
 
 def event(name: str = "aten::mm", **more: Any) -> dict[str, Any]:
@@ -43,12 +41,6 @@ def test_events_and_header_come_out_in_any_order(tmp_path: Path) -> None:
     assert [each["name"] for each in stream] == ["aten::mm", "aten::add"]
     assert stream.header == {"a": [1, {"b": 2}], "z": "end"}
     assert not +stream.repairs
-
-
-def test_a_list_alone_and_a_zipped_one(tmp_path: Path) -> None:
-    path = tmp_path / "t.json.gz"
-    path.write_bytes(gzip.compress(json.dumps([event()] * 3).encode()))
-    assert len(list(EventStream(path))) == 3
 
 
 def test_pieces_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +78,6 @@ def test_a_file_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path, zipped: b
     assert any("was fixed: end that was cut off (1)" in note for note in trace.notes)
 
 
-def test_an_event_that_cannot_be_mended_is_left_out(tmp_path: Path) -> None:
-    text = "[" + json.dumps(event()) + ', {"ph": "X", "name": ~~~}, ' + json.dumps(event("aten::add")) + "]"
-    stream = EventStream(written(tmp_path / "t.json", text))
-    assert [each["name"] for each in stream] == ["aten::mm", "aten::add"]
-    assert stream.repairs["event that cannot be read, left out"] == 1
-
-
 def test_other_tools_become_plain_spans(tmp_path: Path) -> None:
     spans = [
         {"ph": "X", "name": "outer", "pid": 7, "tid": 1, "ts": 0, "dur": 10},
@@ -113,12 +98,6 @@ def test_other_tools_become_plain_spans(tmp_path: Path) -> None:
     assert "process 7" in timeline.to_svg()
 
 
-def test_mpkits_own_file_opens_as_it_is(tmp_path: Path) -> None:
-    own = Trace([], {"world_size": 0})
-    path = own.save(tmp_path / "run.mpkit")
-    assert mk.open(path).meta == own.meta
-
-
 def test_what_is_no_trace_is_refused_with_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file"):
         mk.open(tmp_path / "nothing.json")
@@ -130,22 +109,3 @@ def test_what_is_no_trace_is_refused_with_what_would_work(tmp_path: Path) -> Non
         written(tmp_path / name, json.dumps({"distributedInfo": {"rank": 3}, "traceEvents": [event()]}))
     with pytest.raises(TraceError, match=r"a\.json, b\.json are all of rank 3"):
         mk.open([tmp_path / "a.json", tmp_path / "b.json"])
-
-
-def test_torch_of_2021_has_other_words(tmp_path: Path) -> None:
-    ids = {"external id": 4, "correlation": 7}
-    host, device = {"ph": "X", "pid": 1, "tid": "1"}, {"ph": "X", "pid": 0, "tid": "stream 7"}
-    here = {"device": 0, "stream": 7}
-    events = [
-        {**host, "cat": "Operator", "name": "aten::mm", "ts": 100, "dur": 20, "args": {"External id": 4}},
-        {**host, "cat": "Runtime", "name": "cudaLaunchKernel", "ts": 105, "dur": 3, "args": ids},
-        {**device, "cat": "Kernel", "name": "gemm", "ts": 130, "dur": 40, "args": {**here, **ids}},
-        {**device, "cat": "Memcpy", "name": "Memcpy HtoD", "ts": 180, "dur": 9, "args": here},
-    ]
-    path = written(tmp_path / "t.json", json.dumps({"schemaVersion": 1, "traceEvents": events}))
-    read = read_events(path)
-    assert (read.launches("kernel").tolist(), read.operators("kernel").tolist()) == ([0], [0])
-    frame = mk.open(path).timeline().to_dataframe()
-    assert frame[["kind", "name", "depth"]].values.tolist() == [
-        ["forward", "", 0], ["forward", "aten::mm", 1], ["copy_to_device", "Memcpy HtoD", 0],
-    ]  # fmt: skip

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 import mpkit as mk
-from mpkit.errors import TraceError
 from tests.kineto.program import ddp_program, write_ranks
 
 
@@ -28,13 +26,6 @@ def test_a_rank_without_a_number_is_not_called_0(tmp_path: Path) -> None:
     path = (tmp_path / "rank0.json").rename(tmp_path / "trace.json")
     timeline = mk.open(path).timeline()
     assert "rank ? · forward" in str(timeline.critical_path())
-
-
-def test_a_finding_does_not_print_all_its_operations(tmp_path: Path) -> None:
-    timeline = mk.open(write_ranks(tmp_path, [ddp_program()])).timeline()
-    first = timeline.diagnose()[0]
-    assert first.ops
-    assert "ops" not in repr(first)
 
 
 @pytest.mark.parametrize("cut", [0.05, 0.4])
@@ -67,24 +58,3 @@ def test_what_follows_the_last_update_is_no_step(tmp_path: Path) -> None:
     assert timeline.steps == [0, 1]
     frame = timeline.to_dataframe()
     assert frame[frame.kind == "all_reduce"].step.tolist() == [0, 1, -1]
-
-
-def test_a_file_with_an_event_per_line(tmp_path: Path) -> None:
-    spans = [{"ph": "X", "name": f"span {n}", "pid": 1, "tid": 1, "ts": n, "dur": 1} for n in range(3)]
-    path = tmp_path / "spans.json"
-    path.write_text("\n".join(map(json.dumps, spans)))
-    trace = mk.open(path)
-    assert len(trace) == 3 and not any("fixed" in note for note in trace.notes)
-
-
-def test_a_file_without_spans_says_what_it_has(tmp_path: Path) -> None:
-    events = [
-        {"ph": "C", "name": "watt", "ts": 1},
-        {"ph": "b", "ts": 1, "id": 1},
-        {"ph": "e", "ts": 2, "id": 1},
-    ]
-    (tmp_path / "power.json").write_text(json.dumps(events))
-    with pytest.raises(
-        TraceError, match="no events in it that take time, but 1 counters, 1 beginnings of asyn"
-    ):
-        mk.open(tmp_path / "power.json")

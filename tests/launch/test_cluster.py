@@ -25,13 +25,6 @@ def test_results_come_back_by_rank(cluster: mk.Cluster) -> None:
     ]
 
 
-def test_functions_with_arguments_and_closures(cluster: mk.Cluster) -> None:
-    offset = torch.arange(3)
-    assert cluster.run(doubled, 5) == [40] * 4
-    got = cluster.run(lambda ctx: offset + ctx.rank)
-    assert [t.tolist() for t in got] == [[r, r + 1, r + 2] for r in range(4)]
-
-
 def test_one_thread_a_rank_and_fresh_processes(cluster: mk.Cluster) -> None:
     first = cluster.run(lambda ctx: (os.getpid(), torch.get_num_threads()))
     second = cluster.run(lambda ctx: (os.getpid(), torch.get_num_threads()))
@@ -55,11 +48,6 @@ def test_prints_are_labelled_and_in_order(cluster: mk.Cluster, capsys: pytest.Ca
         for text in (f"line one of {rank}", f"line two of {rank}", "a warning"):
             expected.append(f"[rank {rank}] {text}")
     assert lines == expected
-
-
-def test_what_bypasses_python_comes_too(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster.run(lambda ctx: os.system("echo from a child") if ctx.rank == 1 else None)
-    assert "[rank 1] from a child" in capsys.readouterr().out
 
 
 def test_endless_printing_is_cut(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,16 +121,6 @@ def test_a_script_without_a_guard(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_without_a_file(tmp_path: Path) -> None:
-    """Functions and classes of a REPL, which is fed on standard input."""
-    command = [sys.executable, "-i", "-q"]
-    done = subprocess.run(
-        command, input=SCRIPT, text=True, capture_output=True, cwd=tmp_path, timeout=PROGRAM
-    )
-    assert "[6.0, 6.0] [0, 1]" in done.stdout, done.stderr
-
-
-@pytest.mark.soak
 def test_spawned_ranks_behave_the_same() -> None:
     """What systems without a safe fork do."""
     with mk.Cluster(2, device="cpu", start="spawn") as cluster:
@@ -177,20 +155,6 @@ def test_close_leaves_nothing() -> None:
 def test_mistakes_in_making_one(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
-
-
-def test_mistakes_in_running(cluster: mk.Cluster) -> None:
-    import threading
-
-    lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"which <lambda>\(x\) does not fit: too many positional arguments"):
-        cluster.run(lambda x: x, 3)
-    with pytest.raises(ValueError, match="takes a function of a context"):
-        cluster.run(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cannot be sent to other processes"):
-        cluster.run(lambda ctx: lock)
-    with pytest.raises(ValueError, match=r"timeout=-1: a number of seconds above 0"):
-        cluster.run(doubled, 1, timeout=-1)
 
 
 def test_a_helper_process_that_nobody_uses_ends_and_the_next_run_starts_another() -> None:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.strategies.comm.wire import CallNumber, Wire
-from mpkit.trace import Kind, Trace
-from mpkit.trace.record.recorder import Recorder
+from mpkit.trace import Kind
 
 KINDS = [
     "all_reduce",
@@ -58,19 +52,6 @@ def expected(kind: str, ranks: list[int], root: int, given: list[torch.Tensor]) 
     }[kind]()
 
 
-@st.composite
-def programs(draw: st.DrawFn) -> tuple[int, list[object]]:
-    world = draw(st.integers(1, 5))
-    program: list[object] = []
-    for _ in range(draw(st.integers(1, 4))):
-        ranks = sorted(draw(st.sets(st.integers(0, world - 1), min_size=1)))
-        shape = (len(ranks) * draw(st.integers(1, 2)), *draw(st.lists(st.integers(1, 3), max_size=2)))
-        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.int64]))
-        given = [torch.randint(-9, 9, shape, dtype=dtype) for _ in ranks]
-        program.append((draw(st.sampled_from(KINDS)), ranks, draw(st.sampled_from(ranks)), given))
-    return world, program
-
-
 def test_each_collective(clusters: Callable[[int], mk.Cluster]) -> None:
     """Among all ranks, among some, and alone; from and to the first and the last of them."""
     generator = torch.Generator().manual_seed(0)
@@ -81,13 +62,6 @@ def test_each_collective(clusters: Callable[[int], mk.Cluster]) -> None:
             inputs = torch.randint(-9, 9, (len(ranks), 2 * len(ranks), 3), generator=generator).to(dtype)
             program += [(kind, ranks, root, list(inputs)) for root in {ranks[0], ranks[-1]}]
     check_program(clusters, 4, program)
-
-
-@pytest.mark.soak
-@examples(max_examples=20)
-@given(programs())
-def test_collectives(clusters: Callable[[int], mk.Cluster], drawn: tuple[int, list[object]]) -> None:
-    check_program(clusters, *drawn)
 
 
 def check_program(clusters: Callable[[int], mk.Cluster], world: int, program: list[object]) -> None:
@@ -182,38 +156,6 @@ def test_messages_with_tags_may_cross(cluster: mk.Cluster) -> None:
 def test_mistakes_teach(cluster: mk.Cluster, call: Callable[[object], object], says: str) -> None:
     with pytest.raises(mk.RankFailed, match=f"(?s)ValueError: .*{says}"):
         cluster.run(call)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_starting_what_is_waited_for_at_once_is_no_work(tmp_path: Path, waits: bool) -> None:
-    clock = iter(range(0, 10**9, 10**6))
-    recorder = Recorder(tmp_path, 0, now=lambda: next(clock), thread_time=lambda: 0)
-    wire = Wire(0, 2, recorder, torch.device("cpu"), "gloo")
-
-    def start() -> None:
-        for _ in range(5):
-            next(clock)  # another process has the core
-
-    with recorder.span("mine"):
-        wire.issue(CallNumber(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=waits).wait()
-    recorder.close()
-    ops = Trace.load(tmp_path).ranks[0].ops
-    barrier, wait = (ops[ops["kind"] == kind][0] for kind in (Kind.BARRIER, Kind.WAIT))
-    assert wait["start"] - barrier["start"] == 10**6 * (1 if waits else 6)
-
-
-def test_what_cannot_be_started_is_not_waited_for(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0)
-
-    def start() -> None:
-        raise ValueError("no such tensor")
-
-    with pytest.raises(ValueError, match="no such tensor"):
-        Wire(0, 2, recorder, torch.device("cpu"), "gloo").issue(
-            CallNumber(Kind.BARRIER, "0,1", 0), 0, start, lambda: torch.ones(1), waits=True
-        )
-    assert not recorder.busy
-    recorder.close()
 
 
 def exchange_rows(ctx, group, numbers, async_op):  # type: ignore[no-untyped-def]

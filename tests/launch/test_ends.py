@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,25 +68,6 @@ def test_whatever_ends_the_thread_ends_the_run(
     still_works(cluster)
 
 
-@pytest.mark.soak
-def test_a_stopped_fork_server(
-    clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_module, "STOPPED_FOR", 0.2)
-    monkeypatch.setattr(launch_module, "KILL_TAKES", 0.2)
-    cluster = clusters(2)
-    for stop in (lambda run: None, lambda run: run.stop()):
-        run = endless(cluster)
-        assert cluster.fork_server_pid is not None
-        os.kill(cluster.fork_server_pid, signal.SIGSTOP)
-        stop(run)
-        if not run.done or run.error is not None:
-            with pytest.raises(mk.RankFailed, match=r"\(pid \d+\) was stopped \(SIGSTOP"):
-                run.wait()
-        wait_until_gone(run.pids)
-        still_works(cluster)
-
-
 def test_one_cluster_in_several_threads(clusters: Callable[[int], mk.Cluster]) -> None:
     """One at a time; of several sizes, from one fork server, side by side."""
     cluster = clusters(2)
@@ -114,20 +93,6 @@ def test_one_cluster_in_several_threads(clusters: Callable[[int], mk.Cluster]) -
     assert all(one is True or isinstance(one, list) for one in found)
 
 
-def test_killed_by_another_thread(clusters: Callable[[int], mk.Cluster]) -> None:
-    cluster = clusters(2)
-    launch = cluster.launch(lambda ctx: time.sleep(1000), (), sink=print)
-    thread = threading.Thread(target=launch.finish)
-    thread.start()
-    launch.kill()
-    thread.join(EVENT)
-    with pytest.raises(mk.errors.MpkitError, match="was stopped before its end"):
-        launch.results()
-    launch = cluster.launch(lambda ctx: time.sleep(1000), (), sink=print)
-    launch.end()  # that nobody follows
-    still_works(cluster)
-
-
 def test_a_kept_run_holds_no_file_but_the_lock_of_its_folder(clusters: Callable[[int], mk.Cluster]) -> None:
     cluster = clusters(2)
     kept = [cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print)]
@@ -137,53 +102,6 @@ def test_a_kept_run_holds_no_file_but_the_lock_of_its_folder(clusters: Callable[
         kept.append(cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print))
         kept[-1].finish()
     assert len(os.listdir("/proc/self/fd")) <= before + len(kept) - 1
-
-
-def test_errors_that_cannot_be_spelt_and_folders_that_are_gone(
-    clusters: Callable[[int], mk.Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no words")
-
-    def fail(ctx):  # type: ignore[no-untyped-def]
-        raise Mute
-
-    cluster = clusters(2)
-    with pytest.raises(
-        mk.RankFailed, match=r"rank \d of 2 failed: Mute: \(its __str__ raises RuntimeError\)"
-    ):
-        cluster.run(fail)
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(ValueError, match="current folder of this process has been deleted"):
-        cluster.run(lambda ctx: ctx.rank)
-
-
-KEPT = """
-import os, signal, sys, mpkit as mk
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-cluster = mk.Cluster(2, device="cpu")
-cluster.run(lambda ctx: ctx.rank)  # a folder of a run that is over
-cluster.run(lambda ctx: ctx.comm.barrier() if ctx.rank else (print("ready"), signal.pause()))
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
-def test_no_folder_outlives_the_script(how: signal.Signals, tmp_path: Path) -> None:
-    script = subprocess.Popen(
-        [sys.executable, "-c", KEPT],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-    )
-    assert script.stdout is not None
-    assert b"ready" in script.stdout.readline()
-    script.send_signal(how)
-    script.communicate(timeout=EVENT)
-    wait_for(lambda: not any(tmp_path.glob("mpkit-run-*")))
 
 
 def ends_with_its_group(ctx: Any) -> int:

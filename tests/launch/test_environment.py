@@ -55,17 +55,6 @@ def test_copies_of_a_program_start_no_ranks(
         cluster.run(lambda ctx: ctx.rank)
 
 
-@pytest.mark.soak
-def test_ranks_may_start_ranks(clusters: Callable[[int], mk.Cluster]) -> None:
-    def nested(ctx):  # type: ignore[no-untyped-def]
-        if ctx.rank:
-            return []
-        with mk.Cluster(2, device="cpu") as inner:
-            return inner.run(lambda ctx: ctx.rank)
-
-    assert clusters(2).run(nested) == [[0, 1], []]
-
-
 def test_a_rank_on_the_cpu_sees_no_gpu(
     clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

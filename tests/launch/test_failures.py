@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -16,30 +15,12 @@ import torch
 import mpkit as mk
 from mpkit.common.launch_folder import reserve, write_error
 from mpkit.launch.failure import failure
-from mpkit.launch.hang.waits import RankWatch
 from mpkit.trace import MEMORY, OP, RankTrace, Trace
 from tests.limits import EVENT, wait_until_gone
 
 
 def still_works(cluster: mk.Cluster) -> None:
     assert cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1)).item()) == [4.0] * 4
-
-
-def test_a_rank_raises(cluster: mk.Cluster) -> None:
-    def fail(ctx):  # type: ignore[no-untyped-def]
-        with ctx.record.step(3):
-            if ctx.rank == 2:
-                raise RuntimeError("the reason")
-            ctx.comm.barrier()
-
-    with pytest.raises(
-        mk.RankFailed, match="rank 2 of 4 failed in step 3: RuntimeError: the reason"
-    ) as caught:
-        cluster.run(fail)
-    assert (caught.value.rank, caught.value.step) == (2, 3)
-    assert 'raise RuntimeError("the reason")' in caught.value.traceback
-    assert "mpkit/launch" not in caught.value.traceback
-    still_works(cluster)
 
 
 def test_the_first_failure_is_reported_not_its_consequences(cluster: mk.Cluster) -> None:
@@ -106,16 +87,6 @@ def test_children_of_ranks_go_with_them(cluster: mk.Cluster, tmp_path: Path) -> 
     wait_until_gone([int(note.read_text())])
 
 
-def test_an_argument_that_does_not_unpickle_there(cluster: mk.Cluster) -> None:
-    class Bad:
-        def __reduce__(self):  # type: ignore[no-untyped-def]
-            return int, ("not a number",)
-
-    with pytest.raises(mk.RankFailed, match="invalid literal"):
-        cluster.run(lambda ctx, bad: None, Bad())
-    still_works(cluster)
-
-
 def test_the_fork_server_dies(cluster: mk.Cluster) -> None:
     """Whoever killed it, the ranks go with it and the next run has a new one."""
     with pytest.raises(mk.RankFailed, match="process that ranks are started from has died"):
@@ -142,41 +113,6 @@ def test_ctrl_c_stops_the_ranks(cluster: mk.Cluster, tmp_path: Path) -> None:
         cluster.run(work)
     wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
     still_works(cluster)
-
-
-@pytest.mark.alone
-def test_looking_at_ranks_loses_no_ctrl_c(cluster: mk.Cluster) -> None:
-    """It comes at any moment; numpy, comparing a scalar with an enum, would swallow it."""
-    launch = cluster.launch(lambda ctx: ctx.comm.barrier(), (), sink=print)
-    launch.finish()
-    watch = RankWatch(launch.folder, 4)
-    came = caught = 0
-    looking = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal came, looking
-        if looking:
-            looking = False
-            came += 1
-            raise KeyboardInterrupt
-
-    gc.disable()  # an exception in a callback of the collector, such as Hypothesis has, is lost whatever mpkit does
-    before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
-    try:
-        for _ in range(200):
-            try:
-                looking = True
-                while came == caught:
-                    watch.look_at_all()
-                looking = False
-            except KeyboardInterrupt:
-                caught += 1
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-        gc.enable()
-    assert came == caught == 200
 
 
 LONG = """

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +12,8 @@ import mpkit as mk
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import Patience
 from mpkit.launch.hang.waits import Sight
-from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.trace import MEMORY, OP, Kind
 from mpkit.trace.trace import RankTrace
-from tests.limits import wait_for
 
 
 def hang_message(cluster: mk.Cluster, fn: Callable[..., object]) -> str:
@@ -128,68 +120,3 @@ def test_progress_starts_the_time_anew() -> None:
     assert not looks.patience.is_over((Sight(4), Sight(3, waiting=True)))
     assert not looks.look(0.25, 5)
     assert not looks.look(0.25, stopped={1}), "and so does a rank that somebody stops"
-
-
-def test_the_system_reports_which_ranks_run() -> None:
-    programs = [subprocess.Popen(["sh", "-c", code]) for code in ("while :; do :; done", "exec sleep 1000")]
-    try:
-        processes = RankProcesses([each.pid for each in programs])
-        wait_for(lambda: processes.running_ranks() == {0})
-        os.kill(processes.pids[0], signal.SIGSTOP)
-        wait_for(lambda: processes.running_ranks() == set())
-        assert processes.stopped_pids() == {0: processes.pids[0]}
-    finally:
-        for each in programs:
-            each.kill()
-            each.wait()
-
-
-def test_of_a_rank_that_waits_its_main_thread_counts() -> None:
-    """A thread of gloo's can spin on a connection whose other end is gone."""
-    code = """
-import threading, time
-threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
-time.sleep(1000)
-"""
-    program = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        every, main = RankProcesses([program.pid]), RankProcesses([program.pid])
-        wait_for(lambda: len(list(Path(f"/proc/{program.pid}/task").iterdir())) == 2)
-        wait_for(lambda: main.running_ranks({0}) == set() and every.running_ranks() == {0})
-    finally:
-        program.kill()
-        program.wait()
-
-
-@pytest.mark.alone
-def test_a_real_pause_ends_no_rank(
-    cluster: mk.Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """This process, the fork server and all ranks are stopped for longer than ranks are given, and go on."""
-    monkeypatch.setattr(hang, "LIMIT", 1.0)
-    computes, paused = tmp_path / "computes", tmp_path / "paused"
-
-    def fn(ctx):  # type: ignore[no-untyped-def]
-        ctx.comm.barrier()
-        if ctx.rank == 0:
-            computes.touch()
-            while not paused.exists():
-                pass
-            begun = time.process_time()
-            while time.process_time() < begun + 0.3:  # some looks long
-                pass
-        ctx.comm.barrier()
-        return ctx.rank
-
-    helpers: list[subprocess.Popen[bytes]] = []
-
-    def tick() -> None:
-        if computes.exists() and not helpers:
-            pids = " ".join(map(str, [os.getpid(), cluster.fork_server_pid, *launch.pids]))
-            script = f"kill -STOP {pids}; sleep 2; kill -CONT {pids}; touch {paused}"
-            helpers.append(subprocess.Popen(["sh", "-c", script], start_new_session=True))
-
-    launch = cluster.launch(fn, (), sink=print)
-    launch.finish(0.05, tick)
-    assert launch.results() == [0, 1, 2, 3]
-    assert [helper.wait() for helper in helpers] == [0]

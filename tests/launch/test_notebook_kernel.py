@@ -12,10 +12,8 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
-import mpkit
 from tests.limits import EVENT, wait_for, wait_until_gone
 
-KIT = Path(mpkit.__file__).parent
 Kernel = tuple[KernelManager, BlockingKernelClient]
 
 
@@ -63,51 +61,6 @@ def work(ctx, model):
     print("here is rank", ctx.rank)
     return model(ctx.comm.all_reduce(torch.ones(1))).item()
 """
-
-HOW = "loss=torch.nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))"
-
-
-@pytest.mark.soak
-def test_functions_and_models_of_cells(kernel: Kernel) -> None:
-    run_cell(kernel, SETUP)
-    printed = run_cell(kernel, "cluster.run(work, Double())")
-    assert "[4.0, 4.0]" in printed
-    assert "[rank 0] here is rank 0" in printed and "[rank 1] here is rank 1" in printed
-    unfit = "cluster.run(lambda ctx: ctx.comm.all_reduce(torch.ones(1 + ctx.rank)))"
-    assert 'all_reduce(float32[1], op="sum") at Cell In[3], line 1' in run_cell(kernel, unfit)
-
-
-@pytest.mark.soak
-def test_a_traceback_shows_the_line_of_the_cell(kernel: Kernel) -> None:
-    run_cell(kernel, SETUP)
-    run_cell(kernel, "def broken(ctx):\n    return 1 / (ctx.rank - 1)  # the faulty line\n")
-    said = run_cell(kernel, "cluster.run(broken)")
-    assert "rank 1 of 2 failed: ZeroDivisionError" in said
-    assert said.count("# the faulty line") >= 1
-    assert f"{KIT}/" not in said, "the kit's own frames are folded"
-    said = run_cell(
-        kernel, "cluster.train(Double(), [(torch.ones(2), torch.ones(3))], mk.Plan.ddp(2), " + HOW
-    )
-    assert "first dimensions differ" in said and len(said.splitlines()) < 10
-    assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
-
-
-@pytest.mark.soak
-def test_running_the_training_cell_again(kernel: Kernel) -> None:
-    run_cell(kernel, SETUP)
-    model, data = "torch.nn.Linear(4, 4)", "[(torch.ones(2, 4), torch.ones(2, 4))]"
-    cell = f"run = cluster.train({model}, {data}, mk.Plan.ddp(2), steps=10**9, {HOW}\nrun.timeline()"
-    run_cell(kernel, cell)
-    run_cell(kernel, "first = run")
-    said = run_cell(kernel, cell)
-    assert "was stopped after step" in said and 'on_busy="stop"' in said
-    assert "the run goes on" in said, "run.timeline() says so"
-    said = run_cell(kernel, cell.replace("ones(2, 4))]", "ones(3, 4))]"))
-    assert "first dimensions differ" in said and "this is its view" in said
-    assert "stopped running" in run_cell(kernel, "print(first.status, run.status)")
-    assert (
-        run_cell(kernel, "run.stop(); print(*(row.status for row in mk.runs()))").strip() == "stopped stopped"
-    )
 
 
 @pytest.mark.soak

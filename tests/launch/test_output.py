@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import mpkit as mk
-from mpkit.common.launch_folder import OUTPUT_LIMIT
 from mpkit.launch.process.output import OutputReader, labelled_output
-from tests.limits import PROGRAM
 
 
 def test_nothing_is_lost_at_the_end(cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,25 +34,6 @@ def test_nothing_is_lost_at_the_end(cluster: mk.Cluster, capsys: pytest.CaptureF
         "[rank 0] a childC code, ",
         *(f"[rank {rank}] last words" for rank in (1, 2, 3)),
     ]
-
-
-def test_one_print_of_about_the_limit_blocks_nobody(
-    cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def talk(ctx):  # type: ignore[no-untyped-def]
-        if ctx.rank < 2:
-            print("x" * (OUTPUT_LIMIT - 1 + ctx.rank))
-        else:
-            os.system("head -c 30000000 /dev/zero | tr '\\0' z" if ctx.rank == 2 else "true")
-        print("later")
-
-    cluster.run(talk)
-    lines = capsys.readouterr().out.splitlines()
-    note = "(more than 10,000,000 bytes printed: the rest is left out)"
-    assert {len(line) for line in lines if "xxx" in line} == {OUTPUT_LIMIT + 8, OUTPUT_LIMIT + 9}
-    assert sorted(line for line in lines if "later" in line) == ["[rank 2] later", "[rank 3] later"]
-    assert sorted(line for line in lines if "more than" in line) == [f"[rank {r}] {note}" for r in range(3)]
-    assert lines.count("[rank 2] " + "z" * OUTPUT_LIMIT) == 1
 
 
 def test_lines_stay_whole_however_they_are_written(tmp_path: Path) -> None:
@@ -94,38 +71,3 @@ def test_output_that_cannot_be_shown(cluster: mk.Cluster, capsys: pytest.Capture
     assert launch.results() == [0, 1, 2, 3]
     assert len(taken) == 1
     assert "what the ranks print cannot be shown any more (OSError: [Errno 28]" in capsys.readouterr().err
-
-
-PIPED = """
-import os, sys, torch, mpkit as mk
-def loss(out, target):
-    if out.requires_grad:
-        print("a loss " + "x" * 100_000)
-    return ((out - target) ** 2).mean()
-cluster = mk.Cluster(2, device="cpu")
-if sys.argv[1] == "train":
-    run = cluster.train(torch.nn.Linear(1, 1), [(torch.ones(2, 1), torch.ones(2, 1))], mk.Plan.ddp(2), loss=loss,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), steps=100_000)
-    run.wait()
-else:
-    cluster.run(lambda ctx: [print("x" * 100_000) for _ in range(100_000)])
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["train", "run"])
-def test_a_pipe_that_nobody_reads_ends_the_program(how: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PIPED)
-    done = subprocess.run(
-        [
-            "bash",
-            "-c",
-            f"{sys.executable} train.py {how} | head -c 20; status=${{PIPESTATUS[0]}}; echo; echo status $status",
-        ],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=PROGRAM,
-    )
-    assert done.stdout.splitlines() == [done.stdout[:20], "status 141"]
-    assert done.stderr == ""

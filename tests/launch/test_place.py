@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.errors import RankFailed
 from mpkit.launch.launched_rank import LaunchedRank
 from mpkit.launch.place import place_here
-from mpkit.launch.torchrun import interface_to
 from mpkit.trace import Kind
 from mpkit.trace.files import read_rank
 from mpkit.trace.record.recorder import Recorder
@@ -66,16 +64,6 @@ def test_from_env_without_a_launcher_teaches(monkeypatch: pytest.MonkeyPatch) ->
         mk.Cluster.from_env()
     with pytest.raises(ValueError, match="lacks ranks"):
         mk.Cluster()
-
-
-def test_from_env_on_a_rank_of_a_cluster_teaches(clusters: object) -> None:
-    with pytest.raises(RankFailed, match="running on all ranks already"):
-        clusters(1).run(lambda ctx: mk.Cluster.from_env())  # type: ignore[operator]
-
-
-def test_the_interface_of_the_loopback_address() -> None:
-    assert interface_to("127.0.0.1") == "lo"
-    assert interface_to("no such host.") == ""
 
 
 # ---- clocks --------------------------------------------------------------------------------------------------

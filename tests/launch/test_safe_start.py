@@ -5,39 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import stat
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import mpkit as mk
-from mpkit.launch.process.store import store_of
-from tests.limits import PROGRAM
-
-SCRIPT = """
-import mpkit as mk
-with mk.Cluster(2, device="cpu", start="spawn") as cluster:
-    print(cluster.run(lambda ctx: ctx.world_size))
-"""
-
-
-@pytest.mark.soak
-def test_spawned_ranks_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
-    """As in test_cluster.py; an empty part of PYTHONPATH means this folder too."""
-    here, safe = tmp_path / "here", tmp_path / "safe"
-    here.mkdir()
-    safe.mkdir()
-    for name in ("random", "types", "select", "torch", "mpkit", "sitecustomize", "xmlrpc"):
-        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'a').write(__name__)\n")
-    (safe / "script.py").write_text(f"import os; os.environ['PYTHONPATH'] = {os.pathsep!r}\n" + SCRIPT)
-    command = [sys.executable, str(safe / "script.py")]
-    done = subprocess.run(command, cwd=here, text=True, capture_output=True, timeout=PROGRAM)
-    assert "[2, 2]" in done.stdout, done.stderr
-    assert not (tmp_path / "taken").exists()
 
 
 def test_ranks_meet_in_a_private_folder_and_listen_on_loopback_only(cluster: mk.Cluster) -> None:
@@ -82,20 +55,3 @@ def test_an_object_that_no_rank_has_signed_is_not_unpickled(cluster: mk.Cluster,
     ):
         cluster.run(work)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_key_is_waited_for(tmp_path: Path) -> None:
-    one, other = (store_of(tmp_path, 2, "gloo") for _ in range(2))
-    assert not one.check(["late"])
-    threading.Timer(0.02, lambda: other.set("late", "here")).start()
-    assert one.get("late") == b"here"
-    assert (one.add("n", 2), other.add("n", 3), one.num_keys() >= 2) == (2, 5, True)
-    assert one.delete_key("late") and not other.check(["late"])
-
-
-def test_groups_are_made_through_the_store(cluster: mk.Cluster) -> None:
-    def work(ctx):  # type: ignore[no-untyped-def]
-        pairs = ctx.comm.group([0, 1]), ctx.comm.group([2, 3])
-        return ctx.comm.all_reduce(torch.tensor([float(ctx.rank)]), pairs[ctx.rank // 2]).item()
-
-    assert cluster.run(work) == [1.0, 1.0, 5.0, 5.0]

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import mpkit as mk
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import LIMIT, Patience
 from mpkit.launch.hang.waits import Sight
-from tests.limits import EVENT
 
 
 def test_a_rank_without_a_handler_gets_no_signal(
@@ -60,26 +52,3 @@ def test_a_timeout_counts_from_when_all_have_started() -> None:
         while not patience.is_over(sights):
             clock[0] += 1.0
         assert clock[0] - begun == ends + 1
-
-
-@contextmanager
-def busy(loops: int) -> Iterator[None]:
-    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
-    try:
-        yield
-    finally:
-        for program in programs:
-            program.kill()
-            program.wait()
-
-
-@pytest.mark.alone
-@pytest.mark.soak
-def test_32_ranks_start_train_and_end_on_a_busy_machine() -> None:
-    torch.manual_seed(0)
-    model, data = nn.Linear(4, 2), [(torch.randn(64, 4), torch.randn(64, 2))]
-    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD, "steps": 2}
-    with busy(4), mk.Cluster(32, device="cpu") as cluster:
-        for _ in range(4):
-            run = cluster.train(model, data, mk.Plan.ddp(32), **how, timeout=5 * EVENT).wait()
-            assert len(run.losses) == 2

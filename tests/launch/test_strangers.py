@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from mpkit.common.disk import write_whole
 from mpkit.common.launch_folder import reserve
 from mpkit.errors import MpkitError
 from mpkit.launch.process.seal import sign_objects
@@ -82,11 +81,3 @@ def test_a_link_in_a_run_folder_is_not_followed(
         for path in folder.iterdir():
             path.unlink()
     assert victim.read_text() == "precious" and not (tmp_path / "new.txt").exists()
-
-
-def test_a_link_where_a_file_is_written_whole_is_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim.txt"
-    victim.write_text("precious")
-    (tmp_path / "meta.json.partial").symlink_to(victim)
-    write_whole(tmp_path / "meta.json", b"{}")
-    assert victim.read_text() == "precious" and (tmp_path / "meta.json").read_text() == "{}"

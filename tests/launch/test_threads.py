@@ -8,14 +8,12 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-import mpkit as mk
 from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.prepare.hooks import check_global_hooks
 from mpkit.trace.record.flops import count
@@ -76,34 +74,3 @@ def test_hooks_of_another_threads_dry_run_reject_nothing() -> None:
     asked.set()
     check_global_hooks()
     thread.join()
-
-
-@pytest.mark.soak
-def test_two_clusters_train_from_two_threads(clusters: Callable[[int], mk.Cluster]) -> None:
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    data = [(torch.randn(6, 8), torch.randn(6, 8))]
-    losses: dict[int, list[list[float]]] = {2: [], 3: []}
-
-    def train(ranks: int) -> None:
-        for _ in range(8):
-            run = clusters(ranks).train(
-                model,
-                data,
-                mk.Plan.ddp(ranks),
-                steps=2,
-                loss=nn.functional.mse_loss,
-                optimizer=torch.optim.AdamW,
-            )
-            losses[ranks].append(list(run.wait().losses))
-
-    for ranks in losses:  # imports add to the filters of warnings
-        train(ranks)
-    before = shared()
-    threads = [threading.Thread(target=train, args=(ranks,)) for ranks in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert shared() == before
-    assert [len(each) for each in losses.values()] == [16, 16]
-    assert all(each == losses[2][0] for each in losses[2])

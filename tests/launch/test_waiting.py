@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,61 +27,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hang, "SAID_RANKS", 8)
     monkeypatch.setattr(hang, "STACKS_TAKE", 150)
     yield
-
-
-@pytest.mark.soak
-def test_ranks_that_do_not_come(
-    clusters: Callable[[int], mk.Cluster], impatient: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A loop, a sleep, a lock, a child, C code with and without Python's lock."""
-
-    def loop() -> None:
-        while True:
-            pass
-
-    def sleep() -> None:
-        time.sleep(1000)
-
-    def lock() -> None:
-        one = threading.Lock()
-        one.acquire()
-        one.acquire()
-
-    def child() -> None:
-        subprocess.run(["sleep", "1000"])
-
-    def holding() -> None:
-        ctypes.PyDLL(None).pause()
-
-    def c_code() -> None:
-        ctypes.CDLL(None).pause()
-
-    stuck = [loop, sleep, lock, child, holding, c_code]
-
-    def fn(ctx):  # type: ignore[no-untyped-def]
-        ctx.comm.barrier()
-        if ctx.rank:
-            (tmp_path / str(ctx.rank)).touch()
-            stuck[ctx.rank - 1]()
-            print("it came back")
-        while len(os.listdir(tmp_path)) < len(
-            stuck
-        ):  # a notice before all are stuck would be a line of its own
-            time.sleep(0.01)
-        ctx.comm.barrier()
-
-    with pytest.raises(mk.errors.Deadlock, match="rank 1 never came to barrier number 1") as caught:
-        clusters(7).run(fn, timeout=3)
-    said, *more = capsys.readouterr().out.splitlines()
-    assert not more, "one line, once, and nothing was interrupted"
-    assert said.startswith("mpkit: rank 0 has waited for 0.5 s for ranks 1, 2, 3, 4, 5 and 6: rank 1 is at ")
-    assert said.endswith(" (An error after 3 s: timeout=...)")
-    for rank, one in enumerate(stuck, 1):
-        use = "" if one is loop else "no "
-        place = rf"rank {rank} is at test_waiting.py:(\d+) in {one.__name__}, using {use}CPU time[;.]"
-        found = re.search(place, said)
-        assert found and 0 < int(found[1]) - one.__code__.co_firstlineno <= 3, (place, said)
-        assert f"in {one.__name__}" in str(caught.value)
 
 
 def test_ranks_wait_in_a_barrier_of_torch_distributed(

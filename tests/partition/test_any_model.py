@@ -21,10 +21,8 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.models import UNet
-from mpkit.strategies.prepare.prepare import prepare
 from mpkit.trace import Kind
-from tests.serial import Train, check_equal, serial
-from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
+from tests.serial import Train, check_equal
 
 
 def normal(*shape: int) -> Tensor:
@@ -122,25 +120,6 @@ PLANS = {
     "interleaved": mk.Plan(pp=2, schedule="interleaved_1f1b", microbatches=4, virtual_stages=2),
     "zbv": mk.Plan(pp=2, schedule="zbv", microbatches=4, virtual_stages=2),
 }
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "plan", "microbatches"),
-    [
-        ("llama+states", mk.Plan.gpipe(2, 2), 2),
-        ("llama+states", mk.Plan.zero(3, 2), 1),
-        ("segformer+masks", mk.Plan.ddp(2), 1),
-    ],
-    ids=str,
-)
-def test_models_that_record_hidden_states_equal_serial_training(
-    train: Train, name: str, plan: mk.Plan, microbatches: int
-) -> None:
-    # The hooks that do so look at a ContextVar of transformers, and at what making the model noted there.
-    (one,) = (one for one in ARCHITECTURES if one.name == name)
-    data, loss = [batch_of(one.task) for _ in range(2)], loss_of(one.task)
-    check_equal(train, build(one), data, plan, microbatches=microbatches, steps=2, loss=loss, optimizer=sgd)
 
 
 @pytest.mark.parametrize("kind, plan", [
@@ -396,24 +375,6 @@ def test_a_module_that_is_entered_from_outside(train: Train) -> None:
 
 def of_words(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.soak
-def test_dropout_drops_what_it_does_serially(train: Train) -> None:
-    torch.manual_seed(9)
-    model = gpt2(attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2)
-    data = [(masked(8), words(5, 8))]
-    how: dict[str, Any] = {"loss": next_word, "optimizer": adamw, "steps": 3, "seed": 5}
-    alone = train(model, data, mk.Plan.serial(3), **how)
-    for plan in (
-        mk.Plan.gpipe(3, 3),
-        mk.Plan(pp=2, schedule="1f1b", microbatches=3, recompute="full"),
-        mk.Plan(pp=2, schedule="zb_h1", microbatches=3),
-    ):
-        run = train(model, data, plan, **how)
-        assert run.losses == pytest.approx(alone.losses, rel=1e-8)
-        torch.testing.assert_close(run.state_dict(), alone.state_dict(), rtol=1e-8, atol=1e-10)
-    assert train(model, data, mk.Plan.serial(3), **(how | {"seed": 6})).losses != alone.losses
 
 
 # ---------------------------------------------------------------- random models, random cuts
@@ -715,21 +676,3 @@ def test_a_forward_that_goes_another_way_is_told_of(train: Train, how: str) -> N
 
 
 # ---------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("zb_h1", "none"), ("1f1b", "full")])
-def test_skips_handed_on_from_stage_to_stage(
-    clusters: Callable[[int], mk.Cluster], schedule: str, recompute: str
-) -> None:
-    # As on nccl, whose messages are paired by their order: with those that the schedule orders.
-    torch.manual_seed(12)
-    model = UNet(1, 2, width=4).double()
-    data = [(normal(4, 1, 16, 8), torch.randint(2, (4, 16, 8)))]
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 3}
-    losses, weights = serial(model, data, **how)
-    plan = mk.Plan(pp=4, schedule=schedule, microbatches=4, recompute=recompute)
-    run = Run(clusters(4), prepare(model, data, plan, ranks=4, by_name=False, **how)).wait()
-    assert ways(run) == {"0>1", "1>2", "2>3"}
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(losses), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(dict(run.state_dict()), dict(weights), rtol=1e-8, atol=1e-10)

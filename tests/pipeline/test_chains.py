@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.data import text_batches
-from mpkit.models import GPT, chain, next_token_loss
-from mpkit.plan.schedule import Action, Schedule
-from tests.orders import in_random_order, random_holders
+from mpkit.models import GPT, next_token_loss
+from mpkit.plan.schedule import Schedule
 from tests.serial import Train, check_equal, serial
 
 
@@ -34,58 +31,6 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 # ---------------------------------------------------------------- random chains, random schedules
-
-
-@st.composite
-def chains(draw: st.DrawFn) -> tuple[nn.Module, int]:
-    """A random chain of layers from [batch, width] to [batch, 2], and its width."""
-    torch.manual_seed(draw(st.integers(0, 10**6)))
-    first = width = draw(st.integers(1, 6))
-    layers: list[nn.Module] = []
-    for kind in draw(st.lists(st.sampled_from(["linear", "relu", "tanh", "norm", "nested"]), max_size=6)):
-        if kind in ("linear", "nested"):
-            wider = draw(st.integers(1, 6))
-            linear = nn.Linear(width, wider, bias=draw(st.booleans()))
-            layers.append(nn.Sequential(nn.GELU(), linear) if kind == "nested" else linear)
-            width = wider
-        else:
-            # ReLU works in place, on what another rank sent or on the data itself; not where autograd forbids it
-            free = not layers or not isinstance(layers[-1], (nn.Tanh, nn.ReLU))
-            layers.append(
-                {"relu": nn.ReLU(inplace=free), "tanh": nn.Tanh(), "norm": nn.LayerNorm(width)}[kind]
-            )
-    return nn.Sequential(*layers, nn.Linear(width, 2)).double(), first
-
-
-def random_schedule(stages: int, ranks: int, m: int, rng: random.Random) -> Schedule:
-    """Everything after what it needs, in a random order, dealt out to the ranks."""
-    actions = {Action(kind, s, i) for kind in "FB" for s in range(stages) for i in range(m)}
-    return in_random_order(actions, random_holders(stages, ranks, rng), rng)
-
-
-# No shrinking: it would be hundreds of runs more.
-@pytest.mark.soak
-@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
-@given(data=st.data())
-def test_random_chains_and_schedules_equal_serial_training(train: Train, data: st.DataObject) -> None:
-    model, width = data.draw(chains(), label="model")
-    layers = len(chain(model))
-    batch = data.draw(st.integers(1, 9), label="batch")
-    m = data.draw(st.integers(1, min(batch, 5)), label="microbatches")
-    ranks = data.draw(st.integers(1, min(4, layers)), label="ranks")
-    recompute = data.draw(st.sampled_from(["none", "full"]), label="recompute")
-    kind = data.draw(st.sampled_from(["naive", "gpipe", "random"]), label="schedule")
-    if kind == "random":
-        stages = data.draw(st.integers(ranks, min(6, layers)), label="stages")
-        rng = random.Random(data.draw(st.integers(0, 10**6), label="order"))
-        plan = mk.Plan.from_schedule(random_schedule(stages, ranks, m, rng), recompute=recompute)
-    else:
-        plan = mk.Plan(pp=ranks, schedule=kind, microbatches=m, recompute=recompute)
-    batches = [(torch.randn(batch, width).double(), torch.randn(batch, 2).double()) for _ in range(2)]
-    # AdamW takes whole steps from gradients that are zero but for rounding, such as those before a norm of few values.
-    normed = any(isinstance(layer, nn.LayerNorm) for layer in model.modules())
-    optimizer = data.draw(st.sampled_from([sgd] if normed else [sgd, adamw]), label="optimizer")
-    check_equal(train, model, batches, plan, loss=F.mse_loss, optimizer=optimizer, steps=5)
 
 
 # ---------------------------------------------------------------- what a chain may do
@@ -156,48 +101,6 @@ def test_batches_may_differ_in_shape_from_step_to_step(train: Train) -> None:
     ]
     plan = mk.Plan.gpipe(3, 2)
     check_equal(train, model, data, plan, loss=next_token_loss, optimizer=adamw, steps=5)
-
-
-def test_frozen_layers(train: Train) -> None:
-    torch.manual_seed(6)
-    for frozen in ((0, 1, 2), (1, 3)):
-        model = nn.Sequential(*linears(3, 4, 4, 2, 2))
-        for i in frozen:
-            model[i].requires_grad_(False)
-        data = [(normal(4, 3), normal(4, 2))]
-        plan = mk.Plan.gpipe(4, 2, recompute="full")
-        check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=3)
-
-
-def test_shared_layers_in_one_stage(train: Train) -> None:
-    torch.manual_seed(7)
-    first, shared, last = linears(3, 3, 3, 2)
-    model = nn.Sequential(first, shared, nn.Tanh(), shared, last)
-    data = [(normal(4, 3), normal(4, 2))]
-    plan = mk.Plan.gpipe(3, 2, cut=[1, 4])
-    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
-
-
-def test_an_evaluating_model_stays_so(train: Train) -> None:
-    torch.manual_seed(9)
-    norm, drop = nn.BatchNorm1d(4).double(), nn.Dropout(0.5)
-    model = nn.Sequential(*linears(3, 4), norm, drop, *linears(4, 2)).eval()
-    data = [(normal(6, 3), normal(6, 2))]
-    check_equal(train, model, data, mk.Plan.gpipe(2, 3), loss=F.mse_loss, optimizer=sgd, steps=5)
-
-
-class Gate(nn.Module):
-    """Looks at its tensors' values, which have none in the dry run."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum().item() > 0 else -x
-
-
-def test_control_flow_on_values(train: Train) -> None:
-    torch.manual_seed(11)
-    model = nn.Sequential(*linears(3, 3), Gate(), *linears(3, 2))
-    data = [(normal(4, 3), normal(4, 2)) for _ in range(3)]
-    check_equal(train, model, data, mk.Plan.naive_mp(3), loss=F.mse_loss, optimizer=sgd, steps=5)
 
 
 # ---------------------------------------------------------------- what it leaves alone, and what it leaves behind

@@ -7,13 +7,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,13 +23,9 @@ from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
 from tests.orders import in_random_order, random_holders
-from tests.serial import EXACT, Train, same, serial
+from tests.serial import EXACT, Train, same
 
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -50,44 +43,6 @@ def plan_of(name: str, p: int, m: int, **how: Any) -> mk.Plan:
 
 
 # ---------------------------------------------------------------- every schedule, every model of the kit
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_equals_serial_training(train: Train, name: str) -> None:
-    """On three ranks, of which the middle one has neighbours on both sides; tests/mesh/test_pairs.py has two."""
-    torch.manual_seed(1)
-    plan = plan_of(name, 3, 6)
-    model = MLP(2, 3, width=6, layers=plan.stages).double()
-    data = [(x.double(), y) for x, y in spirals(9, 2)]
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": adamw, "steps": 3}
-    losses, weights = serial(model, data, **how)
-    same(train(model, data, plan, **how), losses, weights, **EXACT)
-
-
-@pytest.mark.soak
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
-@given(data=st.data())
-def test_any_size_of_any_schedule_equals_serial_training(train: Train, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(NAMES))
-    p = data.draw(st.integers(2, 5))
-    m = data.draw(st.integers(1, 9))
-    plan = plan_of(name, p, m, recompute=data.draw(st.sampled_from(["none", "full"])))
-    torch.manual_seed(data.draw(st.integers(0, 999)))
-    widths = [data.draw(st.integers(1, 5)) for _ in range(plan.stages + 1)]
-    layers = [
-        nn.Sequential(nn.Linear(a, b, bias=i % 3 > 0), nn.Tanh() if i % 2 else nn.GELU())
-        for i, (a, b) in enumerate(pairwise(widths))
-    ]
-    if data.draw(st.booleans()):
-        layers[data.draw(st.integers(0, len(layers) - 2))].requires_grad_(False)
-    model = nn.Sequential(*layers).double()
-    batch = data.draw(st.integers(m, 2 * m + 1))
-    batches = [(normal(batch, widths[0]), normal(batch, widths[-1])) for _ in range(2)]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 5}
-    losses, weights = serial(model, batches, **how)
-    cut = list(range(1, plan.stages))
-    run = train(model, batches, replace(plan, cut=[f"{i}.0" for i in cut]), **how)
-    same(run, losses, weights, **EXACT)
 
 
 # ---------------------------------------------------------------- 200 random schedules, backwards whole and split
@@ -171,70 +126,6 @@ def test_the_loss_is_known_on_every_rank(train: Train) -> None:
         for rank in run.trace.ranks:
             steps = rank.ops[rank.ops["kind"] == Kind.STEP]
             assert steps["value"].tolist() == run.losses
-
-
-class Blow(torch.autograd.Function):
-    """Passes values on, and gradients beyond what fp16 can say where the first value is 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.factor = 1e9 if x[0, 0] == 1 else 1.0
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * ctx.factor
-
-
-class Overflow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Blow.apply(torch.cat([x[:, :1], self.before(x[:, 1:])], 1))
-
-
-@pytest.mark.parametrize("name", ["interleaved_1f1b"])
-def test_an_overflow_on_one_stage_skips_the_step_on_all(train: Train, name: str) -> None:
-    torch.manual_seed(6)
-    model = nn.Sequential(Overflow(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
-    good, bad = torch.randn(6, 3), torch.randn(6, 3)
-    bad[:, 0] = 1
-    bad, good = [(x, torch.randn(6, 2)) for x in (bad, good)]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd}
-    plan = plan_of(name, 2, 2, precision="fp16")
-    skipped = train(model, [bad], plan, **how, steps=1)
-    for key, value in skipped.state_dict().items():
-        assert torch.equal(value, model.state_dict()[key])
-    run = train(model, [good, bad, good], plan, **how, steps=5)
-    want = train(model, [good, bad, good], mk.Plan.serial(2, precision="fp16"), **how, steps=5)
-    for key, value in run.state_dict().items():
-        assert not torch.equal(value, model.state_dict()[key])
-        torch.testing.assert_close(value, want.state_dict()[key], rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.soak
-def test_a_checkpoint_of_any_schedule_is_gone_on_from_under_any_other(train: Train, tmp_path: Any) -> None:
-    torch.manual_seed(7)
-    layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Dropout(0.2)) for _ in range(8)]
-    model = nn.Sequential(*layers).double()
-    data = [(normal(6, 5), normal(6, 5)) for _ in range(3)]
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": adamw, "seed": 3}
-    plans = [
-        mk.Plan.serial(microbatches=6),
-        plan_of("zbv", 2, 6),
-        plan_of("interleaved_1f1b", 3, 6, recompute="full"),
-        plan_of("zb_h2", 4, 6),
-    ]
-    whole = train(model, data, plans[0], **how, steps=6)
-    for i, plan in enumerate(plans):
-        folder = tmp_path / str(i)
-        train(model, data, plan, **how, steps=2, checkpoint_every=2, checkpoint_dir=folder)
-        run = train(model, data, plans[(i + 1) % len(plans)], **how, steps=6, resume_from=folder)
-        torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(whole.losses[2:]), **EXACT)
-        for key, value in run.state_dict().items():
-            torch.testing.assert_close(value, whole.state_dict()[key], **EXACT)
 
 
 # ---------------------------------------------------------------- random state

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -147,23 +144,6 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
 def test_both_halves_give_what_one_backward_gives(kind: str, wants: bool) -> None:
     torch.manual_seed(1)
     check(STAGES[kind](), normal(3, 4), wants=wants)
-
-
-@given(
-    widths=st.lists(st.integers(1, 5), min_size=2, max_size=5),
-    kinds=st.lists(st.sampled_from([nn.Tanh, nn.ReLU, nn.GELU, nn.Identity]), min_size=4, max_size=4),
-    wants=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_random_chains(
-    widths: list[int], kinds: list[Callable[[], nn.Module]], wants: bool, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    layers = [
-        nn.Sequential(linear(a, b, bias=(seed + i) % 3 > 0), kinds[i]())
-        for i, (a, b) in enumerate(pairwise(widths))
-    ]
-    check(nn.Sequential(*layers), normal(3, widths[0]), wants=wants)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.strategies.loss.mean import MeanLoss
-from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.draws import StepDraws
 from mpkit.strategies.proof.parts import explain_parts
@@ -115,12 +114,6 @@ class Average(nn.Module):
         return x - self.mean if self.used else x
 
 
-def hooked(x: Tensor) -> Tensor:
-    if x.requires_grad:
-        x.register_hook(lambda gradient: gradient / len(gradient))
-    return x
-
-
 LAYERS = {
     "the batch's mean": Fn(lambda x: x - x.mean(0)),
     "its length": Fn(lambda x: x * len(x)),
@@ -138,12 +131,6 @@ def test_layers_that_look_at_the_batch_are_named(name: str, plan: mk.Plan) -> No
     assert re.match(r"The layer '1' .*other samples", explained(net(LAYERS[name]), plan))
 
 
-def test_a_gradient_that_looks_at_the_batch_is_named() -> None:
-    assert explained(net(Fn(hooked)), PLANS[0]).startswith(
-        "The gradient of 0.weight depends on which samples"
-    )
-
-
 class Mixture(nn.Module):
     """Each sample goes to the expert that it likes best."""
 
@@ -158,14 +145,6 @@ class Mixture(nn.Module):
         for i, expert in enumerate(self.experts):
             out[best == i] = expert(x[best == i])
         return out + 0.0 * self.gate(x).sum(-1, keepdim=True)
-
-
-class Single(nn.Module):
-    """RMSNorm that computes in float32 whatever it is given, as transformers' do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 HARMLESS = {
@@ -200,25 +179,3 @@ def test_a_model_that_computes_its_loss_is_looked_into() -> None:
         ):
             said = explained(WithLoss(), plan, lambda out, y: out["loss"], labels, {"x": X, "labels": labels})
             assert says in said and bool(said) == bool(says)
-
-
-@pytest.mark.parametrize(
-    ("loss", "targets", "counted"),
-    [
-        (F.cross_entropy, CLASSES, False),
-        (F.cross_entropy, CLASSES.masked_fill(CLASSES == 3, -100), True),
-        (nn.CrossEntropyLoss(weight=torch.ones(4).double()), CLASSES, True),
-        (lambda out, y: F.cross_entropy(out, F.one_hot(y, 4).double()), CLASSES, True),
-        (F.mse_loss, Y, False),
-        (F.multi_margin_loss, CLASSES, False),
-        (by_hand, CLASSES, False),
-        (lambda out, y: F.mse_loss(out, y, reduction="sum") / 32, Y, False),
-    ],
-)
-def test_a_mean_of_torchs_is_counted_where_parts_may_count_differently(
-    loss: Any, targets: Any, counted: bool
-) -> None:
-    plan, how = mk.Plan.ddp(2), {"steps": 2, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
-    what = prepare(net(), [(X, targets)], plan, ranks=2, loss=loss, **how).what
-    assert isinstance(what.loss, MeanLoss) == (what.nominal is not None) == counted
-    assert what.nominal in (None, 8.0)

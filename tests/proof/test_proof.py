@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.models import GPT
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.evidence import RankEvidence
 from mpkit.trace import Trace
@@ -79,22 +78,6 @@ def test_it_says_that_it_is_equal(clusters: Clusters, plan: mk.Plan) -> None:
     assert run.proof.loss < 1e-6 and run.proof.weights < 1e-6
     assert str(run.proof) in repr(run)
     assert any(note.startswith("Equal to serial training in steps 1") for note in run.timeline().notes)
-
-
-@pytest.mark.parametrize(
-    "plan", [mk.Plan.tp(2), mk.Plan.tp(2, sequence_parallel=True), mk.Plan.cp(2)], ids=["tp", "sp", "cp"]
-)
-def test_ranks_that_share_a_sample(clusters: Clusters, plan: mk.Plan) -> None:
-    torch.manual_seed(0)
-    model = GPT(vocab=20, width=16, layers=2, heads=2, length=8, dropout=0.1)
-    tokens = [(torch.randint(0, 20, (4, 8)), torch.randint(0, 20, (4, 8)))]
-    loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
-    assert train(clusters, model, plan, data=tokens, loss=loss, verify="all").wait().proof.steps == (
-        1,
-        2,
-        3,
-        4,
-    )
 
 
 def test_which_steps(clusters: Clusters, tmp_path: Any) -> None:
@@ -188,16 +171,6 @@ def test_a_step_that_is_not_serial_is_never_saved(clusters: Clusters, tmp_path: 
     assert not list(tmp_path.glob("step-*"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_cause_is_found_in_16_bits(clusters: Clusters, precision: str) -> None:
-    torch.manual_seed(0)
-    loss = Planted(F.cross_entropy, "twice the gradient")
-    with pytest.raises(
-        mk.errors.NotSerial, match=r"All gradients are (2|2\.0\d*|1\.99\d*) times the serial ones"
-    ):
-        train(clusters, Net(), mk.Plan.ddp(2, precision=precision), loss=loss).wait()
-
-
 def test_nothing_is_written_after_the_verified_steps(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,42 +185,6 @@ def test_nothing_is_written_after_the_verified_steps(
 def regression(size: int = 8) -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(2)
     return [(torch.randn(size, 4, generator=made), torch.randn(size, 2, generator=made))]
-
-
-def test_a_loss_that_uses_parameters_by_itself(clusters: Clusters) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-    def penalized(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs, targets) + 0.1 * sum(p.square().sum() for p in model.parameters())
-
-    how = {"loss": penalized, "data": regression()}
-    assert train(clusters, model, mk.Plan.ddp(2), **how).wait().proof.status == "equal"
-    with pytest.raises(mk.errors.NotSerial, match="The loss uses the model's parameters"):
-        train(clusters, model, mk.Plan.gpipe(2, 4), **how).wait()
-
-
-def test_batchnorm_over_microbatches(clusters: Clusters) -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    how = {"loss": F.mse_loss, "data": regression()}
-    assert train(clusters, model, mk.Plan.ddp(2), **how).wait().proof.status == "equal"
-    with pytest.raises(
-        ValueError, match=r"1 is a BatchNorm1d.*over each of 2 micro-batches.*batchnorm='local'"
-    ):
-        train(clusters, model, mk.Plan.serial(2), **how)
-    meant = train(clusters, model, mk.Plan(microbatches=2, batchnorm="local"), **how).wait()
-    assert "batchnorm='local' takes statistics that serial training does not have" in str(meant.proof)
-
-
-def test_a_composite_loss_whose_masked_class_comes_later(clusters: Clusters) -> None:
-    def composite(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets, ignore_index=1) + 0.1 * outputs.pow(2).mean()
-
-    (x, _), late = regression()[0], torch.tensor([0, 0, 1, 0, 0, 1, 1, 0])
-    data = [(x, torch.zeros_like(late))] * 4 + [(x, late)]
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    for plan in (mk.Plan.serial(4), mk.Plan.gpipe(2, 4), mk.Plan.ddp(2)):
-        with pytest.raises(mk.errors.NotSerial, match=r"step 5 .* The loss is a mean over something else"):
-            train(clusters, model, plan, loss=composite, data=data, steps=6).wait()
 
 
 def test_what_each_process_has_of_its_own(clusters: Clusters) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpkit.trace.record.flops import Flops, count
+from mpkit.trace.record.flops import count
 
 B, T, H, HEADS = 2, 16, 64, 4
 
@@ -65,23 +65,6 @@ def test_fewer_heads_of_keys_than_of_queries_cost_as_much_as_repeated_ones() -> 
     flops = count(Grouped(), torch.zeros(B, HEADS, T, 8, requires_grad=True))
     linear, scores = 2 * B * HEADS * T * 8 * 8, 2 * B * HEADS * T * T * 8
     assert (flops.forward, flops.backward) == (linear + 2 * scores, 2 * linear + 5 * scores)
-
-
-def test_a_convolution() -> None:
-    flops = count(
-        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)), torch.zeros(2, 3, 8, 8)
-    )
-    assert flops.forward == 2 * (2 * 8 * 6 * 6) * (3 * 3 * 3)
-
-
-def test_a_function_is_counted_with_the_module_it_calls() -> None:
-    model, target = nn.Linear(4, 2), torch.zeros(3, dtype=torch.long)
-    x = torch.zeros(3, 4, requires_grad=True)
-    whole = count(lambda x: F.cross_entropy(model(x), target), x)
-    alone = count(model, x)
-    assert (whole.forward, whole.backward) == (alone.forward, alone.backward)
-    assert whole.forward_bytes > alone.forward_bytes
-    assert model.weight.grad is None
 
 
 def test_inputs_and_outputs_may_be_dicts_and_tied_weights_count_twice() -> None:
@@ -143,10 +126,6 @@ def test_what_cannot_be_counted_costs_nothing_and_says_why(target: object, why: 
     flops = count(target, torch.ones(2, 3))
     assert flops.why.startswith(why)
     assert (flops.forward, flops.backward, flops.forward_bytes, flops.backward_bytes) == (0, 0, 0, 0)
-
-
-def test_no_flops_are_zeros() -> None:
-    assert Flops() == Flops(0.0, 0.0, 0, 0, {}, "")
 
 
 def test_causal_attention_counts_what_is_attended_to() -> None:

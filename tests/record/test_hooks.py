@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpkit.trace import Kind, read_rank
-from mpkit.trace.record.hooks import layers_of, watch
+from mpkit.trace.record.hooks import watch
 from mpkit.trace.record.recorder import Recorder
 
 
@@ -136,13 +136,6 @@ def test_gradients_are_counted_however_they_are_kept(tmp_path: Path) -> None:
     assert record.ledger.held == dict.fromkeys(record.ledger.held, 0) | {"params": 36}
 
 
-def test_buffers_are_counted(tmp_path: Path) -> None:
-    record = Recorder(tmp_path, 0)
-    norm = nn.BatchNorm1d(5)
-    watch(record, norm)
-    assert record.ledger.held["buffers"] == 2 * 5 * 4 + 8  # mean, variance; an int64 count
-
-
 def test_a_state_that_comes_later_is_counted(tmp_path: Path) -> None:
     """A parameter that no micro-batch used in the first step gets its state when it is used first."""
     record = Recorder(tmp_path, 0)
@@ -173,13 +166,6 @@ def test_an_optimizer_may_take_a_closure(tmp_path: Path) -> None:
     assert list(ops["kind"][:2]) == [Kind.OPTIMIZER, Kind.COMPUTE]
     assert list(ops["depth"][:2]) == [0, 1]
     assert ops["end"].all()
-
-
-def test_layers_are_the_children_and_those_of_containers() -> None:
-    model = nn.ModuleDict(
-        {"wte": nn.Embedding(3, 2), "h": nn.ModuleList([mlp(), nn.GELU()]), "head": nn.Linear(2, 3)}
-    )
-    assert [name for name, _ in layers_of(model)] == ["wte", "h.0.0", "h.0.1", "h.0.2", "h.1", "head"]
 
 
 def test_layers_divide_an_action(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from mpkit.trace import CATEGORIES, Kind, read_rank
 from mpkit.trace.record.ledger import Ledger
@@ -55,18 +54,6 @@ def test_what_autograd_alone_keeps_alive_is_still_held(record: Recorder) -> None
     assert held(record.ledger) == {}
 
 
-def test_moving_to_another_category(tmp_path: Path, record: Recorder) -> None:
-    known, new = torch.zeros(2), torch.zeros(3)
-    record.ledger.track(known, "activations")
-    record.ledger.move(known, "grads")
-    record.ledger.move(known, "grads")
-    record.ledger.move(new, "grads")
-    assert held(record.ledger) == written(tmp_path) == {"grads": 20}
-    assert len(read_rank(tmp_path, 0).memory) == 4
-    del known
-    assert held(record.ledger) == {"grads": 12}
-
-
 def test_a_storage_that_is_resized_is_counted_anew(record: Recorder) -> None:
     tensor = torch.zeros(10)
     record.ledger.track(tensor, "params")
@@ -76,21 +63,6 @@ def test_a_storage_that_is_resized_is_counted_anew(record: Recorder) -> None:
     tensor.untyped_storage().resize_(40)
     record.ledger.track(tensor, "params")
     assert held(record.ledger) == {"params": 40}
-
-
-def test_what_is_not_on_the_device_is_not_counted(tmp_path: Path) -> None:
-    ledger = Recorder(tmp_path, 0).ledger
-    kept = [torch.zeros(3, device="meta"), torch.zeros(3, 3).to_sparse()]
-    for tensor in kept:
-        ledger.track(tensor, "params")
-    assert held(ledger) == {}
-
-
-def test_an_unknown_category_names_those_there_are(record: Recorder) -> None:
-    with pytest.raises(
-        ValueError, match="params, grads, optimizer, activations, buffers, and none called 'weights'"
-    ):
-        record.ledger.track(torch.zeros(1), "weights")
 
 
 def test_changes_say_during_which_op_they_happened(tmp_path: Path, record: Recorder) -> None:
@@ -144,14 +116,6 @@ def test_several_threads_lose_no_change(tmp_path: Path, record: Recorder) -> Non
     assert len(memory) == 16000
     assert sorted(set(memory["delta"])) == [-4, 4]
     assert held(record.ledger) == written(tmp_path) == {}
-
-
-def test_tied_weights_count_once(record: Recorder) -> None:
-    embedding, head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
-    head.weight = embedding.weight
-    for module in (embedding, head):
-        record.ledger.track(module.weight, "params")
-    assert held(record.ledger) == {"params": 7 * 5 * 4}
 
 
 def test_a_quiet_ledger_counts_and_writes_nothing_until_it_is_awake(tmp_path: Path, record: Recorder) -> None:

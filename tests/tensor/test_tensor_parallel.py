@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.models import GPT, MLP, ConvNet, ResNet, UNet, next_token_loss
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.stage.shard import put_together
 from mpkit.strategies.tensor import shard_model
@@ -24,7 +21,6 @@ PLAIN: dict[str, Any] = {}
 SEQUENCE = {"sequence": True}
 SLOW = {"overlap": False}
 SLOW_SEQUENCE = {"sequence": True, "overlap": False}
-ALL = [PLAIN, SEQUENCE, SLOW, SLOW_SEQUENCE]
 
 
 class Case(NamedTuple):
@@ -77,44 +73,6 @@ def check_equal(clusters: Clusters, t: int, *cases: Case, rtol: float = 1e-8) ->
 
 
 # ---------------------------------------------------------------- the kit's
-
-
-@pytest.mark.parametrize(
-    "t", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
-)
-def test_gpt(clusters: Clusters, t: int) -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(31, (3, 13))
-    models = [GPT(layers=2, width=20, heads=5, vocab=31, length=12).double() for _ in ALL]
-    cases = [
-        Case(model, tokens[:, :-1], tokens[:, 1:], next_token_loss, how)
-        for model, how in zip(models, ALL, strict=True)
-    ]
-    check_equal(clusters, t, *cases)
-
-
-def test_mlp(clusters: Clusters) -> None:
-    torch.manual_seed(1)
-    x, y = torch.randn(4, 3).double(), torch.randn(4, 5).double()
-    models = [MLP(3, 5, width=17, layers=layers).double() for layers in (1, 4, 5)]
-    check_equal(clusters, 3, *(Case(model, x, y, F.mse_loss, how) for model in models for how in (PLAIN,)))
-
-
-@pytest.mark.soak
-@settings(max_examples=8)
-@given(st.data())
-def test_any_sizes(clusters: Clusters, data: st.DataObject) -> None:
-    t = data.draw(st.integers(2, 3), "t")
-    heads = data.draw(st.integers(t, 5), "heads")
-    width = heads * data.draw(st.integers(1, 4), "width of a head")
-    vocab = data.draw(st.integers(t, 11), "vocabulary")
-    length = data.draw(st.integers(1, 3), "length / t") * t
-    batch = data.draw(st.integers(1, 3), "batch")
-    how = {"sequence": data.draw(st.booleans(), "sequence"), "overlap": data.draw(st.booleans(), "overlap")}
-    torch.manual_seed(data.draw(st.integers(0, 99), "seed"))
-    model = GPT(layers=data.draw(st.integers(1, 2)), width=width, heads=heads, vocab=vocab, length=length)
-    tokens = torch.randint(vocab, (batch, length + 1))
-    check_equal(clusters, t, Case(model.double(), tokens[:, :-1], tokens[:, 1:], next_token_loss, how))
 
 
 # ---------------------------------------------------------------- transformers
@@ -315,29 +273,6 @@ def test_generation_is_the_whole_models(clusters: Clusters, make: Any, t: int) -
         assert torch.equal(found, alone)
 
 
-def greedy(model: nn.Module, tokens: Tensor, steps: int) -> Tensor:
-    with torch.no_grad():
-        for _ in range(steps):
-            best = model(tokens)[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, best], 1)
-    return tokens
-
-
-def greedy_on_a_rank(ctx: Any, model: nn.Module, tokens: Tensor, steps: int) -> Tensor:
-    return greedy(mk.tensor_parallel(ctx, model), tokens, steps)
-
-
-def test_greedy_generation_of_the_kits_gpt(clusters: Clusters) -> None:
-    torch.manual_seed(7)
-    model = GPT(layers=2, width=12, heads=3, vocab=31, length=16).double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    tokens = torch.randint(31, (2, 3))
-    alone = greedy(model, tokens, 8)
-    for found in clusters(3).run(greedy_on_a_rank, model, tokens, 8):
-        assert torch.equal(found, alone)
-
-
 # ---------------------------------------------------------------- chains and images
 
 
@@ -361,18 +296,3 @@ def test_pairs_in_a_chain(clusters: Clusters) -> None:
         Case(model, x, y, F.mse_loss, PLAIN),
         Case(one, x, x.repeat(1, 2)[:, :7], F.mse_loss, PLAIN),
     )
-
-
-def test_images(clusters: Clusters) -> None:
-    torch.manual_seed(9)
-    models = [
-        ConvNet(1, 5, width=8, layers=1),
-        ResNet(1, 5, width=5, groups=(1, 1)),
-        UNet(1, 5, width=4, levels=1),
-    ]
-    x, classes = torch.randn(3, 1, 8, 8).double(), torch.randint(5, (3, 8, 8))
-    targets = [classes[:, 0, 0], classes[:, 0, 0], classes]
-    cases = [
-        Case(model.double(), x, y, F.cross_entropy, PLAIN) for model, y in zip(models, targets, strict=True)
-    ]
-    check_equal(clusters, 2, *cases)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,12 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.comm.process_group import FakeGroup
-from mpkit.strategies.stage.selective_recompute import AttentionAgain
 from mpkit.strategies.stage.shard import evenly
-from mpkit.strategies.stage.split_backward import input_grads
 from mpkit.strategies.tensor import shard_model
 from mpkit.strategies.tensor.logits import DividedLogits
-from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, gather_features, scatter
+from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, scatter
 from mpkit.strategies.tensor.vocabulary import divide_embedding
 from mpkit.trace import Kind
-from mpkit.trace.record.flops import count
-from mpkit.trace.record.hooks import watch
 
 Clusters = Callable[[int], mk.Cluster]
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -77,26 +72,6 @@ def test_operators_and_their_conjugates(clusters: Clusters) -> None:
         }
         for name, (y, dx) in expected.items():
             torch.testing.assert_close(found[name], (y, dx), **EXACT, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def features(ctx: Any, whole: Tensor, dims: list[int]) -> list[tuple[Tensor, Tensor]]:
-    line, found = ctx.comm, []
-    for dim in dims:
-        parts = evenly(whole.shape[dim], line.size)
-        mine = parts[line.index]
-        leaf = whole.narrow(dim, mine.start, len(mine)).clone().requires_grad_()
-        y = gather_features(line, leaf, [len(part) for part in parts], dim)
-        y.square().sum().backward()
-        found.append((y.detach(), leaf.grad / 2 - leaf.detach()))
-    return found
-
-
-def test_features_of_uneven_widths_are_gathered(clusters: Clusters) -> None:
-    whole = normal(4, 5, 7)
-    for found in clusters(3).run(features, whole, [0, 1, -1]):
-        for y, off in found:
-            torch.testing.assert_close(y, whole, **EXACT)
-            assert not off.any()
 
 
 # ---------------------------------------------------------------- logits and cross-entropy
@@ -257,46 +232,6 @@ def story(cluster: mk.Cluster) -> list[tuple[str, int, str]]:
     ]
 
 
-def sent(ops: list[tuple[str, int, str]]) -> Counter[tuple[str, int]]:
-    return Counter((kind, nbytes) for kind, nbytes, _ in ops if kind not in ("wait", "compute"))
-
-
-def halves(ops: list[tuple[str, int, str]]) -> tuple[list[Any], list[Any]]:
-    middle = next(i for i, op in enumerate(ops) if op[2] == "backward")
-    return ops[:middle], ops[middle:]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_layer_makes_two_all_reduces_forward_and_two_backward(clusters: Clusters, overlap: bool) -> None:
-    torch.manual_seed(3)
-    t, layers = 3, SIZES["layers"]
-    model = GPT(**SIZES).double()
-    tokens = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
-    numbers = BATCH * SIZES["length"]
-    bsh = numbers * SIZES["width"] * 8  # bytes of b s h elements
-    # ---- plain
-    clusters(t).run(forward_and_backward, model, tokens, {"overlap": overlap})
-    forward, backward = map(sent, halves(story(clusters(t))))
-    # besides the layers: the embedding's g; three numbers a token in the loss; the head's f
-    assert forward == {("all_reduce", bsh): 2 * layers + 1, ("all_reduce", numbers * 8): 3}
-    assert backward == {("all_reduce", bsh): 2 * layers + 1}
-    # ---- by sequence: an all-reduce is a reduce-scatter and an all-gather
-    clusters(t).run(forward_and_backward, model, tokens, {"overlap": overlap, "sequence": True})
-    forward, backward = map(sent, halves(story(clusters(t))))
-    assert forward == {
-        ("all_gather", bsh): 2 * layers + 1,  # and the end of the sequence's part
-        ("reduce_scatter", bsh): 2 * layers,
-        ("all_reduce", bsh): 1,
-        ("all_reduce", numbers * 8): 3,
-    }
-    again = 2 * layers if overlap else 0  # x is gathered once more, for dW
-    assert backward == {
-        ("all_gather", bsh): 2 * layers + 1 + again,  # and the beginning of the sequence's part
-        ("reduce_scatter", bsh): 2 * layers,
-        ("all_reduce", bsh): 1,
-    }
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_sum_of_dx_travels_while_dw_is_computed(clusters: Clusters, sequence: bool) -> None:
     torch.manual_seed(4)
@@ -352,185 +287,10 @@ def test_what_is_kept_for_the_backward() -> None:
 # ---------------------------------------------------------------- random numbers
 
 
-class Dropping(nn.Module):
-    """A block with dropout inside of a region, and outside; it remembers what was dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.within = nn.LayerNorm(6), nn.Linear(6, 64), nn.Dropout(0.5)
-        self.down, self.after = nn.Linear(64, 6), nn.Dropout(0.5)
-        self.dropped: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.within(self.up(self.norm(x)) * 0 + 1)
-        z = self.after(self.down(y) * 0 + 1)
-        self.dropped = [y == 0, z == 0]
-        return x + z
-
-
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Dropping()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x)
-
-
-DROPPING = mk.tensor.TensorPlan(
-    (mk.tensor.Region("block.up", ("block.up",), "block.down"),), sequence=("block", "block")
-)
-
-
-def drop_on_a_rank(ctx: Any, x: Tensor, sequence: bool) -> Any:
-    model = Around()
-    mk.tensor_parallel(ctx, model, DROPPING, sequence=sequence)
-    torch.manual_seed(5)
-    state, found = torch.get_rng_state(), []
-    for again in (False, False, True):
-        if again:  # as a forward is done again for its backward
-            torch.set_rng_state(state)
-        model(x)
-        found.append(model.block.dropped)
-    return found, torch.rand(3)
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_ranks_draw_their_own_inside_of_a_region(clusters: Clusters, sequence: bool) -> None:
-    ranks = clusters(2).run(drop_on_a_rank, torch.randn(3, 8, 6), sequence)
-    (first, second), after = zip(*ranks, strict=True)
-    assert torch.equal(after[0], after[1])
-    for found in (first, second):  # each time other numbers, and the same for the same time
-        for k in range(2):
-            assert torch.equal(found[0][k], found[2][k]) and not torch.equal(found[0][k], found[1][k])
-    for once, other in zip(first, second, strict=True):
-        assert once[0].shape == (3, 8, 32) and not torch.equal(once[0], other[0])  # other features
-        assert torch.equal(once[1], other[1]) == (not sequence)  # the same tokens, or others
-
-
-def dropout_on_a_rank(ctx: Any, model: nn.Module, tokens: Tensor) -> Tensor:
-    mk.tensor_parallel(ctx, model)
-    torch.manual_seed(6)
-    return next_token_loss(model(tokens), tokens)
-
-
-def test_what_draws_outside_of_regions_only_draws_what_the_whole_model_does(clusters: Clusters) -> None:
-    model = GPT(**SIZES, dropout=0.4).double()
-    tokens = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
-    torch.manual_seed(6)
-    whole = next_token_loss(model(tokens), tokens).item()
-    for found in clusters(2).run(dropout_on_a_rank, model, tokens):
-        assert found.item() == pytest.approx(whole, rel=1e-10)
-
-
 # ---------------------------------------------------------------- with the rest of the kit
 
 
-def halves_on_a_rank(ctx: Any, model: nn.Module, x: Tensor, targets: Tensor, sequence: bool) -> Any:
-    """The backward in two halves, attention computed again, everything recorded."""
-    sharded = shard_model(model, ctx.comm, sequence=sequence, overlap=False)
-    watch(ctx.record, model)
-    x = x.clone().requires_grad_()
-    with ctx.record.memory.saving(), AttentionAgain():
-        logits = model.head(model.block1(model.block0(x)))
-        ctx.record.ledger.track(logits, "activations")
-        loss = next_token_loss(logits, targets)
-    (dx,), later = input_grads([loss], [torch.ones_like(loss)], [x])
-    assert all(p.grad is None for p in model.parameters())
-    later.run()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for name in sorted(sharded.partial):
-        ctx.comm.all_reduce(gradients[name])
-    return dx, gradients, sharded.shards
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_backward_in_halves(clusters: Clusters, sequence: bool) -> None:
-    torch.manual_seed(8)
-    model = GPT(**SIZES).double()
-    x = normal(BATCH, SIZES["length"], SIZES["width"]).requires_grad_()
-    targets = torch.randint(SIZES["vocab"], (BATCH, SIZES["length"]))
-    ranks = clusters(2).run(halves_on_a_rank, model, x.detach(), targets, sequence)
-    next_token_loss(model.head(model.block1(model.block0(x))), targets).backward()
-    for dx, gradients, shards in ranks:
-        torch.testing.assert_close(dx, x.grad, **EXACT)
-        for name, found in gradients.items():
-            whole = model.get_parameter(name).grad
-            expected = shards[name].take(whole) if name in shards else whole
-            torch.testing.assert_close(found, expected, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_a_sharded_model_is_copied_and_counted() -> None:
-    model = GPT(**SIZES, dropout=0.1)
-    shard_model(model, FakeGroup(2))
-    other = copy.deepcopy(model)
-    tokens = torch.zeros(BATCH, SIZES["length"], dtype=torch.long)
-    next_token_loss(other(tokens), tokens).backward()
-    assert all(p.grad is None for p in model.parameters()) and all(
-        p.grad is not None for p in other.parameters()
-    )
-    x = torch.randn(BATCH, SIZES["length"], SIZES["width"], requires_grad=True)
-    even = GPT(**SIZES | {"heads": 2})
-    whole = count(even.block0, x)
-    shard_model(even, FakeGroup(2))
-    half = count(even.block0, x)
-    assert half.forward == whole.forward / 2 and half.backward == whole.backward / 2
-    assert half.input_grad == whole.input_grad / 2
-
-
 # ---------------------------------------------------------------- a loop by hand
-
-
-def loop(model: nn.Module, tokens: Tensor) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        for half in tokens.chunk(2):  # gradients accumulate
-            loss = next_token_loss(model(half), half) / 2
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-    return losses
-
-
-def loop_on_a_rank(ctx: Any, model: nn.Module, tokens: Tensor, how: Any) -> list[float]:
-    return loop(mk.tensor_parallel(ctx, model, **how), tokens)
-
-
-@pytest.mark.parametrize("how", [{}, {"sequence": True}], ids=str)
-def test_a_training_loop_by_hand(clusters: Clusters, how: Any) -> None:
-    torch.manual_seed(7)
-    model = GPT(**SIZES).double()
-    tokens = torch.randint(SIZES["vocab"], (2 * BATCH, SIZES["length"]))
-    whole = loop(copy.deepcopy(model), tokens)
-    for found in clusters(3).run(loop_on_a_rank, model, tokens, how):
-        assert found == pytest.approx(whole, rel=1e-9)
-
-
-def test_alone_nothing_changes() -> None:
-    model = GPT(**SIZES)
-    before = list(model.parameters())
-    sharded = shard_model(model, FakeGroup(1))
-    assert not sharded.shards and not sharded.partial
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_dry_run_with_fake_tensors() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # private: tests/test_trace_fake.py guards it
-
-    with FakeTensorMode():
-        for index in range(2):
-            for sequence in (False, True):
-                model = GPT(**SIZES, dropout=0.1)
-                shard_model(model, FakeGroup(2, index), sequence=sequence)
-                tokens = torch.zeros(BATCH, SIZES["length"], dtype=torch.long)
-                logits = model(tokens)
-                next_token_loss(logits, tokens).backward()
-                assert logits.shape == (BATCH, SIZES["length"], SIZES["vocab"])
-                assert (logits * 2).shape == logits.shape
-                weight = model.get_submodule("block0.attention.qkv").weight
-                assert weight.grad.shape == weight.shape == (3 * 4 * (2 - index), 12)
 
 
 def test_tokens_and_targets_outside_of_the_vocabulary_are_rejected_as_in_torch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from mpkit.models import GPT, MLP
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.tensor import check, shard_model
 from tests.serial import Train, check_equal
-from tests.zoo.architectures import ARCHITECTURES, batch_of, build, loss_of
+from tests.zoo.architectures import ARCHITECTURES, build
 from tests.zoo.plain import sgd
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
@@ -42,11 +41,6 @@ def test_tied_weights_stay_tied_and_are_sharded_alike() -> None:
     both[2].weight = both[0].weight
     with pytest.raises(ValueError, match=r"weight is divided in two ways.*0.weight and 2.weight"):
         shard_model(both, FakeGroup(2))
-
-
-def test_plans_travel_as_json() -> None:
-    plan = mk.tensor.find_tensor_plan(GPT(**SIZES))
-    assert mk.tensor.TensorPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 class Unknown(nn.Module):
@@ -85,39 +79,6 @@ def test_an_unknown_model_gets_a_plan_to_paste(clusters: Callable[[int], mk.Clus
         shard_model(model, FakeGroup(2), half)
     with pytest.raises(ValueError, match="divides linear layers, and LayerNorm has none"):
         mk.tensor.find_tensor_plan(nn.LayerNorm(3))
-
-
-def without_gradients(ctx: Any, model: nn.Module, plan: mk.tensor.TensorPlan, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return mk.tensor_parallel(ctx, model, plan)(x)
-
-
-def test_torchs_own_transformer_layers(clusters: Callable[[int], mk.Cluster]) -> None:
-    # Its attention takes weights out of a layer, and without gradients it would do so everywhere.
-    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-    model, x = (
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double(),
-        torch.randn(2, 3, 8).double(),
-    )
-    with pytest.raises(ValueError, match="No TensorPlan is known for TransformerEncoder") as caught:
-        mk.tensor.find_tensor_plan(model)
-    assert "out_proj" not in str(caught.value)
-    plan = region("layers.*.linear1", ("layers.*.linear1",), "layers.*.linear2")
-    expected = model(x).detach()
-    for fn in (unknown_on_a_rank, without_gradients):
-        for found in clusters(2).run(fn, model.train(fn is unknown_on_a_rank), plan, x):
-            torch.testing.assert_close(found.detach(), expected)
-    with pytest.raises(
-        ValueError, match="out_proj is a NonDynamicallyQuantizableLinear, and what is divided"
-    ):
-        check(model, 2, region("layers.*.self_attn", ("layers.*.self_attn.out_proj",)))
-
-
-def test_what_is_sharded_is_not_sharded_again() -> None:
-    model = GPT(**SIZES)
-    shard_model(model, FakeGroup(2))
-    with pytest.raises(ValueError, match=r"its forward has been replaced.*start from copy.deepcopy\(model\)"):
-        shard_model(model, FakeGroup(2))
 
 
 def region(*args: Any, **kwargs: Any) -> mk.tensor.TensorPlan:
@@ -182,15 +143,6 @@ def test_what_else_cannot_be() -> None:
 # ---------------------------------------------------------------- plans of transformers
 
 ZOO = {one.name: one for one in ARCHITECTURES}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["qwen3", "phi3", "qwen3_moe", "gpt_oss", "t5"])
-def test_transformers_own_plans_equal_serial_training(train: Train, name: str) -> None:
-    # Norms by head, fused layers that are gathered, experts, sinks by head, a bias by head and a cross-attention.
-    model, task = build(ZOO[name]), ZOO[name].task
-    data = [batch_of(task) for _ in range(2)]
-    check_equal(train, model, data, mk.Plan(tp=2), steps=2, loss=loss_of(task), optimizer=sgd)
 
 
 def test_a_plan_with_an_entry_that_cannot_be_executed_is_refused() -> None:

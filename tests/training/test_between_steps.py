@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from tests.recipes import adamw
-from tests.serial import EXACT, Train
+from tests.serial import Train
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
@@ -59,47 +58,6 @@ def evaluated(model: nn.Module, data: Any, loss: Any, metric: Any) -> tuple[floa
     return sum(a * n for a, _, n in each) / samples, sum(b * n for _, b, n in each) / samples
 
 
-def serial(
-    model: nn.Module,
-    data: Any,
-    held_out: Any,
-    *,
-    loss: Any,
-    metric: Any,
-    optimizer: Any,
-    steps: int,
-    every: int,
-) -> tuple[dict[int, float], dict[int, float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses and metrics on held-out data by step, weights, and their average, in plain PyTorch."""
-    model = copy.deepcopy(model)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    made = optimizer(list(model.parameters()))
-    losses, metrics = {}, {}
-    for step in range(steps):
-        x, y = data[step % len(data)]
-        for each in made if isinstance(made, list) else [made]:
-            each.zero_grad()
-        loss(model(x), y).backward()
-        for each in made if isinstance(made, list) else [made]:
-            each.step()
-        average.update_parameters(model)
-        if (step + 1) % every == 0 or step + 1 == steps:
-            losses[step], metrics[step] = evaluated(model, held_out, loss, metric)
-    return losses, metrics, model.state_dict(), average.module.state_dict()
-
-
-def check(run: mk.Run, expected: Any, metric: str = "eval accuracy") -> None:
-    losses, metrics, weights, averages = expected
-    assert run.metrics["eval loss"] == pytest.approx(losses, rel=1e-8)
-    assert run.metrics[metric] == pytest.approx(metrics, rel=1e-8)
-    for name, value in run.state_dict().items():
-        torch.testing.assert_close(value, weights[name], msg=lambda m, n=name: f"{n}: {m}", **EXACT)
-    for name, value in run.ema_state_dict().items():
-        torch.testing.assert_close(
-            value, averages[name], msg=lambda m, n=name: f"average of {n}: {m}", **EXACT
-        )
-
-
 # ---- every family of plans ----------------------------------------------------------------------------------------
 
 
@@ -107,36 +65,7 @@ def words(plan: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in plan.items())
 
 
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return serial(
-        gpt(),
-        DATA,
-        HELD_OUT,
-        loss=next_token_loss,
-        metric=accuracy,
-        optimizer=two_optimizers,
-        steps=5,
-        every=2,
-    )
-
-
 HOW: dict[str, Any] = {"loss": next_token_loss, "optimizer": two_optimizers, "steps": 5}
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"pp": 2, "dp": 2, "schedule": "1f1b", "microbatches": 4, "zero": 3},
-        {"dp": 4, "data_parallel": "dp", "microbatches": 2},  # more ranks than held-out samples
-    ],
-    ids=words,
-)
-def test_evaluation_average_and_two_optimizers_equal_serial_training(
-    train: Train, expected: Any, plan: dict[str, Any]
-) -> None:
-    run = train(gpt(), DATA, mk.Plan(**plan), **HOW, evaluate=(HELD_OUT, accuracy), every=2, ema=DECAY)
-    check(run, expected)
 
 
 @pytest.mark.parametrize(
@@ -246,64 +175,6 @@ def test_callbacks_log_and_any_rank_may_end_the_training(
     assert list(frame.columns) == ["name", "step", "rank", "value"] and set(frame["rank"]) == set(
         range(run.plan.ranks)
     )
-
-
-@pytest.mark.soak
-def test_a_training_goes_on_from_a_checkpoint_with_its_average_and_the_state_of_its_callback(
-    train: Train, tmp_path: Path
-) -> None:
-    def best(ctx: Any, step: int) -> None:
-        ctx.state["best"] = min(ctx.state.get("best", 1e9), ctx.evaluation["eval loss"])
-        ctx.state["steps"] = [*ctx.state.get("steps", []), step]
-        ctx.log("best", ctx.state["best"])
-        ctx.log("steps known", len(ctx.state["steps"]))
-
-    how: dict[str, Any] = HOW | {"on_step": best, "evaluate": HELD_OUT, "ema": DECAY, "steps": 6}
-    whole = train(gpt(), DATA, mk.Plan(dp=2, zero=3), **how)
-    saves = {"checkpoint_every": 3, "checkpoint_dir": tmp_path}
-    train(gpt(), DATA, mk.Plan(dp=2, zero=3), **(how | {"steps": 3}), **saves)
-    same = train(gpt(), DATA, mk.Plan(dp=2, zero=3), **how, resume_from=tmp_path)
-    other = train(gpt(), DATA, mk.Plan(pp=2, schedule="1f1b", microbatches=2), **how, resume_from=tmp_path)
-    for run in (same, other):
-        assert run.metrics["steps known"] == {3: 4, 4: 5, 5: 6}
-        assert run.metrics["best"][5] == pytest.approx(whole.metrics["best"][5])
-        for name, value in whole.ema_state_dict().items():
-            torch.testing.assert_close(run.ema_state_dict()[name], value, **EXACT)
-    assert all(torch.equal(same.ema_state_dict()[n], v) for n, v in whole.ema_state_dict().items())
-
-
-def test_an_average_of_weights_in_16_bits_is_in_32(train: Train) -> None:
-    run = train(
-        gpt().float(), DATA, mk.Plan(dp=2, precision="bf16"), loss=next_token_loss, optimizer=adamw, steps=3, ema=0.9,
-        evaluate=(HELD_OUT, accuracy),
-    )  # fmt: skip
-    assert run.ema_state_dict().keys() == run.state_dict().keys()
-    assert list(run.metrics["eval accuracy"]) == [0, 1, 2]
-
-
-def test_muon_for_matrices_and_adamw_for_the_rest(train: Train) -> None:
-    def muon(params: Any) -> list[torch.optim.Optimizer]:
-        return [
-            torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02),
-            adamw([p for p in params if p.ndim != 2]),
-        ]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    data = [(torch.randn(8, 6), torch.randint(0, 3, (8,)))]
-    how: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": muon, "steps": 4}
-    for plan in (mk.Plan.ddp(2), mk.Plan.gpipe(2, 2), mk.Plan(dp=2, zero=1)):
-        proof = train(model, data, plan, verify="all", **how).proof
-        assert proof.steps == (
-            1,
-            2,
-            3,
-            4,
-        )  # each from the ranks' own weights: Muon's bf16 lets roundings grow
-    with pytest.raises(
-        ValueError, match=r"Muon with AdamW .*on parts: ValueError: Param gradient must be a 2D"
-    ):
-        train(model, data, mk.Plan(dp=2, zero=2), **how)
 
 
 def test_logged_outside_of_a_training(cluster: mk.Cluster) -> None:

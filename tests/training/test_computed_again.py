@@ -95,21 +95,6 @@ def test_gradients_of_blocks_used_several_times_add_up(train: Train, plan: mk.Pl
         train(Checkpoints(Block, (0, 1, 0, 2, 2, 1)), data(), plan, **HOW)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        mk.Plan.ddp(2, bucket_mb=SMALL, recompute="full"),
-        mk.Plan.zero(3, 2, recompute="full"),
-        pytest.param(mk.Plan.zero(2, 2, bucket_mb=SMALL, recompute="full"), marks=pytest.mark.soak),
-        pytest.param(mk.Plan.pipeline("zb_h1", 2, 2, recompute="full"), marks=pytest.mark.soak),
-    ],
-    ids=lambda plan: plan.data_parallel if plan.pp == 1 else plan.schedule,
-)
-def test_so_do_those_of_blocks_that_the_kit_recomputes(train: Train, plan: mk.Plan) -> None:
-    order = (0, 1, 0, 2, 2, 1) if plan.pp == 1 else (0, 0, 1, 2, 2)
-    check_equal(train, Model(Block, order), data(), plan, **HOW)
-
-
 # ---------------------------------------------------------------- torch's checkpoints in a pipeline
 
 

@@ -108,21 +108,6 @@ def test_groups_are_those_of_a_plain_loop(
     torch.testing.assert_close(run.state_dict(), plain, rtol=0, atol=1e-10)
 
 
-def test_marks_survive_mixed_precision(train: Callable[..., Run]) -> None:
-    """Masters are other objects than the parameters."""
-    model = net().float()
-
-    def still(parameters: Any) -> Optimizer:
-        groups = [{"params": [p], "lr": 0.0 if p.depth == 1 else 0.1} for p in parameters]
-        return SGD(groups, lr=1.0)
-
-    data = tuple(DATA.float())
-    after = train(model, [data], mk.Plan.ddp(2, precision="bf16"), loss=F.mse_loss, optimizer=still, steps=2)
-    before = {name: value.bfloat16() for name, value in model.state_dict().items()}
-    moved = {n: not torch.equal(value.bfloat16(), before[n]) for n, value in after.state_dict().items()}
-    assert moved == {name: not name.startswith("0.") for name in moved}
-
-
 def by_number(model: nn.Module) -> Callable[[Any], Optimizer]:
     numbers = {id(p) for p in model[0].parameters()}  # type: ignore[index]
     return lambda ps: SGD([{"params": [p], "lr": 0.0 if id(p) in numbers else 0.1} for p in ps], lr=1.0)
@@ -140,17 +125,3 @@ def test_what_a_rank_cannot_see_is_refused(function: Any, plan: mk.Plan) -> None
         prepare(
             model, [tuple(DATA)], plan, ranks=plan.ranks, loss=F.mse_loss, optimizer=function(model), steps=1
         )
-
-
-def test_trying_the_function_leaves_no_hooks_on_the_users_parameters() -> None:
-    model = net()
-
-    def hooked(parameters: Any) -> Optimizer:
-        for p in parameters:
-            p.register_hook(lambda grad: grad)
-            p.register_post_accumulate_grad_hook(lambda p: None)
-        return SGD(parameters, lr=0.1)
-
-    how: dict[str, Any] = {"ranks": 1, "loss": F.mse_loss, "optimizer": hooked, "steps": 1}
-    prepare(model, [tuple(DATA)], mk.Plan.serial(), **how)
-    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.update.optimizer import UpdatedPart, make_optimizer
-from mpkit.strategies.update.whole_model import WholeParameter
 from tests.serial import Train, check_equal
 
 SGD, AdamW, Optimizer = torch.optim.SGD, torch.optim.AdamW, torch.optim.Optimizer
@@ -25,24 +23,6 @@ def net() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)]
     return nn.Sequential(*layers).double()
-
-
-class Tied(nn.Module):
-    """No chain, and its first stage shares a weight with its last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) * self.scale
-        for layer in self.inner:
-            x = x + torch.tanh(layer(x))
-        return self.last(x)
 
 
 torch.manual_seed(1)
@@ -156,18 +136,6 @@ def sgd(params: Any) -> Optimizer:
     return SGD(params, lr=0.1)
 
 
-@mk.optimizer.by_name
-def all_kinds(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Groups by place, number, shape, size and name; and one parameter is left out."""
-    first, *rest = [(name, p) for name, p in named if not name.endswith("2.bias")]
-    groups: list[dict[str, Any]] = [{"params": [first[1]], "lr": 0.2}]
-    for i, (name, p) in enumerate(rest):
-        decay = 0.0 if p.dim() < 2 or name.endswith("bias") else 0.1
-        groups.append({"params": [(p)], "lr": (0.05 + 0.01 * i) / len(named), "weight_decay": decay})
-    groups[-1]["lr"] = 0.3 / p.numel()
-    return torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.1)
-
-
 PLANS = {
     "serial": mk.Plan.serial(2),
     "ddp": mk.Plan.ddp(2),
@@ -182,12 +150,6 @@ PLANS = {
     "tp": mk.Plan.tp(2),
     "tp x zero": mk.Plan(dp=2, tp=2, zero=1),
 }
-
-
-@pytest.mark.parametrize("kind", ["interleaved", "2d"])
-def test_of_a_model_that_is_no_chain_with_a_tied_weight(train: Train, kind: str) -> None:
-    """Stages know its parameters in another order than the model."""
-    check_equal(train, Tied().double(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=all_kinds, steps=3)
 
 
 def named(named_parameters: Any) -> Optimizer:
@@ -217,17 +179,9 @@ def hooked(params: Any) -> Optimizer:
 
 RIGHT: dict[str, tuple[Any, str]] = {
     "norms of a parameter": (Lamb, "gpipe"),
-    "norms of a parameter, replicas": (Lamb, "ddp"),
-    "rows of a parameter": (Rows, "zb_h1"),
     "two optimizers in one": (MuonAndAdamW, "gpipe"),
-    "a norm over all, replicas": (Clips, "ddp"),
     "a norm over all, rank 0 has all": (Clips, "dp"),
-    "places, replicas": (ByPlace, "ddp"),
-    "reads the parameters when it is made": (Anchored, "gpipe"),
     "a count of its own": (Counts, "zero3"),
-    "norms of a parameter, whole on its owner": (Lamb, "2d"),
-    "rows of a parameter, whole on its owner": (Rows, "zero1"),
-    "two optimizers in one, whole on its owner": (MuonAndAdamW, "zero1"),
     "reads the parameters that it owns": (Anchored, "zero1"),
     "named_parameters": (named, "gpipe"),
     "a hook and a step of its own": (hooked, "zero2"),
@@ -262,12 +216,6 @@ def on_parameters(params: Any) -> Optimizer:
     for p in params:
         p.register_hook(lambda g: g.clamp(-0.1, 0.1))
     return SGD(params, lr=0.1)
-
-
-def of_some(params: Any) -> Optimizer:
-    """The first two of those that it is given in a group of their own."""
-    params = list(params)
-    return SGD([{"params": params[:2], "lr": 0.5}, {"params": params[2:]}], lr=0.1)
 
 
 def picky(params: Any) -> Optimizer:
@@ -305,9 +253,6 @@ REFUSED: dict[str, tuple[Any, list[str], str]] = {
 }  # fmt: skip
 
 
-SINGLES = [(x.float(), y.float()) for x, y in DATA]
-
-
 def prepared(
     optimizer: Any, plan: mk.Plan, model: nn.Module | None = None, data: Any = DATA, **how: Any
 ) -> None:
@@ -324,28 +269,10 @@ def test_refused_where_it_looks_beyond_its_part(what: str) -> None:
         assert re.search(words, str(caught.value)), (kind, str(caught.value))
 
 
-def test_of_a_large_model_too() -> None:
-    """Which is tried in smaller shapes."""
-    large = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
-    prepared(all_kinds, PLANS["zero1"], large)
-    with pytest.raises(ValueError, match=r"what becomes of one parameter depends on others"):
-        prepared(Clips, PLANS["zero1"], large)
-
-
 def test_declared_where_it_cannot_be_tried() -> None:
     prepared(mk.optimizer.elementwise(picky), PLANS["zero2"])
     with pytest.raises(ValueError, match="changes an element"):  # it was tried, and is not
         prepared(mk.optimizer.elementwise(Lamb), PLANS["zero2"])
-
-
-def test_frozen_parameters_that_matter_to_groups() -> None:
-    model = net()
-    model[0].weight.requires_grad_(False)
-    prepared(sgd, PLANS["gpipe"], model)
-    with pytest.raises(
-        ValueError, match=r"2\.weight has other options.*the frozen 0\.weight.*mk\.optimizer\.by_name\("
-    ):
-        prepared(of_some, PLANS["gpipe"], model)
 
 
 # ---------------------------------------------------------------- what the probe cannot examine
@@ -358,67 +285,8 @@ class OnGPU(SGD):
         assert all(p.is_cuda for _, p, _ in update(self)), "a GPU is wanted"
 
 
-class Single(SGD):
-    """Steps parameters in float32 only."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert all(p.dtype == torch.float32 for _, p, _ in update(self)), "float32 is wanted"
-        super().step(closure)
-
-
-class SingleClips(Clips):
-    """As `Single`, with a norm over all gradients."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert all(p.dtype == torch.float32 for _, p, _ in update(self)), "float32 is wanted"
-        super().step(closure)
-
-
-class Named(SGD):
-    """Reads the names of its parameters."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert all(
-            "weight" in name or "bias" in name for group in self.param_groups for name in group["param_names"]
-        )
-        super().step(closure)
-
-
-class Bare(Optimizer):
-    """An object with a step and nothing else, as an extension in C could make."""
-
-    def __init__(self, params: Any) -> None:
-        self.params = list(params)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
-
-
-def once() -> Callable[[Any], Optimizer]:
-    """A function whose optimizers can step only before a third one is made."""
-    made: list[Optimizer] = []
-
-    def make(params: Any) -> Optimizer:
-        made.append(SGD(params, lr=0.1))
-        number, inner = len(made), made[-1].step
-
-        def step(closure: Any = None) -> Any:
-            assert number < 3, "too many"
-            return inner()
-
-        made[-1].step = step  # type: ignore[method-assign]
-        return made[-1]
-
-    return make
-
-
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "on a GPU only": (OnGPU, r"a step of OnGPU fails .*a GPU is wanted.*optimizer=mk\.optimizer\.elementwise\("),
-    "a closure": (Wants, r"a step of Wants fails .*'closure'.*optimizer=mk\.optimizer\.elementwise\("),
-    "names of parameters": (Named, r"a step of Named fails .*KeyError: 'param_names'"),
-    "no state": (Bare, r"gave Bare without param_groups and state.*super\(\).__init__\(params, defaults\)"),
-    "no optimizer": (lambda params: object(), r"gave object .*it gives a torch\.optim\.Optimizer"),
-    "not twice": (once(), r"made and stepped a second time it fails, AssertionError: too many"),
     "whole parameters only": (picky, r"cannot be found out.*AssertionError: whole.*mk\.optimizer\.elementwise\("),
 }  # fmt: skip
 
@@ -436,43 +304,6 @@ def test_one_that_is_declared_is_taken_at_its_word() -> None:
         mk.errors.UnwisePlan, match="OnGPU cannot be tried .*a GPU is wanted.*Whether it repeats itself"
     ):
         prepared(mk.optimizer.elementwise(OnGPU), PLANS["zero1"])
-
-
-def test_one_that_reads_names_is_given_them() -> None:
-    prepared(mk.optimizer.by_name(Named), PLANS["zero1"])
-
-
-def test_one_that_steps_in_float32_only_is_tried_in_it() -> None:
-    with pytest.warns(
-        mk.errors.UnwisePlan, match=r"Single was tried in the model's own precision.*above 0\.1%"
-    ):
-        prepared(Single, PLANS["zero1"], net().float(), SINGLES)
-    prepared(mk.optimizer.elementwise(Single), PLANS["zero1"], net().float(), SINGLES)
-    prepared(Single, PLANS["ddp"], net().float(), SINGLES)
-    with pytest.raises(ValueError, match="depends on others"):
-        prepared(SingleClips, PLANS["zero1"], net().float(), SINGLES)
-
-
-def test_one_that_refuses_the_smaller_parameters_of_a_trial() -> None:
-    large = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 4)).double()
-    with pytest.warns(mk.errors.UnwisePlan, match="SGD cannot be tried .*AssertionError: whole"):
-        prepared(picky, PLANS["ddp"], large)
-    with pytest.raises(ValueError, match=r"AssertionError: whole.*optimizer=mk\.optimizer\.elementwise\("):
-        prepared(picky, PLANS["zero1"], large)
-
-
-def test_a_function_that_refuses_frozen_parameters() -> None:
-    def strict(params: Any) -> Optimizer:
-        params = list(params)
-        assert all(p.requires_grad for p in params), "frozen"
-        return SGD(params, lr=0.1)
-
-    model = net()
-    model[0].weight.requires_grad_(False)
-    with pytest.warns(
-        mk.errors.UnwisePlan, match=r"given the frozen 0\.weight too, .* raises AssertionError: frozen"
-    ):
-        prepared(strict, PLANS["ddp"], model)
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
@@ -501,18 +332,3 @@ def test_counts_that_no_checkpoint_has(tmp_path: Any) -> None:
         ValueError, match=r"Counts changes param_groups\[0\]\['lr'\], count from step to step"
     ):
         prepared(Counts, PLANS["ddp"], **how)
-
-
-def test_an_initial_state_goes_with_its_part() -> None:
-    whole = [WholeParameter("w", (2, 3), torch.float32), WholeParameter("b", (3,), torch.float32)]
-    take: Callable[[Tensor], Tensor] = lambda t: t.reshape(-1)[1:3]  # noqa: E731
-    part = nn.Parameter(torch.zeros(2))
-    adagrad = make_optimizer(
-        lambda ps: torch.optim.Adagrad(ps, initial_accumulator_value=0.5),
-        whole,
-        {"w": UpdatedPart(part, take)},
-    )
-    assert adagrad is not None
-    assert [p is part for group in adagrad.param_groups for p in group["params"]] == [True]
-    assert adagrad.state[part]["sum"].tolist() == [0.5, 0.5]
-    assert len(adagrad.state) == 1

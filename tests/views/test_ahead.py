@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import mpkit as mk
 from mpkit.common.display import draw
-from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.views.chart.svg import chart_svg
-from mpkit.views.dashboard.html import LEGIBLE, static
-from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.series import device_memory
-from mpkit.views.page.html import html
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.tracks import pack_tracks
-from tests.kineto.program import ddp_program, write_ranks
 
 ASKED = {"global_batch": 8, "sequence": 4096}
 PLAN = mk.Plan.zero(3, 8, precision="bf16")
@@ -46,20 +40,6 @@ def test_the_picture_of_fits_has_the_numbers_of_its_text_in_one_unit(machine: st
     assert len(over) == (0 if found else 1)
 
 
-def test_a_bar_for_each_stage_with_its_own_total() -> None:
-    plan = mk.Plan(pp=4, dp=2, schedule="1f1b", microbatches=8)
-    found = mk.fits("gpt3-1.3b", plan, "8x-rtx-4090", global_batch=64, sequence=2048)
-    words = drawn_words(draw(found, "svg"))
-    assert [each for each in words if each.startswith("ranks")] == [
-        f"ranks {2 * i}-{2 * i + 1}" for i in range(4)
-    ]
-    gib = [sum(memory.values()) + found.margin(memory) for memory in found.stage_memory]
-    assert [each for each in words if "%" in each and " of " in each] == [
-        f"{each / 2**30:.1f} of {found.available / 2**30:.1f} GiB, {100 * each / found.available:.1f} %"
-        for each in gib
-    ]
-
-
 def test_an_estimate_is_a_picture_in_a_notebook_with_the_numbers_of_its_text() -> None:
     found = mk.estimate("llama3-8b", PLAN, "8x-a100-nvlink", **ASKED)
     bundle = found._repr_mimebundle_()
@@ -71,39 +51,6 @@ def test_an_estimate_is_a_picture_in_a_notebook_with_the_numbers_of_its_text() -
     (because,) = (line for line in str(found).splitlines() if line.startswith("because"))
     for cause, share in re.findall(r"(?:^because +|, )([\w -]+) ([\d.]+ %)", because):
         assert any(each.startswith(cause) and each.endswith(f", {share}") for each in words), cause
-
-
-def test_a_finished_run_stays_on_its_last_step() -> None:
-    long = mk.simulate(mk.Plan.gpipe(4, 8), 1e-3, 2e-3, 2e-3, 1e-4, steps=LEGIBLE + 1)
-    page = static("GPipe", "finished", "", "", long, [], note="A note.")
-    assert page.count("<img alt=") == 2 and "A note.</p>" in page
-
-
-def test_a_bubble_beyond_theory_is_split_to_the_digit() -> None:
-    timeline = mk.simulate(mk.Plan.gpipe(4, 4), forward=[1, 1, 1, 3], hop=0.5)
-    words = bubble_words(3 / 7, timeline)
-    whole, *parts = [float(share) for share in re.findall(r"([\d.]+) %", words)[1:]]
-    assert whole == pytest.approx(100 * timeline.bubble, abs=0.05) == pytest.approx(sum(parts), abs=0.11)
-    assert "communication (pp)" in words and "imbalance" in words
-
-
-def test_messages_of_another_axis_are_named_by_it() -> None:
-    """Two ranks whose hops are exposed: along pp, or along tp where the plan in the meta says so."""
-    slow = mk.simulate(mk.Plan.gpipe(2, 4), hop=1.0)
-    assert "communication (pp)" in bubble_words(
-        0.2, replace(slow, meta={"plan": mk.Plan.gpipe(2, 4).to_json()})
-    )
-    assert "communication (tp)" in bubble_words(0.2, replace(slow, meta={"plan": mk.Plan.tp(2).to_json()}))
-
-
-def test_somebody_elses_trace_names_its_file_clock_and_device(tmp_path: Path) -> None:
-    trace = mk.open(write_ranks(tmp_path, [ddp_program(rank) for rank in range(2)]))
-    measured, replayed = trace.timeline(), trace.timeline("2x-titan-rtx")
-    assert "this machine" not in html(measured)
-    for timeline in (measured, replayed):
-        words = clock_words(timeline)
-        assert trace.meta["imported"]["files"][0] in words and words in html(timeline)
-    assert f"<h1>Timeline of {trace.meta['imported']['files'][0]}" in html(measured)
 
 
 def test_memory_says_its_share_of_the_device_where_the_machine_is_known() -> None:
@@ -124,19 +71,6 @@ def test_memory_says_its_share_of_the_device_where_the_machine_is_known() -> Non
         in told
     )
     assert "; activations 11.2 GiB. Percentages are of the 22.4 GiB of one TITAN RTX." in told
-
-
-def test_a_path_of_many_operations_is_no_slab() -> None:
-    timeline = mk.simulate(mk.Plan.gpipe(2, 400))
-    path = timeline.critical_path()
-    assert len(path.ops) > 700
-    assert path.to_svg().count('class="path"') < 20
-
-
-def test_amounts_of_a_list_have_one_unit() -> None:
-    found = mk.fits("gpt2", mk.Plan.ddp(2), "2x-titan-rtx", sequence=1024)
-    for words in (str(found), " ".join(drawn_words(draw(found, "svg")))):
-        assert "buffers" in words and {*re.findall(r"\d (GiB|MiB|KiB)\b", words)} == {"GiB"}, words
 
 
 @pytest.mark.parametrize("width", [240, 420, 960])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
 from itertools import pairwise
-from math import inf, nan
+from math import nan
 
 import pytest
 
@@ -17,22 +16,8 @@ from mpkit.views.chart.figure import chart_figure
 from mpkit.views.chart.svg import chart_svg
 from mpkit.views.chart.text import chart_text
 from mpkit.views.results.losses import losses
-from mpkit.views.results.steps import causes
 
-METRICS = Metrics(
-    {
-        "eval loss": {0: {1: 2.0, 3: 1.0}},
-        "<b>norm</b>": {0: {0: 1.0, 1: 2.0}, 1: {0: 3.0, 1: 4.0}},
-        "lr": {0: {0: 1e-3, 1: 1e-3}, 1: {0: 1e-3, 1: 1e-3}},
-    }
-)
 STACKED = [Series("a", [1.0, 3.0]), Series("b", [2.0, None]), Series("limit", [2.5, 2.5], "#d55e00", "mark")]
-
-
-def words_of(drawn: str) -> list[str]:
-    return [
-        "".join(each.itertext()) for each in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")
-    ]
 
 
 @pytest.mark.parametrize("kind", ["bars", "rows"])
@@ -61,35 +46,6 @@ def test_no_two_numbers_of_an_axis_touch_in_a_narrow_chart() -> None:
         for (x, _, one), (after, _, other) in pairwise(places):
             assert float(after) - float(x) >= 3 * (len(one) + len(other)), (one, other)
         assert all(float(x) + 3.3 * len(words) <= 400 for x, _, words in places)
-
-
-def test_a_long_name_is_whole_beside_its_bar() -> None:
-    timeline = mk.simulate(mk.Plan.gpipe(4, 8))
-    name = "Plan(dp=2, pp=4, schedule='1f1b', microbatches=8)"
-    chart = causes(mk.compare(short=timeline, **{name: timeline}))
-    for width in (400, 960):
-        drawn = chart_svg(chart, width)
-        assert name in " ".join(words_of(drawn))
-        for x, words in re.findall(r'<text class="words" x="([\d.]+)"[^>]*text-anchor="end">([^<]+)<', drawn):
-            assert float(x) - 6.0 * len(words) >= 0, words
-
-
-def test_evaluation_shares_the_panel_of_what_it_evaluates() -> None:
-    chart = losses([3.0, 2.5], 4, METRICS)
-    assert chart is not None
-    assert [panel.title for panel in chart.panels] == ["loss", "<b>norm</b>", "lr"]
-    first = {each.name: dict(zip(each.at, each.values, strict=True)) for each in chart.panels[0].series}
-    assert first == {"loss": {4: 3.0, 5: 2.5}, "eval loss": {1: 2.0, 3: 1.0}}
-    assert [each.name for each in chart.panels[1].series] == ["<b>norm</b>, rank 0", "<b>norm</b>, rank 1"]
-    assert [each.name for each in chart.panels[2].series] == ["lr"]  # the same on both
-
-
-def test_losses_have_axes_and_no_value_is_html() -> None:
-    chart = losses([3.0, 2.5, nan, inf], 0, METRICS)
-    assert chart is not None
-    drawn = chart_svg(chart)
-    assert words_of(drawn).count("step") == 3 and "2.5" in words_of(drawn) and "<b>" not in drawn
-    assert len(re.findall("<polyline", drawn)) == 5
 
 
 def test_nothing_is_drawn_of_too_little_and_the_place_of_what_comes_is_kept() -> None:

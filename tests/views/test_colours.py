@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import mpkit.course
-import mpkit.views
 from mpkit.views.drawing.colours import CATEGORY_INKS, CAUSE_INKS, DEVICE_INKS, INKS, Key, contrast, outline
 from mpkit.views.theme import THEMES
 
@@ -79,19 +75,3 @@ def test_a_colour_means_one_thing(theme: str) -> None:
         assert apart(devices[f"{way}_sent"], devices[f"{way}_received"]) > 60
     for one, two in combinations(CAUSE_INKS.values(), 2):
         assert apart(one, two) > 25
-
-
-def test_a_look_is_written_in_one_place() -> None:
-    """Fonts and colours of views and the course stand in the theme, in `colours` and in the table of axes."""
-    rooms = [Path(mpkit.views.__file__).parent, Path(mpkit.course.__file__).parent]
-    files = [path for room in rooms for path in room.rglob("*.*")]
-    sources = [path for path in files if path.suffix in (".py", ".js", ".css", ".html")]
-    at = [path for path in sources if path.name not in ("theme.py", "colours.py")]
-    words = re.compile(r"(?<!>>> )(?:#[0-9a-f]{6}\b|system-ui|Segoe UI|Menlo|prefers-color-scheme: dark\)\{)")
-    found = {
-        path.name: line.strip()
-        for path in at
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if words.search(line) and not line.strip().startswith((">>>", "'#", "('#", "/**"))
-    }
-    assert found == {"axes.py": 'SEVERAL = "#8c6bb1"'}

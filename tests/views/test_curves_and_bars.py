@@ -37,18 +37,6 @@ def test_the_points_lie_on_the_line_where_stages_are_equal() -> None:
     assert "27.3" not in shown["text/plain"] and 'alt="Bubble by micro-batches' in shown["text/html"]
 
 
-def test_a_slow_stage_lies_above_the_line_and_other_schedules_have_their_own() -> None:
-    slow = mk.simulate(mk.Plan.gpipe(4, 8), forward=[1, 1, 1, 2])
-    (point,) = mk.experiments.bubble_curve([slow]).points
-    assert point.formula is not None and point.bubble > point.formula
-    zero_bubble = mk.experiments.bubble_curve([mk.simulate(mk.Plan.pipeline("zb_h1", 4, 8))])
-    assert zero_bubble.formula(8) == pytest.approx(1 / 9)
-    assert zero_bubble.formula(2) is None  # too few micro-batches to fill the pipeline
-    own = mk.experiments.bubble_curve([mk.simulate(mk.Plan.from_schedule(["F0 F1 B0 B1", "F0 B0 F1 B1"]))])
-    assert own.formula(2) is None and own.points[0].formula is None
-    assert "polyline" not in own.to_svg() and "-" in str(own).splitlines()[-1]
-
-
 def test_memory_by_plan_is_the_timelines_peak() -> None:
     runs = {"GPipe": gpipe(8), "1F1B": mk.simulate(mk.Plan.pipeline("1f1b", 4, 8))}
     memory = mk.experiments.memory_by_plan(runs)
@@ -61,12 +49,6 @@ def test_memory_by_plan_is_the_timelines_peak() -> None:
     assert (
         "1F1B   2" in str(memory) and 'alt="Most memory per rank' in memory._repr_mimebundle_()["text/html"]
     )
-
-
-def test_of_many_ranks_some_are_drawn_and_it_says_so() -> None:
-    memory = mk.experiments.memory_by_plan({"GPipe": gpipe(4, p=20)})
-    assert "4 more ranks not shown" in memory.to_svg()
-    assert len(memory.to_dataframe()) == 20
 
 
 @pytest.mark.parametrize(

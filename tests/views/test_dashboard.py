@@ -9,17 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 import mpkit as mk
-from mpkit.plan.mesh import Mesh
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
-from mpkit.views.dashboard.html import head, output, progress, trouble
-from mpkit.views.dashboard.pace import Pace, TimeLeft
+from mpkit.views.dashboard.pace import TimeLeft
 from mpkit.views.dashboard.widget import Dashboard
-from mpkit.views.drawing.lanes import groups_of, rank_label
-from mpkit.views.timeline.tracks import MOMENTS, pack_tracks
 from mpkit.views.timeline.widget import TimelineView
 
 LABELS = [f"GPU {rank}" for rank in range(4)]
@@ -89,17 +84,6 @@ def test_the_head_has_the_proof_in_words(gpipe: mk.Timeline) -> None:
         assert "finished" in shown and ">not verified: &lt;b&gt;too large&lt;/b&gt;<" in shown
 
 
-def test_ranks_of_a_mesh_are_grouped_from_the_start(meshed) -> None:
-    timeline = meshed(Mesh(pp=2, dp=2, tp=2), 2)
-    labels = [rank_label(timeline, rank) for rank in range(8)]
-    board = board_of("2 x 2 x 2", labels, steps=1, on_stop=lambda: None, groups=groups_of(timeline))
-    before = board.timeline.groups
-    assert [group["heading"] for group in before][1] == "pp0 dp1 · ranks 2, 3"
-    board.finish(timeline)
-    assert board.timeline.groups == before  # so that what was folded stays so
-    assert "pp1 dp1 · ranks 6, 7" in board.mimebundle()["text/plain"]
-
-
 def test_a_failure_is_said_and_nothing_of_it_is_html(gpipe: mk.Timeline) -> None:
     hostile = "<script>alert(1)</script>"
     board = board_of(hostile, LABELS, steps=3, on_stop=lambda: None)
@@ -128,52 +112,6 @@ def test_the_stop_button_stops_without_holding_the_kernel_up() -> None:
     assert board._stop.disabled and not ended.is_set()
     may_end.set()
     assert ended.wait(10)
-
-
-def test_threads_may_fill_it_together(gpipe: mk.Timeline) -> None:
-    board = board_of("GPipe", LABELS, steps=100, on_stop=lambda: None)
-    acts = [
-        lambda i: board.add_spans(gpipe.spans[i : i + 1], gpipe.names),
-        lambda i: board.set_progress(i, [1.0] * i),
-        lambda i: board.set_memory(gpipe),
-        lambda i: board.add_output(f"line {i}"),
-    ]
-    errors: list[BaseException] = []
-
-    def work(act) -> None:
-        try:
-            for i in range(50):
-                act(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert board._output.value.count("line ") == 50
-
-
-def test_long_output_keeps_its_end() -> None:
-    board = board_of("GPipe", LABELS, steps=1, on_stop=lambda: None)
-    for i in range(1200):
-        board.add_output(f"<line {i}>")
-    assert "&lt;line 1199&gt;" in board._output.value and "&lt;line 600&gt;" not in board._output.value
-
-
-def test_words() -> None:
-    assert progress(0, 5, []).count("<b>") == 1
-    assert "nan" in progress(1, 5, [float("nan")])
-    assert output([]) == trouble("") == ""
-    assert "failed" in head("x", "failed")
-
-
-def test_pace_gives_costly_things_a_twentieth_of_the_time() -> None:
-    pace = Pace(0.0)
-    assert pace(lambda: sum(range(200_000)))
-    assert not pace(lambda: pytest.fail("too early"))
 
 
 # ---------------------------------------------------------------- memory
@@ -205,33 +143,6 @@ def test_memory_is_on_the_timelines_axis(data_parallel: mk.Timeline) -> None:
         times, levels = found[0]
         assert levels.sum(axis=1).max() == peak
         assert times[0] == timeline.spans["start"].min() and np.all(np.diff(times) >= 0)
-
-
-def test_memory_of_a_long_run_has_few_moments_and_all_peaks(gpipe: mk.Timeline) -> None:
-    held = np.zeros(200_000, gpipe.held.dtype)
-    held["time"], held["total"] = np.arange(200_000), np.arange(200_000) % 1000
-    head, values = pack_tracks(replace(gpipe, held=held))
-    assert sum(count for _, count in head["tracks"][0]["ranks"]) <= MOMENTS and len(values) < 1.3e6
-    view = TimelineView(labels=["a"])
-    view.set_tracks(replace(gpipe, held=held))
-    assert tracks_of(view)[0][1].sum(axis=1).max() == 999
-
-
-def test_a_run_without_memory_keeps_no_place_for_it(gpipe: mk.Timeline) -> None:
-    board = board_of("GPipe", LABELS, steps=1, on_stop=None)
-    assert board.timeline.tracks_head
-    board.finish(replace(gpipe, held=gpipe.held[:0]))
-    assert not board.timeline.tracks_head
-
-
-def test_progress_and_the_end_are_said(gpipe: mk.Timeline) -> None:
-    board = board_of("GPipe", LABELS, steps=3, on_stop=None)
-    board.set_progress(1, [4.5])
-    assert board.timeline.said == "step 1 of 3, loss 4.5000"
-    board.set_progress(2, [4.5, 4.25])
-    assert board.timeline.said == "step 1 of 3, loss 4.5000", "a reader is not interrupted at every step"
-    board.finish(gpipe, "rank 2 raised ValueError\nTraceback", status="failed")
-    assert board.timeline.said == "GPipe: failed. rank 2 raised ValueError"
 
 
 def test_the_time_that_is_left_is_said_until_the_end(gpipe: mk.Timeline) -> None:

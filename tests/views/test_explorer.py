@@ -5,25 +5,6 @@ from __future__ import annotations
 import pytest
 
 import mpkit as mk
-from mpkit.plan.schedule import NAMES
-from mpkit.views.explorer.exploration import ExplorerSetting
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_is_explored_as_it_is_simulated(name: str) -> None:
-    setting = ExplorerSetting(
-        name, ranks=4, microbatches=8, virtual_stages=2, forward=1, input_grad=1.5, weight_grad=0.5
-    )
-    found = setting.simulate()
-    v = found.plan.stages // 4
-    assert v == (1 if name in ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2") else 2)
-    t = mk.simulate(found.plan, 1 / v, 1.5 / v, 0.5 / v)
-    assert found.timeline.step_time == t.step_time
-    assert found.peaks == [held["activations"] / v for held in t.peak_memory]
-    assert found.figures["bubble"] == f"{100 * t.bubble:.1f} %"
-    # The rows as text make the same schedule again.
-    again = ExplorerSetting(found.text, forward=1, input_grad=1.5, weight_grad=0.5).simulate()
-    assert again.timeline.step_time == pytest.approx(t.step_time)
 
 
 def test_sliders_move_both_sides_on_one_axis() -> None:
@@ -38,13 +19,6 @@ def test_sliders_move_both_sides_on_one_axis() -> None:
     assert gpipe.view.room == zero_bubble.view.room == pytest.approx(42)
     gpipe.schedule.value = "naive"
     assert gpipe.view.room == zero_bubble.view.room == pytest.approx(3 * 12 * 3)
-
-
-def test_without_a_kernel_it_is_a_picture() -> None:
-    data, _ = mk.explore("gpipe", "zb_h1", ranks=3, microbatches=4)._repr_mimebundle_()
-    assert "application/vnd.jupyter.widget-view+json" in data
-    assert "<img" in data["text/html"]
-    assert "zb_h1" in data["text/plain"]
 
 
 def test_rows_can_be_edited() -> None:

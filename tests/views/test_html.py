@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from base64 import b64decode
 from html.parser import HTMLParser
 
-import numpy as np
-import pytest
 import torch
 
 import mpkit as mk
 from mpkit.views.page.html import html
-from tests.wire import unpack
 
 
 class Page(HTMLParser):
@@ -56,17 +51,6 @@ def test_nothing_is_loaded(gpipe: mk.Timeline) -> None:
     assert {found for found in re.findall(r"https?://[^\"'\s)]+", text)} == {"http://www.w3.org/2000/svg"}
 
 
-def test_the_page_holds_every_span(long_run) -> None:
-    timeline = long_run(5000)
-    page = Page(html(timeline))
-    (head,) = [json.loads(text)["head"] for attrs, text in page.scripts if "data-of" in attrs]
-    (data,) = [text for attrs, text in page.scripts if "data-spans" in attrs]
-    columns = unpack(gzip.decompress(b64decode(data)), head["count"])
-    assert head["count"] == len(timeline.spans)
-    assert np.array_equal(columns["start"], timeline.spans["start"])
-    assert np.allclose(columns["duration"], timeline.spans["end"] - timeline.spans["start"])
-
-
 def test_the_summary_compares_strategies() -> None:
     naive, gpipe = (
         mk.simulate(mk.Plan.gpipe(4, 1), forward=8, input_grad=8, weight_grad=8),
@@ -96,16 +80,3 @@ def test_strings_stay_strings(hostile: mk.Timeline) -> None:
     assert kinds == [data, spans, slack, "application/json", "module"]
     (state,) = [json.loads(text)["state"] for attrs, text in page.scripts if "data-of" in attrs]
     assert state["note"] == hostile.notes[0]
-
-
-def test_where_no_script_runs_the_pictures_stand(gpipe: mk.Timeline) -> None:
-    text = html(gpipe)
-    assert text.count("<svg") == 3  # the timeline; memory for wide windows and for narrow ones
-    assert "bubble: 30.4 %" in text
-
-
-def test_what_cannot_be_shown_is_refused(gpipe: mk.Timeline) -> None:
-    with pytest.raises(ValueError, match="no timeline to show"):
-        html({})
-    with pytest.raises(ValueError, match=r"facts about \['b'\], but the timelines are \['a'\]"):
-        html({"a": gpipe}, facts={"b": {}})

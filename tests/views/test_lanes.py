@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -15,14 +14,9 @@ import mpkit as mk
 from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import long_axes
 from mpkit.views.drawing.lanes import groups_of, rank_label, short_label
-from mpkit.views.timeline.fallback import static_bundle
 from mpkit.views.timeline.picture import picture
-from mpkit.views.timeline.svg import svg
-from mpkit.views.timeline.text import text
-from mpkit.views.timeline.widget import TimelineView
 
 Meshed = Callable[..., mk.Timeline]
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.mark.parametrize(
@@ -71,30 +65,3 @@ def test_lanes_are_below_their_groups_header_and_fold(meshed: Meshed) -> None:
     assert (folded.duration, folded.figures) == (whole.duration, whole.figures)
     assert folded.idle_share(2) == whole.idle_share(2)
     assert {timeline.spans["rank"][box["span"]] for box in folded.boxes if box["span"] >= 0} == {0, 2}
-
-
-def test_svg_and_terminal_show_groups(meshed: Meshed) -> None:
-    timeline = meshed(Mesh(pp=2, dp=2, tp=2))
-    root = ElementTree.fromstring(timeline.to_svg())
-    words = [found.text for found in root.iter(f"{SVG}text")]
-    assert "pp1 dp0 · ranks 4, 5" in words and "rank 7  pp1 dp1 tp1" in words
-    folded = ElementTree.fromstring(svg(timeline, fold=True))
-    assert float(folded.get("height", 0)) < 0.8 * float(root.get("height", 0))
-    lines = text(timeline, 100).splitlines()
-    assert lines[0] == "pp0 dp0 · ranks 0, 1" and lines[1].startswith("rank 0  pp0 dp0 tp0 │0")
-    assert max(map(len, lines[:12])) <= 100
-    assert len(text(timeline, 100, fold=True).splitlines()) == len(lines) - 4
-
-
-def test_many_ranks_are_folded_where_they_would_be_a_wallpaper(meshed: Meshed) -> None:
-    many, few = meshed(Mesh(pp=2, dp=3, tp=3), 2), meshed(Mesh(pp=2, dp=2, tp=2), 2)
-    assert "the first of ranks 0 to 2" in static_bundle(many)["text/plain"]
-    assert "the first" not in static_bundle(few)["text/plain"]
-    view = TimelineView(many)
-    assert [group["folded"] for group in view.groups] == [True] * 6
-    assert view.groups[1] == {
-        "heading": "pp0 dp1 · ranks 3 to 5", "folded_heading": "pp0 dp1 · the first of ranks 3 to 5",
-        "first": 3, "count": 3, "folded": True,
-    }  # fmt: skip
-    assert not any(group["folded"] for group in TimelineView(few).groups)
-    assert TimelineView(mk.simulate(mk.Plan.gpipe(32, 2))).groups == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
 
 import mpkit as mk
 from mpkit.views.timeline.perfetto import perfetto
@@ -69,29 +68,3 @@ def test_an_arrow_a_message_from_the_sender_to_the_receiver(gpipe: mk.Timeline) 
     for ends in flows.values():
         assert abs(ends["s"]["pid"] - ends["f"]["pid"]) == 1
         assert ends["s"]["ts"] <= ends["f"]["ts"]
-
-
-def test_memory_is_a_counter_by_category(data_parallel: mk.Timeline) -> None:
-    counters = [e for e in events(data_parallel) if e["ph"] == "C" and e["pid"] == 0]
-    assert max(sum(counter["args"].values()) for counter in counters) == 2000
-    assert set(counters[0]["args"]) == {"params", "grads", "optimizer", "activations", "buffers"}
-
-
-def test_hostile_names_are_json(hostile: mk.Timeline) -> None:
-    assert any(event["name"] == hostile.names[-1] for event in events(hostile))
-
-
-def test_an_action_tells_the_layers_of_its_stage(gpipe: mk.Timeline) -> None:
-    stages = [["wte", "h.0", "h.1", "h.2"], ["h.3"], ["h.4", "h.5"], ["ln_f", "head"]]
-    told = events(replace(gpipe, meta={**gpipe.meta, "stages": stages}))
-    layers = {
-        (event["cat"], event["pid"]): event["args"].get("layers") for event in told if event["ph"] == "X"
-    }
-    for kind in ("forward", "backward"):
-        assert [layers[kind, rank] for rank in range(4)] == [
-            "wte, h.0 to 2",
-            "h.3",
-            "h.4 to 5",
-            "ln_f, head",
-        ]
-    assert {told for (kind, _), told in layers.items() if kind not in ("forward", "backward")} == {None}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-import pytest
-
 import mpkit as mk
 from mpkit.views.timeline.svg import svg
 
@@ -55,24 +53,3 @@ def test_strings_stay_strings(hostile: mk.Timeline) -> None:
     root = parse(drawn)
     assert "<script>alert" in root.findtext(f"{SVG}title")
     assert not root.findall(f".//{SVG}script")
-
-
-def test_a_file_stands_alone(gpipe: mk.Timeline) -> None:
-    drawn = svg(gpipe).replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert "http" not in drawn and "href" not in drawn
-
-
-@pytest.mark.parametrize("theme", ["light", "dark", "auto"])
-def test_themes(gpipe: mk.Timeline, theme: str) -> None:
-    assert ("prefers-color-scheme" in svg(gpipe, theme=theme)) == (theme == "auto")
-
-
-def test_what_cannot_be_drawn_is_refused(gpipe: mk.Timeline) -> None:
-    with pytest.raises(ValueError, match="width=100 leaves no room"):
-        svg(gpipe, width=100)
-    with pytest.raises(ValueError, match="theme='pink' is none of"):
-        svg(gpipe, theme="pink")
-
-
-def test_no_spans_are_a_picture_too(gpipe: mk.Timeline) -> None:
-    parse(svg(mk.Timeline(gpipe.spans[:0], [""], gpipe.held[:0], 2, "virtual")))

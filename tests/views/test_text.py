@@ -36,12 +36,6 @@ def test_no_line_of_the_picture_is_wider_than_asked(gpipe: mk.Timeline, width: i
     assert max(map(len, lines[:5])) <= width
 
 
-def test_of_several_steps_the_last_is_drawn_and_named(long_run) -> None:
-    drawn = text(long_run(1000), 100)
-    assert "step 4 (5 steps in all)" in drawn
-    assert drawn.splitlines()[0].count("7") == 2  # once forward, once backward
-
-
 def test_what_communicates_has_a_line_when_asked_or_when_nothing_else_is_there(
     data_parallel: mk.Timeline,
 ) -> None:
@@ -52,13 +46,3 @@ def test_what_communicates_has_a_line_when_asked_or_when_nothing_else_is_there(
         data_parallel.spans[data_parallel.spans["lane"] == 1], [""], data_parallel.held, 2, "virtual", {}
     )
     assert "━" in text(alone, 100)
-
-
-def test_an_empty_timeline_says_so(gpipe: mk.Timeline) -> None:
-    empty = mk.Timeline(gpipe.spans[:0], [""], gpipe.held[:0], 4, "virtual")
-    assert text(empty, 80) == "(an empty timeline of 4 ranks)"
-
-
-def test_a_width_without_room_is_refused(gpipe: mk.Timeline) -> None:
-    with pytest.raises(ValueError, match=r"width=12 leaves no room.*40 columns or more"):
-        text(gpipe, 12)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import mpkit as mk
 from mpkit.devices.hardware import wire_factor
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import axis_of, mesh_of
 from mpkit.timeline.traffic import sent_to
 from mpkit.trace import Kind
 
@@ -44,13 +43,6 @@ def test_three_dimensions_have_a_matrix_each(meshed: Meshed) -> None:
     assert np.array_equal(matrix.bytes, sum(matrix.by_axis.values()))
 
 
-def test_one_axis(meshed: Meshed) -> None:
-    timeline = meshed(Mesh(dp=2, tp=2))
-    assert timeline.comm_matrix("dp").axes == ["dp"]
-    with pytest.raises(ValueError, match=r"comm_matrix\(axis='pp'\).*'dp', 'tp', 'dp x tp'; None for all"):
-        timeline.comm_matrix("pp")
-
-
 @given(n=st.integers(2, 9), kind=st.sampled_from((*RINGS, *ROOTED, Kind.ALL_TO_ALL)), data=st.data())
 def test_what_ranks_send_is_what_the_wire_factors_say(n: int, kind: Kind, data: st.DataObject) -> None:
     members = tuple(sorted(data.draw(st.sets(st.integers(0, 20), min_size=n, max_size=n))))
@@ -65,34 +57,6 @@ def test_what_ranks_send_is_what_the_wire_factors_say(n: int, kind: Kind, data: 
     if kind in ROOTED:
         assert whole == pytest.approx(n - 1 if kind in (Kind.BROADCAST, Kind.REDUCE) else (n - 1) / n)
     assert not list(sent_to(Kind.BARRIER, members, root))
-
-
-@given(pp=st.integers(1, 3), dp=st.integers(1, 3), cp=st.integers(1, 2), tp=st.integers(1, 3), data=st.data())
-def test_the_axis_of_a_group_is_the_one_it_was_made_along(pp: int, dp: int, cp: int, tp: int, data) -> None:
-    mesh = Mesh(pp, dp, cp, tp)
-    axes = data.draw(
-        st.lists(st.sampled_from([a for a in ("pp", "dp", "cp", "tp")]), unique=True, max_size=3)
-    )
-    rank = data.draw(st.integers(0, mesh.size - 1))
-    long = [axis for axis in ("pp", "dp", "cp", "tp") if axis in axes and getattr(mesh, axis) > 1]
-    assert axis_of(mesh, mesh.group(rank, *axes)) == (" x ".join(long) or "world")
-
-
-def test_without_a_plan_all_is_one_world(clusters) -> None:
-    def work(ctx) -> None:
-        import torch
-
-        ctx.comm.all_reduce(torch.zeros(100))
-        if ctx.rank < 2:
-            ctx.comm.send(torch.zeros(5), 1) if ctx.rank == 0 else ctx.comm.recv(torch.zeros(5), 0)
-
-    cluster = clusters(4)
-    cluster.run(work)
-    matrix = cluster.timeline().comm_matrix()
-    ring = np.roll(np.eye(4), 1, axis=1) * 400 * 1.5
-    ring[0, 1] += 20
-    assert matrix.axes == ["world"] and np.array_equal(matrix.bytes, ring)
-    assert mesh_of({}, 4) is mesh_of({"plan": "nonsense"}, 4) is mesh_of({"plan": '{"dp": 2}'}, 4) is None
 
 
 def test_a_real_run(train) -> None:
@@ -127,13 +91,3 @@ def test_text_svg_and_chart_show_the_same(meshed: Meshed) -> None:
     assert figure.data[1].z[0][1] is not None and figure.data[1].z[0][0] is None
     assert "rank 0 (pp0 tp0) to rank 1 (pp0 tp1)" in figure.data[1].customdata[0][1]
     assert matrix._repr_mimebundle_()["text/plain"] == text
-
-
-def test_many_ranks_and_none(meshed: Meshed) -> None:
-    many = meshed(Mesh(pp=4, dp=4, tp=4), 4).comm_matrix()
-    assert "tp: 768 kB, 64 pairs" in str(many) and len(str(many).splitlines()) < 16
-    assert len(many.to_svg()) < 200_000
-    silent = mk.simulate(mk.Plan.gpipe(2, 2)).comm_matrix()
-    assert str(silent) == "Nobody sends any bytes in step 0." and silent.axes == []
-    ElementTree.fromstring(silent.to_svg())
-    silent.figure()

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import mpkit as mk
 from mpkit.plan.mesh import Mesh
@@ -66,16 +64,6 @@ def test_three_dimensions_beside_their_formulas(meshed: Meshed) -> None:
     assert "What rank 3 sends, in step 0" in html and "partial sums forward" in html
 
 
-def test_rows_without_their_inputs_have_no_formula(meshed: Meshed) -> None:
-    for row in meshed(Mesh(pp=2, tp=2)).comm_volume().rows:
-        assert row.expected is None and row.symbols == ""
-    silent = mk.simulate(mk.Plan.gpipe(2, 2)).comm_volume()
-    assert str(silent) == "What a rank sends, on average over 2, in step 0: nothing." and silent.rows == ()
-    assert "Nothing is sent." in silent._repr_html_()
-    with pytest.raises(ValueError, match=r"comm_volume\(rank=9\): this timeline has ranks 0 to 3; None"):
-        meshed(Mesh(pp=2, tp=2)).comm_volume(rank=9)
-
-
 KNOWN = {
     "layers_tp": [4, 2],
     "stream_bytes": 1200,
@@ -127,17 +115,3 @@ def test_a_rank_with_two_stages_talks_over_each_boundary() -> None:
     known = FormulaInputs.from_meta({"plan": plan.to_json(), "mesh": {"stream_bytes": 10}}, 2)
     found = formula_of(known, "pp", Kind.SEND)
     assert found is not None and found.of(0) == found.of(1) == 3 * 4 * 10
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_real_runs_of_the_data_parallel_family_send_what_is_said(train, zero: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    data = [(torch.randn(8, 8), torch.randn(8, 8))]
-    plan = mk.Plan(dp=2, zero=zero, microbatches=2)
-    run = train(model, data, plan, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, steps=2)
-    rows = run.timeline().comm_volume().rows
-    assert {row.axis for row in rows} == {"dp"}
-    assert [row.ratio for row in rows] == pytest.approx([1.0] * len(rows))
-    frame = run.timeline().comm_volume().to_dataframe()
-    assert list(frame["ratio"]) == pytest.approx([1.0] * len(rows))

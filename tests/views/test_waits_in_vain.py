@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 import mpkit as mk
@@ -54,21 +52,3 @@ def test_the_wait_is_drawn_to_the_edge() -> None:
     assert "rank 2 waits for rank 0 (all reduce)" in drawn
     view = TimelineView(timeline)
     assert view.waits == timeline.meta["waiting"] and view.room >= pic.duration
-
-
-def test_without_a_hang_nothing_is_added() -> None:
-    timeline = mk.simulate(mk.Plan.gpipe(2, 2))
-    assert picture(timeline).waits == () and "waiting" not in timeline.meta
-    # Ranks that hang before they have done anything have a picture, too.
-    waiting = [{"rank": 0, "start": 0.0, "words": "waits for rank 1 (recv)"}]
-    empty = replace(timeline, spans=timeline.spans[:0], meta={"waiting": waiting})
-    assert "waits for rank 1" in svg(empty)
-
-
-def test_a_step_before_the_hang_has_no_wait() -> None:
-    timeline = mk.simulate(mk.Plan.gpipe(2, 2))
-    late = [
-        {"rank": 0, "start": 1.5 * float(timeline.spans["end"].max()), "words": "waits for rank 1 (recv)"}
-    ]
-    before = replace(timeline, meta={**timeline.meta, "waiting": late})
-    assert picture(before).waits == () and TimelineView(before).waits == []

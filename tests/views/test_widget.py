@@ -126,47 +126,8 @@ def test_figures_are_of_the_last_complete_step_unless_one_can_watch_the_newest(l
     assert view.of == "step 4"
 
 
-def test_another_timeline_replaces_the_first(gpipe: mk.Timeline) -> None:
-    view = Overheard(gpipe)
-    other = mk.simulate(mk.Plan.gpipe(2, 2))
-    view.replace(other)
-    epoch, starts, _ = received(view.messages)
-    assert epoch == 2 and len(starts) == len(other.spans)
-    assert view.labels == ["GPU 0", "GPU 1"]
-
-
 def test_an_output_has_a_picture_for_who_has_no_kernel(gpipe: mk.Timeline) -> None:
     data, _ = Overheard(gpipe)._repr_mimebundle_()
     assert data["application/vnd.jupyter.widget-view+json"]["version_major"] == 2
     assert data["text/html"].startswith("<img alt=") and "data:image/svg+xml;base64," in data["text/html"]
     assert "GPU 0 │0░1░" in data["text/plain"]
-
-
-def test_an_empty_timeline_and_one_without_work(gpipe: mk.Timeline) -> None:
-    empty = mk.Timeline(gpipe.spans[:0], [""], gpipe.held[:0], 4, "virtual")
-    assert Overheard(empty).bubble is None
-    assert Overheard()._repr_mimebundle_()[0]
-
-
-def test_the_critical_path_is_found_when_it_is_to_be_shown(gpipe: mk.Timeline) -> None:
-    view = Overheard(gpipe)
-    assert view.has_path and view.path_head == {}
-    view.path_shown = True
-    path = gpipe.critical_path()
-    assert [(row, start) for row, _, start, _, what in view.path_head["ops"] if what == "op"] == [
-        (op.row, path.graph.begin + op.start) for op in path.ops if op.kind not in ("gap", "before the step")
-    ]
-    np.testing.assert_allclose(np.frombuffer(view.path_slack, "<f4"), path.slack, rtol=1e-6)
-    first = path.ops[0]
-    assert view.path_head["free"][first.row] == path.if_free(rows=np.array([first.row])) > 0
-    view.replace(mk.simulate(mk.Plan.gpipe(4, 2)))
-    assert view.has_path and not view.path_shown and view.path_head == {} and view.path_slack == b""
-    view.append(gpipe.spans, [""])
-    assert not view.has_path
-
-
-def test_a_path_shows_itself_over_its_step(gpipe: mk.Timeline) -> None:
-    view = gpipe.critical_path().show()
-    assert view.path_shown and view.path_head["words"].startswith("Critical path of step 0")
-    bundle = gpipe.critical_path()._repr_mimebundle_()
-    assert {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"} <= set(bundle)

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 import mpkit as mk
-from mpkit.timeline.replay.spans import SPAN
-from mpkit.views.browser import esm
 from mpkit.views.drawing.colours import Key
 from mpkit.views.timeline.bubble_count import BubbleCounter
-from mpkit.views.timeline.wire import COLUMNS, SpanBatches, look
+from mpkit.views.timeline.wire import SpanBatches, look
 from tests.wire import unpack
 
 
@@ -23,13 +21,6 @@ def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:
         assert np.array_equal(columns[name], gpipe.spans[name]), name
     assert head["names"] == gpipe.names
     assert head["steps"] == [[0, 0.0, 34.5]]
-
-
-def test_columns_are_aligned_for_typed_arrays() -> None:
-    # The widest first: then each begins at a multiple of its own width, for any number of spans.
-    widths = [np.dtype(code).itemsize for _, code in COLUMNS]
-    assert widths == sorted(widths, reverse=True)
-    assert all(f'"{code}"' in esm() for _, code in COLUMNS)
 
 
 @pytest.mark.parametrize("first", [0, 1, 700, 999])
@@ -48,14 +39,6 @@ def test_who_has_some_gets_the_rest(long_run, first: int) -> None:
     assert np.array_equal(np.concatenate(starts), spans["start"][first:])
 
 
-def test_a_new_epoch_begins_at_nothing(gpipe: mk.Timeline) -> None:
-    batches = SpanBatches()
-    batches.add(gpipe.spans, gpipe.names)
-    batches.reset()
-    ((head, buffer),) = batches.messages_since(0, {})
-    assert (head["epoch"], head["count"], head["names"], buffer) == (1, 0, [""], b"")
-
-
 @pytest.mark.parametrize("plan", [mk.Plan.gpipe(4, 8), mk.Plan.gpipe(4, 1), mk.Plan.gpipe(2, 3)])
 def test_the_bubble_counted_in_batches_is_the_timelines(plan: mk.Plan) -> None:
     timeline = mk.simulate(plan, hop=0.3)
@@ -66,12 +49,6 @@ def test_the_bubble_counted_in_batches_is_the_timelines(plan: mk.Plan) -> None:
     assert counter.bubble() == pytest.approx(timeline.bubble)
     assert counter.step_time() == pytest.approx(timeline.step_time)
     assert counter.complete == 0
-
-
-def test_nothing_counted_is_no_bubble() -> None:
-    counter = BubbleCounter(2)
-    assert counter.add(np.empty(0, SPAN)) == []
-    assert counter.bubble() is counter.step_time() is counter.complete is None
 
 
 def test_the_browser_gets_every_colour() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.trace import Kind
@@ -23,8 +21,6 @@ from mpkit.trace import Kind
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import (
     Branches,
-    Normed,
-    Toy,
     adamw,
     apart,
     data,
@@ -51,45 +47,6 @@ def equals_serial(ctx: Any) -> list[float]:
 def test_equals_serial_training_with_buckets_of_any_size(clusters: Clusters, ranks: int) -> None:
     for found in clusters(ranks).run(equals_serial):
         assert max(found) < 1e-6, found
-
-
-def accumulates(ctx: Any, way: str) -> float:
-    module, plain = models(ctx)
-    model = mk.ddp(module, bucket_mb=3e-4)
-    x, y = data()
-    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
-    for step in range(3):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        its.zero_grad()
-        F.mse_loss(plain(x), y).backward()
-        parts = list(zip(mine(ctx, x).chunk(2), mine(ctx, y).chunk(2), strict=True))
-        if way == "no_sync":
-            with model.no_sync():
-                (F.mse_loss(model(parts[0][0]), parts[0][1]) / 2).backward()
-            (F.mse_loss(model(parts[1][0]), parts[1][1]) / 2).backward()
-        elif way == "several backwards":
-            for part_x, part_y in parts:
-                (F.mse_loss(model(part_x), part_y) / 2).backward()
-        elif way == "forwards first":
-            losses = [F.mse_loss(model(part_x), part_y) / 2 for part_x, part_y in parts]
-            for loss in losses:
-                loss.backward()
-        else:  # one backward from two forwards
-            sum(F.mse_loss(model(part_x), part_y) / 2 for part_x, part_y in parts).backward()  # type: ignore[union-attr]
-        its.step()
-        optimizer.step()
-    return apart(model, plain)
-
-
-WAYS = ["no_sync", "several backwards", "forwards first", "one backward"]
-
-
-def test_gradients_accumulate_until_they_are_zeroed(clusters: Clusters) -> None:
-    def every_way(ctx: Any) -> list[float]:
-        return [accumulates(ctx, way) for way in WAYS]
-
-    for found in clusters(2).run(every_way):
-        assert max(found) < 1e-6, dict(zip(WAYS, found, strict=True))
 
 
 def in_no_sync_nothing_is_sent(ctx: Any) -> tuple[list[str], bool]:
@@ -119,33 +76,6 @@ def test_no_sync_keeps_gradients_on_the_rank(clusters: Clusters) -> None:
         assert kinds.count("ALL_REDUCE") == 1, kinds
 
 
-def takes_branches(ctx: Any) -> list[tuple[bool, ...]]:
-    module, plain = models(ctx, Branches)
-    model = mk.ddp(module, find_unused_parameters=True, bucket_mb=1e-4)
-    x, y = data()
-    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
-    found = []
-    ways = [("left", "right"), ("left", "left"), ("", "right"), ("right", "left")]
-    for left, right in ways:
-        optimizer.zero_grad()
-        its.zero_grad()
-        for way, part_x, part_y in zip((left, right), x.chunk(2), y.chunk(2), strict=True):
-            (F.mse_loss(plain(part_x, way), part_y) / 2).backward()
-        F.mse_loss(model(mine(ctx, x), (left, right)[ctx.rank]), mine(ctx, y)).backward()
-        found.append(tuple(parameter.grad is None for parameter in model.parameters()))
-        assert found[-1] == tuple(parameter.grad is None for parameter in plain.parameters())
-        its.step()
-        optimizer.step()
-        assert apart(model, plain) < 1e-6
-    return found
-
-
-def test_parameters_that_no_rank_used_have_no_gradient(clusters: Clusters) -> None:
-    first, second = clusters(2).run(takes_branches)
-    assert first == second
-    assert all(unused[-1] for unused in first)
-
-
 def forgets_a_branch(ctx: Any) -> None:
     model = mk.ddp(Branches())
     model(torch.ones(2, 10), "left").sum().backward()
@@ -156,51 +86,6 @@ def test_an_unused_parameter_is_named(clusters: Clusters) -> None:
         mk.RankFailed, match=r"No gradient came for right.weight.*find_unused_parameters=True in mk.ddp"
     ):
         clusters(2).run(forgets_a_branch)
-
-
-def keeps_buffers(ctx: Any) -> tuple[float, list[float]]:
-    torch.manual_seed(ctx.rank)
-    model = mk.ddp(Normed())
-    for step in range(3):
-        torch.manual_seed(10 * step + ctx.rank)
-        model(torch.randn(6, 10)).sum().backward()
-    model.eval()
-    with torch.no_grad():
-        out = model(torch.ones(1, 10)).sum().item()
-    return out, model.state_dict()["inner.1.running_mean"].tolist()
-
-
-def test_buffers_are_the_first_ranks(clusters: Clusters) -> None:
-    first, second = clusters(2).run(keeps_buffers)
-    assert first == second
-
-
-def looks_like_the_module(ctx: Any) -> dict[str, Any]:
-    module = Toy()
-    plain = copy.deepcopy(module)
-    signature = inspect.signature(module.forward)
-    model = mk.ddp(module)
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in plain.state_dict().items()})
-    zeros = all(bool((value == 0).all()) for value in model.state_dict().values())
-    model.load_state_dict(plain.state_dict())
-    model.train(False)
-    return {
-        "signature": inspect.signature(model.forward) == signature,
-        "attributes": model.first is module.first and model.module is module,
-        "submodule": model.get_submodule("norm") is module.norm,
-        "parameter": model.get_parameter("first.bias") is module.first.bias,
-        "modes": (model.training, module.training, module.norm.training),
-        "names": list(model.state_dict()) == list(plain.state_dict()),
-        "zeros": zeros,
-        "keywords": torch.equal(model(torch.ones(1, 10), scale=2.0), 2 * plain(torch.ones(1, 10))),
-        "same device": model.to("cpu") is model,
-    }  # fmt: skip
-
-
-def test_the_wrapper_looks_like_the_module(clusters: Clusters) -> None:
-    for found in clusters(2).run(looks_like_the_module):
-        assert found.pop("modes") == (False, False, False)
-        assert all(found.values()), found
 
 
 def goes_on_after_a_failed_backward(ctx: Any, wrap: Callable[[nn.Module], Any]) -> float:
@@ -232,41 +117,6 @@ def goes_on_after_a_failed_backward(ctx: Any, wrap: Callable[[nn.Module], Any]) 
 def test_a_backward_that_failed_leaves_nothing_behind(clusters: Clusters) -> None:
     for wrap in (partial(mk.ddp, bucket_mb=3e-4), partial(mk.fully_shard, stage=2), mk.fully_shard):
         assert max(clusters(2).run(goes_on_after_a_failed_backward, wrap)) < 1e-6
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
-        self.last, self.reentrant = nn.Linear(10, 5), reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant).relu()  # type: ignore[union-attr]
-        y: torch.Tensor = self.last(x)
-        return y
-
-
-def checkpoints(ctx: Any, wrap: Callable[[nn.Module], Any]) -> list[float]:
-    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(out, y)
-
-    found = [side_by_side(ctx, wrap, lambda: Checkpointed(reentrant=False), loss=loss)]
-    torch.manual_seed(0)
-    module = Checkpointed(reentrant=True)
-    plain = copy.deepcopy(module)
-    model = wrap(module)
-    x, y = data()
-    loss(plain(x.requires_grad_()), y).backward()
-    loss(model(mine(ctx, x.detach()).requires_grad_()), mine(ctx, y)).backward()
-    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
-    optimizer.step()
-    its.step()
-    return [*found, apart(model, plain)]
-
-
-def test_checkpoints_belong_to_the_backward_around_them(clusters: Clusters) -> None:
-    assert max(max(found) for found in clusters(2).run(checkpoints, mk.ddp)) < 1e-6
 
 
 def in_pairs(ctx: Any, how: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,13 +15,9 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT
-from mpkit.strategies.wrappers.divided_optimizer import check_optimizers
-from mpkit.trace import Kind
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loops import (
-    Branches,
-    Normed,
     Toy,
     adamw,
     apart,
@@ -32,7 +27,6 @@ from loops import (
     momentum,
     side_by_side,
 )
-from test_ddp_wrapper import checkpoints
 
 Clusters = Callable[[int], mk.Cluster]
 STAGES = (1, 2, 3)
@@ -88,12 +82,6 @@ def test_fp16_has_fp32_master_weights_and_needs_no_scaler(clusters: Clusters) ->
             assert alive
 
 
-@pytest.mark.soak
-def test_bf16_too(clusters: Clusters) -> None:
-    for found in clusters(2).run(in_16_bits, "bf16"):
-        assert max(far for far, *_ in found) < 2e-3
-
-
 def overflows(ctx: Any) -> tuple[int, bool, float]:
     torch.manual_seed(0)
     model = mk.fully_shard(nn.Linear(4, 4), 3, precision="fp16")
@@ -113,37 +101,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(clusters: Clusters) -> No
     for skipped, unchanged, moved in clusters(2).run(overflows):
         assert (skipped, unchanged) == (1, True)
         assert moved == pytest.approx(0.02, rel=1e-2)
-
-
-def accumulates(ctx: Any, stage: int, no_sync: bool) -> float:
-    module, plain = models(ctx)
-    model = mk.fully_shard(module, stage)
-    x, y = data()
-    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
-    for step in range(3):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        its.zero_grad()
-        F.mse_loss(plain(x), y).backward()
-        for part_x, part_y in zip(mine(ctx, x).chunk(2), mine(ctx, y).chunk(2), strict=True):
-            if no_sync:
-                with model.no_sync():
-                    (F.mse_loss(model(part_x), part_y) / 2).backward()
-            else:
-                (F.mse_loss(model(part_x), part_y) / 2).backward()
-        its.step()
-        optimizer.step()
-        with torch.no_grad():  # between steps, also under stages that gather late
-            model.eval()(x)
-            model.train()
-    return apart(model, plain)
-
-
-def every_accumulation(ctx: Any) -> list[float]:
-    return [accumulates(ctx, stage, no_sync) for stage in STAGES for no_sync in (False, True)]
-
-
-def test_gradients_accumulate_until_they_are_zeroed(clusters: Clusters) -> None:
-    assert max(max(found) for found in clusters(2).run(every_accumulation)) < 1e-6
 
 
 def scheduled(ctx: Any, stage: int) -> float:
@@ -188,157 +145,7 @@ def test_groups_schedulers_and_optimizer_states(clusters: Clusters) -> None:
     assert max(max(found) for found in clusters(2).run(every_stage)) < 1e-6
 
 
-class HeadByHand(nn.Module):
-    """Uses the embedding's weight outside of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding((x[:, :3] * 3).abs().long() % 10).mean(1)
-        for block in self.blocks:
-            h = h + block(h)
-        return F.linear(h, self.embedding.weight)[:, :5]
-
-
-def every_model(ctx: Any, stage: int) -> list[float]:
-    def wrap(module: nn.Module) -> nn.Module:
-        return mk.fully_shard(module, stage)
-
-    def regular(out: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(out, y)
-
-    def in_double(module: nn.Module) -> nn.Module:
-        return wrap(module)
-
-    return [
-        *(side_by_side(ctx, wrap, make, loss=regular) for make in (HeadByHand, OneLayer)),
-        *checkpoints(ctx, in_double),
-    ]
-
-
 # ---------------------------------------------------------------- two modules, second derivatives
-
-
-Wrap = Callable[[nn.Module], Any]
-
-
-def two_modules(wraps: tuple[Wrap, Wrap], x: Tensor, z: Tensor) -> dict[str, Tensor]:
-    """A GAN: backwards that go through both modules, or one of them, and two optimizers."""
-    torch.manual_seed(0)
-    generator = wraps[0](nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 10)))
-    critic = wraps[1](nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1)))
-    optimizers = adamw(generator.parameters()), adamw(critic.parameters())
-    for _ in range(3):
-        optimizers[1].zero_grad()
-        real, fake = critic(x), critic(generator(z).detach())
-        (real.mean() - fake.mean() + fake.square().mean() + real.square().mean()).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        critic(generator(z)).mean().backward()
-        optimizers[0].step()
-    return {f"{i}.{n}": v for i, m in enumerate((generator, critic)) for n, v in m.state_dict().items()}
-
-
-def every_pair(ctx: Any) -> list[float]:
-    source = torch.Generator().manual_seed(1)
-    x, z = torch.randn(8, 10, generator=source), torch.randn(8, 4, generator=source)
-    expected = two_modules((lambda m: m, lambda m: m), x, z)
-    pairs: list[tuple[Wrap, Wrap]] = [
-        (mk.ddp, mk.ddp), (mk.fully_shard, mk.ddp), (partial(mk.fully_shard, stage=1), mk.fully_shard)
-    ]  # fmt: skip
-    found = (two_modules(pair, mine(ctx, x), mine(ctx, z)) for pair in pairs)
-    return [max((state[n] - v).abs().max().item() for n, v in expected.items()) for state in found]
-
-
-def test_two_modules_in_one_backward(clusters: Clusters) -> None:
-    assert max(max(found) for found in clusters(2).run(every_pair)) < 1e-6
-
-
-def penalized(model: Any, x: Tensor) -> Tensor:
-    """WGAN-GP: the square of the gradient with respect to the input is part of the loss."""
-    x = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    loss: Tensor = model(x).mean() + gradient.square().sum(1).mean()
-    return loss
-
-
-def second_derivatives(ctx: Any) -> list[Any]:
-    found: list[Any] = []
-    x, _ = data()
-    for wrap in (mk.ddp, partial(mk.fully_shard, stage=1), partial(mk.fully_shard, stage=2)):
-        module, plain = models(ctx, OneLayer)
-        model: Any = wrap(module)
-        optimizer, its = sgd(model.parameters()), sgd(plain.parameters())
-        penalized(plain, x).backward()
-        penalized(model, mine(ctx, x)).backward()
-        its.step()
-        optimizer.step()
-        found.append(apart(model, plain))
-    for refused in (
-        lambda: penalized(mk.fully_shard(OneLayer()), x),
-        lambda: mk.ddp(OneLayer())(x).sum().backward(create_graph=True),
-    ):
-        with pytest.raises(ValueError, match="have no graph"):
-            refused()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-def test_second_derivatives_are_right_or_refused(clusters: Clusters) -> None:
-    assert max(max(found) for found in clusters(2).run(second_derivatives)) < 1e-6
-
-
-class OneLayer(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(10, 5)
-
-
-@pytest.mark.parametrize("stage", [3, *(pytest.param(s, marks=pytest.mark.soak) for s in (1, 2))])
-def test_models_of_many_kinds(clusters: Clusters, stage: int) -> None:
-    assert max(max(found) for found in clusters(2).run(every_model, stage)) < 1e-6
-
-
-def keeps_buffers(ctx: Any, stage: int) -> list[float]:
-    torch.manual_seed(ctx.rank)
-    model = mk.fully_shard(Normed(), stage)
-    for step in range(3):
-        torch.manual_seed(10 * step + ctx.rank)
-        model(torch.randn(6, 10)).sum().backward()
-    model.eval()
-    with torch.no_grad():
-        out = model(torch.ones(1, 10))
-    return [out.sum().item(), *model.state_dict()["inner.1.running_mean"].tolist()]
-
-
-def test_buffers_are_the_first_ranks(clusters: Clusters) -> None:
-    for stage in (2, 3):
-        first, second = clusters(2).run(keeps_buffers, stage)
-        assert first == second
-
-
-def takes_branches(ctx: Any, stage: int) -> None:
-    module, plain = models(ctx, Branches)
-    model = mk.fully_shard(module, stage, find_unused_parameters=True)
-    x, y = data()
-    optimizer, its = momentum(model.parameters()), momentum(plain.parameters())
-    for way in ("left", "right", "", "left"):
-        optimizer.zero_grad()
-        its.zero_grad()
-        F.mse_loss(plain(x, way), y).backward()
-        F.mse_loss(model(mine(ctx, x), way), mine(ctx, y)).backward()
-        unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-        assert unused == [name for name, parameter in plain.named_parameters() if parameter.grad is None]
-        its.step()
-        optimizer.step()
-        assert apart(model, plain) < 1e-6
-
-
-def test_parameters_that_no_rank_used_have_no_gradient(clusters: Clusters) -> None:
-    for stage in STAGES:
-        clusters(2).run(takes_branches, stage)
 
 
 def whole(ctx: Any, stage: int, precision: str) -> dict[str, bool]:
@@ -410,36 +217,6 @@ def test_parameters_changed_by_hand_are_not_overlooked(clusters: Clusters) -> No
             assert ("model.renew()" in message) == (stage < 3)
 
 
-def trains_a_gpt(ctx: Any, stage: int) -> tuple[int, int]:
-    torch.manual_seed(0)
-    model = mk.fully_shard(GPT(layers=4, width=32, heads=2), stage)
-    optimizer = adamw(model.parameters())
-    ids = torch.randint(0, 60, (4, 8))
-    for step in range(3):
-        with ctx.record.step(step):
-            optimizer.zero_grad()
-            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
-            optimizer.step()
-    held = ctx.record.ledger.held
-    whole = sum(value.nbytes for value in model.state_dict().values())
-    return held["params"], whole
-
-
-def test_the_timeline_shows_what_each_stage_sends_and_holds(clusters: Clusters) -> None:
-    cluster = clusters(2)
-    for stage in STAGES:
-        run = cluster.run(trains_a_gpt, stage)
-        ops = cluster.trace.ranks[0].ops
-        kinds = {Kind(kind) for kind in ops["kind"][ops["step"] == 2]}
-        assert {Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.FORWARD, Kind.BACKWARD} <= kinds
-        for params, nbytes in run:
-            assert params < 0.7 * nbytes if stage == 3 else params >= 0.95 * nbytes
-        timeline = cluster.timeline()
-        psi = timeline.comm_bytes[0]["reduce_scatter"]
-        ratio = timeline.comm_bytes[0]["all_gather"] / psi
-        assert ratio == pytest.approx(2 if stage == 3 else 1, rel=0.15)
-
-
 MISTAKES = {
     "stage 4": (lambda: mk.fully_shard(nn.Linear(2, 2), 4), r"stage=4\): ZeRO has stage 1"),
     "stage True": (lambda: mk.fully_shard(nn.Linear(2, 2), True), "stage=True"),
@@ -477,27 +254,3 @@ def test_mistakes_are_explained(clusters: Clusters) -> None:
         for name, (_, says) in MISTAKES.items():
             with pytest.raises(ValueError, match=says):
                 raise ValueError(found[name])
-
-
-def test_an_optimizer_is_tried_with_all_of_its_attributes() -> None:
-    """torch's Adafactor keeps one that __getstate__ leaves out, and failed without it where torch sees a GPU."""
-
-    class Own(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=0.1)
-            self.own = 1.0
-
-        def __getstate__(self) -> dict[str, Any]:
-            return {key: value for key, value in super().__getstate__().items() if key != "own"}
-
-        def step(self, closure: Any = None) -> None:
-            self.param_groups[0]["lr"] = 0.1 * self.own
-            super().step()
-
-    check_optimizers(Own([nn.Parameter(torch.ones(3))]), "elements", "mk.fully_shard")
-
-
-def test_one_rank_is_serial_training(clusters: Clusters) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert max(clusters(1).run(equals_serial, STAGES)[0]) < 1e-7

@@ -19,7 +19,7 @@ from mpkit.models import GPT, MLP
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from loops import Toy, adamw, apart, data, mine, models  # noqa: E402
+from loops import Toy, apart, data, mine, models  # noqa: E402
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -77,36 +77,6 @@ def test_a_sharded_adamw_equals_adamw(clusters: Clusters, ranks: int) -> None:
     states = [count for _, count in found]
     assert 2 * trained <= sum(states) < 2 * trained + 20
     assert max(states) < 2 * trained
-
-
-def on_the_same_data(ctx: Any, with_group: bool) -> float:
-    """Without ddp: all ranks compute the same gradients, as in CS336's assignment."""
-    torch.manual_seed(42)
-    plain = Toy()
-    other = Toy()
-    other.load_state_dict(plain.state_dict())
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
-    sharded = mk.zero_optimizer(torch.optim.AdamW, other.parameters(), **options)
-    if with_group:
-        extra = nn.Parameter(torch.ones(3))
-        sharded.add_param_group({"params": [extra], "lr": 0.5})
-        extra.grad = torch.ones(3)
-    its = torch.optim.AdamW(plain.parameters(), **options)
-    x, y = data()
-    for step in range(10):
-        for model, optimizer in ((plain, its), (other, sharded)):
-            if not (with_group and step == 0):
-                optimizer.zero_grad()
-            ((model(x) - y) ** 2).sum().backward()
-            optimizer.step()
-    if with_group:
-        assert bool((extra < 0.6).all())
-    return apart(plain, other)
-
-
-def test_without_ddp_and_with_a_group_added(clusters: Clusters) -> None:
-    for with_group in (False, True):
-        assert clusters(2).run(on_the_same_data, with_group) == [0.0, 0.0]
 
 
 OPTIMIZER_MISTAKES = {
@@ -183,15 +153,6 @@ def test_tensor_parallel_equals_serial(cluster: mk.Cluster, clusters: Clusters) 
     assert max(max(found) for found in cluster.run(divided, False, True)) < 2e-6
 
 
-def as_before(ctx: Any) -> bool:
-    model = MLP(2, 4)
-    return mk.tensor_parallel(ctx, model) is model and model(torch.ones(1, 2)).shape == (1, 4)
-
-
-def test_tensor_parallel_with_a_context_divides_in_place(clusters: Clusters) -> None:
-    assert all(clusters(2).run(as_before))
-
-
 def cannot_be_divided(_: Any) -> None:
     mk.tensor_parallel(nn.Bilinear(3, 3, 3))
 
@@ -261,32 +222,6 @@ class TiedEnds(nn.Module):
         for block in self.blocks:
             h = h + block(h)
         return F.linear(h, self.embedding.weight)
-
-
-def tied(ctx: Any) -> list[float]:
-    module, plain = models(ctx, TiedEnds)
-    ids = torch.arange(16).view(4, 4)
-    model = mk.pipeline(module, "gpipe", example=(ids, ids), loss=language_loss)
-    optimizer, its = adamw(model.parameters()), adamw(plain.parameters())
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        its.zero_grad()
-        expected = language_loss(plain(ids), ids)
-        expected.backward()
-        found.append(abs(model.step(ids, ids) - expected.item()))
-        its.step()
-        optimizer.step()
-        found.append(apart(model, plain))
-    state = {name: torch.full_like(value, 0.25) for name, value in plain.state_dict().items()}
-    model.load_state_dict(state)
-    plain.load_state_dict(state)
-    found.append(abs(model.step(ids, ids) - language_loss(plain(ids), ids).item()))
-    return found
-
-
-def test_tied_weights_on_two_stages(clusters: Clusters) -> None:
-    assert max(max(found) for found in clusters(2).run(tied)) < 1e-5
 
 
 def counts(ctx: Any) -> list[float]:

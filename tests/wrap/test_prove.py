@@ -33,7 +33,6 @@ from loops import Branches, Normed, Toy, adamw, data, mine, momentum
 Clusters = Callable[[int], mk.Cluster]
 Wrap = Callable[..., Any]
 
-PIPELINE = partial(mk.pipeline, example=(torch.ones(1, 1), torch.ones(1, 1)), loss=F.mse_loss)
 FULLY = [partial(mk.fully_shard, stage=stage) for stage in (1, 2, 3)]
 HALF = [partial(mk.fully_shard, stage=2, precision="fp16"), partial(mk.fully_shard, precision="bf16")]
 
@@ -73,10 +72,6 @@ def from_two_forwards(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def by_the_left(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x, "left"), y)
-
-
-def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), y) + sum(0.1 * p.square().sum() for p in model.parameters())
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]] = {
@@ -151,17 +146,6 @@ def in_a_chain(ctx: Any) -> list[str]:
 def test_modules_in_a_row_and_in_a_loop_are_compared(clusters: Clusters) -> None:
     for lines in clusters(2).run(in_a_chain):
         assert all(": equal to plain PyTorch in step 1: " in line for line in lines), lines
-
-
-def test_gradients_that_accumulate_and_penalties_are_heard(clusters: Clusters) -> None:
-    for loss in (plainly, penalized):
-        for line in clusters(2).run(loop, mk.ddp, Toy, loss, momentum, True):
-            assert line.startswith("mk.ddp: equal to plain PyTorch in steps 1 and 2: ")
-
-
-def test_one_rank_says_one_line(clusters: Clusters, capfd: pytest.CaptureFixture[str]) -> None:
-    clusters(1).run(loop, mk.ddp)
-    assert capfd.readouterr().out.count("mk.ddp: equal to plain PyTorch in steps 1 and 2") == 1
 
 
 def of_tokens(out: Tensor, ids: Tensor) -> Tensor:
@@ -356,30 +340,3 @@ def test_ranks_with_different_models_are_told_so(clusters: Clusters) -> None:
     )
     first, _ = clusters(2).run(with_other_models, "mode")
     assert "the model is in evaluation mode on rank 1, and in training mode on rank 0" in first
-
-
-def weights_differed(ctx: Any) -> str:
-    return loop(ctx, lambda module, prove: mk.ddp(nn.Linear(10, 5).requires_grad_(True), prove=prove))
-
-
-def test_other_weights_before_the_wrap_are_said(clusters: Clusters) -> None:
-    for line in clusters(2).run(weights_differed):
-        assert "before the wrap the ranks' weights differed (weight); rank 0's count" in line
-
-
-@pytest.mark.parametrize("prove", [-1, True, "2", 1.5, None])
-@pytest.mark.parametrize("wrap", [mk.ddp, mk.fully_shard, mk.tensor_parallel, PIPELINE])
-def test_what_is_no_number_of_steps_is_rejected(wrap: Wrap, prove: Any) -> None:
-    with pytest.raises(ValueError, match=r"\(module, \.\.\., prove=2\); 0 compares none"):
-        wrap(nn.Linear(1, 1), prove=prove)
-
-
-def without_a_proof(ctx: Any) -> bool:
-    model = mk.ddp(nn.Linear(2, 2))
-    with patch("mpkit.strategies.wrappers.loop_proof.agreement.dist", None):
-        model(torch.ones(1, 2)).sum().backward()
-    return model._proof.active or hasattr(model._proof, "_gradients")
-
-
-def test_no_proof_costs_nothing(clusters: Clusters) -> None:
-    assert clusters(2).run(without_a_proof) == [False, False]

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
-from mpkit.plan.formats.table import FORMATS
 from mpkit.strategies.zero.shard import shard
 from mpkit.trace import Kind
 from tests.recipes import adamw
@@ -128,23 +127,6 @@ def test_the_wrapper_takes_a_number_or_a_mesh(clusters: Clusters) -> None:
     assert max(max(found) for found in clusters(4).run(wrapped)) < 1e-6
 
 
-def refused(ctx: Any) -> list[str]:
-    found = []
-    half = ctx.comm.group([0, 1])
-    for how in ({"dp_shard": 3}, {"dp_shard": 1}, *([{"dp_shard": 1, "group": half}] * (ctx.rank < 2))):
-        try:
-            mk.fully_shard(nn.Linear(2, 2), **how)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_groups_that_cannot_be_are_explained(clusters: Clusters) -> None:
-    found = clusters(4).run(refused)
-    assert "the 4 ranks are divided into groups" in found[0][0] and "dp_shard=2" in found[0][0]
-    assert [len(each) for each in found] == [3, 3, 2, 2]
-
-
 # ---- the plan ----------------------------------------------------------------------------------------------------
 
 
@@ -155,19 +137,6 @@ def test_any_two_degrees_determine_the_third() -> None:
     assert mk.Plan(dp=4, zero=3, dp_shard=4) == mk.Plan(dp=4, zero=3)
     assert mk.Plan(dp_replicate=4) == mk.Plan(dp=4)
     assert mk.Plan(dp=2, cp=2, zero=3, dp_shard=1).shards == 2
-
-
-@pytest.mark.parametrize(("how", "says"), [
-    ({"dp": 8, "zero": 3, "dp_shard": 3}, r"dp is the product of the two, such as Plan\(dp=6, zero=3"),
-    ({"dp": 8, "dp_shard": 4}, r"zero=0 shards nothing. Either Plan\(dp=8, zero=3, dp_shard=4, dp_replicate=2\)"),
-    ({"dp_shard": 1, "dp_replicate": 4, "zero": 3}, "a group of one replica shards nothing"),
-    ({"zero": 3, "dp_shard": 0}, "dp_shard is a whole number"),
-    ({"zero": "hybrid_shard", "dp": 16}, r"Plan\(dp=16, zero=3, dp_shard=8\)"),
-    ({"mics_shard_size": 8}, "dp_shard= is the number of replicas in each group"),
-])  # fmt: skip
-def test_plans_that_cannot_be(how: dict[str, Any], says: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=says):
-        mk.Plan(**how)
 
 
 def test_changes_of_a_plan_keep_its_groups(clusters: Clusters) -> None:
@@ -184,36 +153,3 @@ def test_changes_of_a_plan_keep_its_groups(clusters: Clusters) -> None:
     assert run.timeline().diagnose() is not None
     with pytest.raises(ValueError, match=r"Plan\(dp=4, zero=3, dp_shard=2, dp_replicate=2\)"):
         clusters(4).train(chain(), batch(), mk.Plan(dp=8, zero=3, dp_shard=2), **how)
-
-
-SAYS = {"torchtitan": (2, 3), "accelerate": (2, 3), "fsdp": (2, 3), "deepspeed": (3,), "megatron": (1,)}
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot say all of")
-@pytest.mark.parametrize("name", FORMATS)
-def test_other_frameworks_files_say_it_or_that_they_cannot(name: str) -> None:
-    for zero in (1, 2, 3):
-        plan = mk.Plan(dp=16, zero=zero, precision="bf16", dp_shard=8)
-        if (name, zero) == ("fsdp", 1):
-            continue  # refused: fully_shard shards gradients at least
-        text = plan.to(name)
-        assert ("dp_shard" in text.cannot_say) == (zero not in SAYS.get(name, ()))
-        if zero in SAYS.get(name, ()):
-            assert mk.Plan.read(text, name).dp_shard == 8
-
-
-def test_a_placement_shows_the_groups() -> None:
-    text = str(mk.Plan(dp=4, zero=3, dp_shard=2).placement(chain(), hardware="2x2-a100-ib"))
-    assert "dp_shard  (0 1) (2 3), NVLink" in text and "dp_replicate  (0 2) (1 3), InfiniBand" in text
-    assert "each replica has 1/2 of parameters" in text
-
-
-def test_slow_links_between_nodes_ask_for_it() -> None:
-    """On 100 Gb/s per node gathers stay inside the nodes; on fast links all replicas share the shards."""
-    best = {
-        nic: mk.advise("llama3-8b", f"8x8-h100-{nic}", global_batch=256, sequence=4096)
-        for nic in ("100gbe", "ndr")
-    }
-    slow, fast = best["100gbe"].best, best["ndr"].best
-    assert slow is not None and fast is not None
-    assert slow.dp_shard == 8 and fast.dp_shard is None

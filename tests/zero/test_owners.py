@@ -91,17 +91,5 @@ def test_a_checkpoint_goes_from_owners_to_others_and_back(train: Train, tmp_path
         torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10)
 
 
-def test_more_ranks_than_parameters(train: Train) -> None:
-    data = [(torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64))]
-    model = nn.Sequential(nn.Linear(3, 2)).double()
-    check_equal(train, model, data, mk.Plan.zero(1, 4), loss=F.mse_loss, optimizer=Orthogonal, steps=2)
-
-
-def test_masters_of_owners_are_in_32_bits(train: Train) -> None:
-    how: dict[str, Any] = {"loss": next_token_loss, "optimizer": Orthogonal, "steps": 3, "verify": "all"}
-    run = train(gpt().float(), tokens(), mk.Plan(dp=2, zero=1, precision="bf16"), **how)
-    assert run.proof.steps == (1, 2, 3)
-
-
 def test_the_largest_first_to_the_rank_with_least() -> None:
     assert assign_owners([3, 5, 5, 1, 2], 3) == [2, 0, 1, 0, 2]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
@@ -31,22 +29,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def adamw(params: Any) -> torch.optim.Optimizer:
-    """Decays matrices only: ranks have parts of one dimension, and the function is asked about whole parameters."""
-    params = list(params)
-    matrices = [p for p in params if p.dim() > 1]
-    others = [p for p in params if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
-
-
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=1e-3)
-
-
-def adagrad(params: Any) -> torch.optim.Optimizer:
-    """Has states before its first step."""
-    return torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1)
 
 
 def normal(*shape: int) -> Tensor:
@@ -54,114 +38,6 @@ def normal(*shape: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- the theorem, on random models and options
-
-
-class Tied(nn.Module):
-    """Uses another layer's weight."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.weight = other.weight
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t() @ self.weight * self.scale
-
-
-@st.composite
-def chains(draw: st.DrawFn) -> tuple[nn.Module, int]:
-    """A random chain of layers from [batch, width] to [batch, 2], and its width."""
-    torch.manual_seed(draw(st.integers(0, 10**6)))
-    first = width = draw(st.integers(1, 7))
-    layers: list[nn.Module] = []
-    kinds = ["linear", "relu", "tanh", "norm", "nested", "tied", "again", "frozen"]
-    for kind in draw(st.lists(st.sampled_from(kinds), max_size=7)):
-        linears = [x for x in layers if isinstance(x, nn.Linear)]
-        if kind in ("linear", "nested", "frozen"):
-            wider = draw(st.integers(1, 7))
-            layer: nn.Module = nn.Linear(width, wider, bias=draw(st.booleans()))
-            layer.requires_grad_(kind != "frozen")
-            layers.append(nn.Sequential(nn.GELU(), layer) if kind == "nested" else layer)
-            width = wider
-        elif kind == "tied":
-            layers += [Tied(x) for x in linears[-1:] if x.in_features == width]
-        elif kind == "again":  # the same layer a second time
-            layers += [x for x in linears[-1:] if x.in_features == x.out_features == width]
-        else:
-            # ReLU works in place; not where autograd forbids it
-            free = bool(layers) and isinstance(layers[-1], (nn.Linear, nn.LayerNorm))
-            layers.append({"relu": nn.ReLU(free), "tanh": nn.Tanh(), "norm": nn.LayerNorm(width)}[kind])
-    return nn.Sequential(*layers, nn.Linear(width, 2)).double(), first
-
-
-# No shrinking: it would be hundreds of runs more.
-@pytest.mark.soak
-@settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
-@given(data=st.data())
-def test_random_models_and_options_equal_serial_training(train: Train, data: st.DataObject) -> None:
-    model, width = data.draw(chains(), label="model")
-    batch = data.draw(st.integers(1, 9), label="batch")
-    zero = data.draw(st.integers(1, 3), label="zero")
-    plan = mk.Plan(
-        dp=data.draw(st.integers(1, 5), label="ranks"),
-        zero=zero,
-        microbatches=data.draw(st.integers(1, min(batch, 3)), label="microbatches"),
-        recompute=data.draw(st.sampled_from(["none", "full"]), label="recompute"),
-        bucket_mb=data.draw(st.sampled_from([1e-4, 25]), label="bucket_mb"),
-        prefetch=data.draw(st.integers(0, 3), label="prefetch"),
-        offload=data.draw(st.sampled_from(["none", "optimizer", "params"][: zero if zero > 1 else 2])),
-    )
-    batches = [(normal(batch, width), normal(batch, 2)) for _ in range(2)]
-    # Adam and Adagrad take whole steps from gradients that are zero but for rounding, such as those before a norm.
-    normed = any(isinstance(layer, nn.LayerNorm) for layer in model.modules())
-    optimizer = data.draw(st.sampled_from([sgd] if normed else [sgd, adamw, adagrad]), label="optimizer")
-    limit = data.draw(st.sampled_from([None, 0.5]), label="max_grad_norm")
-    check_equal(
-        train,
-        model,
-        batches,
-        plan,
-        microbatches=plan.microbatches,
-        loss=F.mse_loss,
-        optimizer=optimizer,
-        max_grad_norm=limit,
-    )
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x + self.second(F.relu(self.first(x))), x
-
-
-class NoChain(nn.Module):
-    """Parts in no order, parameters of its own, an embedding whose weight is the head's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, 11, bias=False)
-        self.blocks = nn.ModuleList(Residual(6) for _ in range(3))
-        self.embedding = nn.Embedding(11, 6)
-        self.embedding.weight = self.head.weight
-        self.scale = nn.Parameter(torch.ones(6))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x, before = block(x)
-            x = x * self.scale + before
-        return self.head(x)
-
-
-@pytest.mark.parametrize(("zero", "recompute"), [(1, "full"), (2, "none"), (3, "full")])
-def test_a_model_that_is_no_chain(train: Train, zero: int, recompute: str) -> None:
-    torch.manual_seed(4)
-    data = [(torch.randint(11, (5, 7)), torch.randint(11, (5, 7))) for _ in range(2)]
-    plan = mk.Plan.zero(zero, 3, microbatches=2, recompute=recompute)
-    check_equal(train, NoChain().double(), data, plan, microbatches=2, loss=next_token_loss, optimizer=adamw)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -404,48 +280,6 @@ def test_a_precision_is_not_ignored(clusters: Callable[[int], mk.Cluster]) -> No
         clusters(2).run(in_fp16)
 
 
-def look(ctx: Any, zero: int) -> dict[str, Any]:
-    """A step by hand; what a look at parameters gives inside and outside of `gathered`."""
-    torch.manual_seed(13)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
-    replica = shard(ctx, model, zero)
-    optimizer = torch.optim.SGD([piece.held for piece in replica.pieces], lr=0.1)
-    replica.begin_step()
-    with replica.backward():
-        model(x[ctx.rank : ctx.rank + 1]).square().sum().backward()
-    replica.finish()
-    optimizer.step()
-    replica.renew()
-    found: dict[str, Any] = {"shape": tuple(model[0].weight.shape), "repr": repr(model[0].weight)}
-    with replica.gathered(), replica.gathered():
-        found["weights"] = {name: value.clone() for name, value in model.state_dict().items()}
-        found["outputs"] = model(x).detach()
-    try:
-        found["outside"] = model[0].weight.sum()
-    except mk.errors.MpkitError as error:
-        found["outside"] = str(error)
-    return found
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_whole_parameters_inside_gathered(clusters: Callable[[int], mk.Cluster], zero: int) -> None:
-    torch.manual_seed(13)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
-    model(x).square().sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for found in clusters(2).run(look, zero):
-        torch.testing.assert_close(found["weights"], dict(model.state_dict()))
-        torch.testing.assert_close(found["outputs"], model(x).detach())
-        assert found["shape"] == (8, 4)
-        if zero == 3:
-            assert found["outside"].startswith(
-                "sum of a parameter of shape [8, 4] that is sharded: each rank"
-            )
-            assert "gathered" in found["repr"]
-
-
 def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train: Train) -> None:
     class Peek(nn.Module):
         def __init__(self, other: nn.Linear) -> None:
@@ -460,15 +294,3 @@ def test_a_sharded_weight_that_another_layer_uses_is_an_error_that_teaches(train
     data = [(torch.randn(4, 3), torch.randn(4, 3))]
     with pytest.raises(mk.RankFailed, match=r"of a parameter of shape \[3, 3\] that is sharded"):
         train(model, data, mk.Plan.zero(3, 2), loss=F.mse_loss, optimizer=plain)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.Muon])
-def test_optimizers_that_mix_elements_are_refused(
-    clusters: Callable[[int], mk.Cluster], optimizer: Any
-) -> None:
-    model, data = nn.Sequential(nn.Linear(3, 2, bias=False)), [(torch.randn(4, 3), torch.randn(4, 2))]
-    name = optimizer.__name__
-    for zero in (2, 3):
-        words = rf"{name} with Plan\(dp=2, zero={zero}\).*on one rank: Plan\(dp=2, zero=1\).*Plan\.ddp\(2\)"
-        with pytest.raises(ValueError, match=words):
-            clusters(2).train(model, data, mk.Plan.zero(zero, 2), loss=F.mse_loss, optimizer=optimizer)

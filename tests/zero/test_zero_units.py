@@ -19,14 +19,11 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     SwinConfig,
     SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.modeling_outputs import CausalLMOutput
 
 import mpkit as mk
 from mpkit.models import GPT, ResNet
@@ -53,16 +50,6 @@ def llama(layers: int = 8) -> nn.Module:
     return LlamaForCausalLM(config).double()
 
 
-def opt() -> nn.Module:
-    """Which calls `self.model.decoder`, and never `self.model`."""
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=32, hidden_size=16, ffn_dim=32, num_hidden_layers=3, num_attention_heads=2, dropout=0.0,
-            word_embed_proj_dim=16, max_position_embeddings=16,
-        )
-    ).double()  # fmt: skip
-
-
 class T5(nn.Module):
     """An encoder and a decoder, whose first blocks hand a bias on to the others."""
 
@@ -73,39 +60,6 @@ class T5(nn.Module):
 
     def forward(self, tokens: Tensor) -> Any:
         return self.t5(input_ids=tokens, decoder_input_ids=tokens, use_cache=False)
-
-
-class Positions(nn.Module):
-    """Returns a part of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(16, 16))
-
-    def forward(self, length: int) -> Tensor:
-        return self.table[:length]
-
-
-class Odd(nn.Module):
-    """Uses parameters outside of their modules: a tied head by hand, a list of them, a module's inner weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(32, 16)
-        self.positions = Positions()
-        self.scales = nn.ParameterList([torch.rand(16), torch.rand(16)])
-        block = {"nhead": 2, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, **block) for _ in range(3))
-        self.never_called = nn.Linear(16, 16)
-
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.tokens(tokens) + self.positions(tokens.shape[1])
-        for layer in self.layers:
-            x = layer(x)
-        x = x * self.scales[0] + self.scales[1]
-        x = torch.cat([x @ self.never_called.weight.t() + self.never_called.bias, x], -1)
-        turned = torch.cat([self.tokens.weight, self.tokens.weight], -1).t()
-        return CausalLMOutput(logits=x @ turned)
 
 
 # ---- which blocks ------------------------------------------------------------------------------------------------
@@ -175,25 +129,3 @@ def test_a_llama_holds_two_blocks_and_sends_three_psi(
         ahead, most = most_buffers(trace.ranks[0], HOW["steps"] - 1)
         assert block <= ahead - own <= (1 + prefetch) * block + slack
         assert most - own <= (3 + prefetch) * block + slack + gradient
-
-
-@pytest.mark.soak
-def test_parameters_are_gathered_where_they_are_used(train: Train) -> None:
-    torch.manual_seed(1)
-    for make in (opt, T5, Odd):
-        for prefetch in (0, 2):
-            plan = mk.Plan.zero(3, 2, microbatches=2, prefetch=prefetch)
-            check_equal(train, make().double(), tokens(5, 8, 32), plan, **HOW)
-
-
-def test_what_autograd_tells_of_itself_is_there() -> None:
-    from torch._C._autograd import _get_sequence_nr
-
-    x = torch.ones(2, requires_grad=True)
-    before = _get_sequence_nr()
-    y = x * 2
-    assert y.grad_fn._sequence_nr() >= before
-    seen: list[int] = []
-    y.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
-    y.sum().backward()
-    assert seen[0] >= 0 > torch._C._current_graph_task_id()

@@ -27,7 +27,6 @@ from tests.limits import wait_for
 Clusters = Callable[[int], mk.Cluster]
 
 PLANS = [mk.Plan.ddp(2), mk.Plan.zero(3, 2), mk.Plan.gpipe(2, 2)]
-MESH = mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2)
 LAST = 4  # the save that is cut short at the latest
 IN_GATE = (0, 7, 11, 15, 20, 25)  # each moment once, each plan; by the last but one everybody dies
 
@@ -92,14 +91,6 @@ def test_killed_while_saving(
 ) -> None:
     plan = PLANS[seed % len(PLANS)]
     kill_while_saving(clusters(plan.ranks), plan, whole(plan), tmp_path, seed, MOMENTS[seed // 5])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("moment", [1, 2, 4, 5])
-def test_killed_while_a_mesh_saves(
-    clusters: Clusters, whole: Callable[[mk.Plan], list[float]], tmp_path: Path, moment: int
-) -> None:
-    kill_while_saving(clusters(8), MESH, whole(MESH), tmp_path, moment, MOMENTS[moment])
 
 
 def kill_while_saving(
