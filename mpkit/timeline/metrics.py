@@ -20,6 +20,7 @@ __all__ = [
     "bytes_by_kind",
     "changes_within",
     "common",
+    "covered",
     "covered_times",
     "exposed_seconds",
     "extent",
@@ -96,10 +97,15 @@ def busy(spans: Array, world_size: int) -> Array:
 
 def covered_times(spans: Array) -> Array:
     """Return the times that at least one of the spans covers, as disjoint intervals, (k, 2)."""
-    if not len(spans):
+    return covered(spans["start"], spans["end"])
+
+
+def covered(start: Array, end: Array) -> Array:
+    """Return the times that at least one interval from a start to its end covers, as disjoint intervals, (k, 2)."""
+    if not len(start):
         return np.zeros((0, 2))
-    order = np.argsort(spans["start"], kind="stable")
-    start, end = spans["start"][order], np.maximum.accumulate(spans["end"][order])
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
     begins = np.concatenate([[True], start[1:] > end[:-1]])
     last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(start) - 1]])
     return np.stack([start[begins], end[last]], axis=1)
@@ -128,9 +134,7 @@ def exposed_seconds(comm: Array, compute: Array) -> float:
 def common(a: Array, b: Array) -> float:
     """Return the seconds that both cover; each is (k, 2), disjoint intervals."""
     both = np.concatenate([a, b])
-    whole = np.zeros(len(both), [("start", "<f8"), ("end", "<f8")])
-    whole["start"], whole["end"] = both[:, 0], both[:, 1]
-    return length(a) + length(b) - length(covered_times(whole))
+    return length(a) + length(b) - length(covered(both[:, 0], both[:, 1]))
 
 
 def changes_within(held: Array, start: float, end: float) -> Array:

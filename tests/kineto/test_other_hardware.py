@@ -10,7 +10,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.devices.hardware import Hardware, Link
-from mpkit.timeline.foreign.bounds import FIXED
+from mpkit.timeline.foreign.actions import FIXED
 from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.trace import Kind
 from tests.kineto.program import Program

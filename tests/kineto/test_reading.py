@@ -11,7 +11,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.errors import TraceError
-from mpkit.timeline.foreign.reading.read import EventStream
+from mpkit.timeline.foreign.stream import EventStream
 
 
 def event(name: str = "aten::mm", **more: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_pieces_end_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     path = written(tmp_path / "t.json", text)
     for piece in (1, 7, 64):
-        monkeypatch.setattr("mpkit.timeline.foreign.reading.read.PIECE", piece)
+        monkeypatch.setattr("mpkit.timeline.foreign.stream.PIECE", piece)
         stream = EventStream(path)
         assert [each["args"]["n"] for each in stream] == [*range(50)]
         assert stream.header == {"last": 12345}

@@ -11,7 +11,6 @@ Sizes of groups count absent ranks too, so that a few ranks of many tell them as
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,12 +22,11 @@ from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import axis_of
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import GPIPE, SCHEDULES
-from mpkit.timeline.foreign.reading.events import STEP, Events
+from mpkit.timeline.foreign.kineto import PATTERNS, Events
 from mpkit.trace import Kind, RankTrace, Trace
 
 __all__ = ["InferredStrategy", "infer", "plan_of_mesh", "said_by"]
 
-_FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce) \((.*)\)$")
 _LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT_GRAD: "I", Kind.WEIGHT_GRAD: "W"}
 _AXES = {"tp": "tp", "cp": "cp", "sp": "cp", "ep": "ep", "dp": "dp"}
 """By the name of a mesh's axis, the degree of a plan that it is."""
@@ -80,14 +78,14 @@ def said_by(events: Events) -> dict[str, Any]:
     gathers = {
         found[2]: count
         for word, count in words.items()
-        if (found := _FSDP.match(word)) and found[1] == "all_gather"
+        if (found := PATTERNS["fsdp"].match(word)) and found[1] == "all_gather"
     }
     optimizers = [
         word[15:-5] for word in words if word.startswith("Optimizer.step#") and word.endswith(".step")
     ]
     return {
         "ddp": words["DistributedDataParallel.forward"], "fsdp": gathers,
-        "steps": sum(count for word, count in words.items() if STEP.match(word)),
+        "steps": sum(count for word, count in words.items() if PATTERNS["step"].match(word)),
         "optimizer": optimizers[0] if optimizers else "",
     }  # fmt: skip
 

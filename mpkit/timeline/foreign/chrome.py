@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpkit.errors import TraceError
-from mpkit.timeline.foreign.reading.events import Events
-from mpkit.timeline.foreign.reading.sound_event import show_value
+from mpkit.timeline.foreign.kineto import Events, show_value
 from mpkit.trace import MEMORY, OP, Kind, Lane, RankTrace, Trace
 from mpkit.trace.validation import MOST_RANKS
 

@@ -1,31 +1,63 @@
 """The communications of one rank, from whatever its file has of them.
 
-kernels        of NCCL on a GPU: the metadata is on the kernel, or on the `record_param_comms` that launched it
-operators      of c10d on a CPU: issued by the operator, carried out where the backend's annotation is (`gloo:...`)
-annotations    alone, where there is neither: `nccl:all_to_all` of a run whose kernels were not recorded
+    kernels        of NCCL on a GPU: the metadata is on the kernel, or on the `record_param_comms` that launched it
+    operators      of c10d on a CPU: issued by the operator, carried out where the backend's annotation is (`gloo:...`)
+    annotations    alone, where there is neither: `nccl:all_to_all` of a run whose kernels were not recorded
+    metadata       since torch 2.2; where there is none, the payload follows from the shapes of the inputs
+
+Payloads count as in the kit's own traces, which is as NCCL's documentation counts them: the whole tensor that is
+gathered or scattered.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mpkit.timeline.foreign.collectives import CollectiveCall, call_of, ends_of, kind_of, payload_of_shapes
+from mpkit.timeline.foreign.kineto import TABLE, Events
 from mpkit.timeline.foreign.lanes import communication_kernels
 from mpkit.timeline.foreign.rank_identity import RankIdentity
-from mpkit.timeline.foreign.reading.events import Events
-from mpkit.timeline.foreign.reading.sound_event import whole_of
 from mpkit.trace import Kind
 
-__all__ = ["Comm", "communications"]
+__all__ = ["CollectiveCall", "Comm", "call_of", "communications", "kind_of"]
 
-Array = npt.NDArray[Any]
 BACKENDS = ("gloo:", "nccl:", "rccl:", "ucc:", "xccl:", "mpi:")
+MESSAGES = (Kind.SEND, Kind.RECV)
+_KINDS = {word: Kind[kind] for word, kind in TABLE["collectives"].items()}
+_BYTES = {dtype: int(size) for size, dtypes in TABLE["bytes"].items() for dtype in dtypes}
+_ONE_BYTE = re.compile(r"byte|char|bool|u?int8|signed char|unsigned char|(c10::)?float8")
+_ENDS = re.compile(r"([0-9]{1,6})\s*(->|<-)\s*([0-9]{1,6})")
+_WHOLE = re.compile(r"[0-9]{1,15}")
+
+
+class CollectiveCall(NamedTuple):
+    """One communication as one rank sees it.
+
+    Attributes:
+        kind: what it does; None for what is no communication, such as a wait.
+        nbytes: its payload; 0 if unknown.
+        members: the ranks of its group, ascending; empty if unknown.
+        peer: the other end of a message or the root, as a rank of the group; -1: none or unknown.
+        dtype, elements: of the payload; "" and 0 if unknown.
+        sequence: the number that the backend gave it; -1: unknown.
+        axis: the name of the mesh axis that the group was made for; "" if unknown.
+        parts: of an all-to-all of uneven parts, the bytes for each of the members; empty if they are equal or unknown.
+    """
+
+    kind: Kind | None
+    nbytes: int = 0
+    members: tuple[int, ...] = ()
+    peer: int = -1
+    dtype: str = ""
+    elements: int = 0
+    sequence: int = -1
+    axis: str = ""
+    parts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -58,6 +90,105 @@ def communications(events: Events, about: RankIdentity) -> list[Comm]:
     return sorted(found, key=lambda comm: (comm.start, comm.end))
 
 
+# ---- what is said of a communication
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind that a collective's or a kernel's name tells; None if it tells none.
+
+    >>> kind_of("_allgather_base"), kind_of("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")
+    (<Kind.ALL_GATHER: 35>, <Kind.REDUCE_SCATTER: 36>)
+    >>> kind_of("wait"), kind_of("ncclDevKernel_Generic")
+    (None, None)
+    """
+    word = name.lower().replace("_", "")
+    return next((kind for known, kind in _KINDS.items() if known in word), None)
+
+
+def call_of(
+    args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]], axes: Mapping[str, str]
+) -> CollectiveCall:
+    """Return the communication that metadata describes.
+
+    Args:
+        args: the arguments of a `record_param_comms` or of a kernel, as `EventTable.args` has them.
+        groups: the ranks of each process group of `distributedInfo`, by name.
+        axes: the mesh axes of these groups, by name.
+
+    >>> call_of({"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 4, "Out msg nelems": 4,
+    ...          "Process Group Ranks": "[0, 1]"}, {}, {})[:3]
+    (<Kind.ALL_REDUCE: 34>, 16, (0, 1))
+    """
+    sent = max(args.get("In msg nelems", 0), 0)
+    elements = max(sent, args.get("Out msg nelems", 0))
+    dtype, group = args.get("dtype", ""), args.get("Process Group Name", "")
+    members, kind = _members_of(args, groups), kind_of(args.get("Collective name", ""))
+    splits = _listed(args.get("In split size", "")) if kind == Kind.ALL_TO_ALL else ()
+    if len(splits) == len(members) and sum(splits) > 0:
+        elements = sent  # the payload is what this rank sends
+    else:
+        splits = ()
+    parts = tuple(elements * _size(dtype) * rows // sum(splits) for rows in splits)
+    peer = args.get("Dst Rank" if kind == Kind.SEND else "Src Rank", -1) if kind in MESSAGES else -1
+    said = args.get("Process Group Description", "")
+    axis = said.removeprefix("mesh_") if said.startswith("mesh_") else axes.get(group, "")
+    nbytes, sequence = elements * _size(dtype), args.get("Seq", -1)
+    return CollectiveCall(kind, nbytes, members, peer, dtype.lower(), elements, sequence, axis, parts)
+
+
+def _listed(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list that is written in full; none of one that is cut short.
+
+    >>> _listed("[3, 0, 5]"), _listed("[3, 0, ..., 5]")
+    ((3, 0, 5), ())
+    """
+    if not re.fullmatch(r"\[[0-9]{1,15}(?:, *[0-9]{1,15})*\]", text):
+        return ()
+    return tuple(map(int, re.findall("[0-9]+", text)))
+
+
+def _members_of(args: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the ranks of the group of a communication: as listed, as counted, or as the file's header has them.
+
+    >>> _members_of({"Process Group Ranks": "[0, 4, ...]", "Global rank start": 0, "Global rank stride": 4,
+    ...              "Group size": 3}, {})
+    (0, 4, 8)
+    """
+    text, size = args.get("Process Group Ranks", ""), args.get("Group size", 0)
+    ranks = tuple(sorted(map(int, re.findall(r"(?<!\d)[0-9]{1,6}(?!\d)", text))))
+    if ranks and "..." not in text and len(ranks) >= size:
+        return ranks
+    if known := groups.get(args.get("Process Group Name", ""), ()):
+        return known
+    first, stride = args.get("Global rank start", -1), args.get("Global rank stride", 0)
+    return tuple(range(first, first + size * stride, stride)) if size > 0 < stride and first >= 0 else ranks
+
+
+def _payload(args: Mapping[str, Any], dtype: str = "") -> tuple[int, int, str]:
+    """Return bytes, elements and dtype of the largest tensor (or list of tensors) among an operator's inputs."""
+    dtype = dtype or next((each for each in args.get("types", ()) if _size(each)), "")
+    elements = args.get("elements", 0)
+    return elements * _size(dtype), elements, dtype.removeprefix("c10::").lower()
+
+
+def _peer(name: str, kind: Kind | None, otherwise: int = -1) -> int:
+    """Return the other end of a message from an annotation such as "nccl:recv 0<-1", as a rank of the group.
+
+    >>> _peer("nccl:recv 0<-1", Kind.RECV), _peer("nccl:all_reduce", Kind.ALL_REDUCE)
+    (1, -1)
+    """
+    found = _ENDS.search(name)
+    if found is None:
+        return otherwise
+    source, to = (found[1], found[3]) if found[2] == "->" else (found[3], found[1])
+    return int(to if kind == Kind.SEND else source)
+
+
+def _size(dtype: str) -> int:
+    word = dtype.lower()
+    return _BYTES.get(word, 1 if _ONE_BYTE.match(word) else 0)
+
+
 # ---- kernels
 
 
@@ -69,47 +200,37 @@ def _of_kernels(events: Events, about: RankIdentity) -> Iterator[Comm]:
     for row in np.flatnonzero(communication_kernels(events)).tolist():
         name = events.names[kernel.name[row]]
         start, call_row = int(kernel.start[row]), int(launch[row])
-        asked = int(calls.start[call_row]) if call_row >= 0 else start
-        thread = int(calls.thread[call_row]) if call_row >= 0 else -1
-        around, label = said.args(thread, asked), annotated.row(thread, asked)
-        metadata = kernel.args.get(row) or around or {}
+        asked, thread = (
+            (int(calls.start[call_row]), int(calls.thread[call_row])) if call_row >= 0 else (start, -1)
+        )
+        label = annotated.row(thread, asked)
+        metadata = kernel.args.get(row) or events["op"].args.get(said.row(thread, asked)) or {}
         call = call_of(metadata, about.groups, about.axes)
+        collective = metadata.get("Collective name", "")
         words = events.names[events["annotation"].name[label]] if label >= 0 else ""
-        if call.kind is None and metadata.get("Collective name"):
+        if call.kind is None and collective:
             continue  # a wait, or something else that moves nothing
-        if call.kind is None or kind_of(words) in (Kind.SEND, Kind.RECV):
+        if call.kind is None or kind_of(words) in MESSAGES:
             call = _without_metadata(events, call, words or name, label, about)
         if call.kind is None:
-            _count(events, "communication of unknown kind, left out")
+            events.assumed["communication of unknown kind, left out"] += 1
             continue
         if not metadata and len(about.world) > 2:
-            _count(events, "communication that names no group, taken for one among all ranks")
+            events.assumed["communication that names no group, taken for one among all ranks"] += 1
         if len(call.members) != 1 or metadata:
-            yield Comm(
-                call,
-                start,
-                int(kernel.end[row]),
-                asked,
-                words or str(metadata.get("Collective name", "")) or name,
-            )
+            yield Comm(call, start, int(kernel.end[row]), asked, words or collective or name)
 
 
 def _without_metadata(
     events: Events, call: CollectiveCall, words: str, label: int, about: RankIdentity
 ) -> CollectiveCall:
     """Return the communication that an annotation or the kernel's own name tells."""
-    args = events["annotation"].args.get(label, {}) if label >= 0 else {}
-    nbytes, elements, dtype = payload_of_shapes(args)
-    ends, kind = ends_of(words), kind_of(words)
-    peer = call.peer if ends is None else ends[1] if kind == Kind.SEND else ends[0]
+    nbytes, elements, dtype = _payload(events["annotation"].args.get(label, {}))
+    kind = kind_of(words)
     return call._replace(
         kind=kind, nbytes=call.nbytes or nbytes, elements=call.elements or elements, dtype=call.dtype or dtype,
-        peer=peer, members=call.members or about.world,
+        peer=_peer(words, kind, call.peer), members=call.members or about.world,
     )  # fmt: skip
-
-
-def _count(events: Events, what: str) -> None:
-    events.assumed[what] = events.assumed.get(what, 0) + 1
 
 
 class _NamedEvents:
@@ -117,8 +238,7 @@ class _NamedEvents:
 
     def __init__(self, events: Events, word: str, *beginnings: str) -> None:
         table = self._table = events[word]
-        chosen = np.array([name.startswith(beginnings) for name in events.names] + [False])
-        rows = np.flatnonzero(chosen[table.name])
+        rows = events.named(word, lambda name: name.startswith(beginnings))
         rows = rows[np.argsort(table.start[rows], kind="stable")]
         threads = table.thread[rows]
         self._rows = {int(thread): rows[threads == thread] for thread in np.unique(threads)}
@@ -131,10 +251,6 @@ class _NamedEvents:
         at = int(np.searchsorted(self._starts[thread], time, side="right")) - 1
         row = int(self._rows[thread][at])
         return row if at >= 0 and self._table.end[row] >= time else -1
-
-    def args(self, thread: int, time: int) -> dict[str, Any]:
-        """Return the arguments of the event around this time; none if there is none."""
-        return self._table.args.get(self.row(thread, time), {})
 
 
 # ---- operators and annotations
@@ -152,11 +268,12 @@ def _of_operators(events: Events, about: RankIdentity) -> Iterator[Comm]:
     reached: dict[int, int] = {}
     for row in np.lexsort((-ops.end, ops.start)).tolist():
         name = events.names[ops.name[row]]
-        if name.startswith("c10d::") and kind_of(name.removeprefix("c10d::")) is not None:
-            if ops.start[row] < reached.get(int(ops.thread[row]), -1):
+        if name.startswith("c10d::") and (kind := kind_of(name.removeprefix("c10d::"))) is not None:
+            thread = int(ops.thread[row])
+            if ops.start[row] < reached.get(thread, -1):
                 continue  # the same call, dispatched on to the backend's kernel
-            reached[int(ops.thread[row])] = int(ops.end[row])
-            issued[_queue(kind_of(name.removeprefix("c10d::")))].append(row)
+            reached[thread] = int(ops.end[row])
+            issued[_queue(kind)].append(row)
     for queue in {*runs, *issued}:
         pairs = len(runs[queue]) == len(issued[queue])
         if pairs or len(issued[queue]) > len(runs[queue]):
@@ -169,19 +286,17 @@ def _of_operators(events: Events, about: RankIdentity) -> Iterator[Comm]:
 
 def _queue(kind: Kind | None) -> str:
     """Return which of a backend's queues a kind goes to; gloo reduces and scatters by an all-reduce."""
-    return kind.word if kind in (Kind.SEND, Kind.RECV) else "collectives"
+    return kind.word if kind in MESSAGES else "collectives"
 
 
 def _of_operator(events: Events, about: RankIdentity, row: int, run: int) -> Comm:
     ops, said = events["op"], events["annotation"]
     name = events.names[ops.name[row]].removeprefix("c10d::")
     args = ops.args.get(row, {})
-    _, _, dtype = payload_of_shapes(said.args.get(run, {}))
-    nbytes, elements, dtype = payload_of_shapes(args, dtype)
+    nbytes, elements, dtype = _payload(args, _payload(said.args.get(run, {}))[2])
     kind, peer = kind_of(name), -1
-    if kind in (Kind.SEND, Kind.RECV):
-        numbers = (whole_of(text) for text in args.get("Concrete Inputs", ()))
-        peer = next((number for number in numbers if number is not None), -1)
+    if kind in MESSAGES:
+        peer = next((int(text) for text in args.get("inputs", ()) if _WHOLE.fullmatch(text)), -1)
     start, end = int(ops.start[row]), int(ops.end[row])
     if run >= 0:
         start, end = max(start, int(said.start[run])), max(end, int(said.end[run]))
@@ -192,8 +307,7 @@ def _of_operator(events: Events, about: RankIdentity, row: int, run: int) -> Com
 def _of_annotation(events: Events, about: RankIdentity, row: int) -> Comm:
     said = events["annotation"]
     name = events.names[said.name[row]]
-    nbytes, elements, dtype = payload_of_shapes(said.args.get(row, {}))
-    kind, ends = kind_of(name), ends_of(name)
-    peer = -1 if ends is None else ends[1] if kind == Kind.SEND else ends[0]
-    start, end = int(said.start[row]), int(said.end[row])
-    return Comm(CollectiveCall(kind, nbytes, about.world, peer, dtype, elements), start, end, start, name)
+    nbytes, elements, dtype = _payload(said.args.get(row, {}))
+    kind, start = kind_of(name), int(said.start[row])
+    call = CollectiveCall(kind, nbytes, about.world, _peer(name, kind), dtype, elements)
+    return Comm(call, start, int(said.end[row]), start, name)

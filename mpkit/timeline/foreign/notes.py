@@ -10,12 +10,11 @@ import numpy as np
 from mpkit.common.units import percent, seconds
 from mpkit.timeline.foreign.clocks import ClockAlignment
 from mpkit.timeline.foreign.communication import Comm
-from mpkit.timeline.foreign.lanes import covered_times, length
+from mpkit.timeline.foreign.kineto import TABLE, Events, text_of
 from mpkit.timeline.foreign.phases import cut_steps, profiled_steps
 from mpkit.timeline.foreign.rank import MOST
 from mpkit.timeline.foreign.rank_identity import RankIdentity
-from mpkit.timeline.foreign.reading.events import IGNORED, Events
-from mpkit.timeline.foreign.reading.sound_event import text_of
+from mpkit.timeline.metrics import covered, length
 from mpkit.trace import Kind, RankTrace
 
 if TYPE_CHECKING:
@@ -103,9 +102,9 @@ def _shares(events: Events) -> dict[str, tuple[int, float]]:
         max(table.end.max() for table in tables) - min(table.start.min() for table in tables) if tables else 0
     )
     found = {}
-    for category in {each for each in events.categories if each.lower() not in IGNORED}:
+    for category in {each for each in events.categories if each.lower() not in TABLE["ignored"]}:
         rows = np.flatnonzero(np.array(events.categories) == category)
-        busy = length(covered_times(other.start[rows], other.end[rows]))
+        busy = length(covered(other.start[rows], other.end[rows]))
         found[category or "none"] = len(rows), busy / whole if whole else 0.0
     return found
 

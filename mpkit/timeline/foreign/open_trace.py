@@ -21,7 +21,7 @@ from mpkit.errors import TraceError
 from mpkit.plan.plan import Plan
 from mpkit.timeline.foreign.announced_plan import InferredStrategy, infer, plan_of_mesh
 from mpkit.timeline.foreign.notes import host_notes
-from mpkit.timeline.foreign.reading.read import looks_like_json, looks_like_trace, other_kind
+from mpkit.timeline.foreign.stream import looks_like_json, looks_like_trace, other_kind
 from mpkit.timeline.foreign.torch_profiler import import_traces
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace

@@ -10,14 +10,14 @@ forward        annotations that say forward, and what else comes before a backwa
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.foreign.lanes import covered_times, lies_within
-from mpkit.timeline.foreign.reading.events import STEP, Events
+from mpkit.timeline.foreign.kineto import PATTERNS, Events
+from mpkit.timeline.foreign.lanes import lies_within
+from mpkit.timeline.metrics import covered
 from mpkit.trace import Kind
 
 __all__ = ["PLACE", "cut_steps", "place_of", "profiled_steps"]
@@ -27,14 +27,11 @@ Array = npt.NDArray[Any]
 PLACE = np.dtype([("step", "<i8"), ("kind", "u1"), ("stage", "<i4"), ("microbatch", "<i4"), ("name", "<i8")])
 """Where a program was. `name` is a number of `Events.names`, -1: none."""
 
-_PIPELINE = re.compile(r"PP:([0-9]{1,4})(F|B|I|W|BACKWARD_INPUT|BACKWARD_WEIGHT)([0-9]{1,9})$")
-_CHUNK = re.compile(r"(Forward|Backward) ([0-9]{1,9})$")
 _ACTIONS = {
     "F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD,
     "BACKWARD_INPUT": Kind.INPUT_GRAD, "BACKWARD_WEIGHT": Kind.WEIGHT_GRAD,
     "Forward": Kind.FORWARD, "Backward": Kind.BACKWARD,
 }  # fmt: skip
-_NODE = re.compile(r"autograd::engine::evaluate_function|\w+Backward\d*$|torch::autograd::AccumulateGrad$")
 _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.RECOMPUTE)
 
 
@@ -73,14 +70,16 @@ def place_of(events: Events, asked: Array) -> Array:
     place["name"][here] = said.name[which[here]]
     # ---- stages and micro-batches
     actions = {
-        i: found for i, word in enumerate(words) if (found := _PIPELINE.match(word) or _CHUNK.match(word))
+        i: found
+        for i, word in enumerate(words)
+        if (found := PATTERNS["pipeline"].match(word) or PATTERNS["chunk"].match(word))
     }
     here, which = mark(list(actions))
     for at in np.flatnonzero(here).tolist():
         found = actions[int(which[at])]
         kind = _ACTIONS[found[found.re.groups - 1]]
         place["microbatch"][at] = int(found[found.re.groups])
-        place["stage"][at] = int(found[1]) if found.re is _PIPELINE else -1
+        place["stage"][at] = int(found[1]) if found.re is PATTERNS["pipeline"] else -1
         place["kind"][at] = (
             Kind.RECOMPUTE if place["kind"][at] == Kind.RECOMPUTE and kind != Kind.FORWARD else kind
         )
@@ -102,7 +101,7 @@ def _find_inside(times: Array, start: Array, end: Array) -> tuple[Array, Array]:
         return np.zeros(len(times), bool), np.zeros(len(times), np.int64)
     order = np.argsort(start, kind="stable")
     at = np.maximum(np.searchsorted(start[order], times, side="right") - 1, 0)
-    spans = covered_times(start, end)
+    spans = covered(start, end)
     around = np.maximum(np.searchsorted(spans[:, 0], times, side="right") - 1, 0)
     return (times >= spans[around, 0]) & (times < spans[around, 1]), order[at]
 
@@ -116,8 +115,7 @@ def _mark_backward(events: Events, asked: Array, place: Array) -> None:
 
 def _engine_rows(events: Events) -> Array:
     """Return the operators that are autograd's engine evaluating a node; torch 1.8 has the nodes alone."""
-    names = np.array([_NODE.match(name) is not None for name in events.names] + [False])
-    return np.flatnonzero(names[events["op"].name])
+    return events.named("op", PATTERNS["node"].match)
 
 
 def _recomputed_rows(events: Events) -> Array:
@@ -126,9 +124,9 @@ def _recomputed_rows(events: Events) -> Array:
     Functions written in Python are recorded in backwards, too, as those by which DTensor changes a layout.
     """
     ops = events["op"]
-    aten = np.array([name.startswith("aten::") for name in events.names] + [False])
-    rows = np.flatnonzero((ops.records == 1) & aten[ops.name])
-    return rows[lies_within(ops, rows, ops, _engine_rows(events))]
+    rows = events.named("op", lambda name: name.startswith("aten::"))
+    rows = rows[ops.records[rows] == 1]
+    return np.asarray(rows[lies_within(ops, rows, ops, _engine_rows(events))])
 
 
 def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
@@ -139,9 +137,9 @@ def _mark_recomputed(events: Events, asked: Array, place: Array) -> None:
 
 def profiled_steps(events: Events) -> dict[int, int]:
     """Return the number of each step that torch.profiler announces, by the row of its annotation."""
-    table, names = events["annotation"], [STEP.match(name) for name in events.names] + [None]
-    steps = np.flatnonzero(np.array([found is not None for found in names])[table.name])
-    return {row: int(found[1]) for row in steps.tolist() if (found := names[int(table.name[row])])}
+    table, step = events["annotation"], PATTERNS["step"]
+    rows = events.named("annotation", step.match).tolist()
+    return {row: int(found[1]) for row in rows if (found := step.match(events.names[table.name[row]]))}
 
 
 def cut_steps(events: Events) -> list[int]:
@@ -162,8 +160,7 @@ def cut_steps(events: Events) -> list[int]:
     took = np.median([said.end[row] - said.start[row] for row in before])
     if 2 * (said.end[last] - said.start[last]) >= took:
         return []
-    update = np.array([_updates(name.lower()) for name in events.names] + [False])
-    updates = said.start[update[said.name]]
+    updates = said.start[events.named("annotation", lambda name: _updates(name.lower()))]
     fewer = 2 * count(ops.start, last) < np.median([count(ops.start, row) for row in before[-5:]])
     no_update = not count(updates, last) and all(count(updates, row) for row in before)
     return [last] if fewer or no_update else []

@@ -1,36 +1,66 @@
 """One rank's events as the records of a Trace.
 
-actions     forwards, backwards, optimizer steps: outermost ops of the compute lane
-layers      within an action, what its kernels or operators are called
-waits       where the compute lane stands still: for a communication that ends just then, or on a GPU for its host
-comm        communications, with group and number, as replays match them
-copies      between device and host; and the time in which a DataLoader is asked for the next batch
-memory      the allocator's events
+    actions     forwards, backwards, optimizer steps: outermost ops of the compute lane
+    layers      within an action, what its kernels or operators are called
+    waits       where the compute lane stands still: for a communication that ends just then, or on a GPU for its host
+    comm        communications, with group and number, as replays match them
+    copies      between device and host; and the time in which a DataLoader is asked for the next batch
+    memory      the allocator's events
+
+A gap that ends with a communication is a wait for it. Of the other gaps, those within an action of a GPU are waits for
+its host, which has not launched the next kernel yet; between actions a gap is only idle time. A communication that
+nobody waited for was over in time. Its result was needed by the next work of another kind at the latest, so there
+stands a wait of no length: on a slower link it becomes one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from mpkit.timeline.foreign.actions import ProfiledAction, actions_of
-from mpkit.timeline.foreign.bounds import bounds_of
-from mpkit.timeline.foreign.communication import Comm
-from mpkit.timeline.foreign.lanes import DeviceWork, covered_times, length, work_of
-from mpkit.timeline.foreign.op_rows import OpRow, write_rank
+from mpkit.timeline.foreign.actions import ProfiledAction, actions_of, bounds_of
+from mpkit.timeline.foreign.communication import MESSAGES, Comm
+from mpkit.timeline.foreign.kineto import Events
+from mpkit.timeline.foreign.lanes import DeviceWork, work_of
 from mpkit.timeline.foreign.phases import place_of
-from mpkit.timeline.foreign.reading.events import Events
-from mpkit.timeline.foreign.waits import longest, waits_of
-from mpkit.trace import Kind, RankTrace
+from mpkit.timeline.metrics import covered, length
+from mpkit.trace import CATEGORIES, MEMORY, OP, SENT_PART, Kind, RankTrace, lane_of
 
 __all__ = ["MOST", "rank_trace"]
+
+Array = npt.NDArray[Any]
 
 MOST = 20_000
 """Layers, and likewise waits, of one rank: of more, the shortest are left out."""
 
 _ENGINE = "autograd::engine::evaluate_function: "
+
+
+class OpRow(NamedTuple):
+    """An op in the making; `ref` is the row of the communication that a wait is for, `parts` what it sends to each."""
+
+    start: int
+    end: int
+    kind: Kind
+    depth: int = 0
+    step: int = -1
+    stage: int = -1
+    microbatch: int = -1
+    name: str = ""
+    group: str = ""
+    number: int = -1
+    peer: int = -1
+    nbytes: int = 0
+    busy: int = 0
+    ref: int = -1
+    still: float = 0.0
+    parts: tuple[int, ...] = ()
 
 
 def rank_trace(
@@ -47,84 +77,87 @@ def rank_trace(
     """
     work = work_of(events)
     actions = actions_of(events, work, comms)
-    rows = _collectives(events, comms, index, mine)
-    rows += _actions(events, work, actions)
-    waits = waits_of(OpRow, rows, work, actions, on_device=events.on_device)
+    rows = [*_collectives(events, comms, index, mine), *_actions(events, work, actions)]
+    waits = _waits(rows, work, actions, on_device=events.on_device)
     if events.on_device:
         rows = _with_stillness(rows, waits)
-    rows += longest(waits, MOST)
+    rows += _longest(waits, MOST)
     rows += [*_copies(events), *_loading_times(events)]
     rows += _steps(rows)
-    return write_rank(events, rows, shift), bounds_of(events, work, actions)
+    return _write(events, rows, shift), bounds_of(events, work, actions)
 
 
 # ---- rows
 
 
-def _collectives(events: Events, comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> list[OpRow]:
+def group_of(comm: Comm, index: Mapping[int, int], mine: int) -> str:
+    """Return the name of a communication's group: the numbers of its ranks that there are files of."""
+    here = sorted(index[rank] for rank in comm.call.members if rank in index)
+    return ",".join(map(str, here if mine in here else [mine]))
+
+
+def _collectives(
+    events: Events, comms: Sequence[Comm], index: Mapping[int, int], mine: int
+) -> Iterator[OpRow]:
     place = place_of(events, np.array([comm.asked for comm in comms], np.int64))
-    numbers: dict[int, tuple[str, int, int]] = {}
+    groups: dict[int, tuple[str, int, int]] = {}  # with the number in the group, and the peer
     counted: Counter[str] = Counter()
     for at in sorted(range(len(comms)), key=lambda i: comms[i].asked):
-        call, kind = comms[at].call, comms[at].kind
-        here = sorted(index[rank] for rank in call.members if rank in index)
-        group, peer = ",".join(map(str, here if mine in here else [mine])), -1
+        call, kind, group, peer = comms[at].call, comms[at].kind, group_of(comms[at], index, mine), -1
         if 0 <= call.peer < len(call.members):
             peer = index.get(call.members[call.peer], -1)
-        if kind in (Kind.SEND, Kind.RECV) and peer >= 0:
+        if kind in MESSAGES and peer >= 0:
             group = f"{mine}>{peer}#0" if kind == Kind.SEND else f"{peer}>{mine}#0"
-        numbers[at] = group, counted[group], peer
+        groups[at] = group, counted[group], peer
         counted[group] += 1
-    return [
-        OpRow(comm.start, comm.end, comm.kind, 0, int(where["step"]), int(where["stage"]), int(where["microbatch"]),
-            _spelt(comm), numbers[at][0], numbers[at][1], numbers[at][2], comm.call.nbytes, parts=_parts(comm, index))
-        for at, (comm, where) in enumerate(zip(comms, place, strict=True))
-    ]  # fmt: skip
+    for at, (comm, where) in enumerate(zip(comms, place, strict=True)):
+        call, parts = comm.call, ()
+        if all(rank in index for rank in call.members):  # the bytes for each, by its number in the Trace
+            numbered = sorted(zip((index[rank] for rank in call.members), call.parts, strict=False))
+            parts = tuple(nbytes for _, nbytes in numbered)  # type: ignore[assignment]
+        name = f"{call.dtype}[{call.elements}]" if call.elements else comm.name
+        numbers = int(where["step"]), int(where["stage"]), int(where["microbatch"])
+        yield OpRow(comm.start, comm.end, comm.kind, 0, *numbers, name, *groups[at], call.nbytes, parts=parts)
 
 
-def _parts(comm: Comm, index: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the bytes for each rank of the group, by its number in the Trace; none if a rank has no file."""
-    call = comm.call
-    if not all(rank in index for rank in call.members):
-        return ()
-    by_number = sorted(zip((index[rank] for rank in call.members), call.parts, strict=False))
-    return tuple(nbytes for _, nbytes in by_number)
-
-
-def _spelt(comm: Comm) -> str:
-    call = comm.call
-    return f"{call.dtype}[{call.elements}]" if call.elements else comm.name
-
-
-def _actions(events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]) -> list[OpRow]:
-    """Return the actions, none of which begins before the one before it has ended, and their layers."""
-    rows: list[OpRow] = []
+def _actions(events: Events, work: DeviceWork, actions: Sequence[ProfiledAction]) -> Iterator[OpRow]:
+    """Yield the actions, none of which begins before the one before it has ended, and their layers."""
     fine, before = len(work.start) <= MOST, 0
     for action in actions:
-        start = max(int(work.start[action.first]), before)
-        ends = work.end[action.first : action.last]
-        end = max(int(ends.max()), start)
-        starts = work.start[action.first : action.last]
+        starts, ends = work.start[action.first : action.last], work.end[action.first : action.last]
+        start = max(int(starts[0]), before)
+        end = before = max(int(ends.max()), start)
         # Work of another stream may have ended before this action begins.
-        seen = np.maximum(starts, start), np.maximum(ends, start)
-        busy = length(covered_times(*seen)) if events.on_device else 0
-        place = action.step, action.stage, action.microbatch
-        rows.append(
-            OpRow(start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start)
+        busy = (
+            int(length(covered(np.maximum(starts, start), np.maximum(ends, start))))
+            if events.on_device
+            else 0
         )
-        before = end
+        place = action.step, action.stage, action.microbatch
+        yield OpRow(
+            start, end, action.kind, 0, *place, action.name, busy=min(busy, end - start) or end - start
+        )
         if fine:
-            rows += _layers(events, work, action, start)
-    return rows
+            yield from _layers(events, work, action, start)
+
+
+def _layers(events: Events, work: DeviceWork, action: ProfiledAction, before: int) -> Iterator[OpRow]:
+    """Yield runs of work of the same name within an action, which begins at `before`."""
+    names = work.name[action.first : action.last]
+    begins = (action.first + np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))).tolist()
+    for first, last in pairwise([*begins, action.last]):
+        start, end = max(int(work.start[first]), before), max(int(work.end[first:last].max()), before)
+        name = events.names[work.name[first]].removeprefix(_ENGINE)
+        yield OpRow(start, end, action.kind, 1, action.step, action.stage, action.microbatch, name)
+        before = end
 
 
 def _with_stillness(rows: Sequence[OpRow], waits: Sequence[OpRow]) -> list[OpRow]:
     """Return the rows, each action with the time in which it waits for its host."""
     still = [wait for wait in waits if wait.ref < 0]
     starts = np.array([wait.start for wait in still], np.int64)
+    assert (np.diff(starts) >= 0).all(), "waits for the host are in order of time"
     sums = np.concatenate([[0], np.cumsum([wait.end - wait.start for wait in still])])
-    order = np.argsort(starts, kind="stable")
-    assert (order == np.arange(len(order))).all(), "waits for the host are in order of time"
 
     def still_of(row: OpRow) -> float:
         return float(sums[np.searchsorted(starts, row.end)] - sums[np.searchsorted(starts, row.start)]) * 1e-9
@@ -134,55 +167,24 @@ def _with_stillness(rows: Sequence[OpRow], waits: Sequence[OpRow]) -> list[OpRow
     ]
 
 
-def _layers(events: Events, work: DeviceWork, action: ProfiledAction, start: int) -> list[OpRow]:
-    """Return runs of work of the same name within an action."""
-    names = work.name[action.first : action.last]
-    begins = action.first + np.flatnonzero(np.concatenate([[True], names[1:] != names[:-1]]))
-    rows, before = [], start
-    for first, last in zip(begins.tolist(), [*begins[1:].tolist(), action.last], strict=True):
-        end = max(int(work.end[first:last].max()), before)
-        begin = max(int(work.start[first]), before)
-        name = events.names[work.name[first]].removeprefix(_ENGINE)
-        rows.append(OpRow(begin, end, action.kind, 1, action.step, action.stage, action.microbatch, name))
-        before = end
-    return rows
-
-
-def _copies(events: Events) -> list[OpRow]:
-    """Return the copies between device and host; those within the device compute nothing and are left out."""
-    copy = events["copy"]
-    launch = events.launches("copy")
+def _copies(events: Events) -> Iterator[OpRow]:
+    """Yield the copies between device and host; those within the device compute nothing and are left out."""
+    copy, launch = events["copy"], events.launches("copy")
     asked = np.where(launch >= 0, np.append(events["call"].start, 0)[launch], copy.start)
-    steps = place_of(events, asked)["step"]
-    rows = []
-    for at, step in enumerate(steps.tolist()):
+    for at, step in enumerate(place_of(events, asked)["step"].tolist()):
         name = events.names[copy.name[at]]
         kind = Kind.COPY_TO_DEVICE if "HtoD" in name else Kind.COPY_TO_HOST if "DtoH" in name else None
         if kind is not None:
-            rows.append(
-                OpRow(
-                    int(copy.start[at]),
-                    int(copy.end[at]),
-                    kind,
-                    step=step,
-                    name=name,
-                    nbytes=int(copy.nbytes[at]),
-                )
-            )
-    return rows
+            times = int(copy.start[at]), int(copy.end[at])
+            yield OpRow(*times, kind, step=step, name=name, nbytes=int(copy.nbytes[at]))
 
 
-def _loading_times(events: Events) -> list[OpRow]:
-    """Return the times in which a DataLoader was asked for the next batch."""
+def _loading_times(events: Events) -> Iterator[OpRow]:
+    """Yield the times in which a DataLoader was asked for the next batch."""
     said = events["annotation"]
-    loads = np.flatnonzero(
-        np.array([name.startswith("enumerate(DataLoader)") for name in events.names] + [False])[said.name]
-    )
-    steps = place_of(events, said.start[loads])["step"]
-    return [
-        OpRow(int(said.start[at]), int(said.end[at]), Kind.DATA, step=step)
-        for at, step in zip(loads.tolist(), steps.tolist(), strict=True)
-    ]
+    loads = events.named("annotation", lambda name: name.startswith("enumerate(DataLoader)"))
+    for at, step in zip(loads.tolist(), place_of(events, said.start[loads])["step"].tolist(), strict=True):
+        yield OpRow(int(said.start[at]), int(said.end[at]), Kind.DATA, step=step)
 
 
 def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
@@ -193,3 +195,123 @@ def _steps(rows: Sequence[OpRow]) -> list[OpRow]:
             start, end = bounds.get(row.step, (row.start, row.end))
             bounds[row.step] = min(start, row.start), max(end, row.end)
     return [OpRow(start, end, Kind.STEP, step=step) for step, (start, end) in bounds.items()]
+
+
+# ---- waits
+
+
+def _waits(
+    rows: Sequence[OpRow], work: DeviceWork, actions: Sequence[ProfiledAction], *, on_device: bool
+) -> list[OpRow]:
+    """Return the waits of one rank.
+
+    Args:
+        rows: its communications and actions.
+        work: what it computes.
+        actions: its actions.
+        on_device: whether its work is that of a GPU, which a host launches.
+    """
+    comms = sorted((i for i, row in enumerate(rows) if 32 <= row.kind < 64), key=lambda i: rows[i].end)
+    ends = [rows[i].end for i in comms]
+    outer = [row for row in rows if row.kind < Kind.WAIT and row.depth == 0]
+    found: list[OpRow] = []
+    waited: set[int] = set()
+
+    def gap(start: int, end: int, row: OpRow, depth: int) -> None:
+        """Add the waits of one gap, before which `row` is the next or around which it is the current action."""
+        low, high = bisect_right(ends, start), bisect_right(ends, end)
+        place = depth, row.step, row.stage, row.microbatch
+        at = start
+        if high > low:
+            comm = comms[high - 1]
+            begin = max(start, rows[comm].start)
+            if depth and on_device and begin > at:
+                found.append(OpRow(at, begin, Kind.WAIT, *place))
+            at = rows[comm].end
+            found.append(OpRow(begin, at, Kind.WAIT, *place, ref=comm))
+            waited.add(comm)
+        if depth and on_device and end > at:
+            found.append(OpRow(at, end, Kind.WAIT, *place))
+
+    for action, row in zip(actions, outer, strict=True):
+        start, end = work.start[action.first : action.last], work.end[action.first : action.last]
+        reached = np.maximum.accumulate(np.maximum(end, row.start))
+        for at in np.flatnonzero(start[1:] > reached[:-1]).tolist():
+            gap(int(reached[at]), int(start[at + 1]), row, 1)
+    for before, row in pairwise(outer):
+        if row.start > before.end:
+            gap(before.end, row.start, row, 0)
+    return found + _at_the_latest(rows, outer, set(comms) - waited)
+
+
+def _at_the_latest(rows: Sequence[OpRow], outer: Sequence[OpRow], left: set[int]) -> list[OpRow]:
+    """Return waits of no length, where the next work of another kind or step begins."""
+    starts = [row.start for row in outer]
+    found = []
+    for comm in sorted(left):
+        row = rows[comm]
+        if row.kind == Kind.SEND or not outer:
+            continue
+        at = bisect_left(starts, row.end)
+        now = outer[max(bisect_right(starts, row.start) - 1, 0)]
+        same = now.kind, now.step
+        while row.kind != Kind.RECV and at < len(outer) and (outer[at].kind, outer[at].step) == same:
+            at += 1
+        if at < len(outer):
+            then = outer[at]
+            place = 0, then.step, then.stage, then.microbatch
+            found.append(OpRow(then.start, then.start, Kind.WAIT, *place, ref=comm))
+    return found
+
+
+def _longest(waits: Sequence[OpRow], most: int) -> list[OpRow]:
+    """Return the waits for communications, and of those for the host the `most` longest."""
+    idle = sorted((wait.end - wait.start for wait in waits if wait.ref < 0), reverse=True)
+    shortest = idle[most] if len(idle) > most else -1
+    return [wait for wait in waits if wait.ref >= 0 or wait.end - wait.start > shortest]
+
+
+# ---- records
+
+
+def _write(events: Events, rows: Sequence[OpRow], shift: int) -> RankTrace:
+    """Return the records of a rank's ops, by start, and of its memory; `shift` ns are added to all times."""
+
+    def first(at: int) -> tuple[int, bool, bool, int, int]:
+        row = rows[at]
+        return row.start, row.kind != Kind.STEP, row.kind == Kind.WAIT, row.depth, -row.end
+
+    order = sorted(range(len(rows)), key=first)
+    names: dict[str, int] = {"": 0}
+    ops = np.zeros(len(rows), OP)
+    at = {row: number for number, row in enumerate(order)}
+    parts: list[tuple[int, int, int]] = []
+    for number, i in enumerate(order):
+        row = rows[i]
+        start, end = row.start + shift, max(row.end, row.start) + shift
+        ref = at[row.ref] if row.ref >= 0 else -1
+        ops[number] = (
+            row.kind, lane_of(row.kind), row.depth, 0, row.stage, 0, row.microbatch, row.step,
+            names.setdefault(row.name, len(names)), 0, names.setdefault(row.group, len(names)), row.number, row.peer,
+            ref if ref < number else -1, start, end, row.busy, row.nbytes, 0.0,
+            np.nan if row.kind == Kind.STEP else row.still,
+        )  # fmt: skip
+        parts += [(number, member, nbytes) for member, nbytes in enumerate(row.parts) if nbytes]
+    return RankTrace(ops, _memory(events, ops, shift), list(names), sent_parts=np.array(parts, SENT_PART))
+
+
+def _memory(events: Events, ops: Array, shift: int) -> Array:
+    """Return the allocator's events, those of the accelerator if it has any; nothing tells what the memory is for."""
+    kinds = events.memory[:, 2]  # c10::DeviceType: 0 is the host, 1 CUDA, 6 HIP, 12 XPU, 19 MTIA
+    if events.on_device and not (kinds > 0).any():  # of the host only: nothing is known of the GPU's memory
+        kinds = kinds[:0]
+    away = kinds[kinds > 0]
+    changes = events.memory[: len(kinds)][kinds == (np.bincount(away).argmax() if len(away) else 0)]
+    changes = changes[np.argsort(changes[:, 0], kind="stable")]
+    memory = np.zeros(len(changes), MEMORY)
+    memory["time"], memory["delta"] = changes[:, 0] + shift, changes[:, 1]
+    memory["op"] = np.searchsorted(ops["start"], memory["time"], side="right")
+    memory["category"] = CATEGORIES.index("buffers")
+    if len(changes) and changes[0, 3] >= 0:  # what was held already
+        memory["delta"][0] = changes[0, 3]
+    return memory

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mpkit.common.size_limits import read_json
-from mpkit.timeline.foreign.reading.sound_event import text_of
+from mpkit.timeline.foreign.kineto import text_of
 from mpkit.trace.validation import MOST_RANKS
 
 __all__ = ["RankIdentity", "read_header"]
-
-LONGEST = 1_000_000
-"""The most characters of a mapping that is written as a text."""
 
 _IN_NAME = re.compile(r"rank[-_]?(\d{1,5})", re.IGNORECASE)
 
@@ -49,7 +46,7 @@ class RankIdentity:
         return tuple(range(self.world_size or 0)) or (() if self.rank is None else (self.rank,))
 
 
-def read_header(header: Mapping[str, Any], path: Path, device: int = 0) -> RankIdentity:
+def read_header(header: Mapping[str, Any], path: Path, device: str = "0") -> RankIdentity:
     """Read what the header of a file says.
 
     Args:
@@ -63,62 +60,44 @@ def read_header(header: Mapping[str, Any], path: Path, device: int = 0) -> RankI
     >>> read_header({}, Path("rank12.json")).rank, read_header({}, Path("trace.json")).rank
     (12, None)
     """
-    said = _read_mapping(header.get("distributedInfo"))
-    rank, world = _number(said.get("rank")), _number(said.get("world_size"))
+    said = _parsed(header.get("distributedInfo"), dict)
+    rank, world = _rank_number(said.get("rank")), _rank_number(said.get("world_size"))
     if rank is None and not said and (found := _IN_NAME.search(path.name)):
         rank = int(found[1])
     groups: dict[str, tuple[int, ...]] = {}
     axes: dict[str, str] = {}
-    listed = said.get("pg_config")
-    for group in listed if isinstance(listed, list) else ():
-        if not isinstance(group, Mapping):
+    for group in _parsed(said.get("pg_config"), list):
+        if not isinstance(group, dict):
             continue
-        name, ranks = text_of(group.get("pg_name")), group.get("ranks", ())
-        size = _number(group.get("pg_size"))
-        if (
-            isinstance(ranks, list)
-            and all(type(each) is int and 0 <= each <= MOST_RANKS for each in ranks)
-            and size in (None, len(ranks))
-        ):
-            groups[name] = tuple(sorted(ranks))
-        words = text_of(group.get("pg_desc"))
+        name, ranks, words = text_of(group.get("pg_name")), group.get("ranks"), text_of(group.get("pg_desc"))
+        numbers = [_rank_number(each) for each in ranks] if isinstance(ranks, list) else [None]
+        if None not in numbers and _rank_number(group.get("pg_size")) in (None, len(numbers)):
+            groups[name] = tuple(sorted(number for number in numbers if number is not None))
         if words.startswith("mesh_"):
             axes[name] = words.removeprefix("mesh_")
-    devices = header.get("deviceProperties")
-    if isinstance(devices, str):
-        devices = _parse_text(devices)
-    listed = devices if isinstance(devices, list) else ()
-    names = {
-        text_of(each.get("id")): text_of(each.get("name")) for each in listed if isinstance(each, Mapping)
-    }
+    devices = [each for each in _parsed(header.get("deviceProperties"), list) if isinstance(each, dict)]
+    names = {text_of(each.get("id")): text_of(each.get("name")) for each in devices}
     only = (
         next(iter(names.values())) if len(names) == 1 else ""
     )  # ranks that see one GPU may list it by another id
-    gpu = names.get(str(device), only)
-    return RankIdentity(rank, world, text_of(said.get("backend")), groups, axes, gpu, path.name)
+    return RankIdentity(
+        rank, world, text_of(said.get("backend")), groups, axes, names.get(device, only), path.name
+    )
 
 
-def _read_mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping that the header has as one, or as the text of one."""
-    value = _parse_text(value) if isinstance(value, str) else value
-    return dict(value) if isinstance(value, Mapping) else {}
+def _parsed(value: Any, kind: type[Any]) -> Any:
+    """Return a mapping or a list that the header has as one, or as the text of one (JSON or Python's); else empty."""
+    if isinstance(value, str) and len(value) < 1_000_000:
+        for read in (read_json, ast.literal_eval):
+            try:
+                value = read(value)
+                break
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # it was cut short
+                continue
+    return value if isinstance(value, kind) else kind()
 
 
-def _parse_text(text: str) -> Any:
-    """Return what a text says as JSON or as Python writes it; None if it was cut short."""
-    if len(text) > LONGEST:
-        return None
-    try:
-        return read_json(text)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-
-
-def _number(value: Any) -> int | None:
+def _rank_number(value: Any) -> int | None:
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):

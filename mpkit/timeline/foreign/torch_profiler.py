@@ -21,27 +21,13 @@ from mpkit.timeline.foreign.announced_plan import said_by
 from mpkit.timeline.foreign.chrome import plain_trace
 from mpkit.timeline.foreign.clocks import ClockAlignment, align
 from mpkit.timeline.foreign.communication import Comm, communications
+from mpkit.timeline.foreign.kineto import TABLE, Events, read_events
 from mpkit.timeline.foreign.notes import host_of, host_or_unknown, notes_on, without_layers
-from mpkit.timeline.foreign.rank import rank_trace
+from mpkit.timeline.foreign.rank import group_of, rank_trace
 from mpkit.timeline.foreign.rank_identity import RankIdentity, read_header
-from mpkit.timeline.foreign.reading.events import Events
-from mpkit.timeline.foreign.reading.reader import read_events
-from mpkit.timeline.foreign.reading.sound_event import whole_of
 from mpkit.trace import Trace
 
 __all__ = ["import_traces", "machine_of"]
-
-
-_GPUS = (
-    ("H200", "8x-h200-nvlink"), ("H100 PCIe", "8x-h100-pcie"), ("H100", "8x-h100-nvlink"), ("GB300", "8x-gb300-nvlink"),
-    ("B300", "8x-b300-nvlink"), ("GB200", "8x-gb200-nvlink"), ("B200", "8x-b200-nvlink"), ("MI300X", "8x-mi300x"),
-    ("L40S", "8x-l40s"), ("V100-PCIE", "2x-v100-pcie"), ("V100", "2x-v100-nvlink"),
-    ("A100-SXM4-40GB", "8x-a100-40-nvlink"), ("A100-SXM4-80GB", "8x-a100-nvlink"), ("A100-PG509", "8x-a100-40-nvlink"),
-    ("A100-PCIE", "8x-a100-pcie"), ("A100 80GB PCIe", "8x-a100-pcie"), ("A10G", "4x-a10g"), ("Tesla T4", "4x-t4"),
-    ("RTX 5090", "2x-rtx-5090"), ("RTX 4090", "2x-rtx-4090"), ("RTX 3090", "2x-rtx-3090"),
-    ("TITAN RTX", "2x-titan-rtx"),
-)  # fmt: skip
-"""Words in the names that drivers give to GPUs, and the machine with that GPU; the first that fits counts."""
 
 
 def machine_of(device: str) -> str:
@@ -50,7 +36,7 @@ def machine_of(device: str) -> str:
     >>> machine_of("NVIDIA H100 80GB HBM3"), machine_of("NVIDIA A100-PG509-200"), machine_of("")
     ('8x-h100-nvlink', '8x-a100-40-nvlink', 'cpu')
     """
-    known = next((machine for words, machine in _GPUS if words in device), device or "cpu")
+    known = next((machine for words, machine in TABLE["gpus"].items() if words in device), device or "cpu")
     return known if known in hardware() else device
 
 
@@ -118,11 +104,10 @@ def _ranks_of(known: Sequence[RankIdentity]) -> list[int]:
     return [who.rank if who.rank is not None else next(left) for who in known]
 
 
-def _gpu_of(events: Events) -> int:
+def _gpu_of(events: Events) -> str:
     """Return the number of the GPU that most kernels ran on."""
     counted = Counter(events.threads[stream][0] for stream in events["kernel"].thread.tolist())
-    device = counted.most_common(1)[0][0] if counted else "0"
-    return whole_of(device) or 0
+    return counted.most_common(1)[0][0] if counted else "0"
 
 
 # ---- facts
@@ -136,12 +121,12 @@ def _meta(
     device = next((who.device for who, events in parts if events.on_device and who.device), "")
     world = max((who.world_size or 0 for who, _ in parts), default=0)
     index = {rank: at for at, rank in enumerate(numbers)}
-    axes: dict[str, str] = {}
-    for mine in comms:
-        for comm in mine:
-            here = sorted(index[rank] for rank in comm.call.members if rank in index)
-            if comm.call.axis and len(here) > 1:
-                axes[",".join(map(str, here))] = comm.call.axis
+    axes = {
+        group: comm.call.axis
+        for at, mine in enumerate(comms)
+        for comm in mine
+        if comm.call.axis and "," in (group := group_of(comm, index, at))
+    }
     imported = {
         "files": [who.source for who, _ in parts],
         "ranks": [numbers[at] if who.rank is not None else None for at, (who, _) in enumerate(parts)],
@@ -165,8 +150,7 @@ def _groups(comms: Sequence[Comm], index: Mapping[int, int], mine: int) -> dict[
     """Return how many ranks a rank's groups really have, absent ones too, and their axis, by kind and group."""
     counted: dict[str, Counter[tuple[int, str]]] = {}
     for comm in comms:
-        here = sorted(index[rank] for rank in comm.call.members if rank in index)
-        key = f"{comm.kind.word} {','.join(map(str, here if mine in here else [mine]))}"
+        key = f"{comm.kind.word} {group_of(comm, index, mine)}"
         whole = max(len(comm.call.members), 1), comm.call.axis
         counted.setdefault(key, Counter())[whole] += comm.call.nbytes + 1
     return {key: list(groups.most_common(1)[0][0]) for key, groups in counted.items()}

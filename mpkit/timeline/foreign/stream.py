@@ -1,4 +1,4 @@
-"""Reading Chrome's trace format as a stream: one event at a time, however large the file is.
+"""Chrome's trace format as a stream of events, however large the file is; and what a file is, from its first bytes.
 
     text       the file unzipped and decoded, in pieces
     values     one JSON value at a time, from wherever the text has got to
@@ -11,27 +11,29 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import io
 import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mpkit.errors import TraceError
-from mpkit.timeline.foreign.reading.unzip import Unzip
 
 __all__ = ["EventStream", "looks_like_json", "looks_like_trace", "other_kind"]
 
 PIECE = 4 << 20
-"""Characters that are read at a time."""
+"""Bytes that are read at a time."""
 
 _LONGEST = 8 << 20  # characters of one value
 _HEADER = 32 << 20  # characters of all values beside the events
-_UNREADABLE = 20  # values that are left out; each takes a search through what is longer than any value
-_BETWEEN = re.compile(r"[\s,]*").match
+_UNREADABLE = 20  # events that are left out; each takes a search through what is longer than any event
+_UNZIPPED, _TIMES = (
+    64 << 20,
+    100,
+)  # bytes that any file may come to unzipped, and a larger one per byte of its own
+_BETWEEN = re.compile(r"[\s,]*")
 _EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
 _BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
 _NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{)")
@@ -62,16 +64,17 @@ def other_kind(path: Path) -> str:
     with path.open("rb") as file:
         raw = file.read(64)
     text = _head(path, 512)
+    tar = text[257:262] == b"ustar"
     if not raw:
         return "empty"
-    if raw.startswith((b"PK", b"\x1f\x8b")) and text[257:262] != b"ustar":
+    if raw.startswith((b"PK", b"\x1f\x8b")) and not tar:
         return ""
     kinds = {
         "a pointer of Git LFS to a file that is not here: `git lfs pull` fetches it": raw.startswith(
             b"version https://git-lfs"
         ),
         "UTF-16, and a trace is UTF-8": raw.startswith((b"\xff\xfe", b"\xfe\xff")),
-        "a tar archive: unpack it, and open its folder": text[257:262] == b"ustar",
+        "a tar archive: unpack it, and open its folder": tar,
         "a page of HTML, not the file that it shows": text.lstrip()[:1] == b"<",
         "text, and not JSON": text.isascii() and b"\0" not in text,
     }
@@ -80,14 +83,18 @@ def other_kind(path: Path) -> str:
 
 def _head(path: Path, length: int) -> bytes:
     """Return the first bytes of a file, unzipped; as many as can be read."""
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-    opened: Any = gzip.open if zipped else open
-    with opened(path, "rb") as file:
+    with path.open("rb") as raw:
         try:
-            return bytes(file.read(length))
+            return bytes(_unzipped(raw).read(length))
         except (EOFError, zlib.error, gzip.BadGzipFile):
             return b""
+
+
+def _unzipped(raw: IO[bytes]) -> Any:
+    """Return a file, or what is in it if it is zipped by gzip."""
+    zipped = raw.read(2) == b"\x1f\x8b"
+    raw.seek(0)
+    return gzip.GzipFile(fileobj=raw) if zipped else raw
 
 
 class EventStream:
@@ -109,56 +116,51 @@ class EventStream:
         self._progress = progress
         self._scan: Any = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
         self._text, self._at, self._ended = "", 0, False
-        self._before, self._kept = 0, 0  # characters before the text at hand, and those of the header
+        self._before = 0  # characters before the text at hand
+        self._read = 0  # bytes, unzipped
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the events, in the order of the file.
 
         Raises:
-            TraceError: the file holds no object and no list of JSON.
+            TraceError: the file holds no object and no list of JSON, is far larger than its bytes make likely, or is
+                damaged all over.
         """
-        with self.path.open("rb") as raw:
-            self._raw = raw
-            zipped = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            self._unzip = Unzip(raw) if zipped else None
+        with self.path.open("rb") as self._raw:
+            self._bytes = _unzipped(self._raw)
             self._decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-            first = self._peek_character()
-            if first == "[":
-                self._at += 1
-                yield from self._events()
-            elif first == "{":
-                self._at += 1
-                yield from self._members()
-                if "ph" in self.header:
-                    first_event, self.header = self.header, {}
-                    yield first_event
-                    self._at += 1
-                    yield from self._events(lines=True)
-                    return
-                self._at += 1
-            else:
+            first = self._peek()
+            if first not in ("{", "["):
                 raise TraceError(
                     f"{self.path} begins with {first!r}, so it is no JSON. mk.open reads what torch.profiler's "
                     "export_chrome_trace writes (.json or .json.gz), and what trace.save writes"
                 )
-            if self._peek_character() in ("{", "["):
+            self._at += 1
+            yield from self._events() if first == "[" else self._members()
+            if "ph" in self.header:  # an event per line
+                event, self.header = self.header, {}
+                self._at += 1
+                yield event
+                yield from self._events(lines=True)
+                return
+            self._at += first == "{"
+            if self._peek() in ("{", "["):
                 raise TraceError(
-                    f"{self.path}: behind its end another trace begins, {self._quote_position()}. A file is of one "
-                    "rank: write each rank's trace to a file of its own, and give mk.open their folder"
+                    f"{self.path}: behind its end another trace begins, {self._quote()}. A file is of one rank: write "
+                    "each rank's trace to a file of its own, and give mk.open their folder"
                 )
 
     # ---- values
 
     def _members(self) -> Iterator[dict[str, Any]]:
         """Yield the events of the object whose "{" has been read, and fill the header with its other members."""
-        while self._peek_character() not in ("}", ""):
+        kept = 0
+        while self._peek() not in ("}", ""):
             key = self._value()
-            if self._peek_character() != ":" or not isinstance(key, str):
-                self._cut()
-                return
+            if self._peek() != ":" or not isinstance(key, str):
+                return self._cut()
             self._at += 1
-            if self._peek_character() == "[" and key == "traceEvents":
+            if self._peek() == "[" and key == "traceEvents":
                 self._at += 1
                 yield from self._events()
             elif self._text[self._at : self._at + 1] in (",", "}"):
@@ -166,22 +168,23 @@ class EventStream:
             else:
                 before = self._before + self._at
                 self.header[key] = self._value()
-                self._kept += self._before + self._at - before
-                if self._kept > _HEADER:
+                kept += self._before + self._at - before
+                if kept > _HEADER:
                     raise TraceError(
                         f"{self.path}: it says more than {_HEADER:,} characters beside its events"
                     )
-        if self._ended and self._peek_character() == "":
+        if self._peek() == "":
             self._cut()
+        return None
 
     def _events(self, *, lines: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the events of the list whose "[" has been read; `lines`: of a file with an event per line."""
         while True:
-            self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
+            self._at = _BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]
             try:
                 event, self._at = self._scan_value()
             except (StopIteration, ValueError):
-                if (following := self._peek_character()) == "]":
+                if (following := self._peek()) == "]":
                     self._at += 1
                     return
                 if following == "":
@@ -195,23 +198,23 @@ class EventStream:
                 self.repairs["event that is no object, left out"] += 1
 
     def _value(self) -> Any:
-        """Return the next value, after reading on and fixing as far as that takes."""
+        """Return the next value, after reading on and fixing as far as that takes; None at an end that was cut off."""
         while True:
             try:
                 value, end = self._scan_value()
             except (StopIteration, ValueError):
-                if len(self._text) - self._at < PIECE and self._more():
-                    continue
-                if self._mend():
-                    continue
-                if len(self._text) - self._at < _LONGEST and self._more():
+                held = len(self._text) - self._at
+                if (held < PIECE and self._more()) or self._mend() or (held < _LONGEST and self._more()):
                     continue
                 following = _NEXT_EVENT.search(self._text, self._at)
                 if following is None:
-                    self._at = len(self._text)
-                    self._ended = True
+                    self._at, self._ended = len(self._text), True
                     return None
-                self._leave_out()
+                self.repairs["event that cannot be read, left out"] += 1
+                if self.repairs["event that cannot be read, left out"] > _UNREADABLE:
+                    raise TraceError(
+                        f"{self.path}: more than {_UNREADABLE} events are no JSON, as {self._quote()}"
+                    ) from None
                 self._at = following.end()
                 continue
             if end == len(self._text) and not isinstance(value, dict | list | str) and self._more():
@@ -225,50 +228,28 @@ class EventStream:
             value: tuple[Any, int] = self._scan(self._text, self._at)
             return value
         except RecursionError:
-            raise TraceError(
-                f"{self.path}: brackets are nested too deeply: {self._quote_position()}"
-            ) from None
+            raise TraceError(f"{self.path}: brackets are nested too deeply: {self._quote()}") from None
 
-    def _quote_position(self) -> str:
+    def _quote(self) -> str:
         return f"{self._text[self._at : self._at + 60]!r} at character {self._before + self._at:,}"
 
-    def _peek_character(self) -> str:
+    def _peek(self) -> str:
         """Return the next character that is no space and no comma; "" at the end."""
         while True:
-            self._at = _BETWEEN(self._text, self._at).end()  # type: ignore[union-attr]
+            self._at = _BETWEEN.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
-    # ---- repairs
-
     def _mend(self) -> bool:
         """Fix what is wrong in the text at hand; return whether there was anything."""
-        rest = self._text[self._at :]
-        rest, empty = _EMPTY.subn(r'\1""', rest)
-        lone = 0
-
+        rest, empty = _EMPTY.subn(r'\1""', self._text[self._at :])
         whole = len(rest) if self._ended else len(rest) - 6  # an escape may go on in the next piece
-
-        def escape_backslash(match: re.Match[str]) -> str:
-            nonlocal lone
-            if match[1] is not None or match.start() >= whole:
-                return match[0]
-            lone += 1
-            return "\\\\"
-
-        rest = _BACKSLASH.sub(escape_backslash, rest)
-        self.repairs["empty value"] += empty
-        self.repairs["backslash that escapes nothing"] += lone
+        mended = _BACKSLASH.sub(lambda each: each[0] if each[1] or each.start() >= whole else "\\\\", rest)
+        lone = len(mended) - len(rest)
+        self.repairs.update({"empty value": empty, "backslash that escapes nothing": lone})
         self._before += self._at
-        self._text, self._at = rest, 0
-        return bool(empty + lone)
-
-    def _leave_out(self) -> None:
-        self.repairs["event that cannot be read, left out"] += 1
-        if self.repairs["event that cannot be read, left out"] > _UNREADABLE:
-            raise TraceError(
-                f"{self.path}: more than {_UNREADABLE} events are no JSON, as {self._quote_position()}"
-            )
+        self._text, self._at = mended, 0
+        return bool(empty or lone)
 
     def _cut(self) -> None:
         self._ended, self._at = True, len(self._text)
@@ -278,23 +259,23 @@ class EventStream:
 
     def _more(self) -> bool:
         """Read another piece; return whether there was any."""
-        if self._ended:
-            return False
         piece = ""
-        while not piece and (raw := self._bytes()):
-            piece = self._decoder.decode(raw)
-        self._ended = not piece
+        while not piece and not self._ended:
+            try:
+                raw = self._bytes.read1(PIECE)
+            except EOFError:
+                raw = b""
+            except (zlib.error, gzip.BadGzipFile):
+                self.repairs["zipped data that is damaged"] += 1
+                raw = b""
+            self._read += len(raw)
+            if self._read > max(_UNZIPPED, _TIMES * self._raw.tell()):
+                raise TraceError(
+                    f"{self.path}: {self._raw.tell():,} bytes of it are more than {self._read:,} unzipped, and no text "
+                    "shrinks as much: somebody has made it up to fill the memory"
+                )
+            piece, self._ended = self._decoder.decode(raw), not raw
         self._before += self._at
         self._text, self._at = self._text[self._at :] + piece, 0
         self._progress(self._raw.tell())
         return bool(piece)
-
-    def _bytes(self) -> bytes:
-        try:
-            return self._unzip.read(PIECE) if self._unzip else self._raw.read(PIECE)
-        except zlib.error:
-            self.repairs["zipped data that is damaged"] += 1
-            self._raw.seek(0, io.SEEK_END)
-            return b""
-        except ValueError as error:
-            raise TraceError(f"{self.path}: {error}") from None

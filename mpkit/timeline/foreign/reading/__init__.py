@@ -1,1 +1,0 @@
-"""Files in Chrome's trace format, read as a stream, checked, fixed, and put in columns."""
