@@ -83,18 +83,16 @@ def simulate(
     if (whole(steps) or 0) < 1:
         raise ValueError(f"steps={steps!r}: a whole number, 1 or more, such as steps=3")
     schedule = plan.build()
-    f, i, w = (
-        by_stage(name, value, schedule.stages)
-        for name, value in (("forward", forward), ("input_grad", input_grad), ("weight_grad", weight_grad))
-    )
+    given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
+    f, i, w = (by_stage(name, value, schedule.stages) for name, value in given.items())
     took = {"F": f, "I": i, "W": w, "B": whole_backward(backward, i, w)}
     took[BESIDE] = f if beside is None else by_stage("beside", beside, schedule.stages)
-    k = every(plan.recompute)
-    again = [time / k if k else 0.0 for time in f]
+    again = [time / k if (k := every(plan.recompute)) else 0.0 for time in f]
     link = Link("hop", time_of("hop", hop), inf)
     player = Replay(schedule.ranks, Hardware("simulated", UNIT, link, per_node=schedule.ranks))
     for rank, row in enumerate(lower(schedule).rows):
-        player.feed(rank, *_records(schedule, rank, row, took, again, steps))
+        ops, memory, names = _records(schedule, rank, row, took, again, steps)
+        player.feed(rank, ops, names, memory)
     player.finish()
     played = player.collect()
     played.clock, played.notes = "simulated", []
@@ -104,8 +102,8 @@ def simulate(
 
 def _records(
     schedule: Schedule, rank: int, row: Sequence[Action], took: dict[str, list[float]], again: list[float], steps: int
-) -> tuple[Array, list[str], Array]:  # fmt: skip
-    """Return what a rank would record: its ops, their names, and its memory.
+) -> tuple[Array, Array, list[str]]:  # fmt: skip
+    """Return what a rank would record: its ops, its memory, and the names that they refer to.
 
     An op's FLOPs are its seconds, since the device does one per second. Op i lasts from 2i + 1 to 2i + 2 on the wall
     clock, which nothing but the order of memory depends on.
@@ -155,6 +153,11 @@ def _records(
                 add(KIND[kind], step, stage, m, took[BESIDE if action in beside else kind][stage])
                 if kind != "I":  # activations live from the start of F to the end of B or W
                     held.append((2 * len(ops) - (kind == "F"), len(ops), 1 if kind == "F" else -1))
+    return (*_tables(ops, held), list(names))
+
+
+def _tables(ops: list[tuple[Any, ...]], held: list[tuple[int, int, int]]) -> tuple[Array, Array]:
+    """Return rows of numbers as (n,) of `OP` and (m,) of `MEMORY`."""
     table, memory = np.zeros(len(ops), OP), np.zeros(len(held), MEMORY)
     for column, values in zip(COLUMNS, zip(*ops, strict=True), strict=True):
         table[column] = values
@@ -162,7 +165,7 @@ def _records(
     table["end"] = table["start"] + 1
     memory["time"], memory["op"], memory["delta"] = zip(*held, strict=True)
     memory["category"] = CATEGORIES.index("activations")
-    return table, list(names), memory
+    return table, memory
 
 
 # ---- times as they are given

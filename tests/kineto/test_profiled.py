@@ -128,6 +128,7 @@ def test_fsdp2(clusters: Clusters, tmp_path: Path) -> None:
 
 def test_a_pipeline_of_four_ranks(clusters: Clusters, tmp_path: Path) -> None:
     opened, own = both(clusters(4), pipeline, tmp_path)
-    assert opened.inferred.plan == mk.Plan.pipeline("1f1b", 4, 4)
+    assert opened.inferred.plan is None  # torch's 1F1B announces nothing
+    assert "which no library names: it fits stages of a pipeline" in str(opened.inferred)
     agree(opened, own)
     assert "imported" in str(mk.compare(imported=opened, own=own))

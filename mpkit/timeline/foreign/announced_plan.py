@@ -262,75 +262,36 @@ def _gradients(calls: list[Call]) -> list[Call]:
 
 
 def _pipeline(ranks: list[RankTrace]) -> Found:
-    """Return what annotations of torch.distributed.pipelining say, and the schedule that has their order.
-
-    Its 1F1B annotates nothing: then messages tell which rank comes after which, and it is a pipeline if a schedule of
-    mpkit's has the order of forwards and backwards on all of these ranks.
-    """
-    first_stage = {}
+    """Return what annotations of torch.distributed.pipelining say, and the schedule that has their order."""
+    first_stage: dict[int, tuple[int, int]] = {}  # the rank whose first stage it is, and that rank's last one
     for number, rank in enumerate(ranks):
         stages = rank.ops["stage"][(rank.ops["kind"] < Kind.WAIT) & (rank.ops["stage"] >= 0)]
         if len(stages):
             first_stage[int(stages.min())] = number, int(stages.max())
-    announced = bool(first_stage)
-    if not announced:
-        first_stage = {stage: (number, stage) for stage, number in enumerate(_chain(ranks))}
     if len(first_stage) < 2:
         return {}, []
-    order = {stage: _order(ranks[number], stage) for stage, (number, _) in sorted(first_stage.items())}
+    order = {stage: _order(ranks[number]) for stage, (number, _) in sorted(first_stage.items())}
     microbatches = max(
         (int(word.split("F")[1]) + 1 for row in order.values() for word in row if "F" in word), default=1
     )
-    last, p = max(last for _, last in first_stage.values()), len(first_stage)
-    virtual = max(1, (last + 1) // p)
+    stages_in_all, p = 1 + max(last for _, last in first_stage.values()), len(first_stage)
+    virtual = max(1, stages_in_all // p)
     name = _schedule(order, p, microbatches, virtual)
     begin = " ".join(order[min(order)][: 2 * p + 2])
-    if not announced and not name:
-        return {}, []
-    who = (
-        f"Annotations of torch.distributed.pipelining name {last + 1} stages on {p} ranks" if announced
-        else f"Messages run along a chain of {p} ranks, {' > '.join(str(number) for number, _ in first_stage.values())}"
-    )  # fmt: skip
     evidence = [
-        f"{who}. The first stage's order in a "
-        f"step is {begin} ..., {microbatches} micro-batches: "
+        f"Annotations of torch.distributed.pipelining name {stages_in_all} stages on {p} ranks. The first stage's "
+        f"order in a step is {begin} ..., {microbatches} micro-batches: "
         + (f"schedule {name!r}." if name else "no schedule of mpkit's has this order on all ranks.")
     ]
     schedule = {"schedule": name} if name else {}
     return {"pp": p, "microbatches": microbatches, "virtual_stages": virtual, **schedule}, evidence
 
 
-def _chain(ranks: list[RankTrace]) -> list[int]:
-    """Return the ranks in the order in which each sends to the next one, from one that is sent nothing."""
-    after: dict[int, int] = {}
-    for number, rank in enumerate(ranks):
-        begins = {
-            kind: rank.ops["start"][(rank.ops["kind"] == kind) & (rank.ops["depth"] == 0)].min(initial=2**62)
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-        }
-        start = rank.ops["start"]
-        sends = rank.ops[
-            (rank.ops["kind"] == Kind.SEND)
-            & (start >= begins[Kind.FORWARD])
-            & (start < begins[Kind.BACKWARD])
-        ]
-        if len(sends) and sends["peer"][0] >= 0:
-            after[number] = int(sends["peer"][0])
-    first = sorted(after.keys() - set(after.values()))
-    chain = first[:1]
-    while chain and chain[-1] in after and after[chain[-1]] not in chain:
-        chain.append(after[chain[-1]])
-    return chain
-
-
-def _order(rank: RankTrace, stage: int) -> list[str]:
-    """Return a rank's actions of a step as torch writes them, "2F0"; `stage` is theirs where they name none."""
+def _order(rank: RankTrace) -> list[str]:
+    """Return a rank's actions of a step as torch writes them, "2F0"."""
     ops = rank.ops
     actions = ops[(ops["depth"] == 0) & np.isin(ops["kind"], ACTIONS) & (ops["microbatch"] >= 0)]
-    words = [
-        f"{row['stage'] if row['stage'] >= 0 else stage}{_LETTERS[Kind(int(row['kind']))]}{row['microbatch']}"
-        for row in actions
-    ]
+    words = [f"{row['stage']}{_LETTERS[Kind(int(row['kind']))]}{row['microbatch']}" for row in actions]
     return [word for word, before in zip(words, ["", *words], strict=False) if word != before]
 
 
