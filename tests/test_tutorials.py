@@ -9,6 +9,7 @@ change that is meant, `make notebooks` stores it anew.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,32 @@ def test_fast_cells_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     NotebookClient(book, timeout=PROGRAM, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     printed = {cell.id: words(cell) for cell in book.cells if cell.id in stored}
     assert printed == stored, "make notebooks"
+
+
+def tutorials() -> dict[str, list[Any]]:
+    return {path.stem: nbformat.read(path, as_version=4).cells for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+
+
+def test_tutorials_are_short_lessons_that_end_with_exercises() -> None:
+    assert [name[:2] for name in tutorials()] == [f"{number:02}" for number in range(13)]
+    assert {name: len(cells) for name, cells in tutorials().items() if len(cells) > 45} == {}
+    assert [name for name, cells in tutorials().items() if cells[-1].id != "your-turn"] == []
+    assert [name for name, cells in tutorials().items() for cell in cells if "<!--" in cell.source] == []
+
+
+def test_tutorials_use_what_is_public() -> None:
+    """`mpkit`, `mpkit.data` and `mpkit.models`, and nothing of examples/, which only a checkout has."""
+    code = [
+        (name, cell.source)
+        for name, cells in tutorials().items()
+        for cell in cells
+        if cell.cell_type == "code"
+    ]
+    used = {(name, each) for name, source in code for each in IMPORT.findall(source)}
+    assert {each for _, each in used} == {"mpkit", "mpkit.data", "mpkit.models"}, used
+
+
+IMPORT = re.compile(r"^ *(?:from|import) ((?:mpkit|examples)[\w.]*)", re.M)
 
 
 def test_tutorials_have_exact_cells() -> None:

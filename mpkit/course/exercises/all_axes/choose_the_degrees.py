@@ -115,6 +115,6 @@ EXERCISE = OnRanks(
     play=play,
     expected=expected,
     result="the degrees",
-    after="08-three-dimensions",
+    after="10-will-it-fit",
     place=40,
 )

@@ -115,6 +115,6 @@ EXERCISE = OnRanks(
         Budget(CALLS, collectives, 4),
         Budget(SENT, payload, lambda case: 4 * case.ranks * case["capacity"] * width(case) * 8, "bytes"),
     ),
-    after="15-experts",
+    after="12-long-sequences-and-experts",
     place=30,
 )

@@ -113,6 +113,6 @@ EXERCISE = OnRanks(
         Budget(WORK, most("pairs"), limit),
         Budget(STRETCHES, most("stretches"), lambda case: 2 * case["documents"]),
     ),
-    after="14-long-sequences",
+    after="12-long-sequences-and-experts",
     place=25,
 )

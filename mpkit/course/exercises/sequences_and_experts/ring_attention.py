@@ -106,6 +106,6 @@ EXERCISE = OnRanks(
         Budget("bytes that a rank sends", sent_bytes, lambda case: (case.ranks - 1) * block(case), "bytes"),
         Budget(HELD, peak("activations", "buffers"), lambda case: 9 * block(case), "bytes"),
     ),
-    after="14-long-sequences",
+    after="12-long-sequences-and-experts",
     place=10,
 )

@@ -75,6 +75,6 @@ EXERCISE = OnRanks(
         Budget(CALLS, collectives, 8),
         Budget(SENT, payload, lambda case: 8 * B * LENGTH * case["heads"] * D * 8, "bytes"),
     ),
-    after="14-long-sequences",
+    after="12-long-sequences-and-experts",
     place=20,
 )

@@ -162,6 +162,6 @@ EXERCISE = OnRanks(
         Budget(SENT, ring, lambda case: STEPS * 3 * (case.ranks - 1) * shard_numbers(case) * 8 + 1, "bytes"),
         Budget("collectives", collectives, STEPS * 3 * 2 * BLOCKS),
     ),
-    after="04-zero",
+    after="09-your-own-program",
     place=45,
 )
