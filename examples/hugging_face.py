@@ -29,8 +29,7 @@ from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.catalogue.tables import rows
 from mpkit.devices.hardware import Hardware
-from mpkit.launch.session.borrowed_cluster import borrow_cluster
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run import trace_fake
 from mpkit.strategies.models import GPT

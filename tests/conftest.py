@@ -65,7 +65,7 @@ def nothing_left_running(all_clusters: dict[int, mk.Cluster]) -> Iterator[None]:
     """A training that a test has left running on a shared cluster ends with that test."""
     yield
     for cluster in all_clusters.values():
-        training = cluster._turns.training
+        training = cluster._helper.training
         if training is not None and not training.done:
             training.stop()
 

@@ -82,10 +82,10 @@ def test_train_refuses_before_a_rank_starts(
     how = {"model": layers(), "data": [(X, Y)], "plan": mk.Plan.ddp(2), **HOW, **given}
     how = {name: value for name, value in how.items() if value is not None}
     cluster = clusters(2)
-    before = cluster._turns.latest
+    before = cluster._latest
     with pytest.raises(ValueError, match=says):
         cluster.train(**how)
-    assert cluster._turns.latest is before
+    assert cluster._latest is before
 
 
 def test_a_batch_seed_fits_a_generator() -> None:

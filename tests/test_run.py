@@ -42,34 +42,28 @@ def test_train_returns_at_once_and_leaves_the_caller_alone(cluster: mk.Cluster) 
     model.load_state_dict(run.state_dict())
 
 
-def test_a_busy_cluster_stops_waits_or_refuses(
-    cluster: mk.Cluster, capsys: pytest.CaptureFixture[str]
+def test_a_busy_cluster_refuses_and_in_a_notebook_stops_the_earlier_run(
+    cluster: mk.Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = toy()
 
-    def start(steps: int, **how: str) -> Run:
-        return cluster.train(model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=steps, **how)
+    def start(steps: int) -> Run:
+        return cluster.train(
+            model, data, mk.Plan.naive_mp(4), loss=mse, optimizer=sgd, steps=steps, show=False
+        )
 
     first = start(10**6)
-    with pytest.raises(ValueError, match=r'on_busy="stop"'):
+    with pytest.raises(ValueError, match=r"still busy with an earlier run.*run\.stop\(\)"):
         start(1)
-    with pytest.raises(ValueError, match="on_busy='later'"):
-        start(1, on_busy="later")
-    with pytest.raises(
-        IndexError, match=r"0 of 1000000 steps are done and the run goes on; run.wait\(\)|number 999999"
-    ):
-        first.losses[999_999]
+    with pytest.raises(ValueError, match="still busy"):
+        cluster.resized(2).run(lambda ctx: ctx.rank)
     timeline = first.timeline()
     assert "the run goes on" in repr(timeline) and "run.wait()" in " ".join(timeline.notes)
-    assert repr(first.losses).endswith("the run goes on; run.wait() waits for its end")
-    second = start(3, on_busy="stop")
+    monkeypatch.setattr("mpkit.launch.session.cluster.in_notebook", lambda: True)
+    second = start(3).wait()
     assert first.status == "stopped" and "was stopped after step" in capsys.readouterr().out
-    third = start(2, on_busy="wait").wait()
-    assert (second.status, len(second.losses), len(third.losses)) == ("finished", 3, 2)
-    assert repr(third.losses) == repr(list(third.losses)) and "goes on" not in repr(third.timeline())
-    with pytest.raises(IndexError, match="list index"):
-        third.losses[2]
-    assert cluster.run(lambda ctx: ctx.rank, on_busy="stop") == [0, 1, 2, 3]
+    assert (second.status, len(second.losses)) == ("finished", 3)
+    assert "goes on" not in repr(second.timeline())
 
 
 @pytest.mark.alone

@@ -26,7 +26,7 @@ def found(train: Callable[..., Run], clusters: Callable[[int], mk.Cluster]) -> R
     runs = [train(model, data, plan, **how) for plan in (mk.Plan.gpipe(2, 4), mk.Plan.ddp(2))]
     wrong = [*data, (torch.ones(8, 2), torch.full((8,), 99))]  # no such class
     failed = clusters(2).train(model, wrong, mk.Plan.ddp(2), **how)
-    failed.join()
+    failed._over.wait()
     return RunList([keep(run) for run in (*runs, failed)])
 
 

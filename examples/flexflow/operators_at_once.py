@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mpkit.common.tracebacks import public
-from mpkit.launch.session.borrowed_cluster import borrow_cluster
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Trace
 

@@ -25,8 +25,7 @@ from examples.flexflow.soap_found import RANKS, PhaseTraffic, Soap, Way, count_e
 from examples.flexflow.soap_operator import AlgebraicOperator, Box, Pieces, whole
 from examples.flexflow.soap_ranks import WAYS, on_a_rank
 from mpkit.common.tracebacks import public
-from mpkit.launch.session.borrowed_cluster import borrow_cluster
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_cluster
 
 __all__ = ["PhaseTraffic", "Soap", "Way", "soap"]
 

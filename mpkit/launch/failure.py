@@ -159,7 +159,8 @@ def _ended_error(rank: int, status: int, trace: Trace) -> RankFailed:
     place, last = last_seen(trace.ranks[rank])
     return RankFailed(
         f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
-        f"{last}. Something called os._exit (or exec, in C code); a function on a rank ends by returning.",
+        f"{last}. Something called os._exit, or exec, whose program took the rank's place: a function on a rank ends "
+        "by returning, and subprocess.run([...]) starts a program beside it.",
         rank=rank,
         **place,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -21,12 +22,11 @@ from mpkit.common.launch_folder import Settings, part
 from mpkit.errors import MpkitError, RankFailed
 from mpkit.launch.failure import failure
 from mpkit.launch.gpu_sampler import sampler_for
-from mpkit.launch.hang.hang import GRACE, LOOK_EVERY, HangWatch, Patience
+from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
 from mpkit.launch.process.fork_server_client import STOPPED, STOPPED_FOR, ForkServerClient
 from mpkit.launch.process.output import OutputReader, Sink
-from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.rank_processes import RankProcesses, is_stopped
 from mpkit.launch.process.run_folder import new_folder
-from mpkit.launch.process.vitals import is_stopped
 from mpkit.trace import Trace
 
 __all__ = ["Launch"]
@@ -42,15 +42,15 @@ class Launch:
         fork_server: the process that forks the ranks.
         settings: the settings that every rank reads.
         payload: the bytes that `pack` returned.
-        timeout, grace: see `mpkit.launch.hang.hang.Patience`.
+        timeout: see `mpkit.launch.hang.hang.Patience`.
         sink: receives labelled lines of output. If it raises, it receives no more lines and the ranks continue; a
             BrokenPipeError, which means that nothing reads this program's output, ends them.
-        flush: called after lines have been passed to `sink`.
         meta: data for the trace's meta.
-        modules: modules that the ranks need; see `ForkServerClient.launch`.
+        modules: modules that the ranks need and that do not change, to be imported before the ranks are forked.
 
     Attributes:
         leads: whether this process has the trace of all ranks; on one machine it always has.
+        hangs: watches the ranks.
 
     Raises:
         OSError: the disk has no space for the files that the ranks need.
@@ -59,18 +59,9 @@ class Launch:
     leads = True
 
     def __init__(
-        self,
-        fork_server: ForkServerClient,
-        settings: Settings,
-        payload: bytes,
-        *,
-        timeout: float | None,
-        sink: Callable[[str], None],
-        flush: Callable[[], None] = lambda: None,
-        meta: dict[str, Any],
-        modules: Sequence[str] = (),
-        grace: float = GRACE,
-    ) -> None:
+        self, fork_server: ForkServerClient, settings: Settings, payload: bytes, *, timeout: float | None,
+        sink: Callable[[str], None], meta: dict[str, Any], modules: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.ranks = settings.ranks
         self.has_ended = False
         self.error: Exception | None = None
@@ -79,20 +70,19 @@ class Launch:
         facts = {"world_size": self.ranks, "device": settings.device, "backend": settings.backend}
         self.meta = {**facts, **self._sampler.meta, **meta}
         self._fork_server, self._modules = fork_server, modules
-        held = new_folder(settings, self.meta, payload)
-        self.folder = held.path
-        weakref.finalize(self, held.remove)
+        self.folder = new_folder(settings, self.meta, payload)
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         weakref.finalize(self, self._sampler.close)
         self._processes = RankProcesses()
-        self._sink = Sink(sink, flush)
+        self._sink = Sink(sink)
         self._output = OutputReader(self.folder, self.ranks)
-        self._hangs = HangWatch(self.folder, self.ranks, self._processes, Patience(timeout, grace))
+        self.hangs = HangWatch(self.folder, self.ranks, self._processes, timeout)
         self._polling = threading.RLock()
         self._looked = 0.0
-        self._stopped_looks = 0  # consecutive looks that found the fork server stopped
+        self._stopped_since: float | None = None  # when the fork server was found stopped
         self._killed_at: float | None = None
         self._trace: Trace | None = None
-        self._id: int | None = None  # set by the first poll, which starts the ranks
+        self._begun = False  # by the first poll, which starts the ranks
 
     @property
     def pids(self) -> list[int]:
@@ -107,12 +97,7 @@ class Launch:
     @property
     def waiting_for(self) -> str | None:
         """The notice of a long wait, in words; None while there is none."""
-        return self._hangs.waiting_for
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether some rank had made progress when the ranks were looked at last."""
-        return self._hangs.has_moved
+        return self.hangs.waiting_for
 
     @property
     def trace(self) -> Trace:
@@ -137,7 +122,10 @@ class Launch:
             self._finish(None)
             return
         self._sampler.start(self.folder)
-        self._id = self._fork_server.launch(str(self.folder), self.ranks, self._modules)
+        self._begun = True
+        self._fork_server.tell(
+            do="launch", folder=str(self.folder), ranks=self.ranks, modules=list(self._modules)
+        )
         if self.stopped:  # by another thread in the meantime
             self.kill()
 
@@ -149,7 +137,7 @@ class Launch:
         The first call starts the ranks; if necessary it waits until the fork server has imported torch.
         """
         with self._polling:
-            if self._id is None and not self.has_ended:
+            if not self._begun and not self.has_ended:
                 self._start()
             if not self.has_ended:
                 self._take_events(wait)
@@ -176,8 +164,7 @@ class Launch:
     """Let the ranks do their work, and return when they have ended."""
 
     def _take_events(self, wait: float) -> None:
-        assert self._id is not None
-        for event in self._fork_server.events(self._id, wait):
+        for event in self._fork_server.events(wait):
             if event["event"] == "gone":
                 self._force(MpkitError("the process that ranks are started from has died"))
             elif event["event"] == "started":
@@ -199,12 +186,13 @@ class Launch:
         return not self.has_ended
 
     def _look(self) -> None:
-        self._stopped_looks = self._stopped_looks + 1 if is_stopped(self._fork_server.pid) else 0
-        if self._stopped_looks * LOOK_EVERY > STOPPED_FOR:
+        stopped = is_stopped(self._fork_server.pid)
+        self._stopped_since = (self._stopped_since or self._looked) if stopped else None
+        if self._stopped_since is not None and self._looked - self._stopped_since > STOPPED_FOR:
             self._force(MpkitError(STOPPED.format(pid=self._fork_server.pid)))
             return
         self._show(self._output.lines())
-        if self.error is None and self._killed_at is None and self._hangs.look(self):
+        if self.error is None and self._killed_at is None and self.hangs.look(self):
             self.give_up()
 
     def show_output(self) -> None:
@@ -225,7 +213,7 @@ class Launch:
 
     def give_up(self) -> None:
         """End all ranks as hung, with a report of which rank waits where. For `poll` and its callers."""
-        error = self._hangs.verdict(self)
+        error = self.hangs.verdict(self)
         if error is not None:
             self.error = error
             self._kill_ranks()
@@ -249,7 +237,7 @@ class Launch:
         while not self.has_ended:
             if self._polling.acquire(timeout=LOOK_EVERY):  # otherwise the polling thread handles it
                 try:
-                    if self._id is None:
+                    if not self._begun:
                         self._finish(None)
                     elif not self.has_ended:
                         self._take_events(0.05)
@@ -259,8 +247,8 @@ class Launch:
     def _kill_ranks(self) -> None:
         if self._killed_at is None:
             self._killed_at = time.monotonic()
-        if self._id is not None:
-            self._fork_server.tell(do="kill", id=self._id)
+        if self._begun:
+            self._fork_server.tell(do="kill")
 
     def _force(self, error: MpkitError) -> None:
         """Kill all ranks and the fork server without the fork server's help."""
@@ -280,9 +268,7 @@ class Launch:
             self.error = unreadable
         finally:
             self.has_ended = True
-            self._hangs.close()
-            if self._id is not None:
-                self._fork_server.forget(self._id)
+            self.hangs.close()
             self._show(self._output.lines(last=True))
 
     # ---- outcome ------------------------------------------------------------------------------------------

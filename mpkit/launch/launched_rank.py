@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -34,13 +35,13 @@ from mpkit.common.torch_private import _world
 from mpkit.devices.local.nvml import NOT_SAMPLED
 from mpkit.errors import MpkitError, TraceError
 from mpkit.launch.failure import failure
-from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch, Patience
+from mpkit.launch.hang.hang import LOOK_EVERY, HangWatch
 from mpkit.launch.process.launcher_environment import join
 from mpkit.launch.process.payload import unpack
 from mpkit.launch.process.program_exit import own_process
 from mpkit.launch.process.rank import context_of, device_of, report
 from mpkit.launch.process.rank_processes import RankProcesses
-from mpkit.launch.process.run_folder import RunFolder
+from mpkit.launch.process.run_folder import empty_folder, hold, keep
 from mpkit.launch.process.stacks import answer_requests, end_answers
 from mpkit.launch.torchrun import Launcher
 from mpkit.strategies.comm.own_process import forget_group
@@ -72,7 +73,7 @@ class LaunchedRank:
         launcher: the processes.
         settings: what forked ranks would read.
         payload: the bytes that `pack` returned.
-        timeout, grace: see `mpkit.launch.hang.hang.Patience`.
+        timeout: see `mpkit.launch.hang.hang.Patience`.
         sink: receives lines of mpkit's own, on rank 0; what ranks print, they print themselves.
         meta: data for the trace's meta.
 
@@ -84,7 +85,7 @@ class LaunchedRank:
 
     def __init__(
         self, launcher: Launcher, settings: Settings, payload: bytes, *, timeout: float | None,
-        sink: Callable[[str], None], meta: dict[str, Any], grace: float,
+        sink: Callable[[str], None], meta: dict[str, Any],
     ) -> None:  # fmt: skip
         launcher.check()
         self._launcher, self._payload, self._sink = launcher, payload, sink
@@ -100,10 +101,12 @@ class LaunchedRank:
             settings, ranks=launcher.ranks, backend=launcher.backend,
             compares=settings.compares and not self.apart,  # through memory, which one machine has
         )  # fmt: skip
-        self._folder = _folder_of_node(launcher)
-        self.folder = self._folder.path
-        weakref.finalize(self, self._folder.remove)
         self._watches = launcher.rank == launcher.first
+        self.folder = _folder_of_node(launcher)
+        if self._watches:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        else:
+            weakref.finalize(self, os.close, hold(self.folder))
         self._clocks = [(time.monotonic_ns(), *launcher.clock_offset())]
         facts: dict[str, Any] = {
             "world_size": self.ranks, "device": settings.device, "backend": launcher.backend,
@@ -120,8 +123,7 @@ class LaunchedRank:
             self._write_meta()
         self._processes = RankProcesses()
         self._processes.pids = launcher.tell(os.getpid())
-        patience = Patience(timeout, grace)
-        self._hangs = HangWatch(self.folder, self.ranks, self._processes, patience, launcher.local)
+        self._hangs = HangWatch(self.folder, self.ranks, self._processes, timeout, launcher.local)
 
     @property
     def pids(self) -> list[int]:
@@ -274,10 +276,8 @@ class LaunchedRank:
                     "files there. The environment variable TMPDIR names another place: TMPDIR=$HOME/tmp"
                 ))  # fmt: skip
             if self._hangs.look(self) and (error := self._hangs.verdict(self)) is not None:
-                self._folder.keep()
-                self._end_process(
-                    error, f"\nThese ranks' records are here: mk.Trace.load({str(self.folder)!r})"
-                )
+                records = keep(self.folder)
+                self._end_process(error, f"\nThese ranks' records are here: mk.Trace.load({str(records)!r})")
 
     def goes_on(self, wait: float) -> bool:
         """Return whether the launch goes on after some seconds."""
@@ -392,25 +392,23 @@ class LaunchedRank:
         return (load or pickle.load)(io.BytesIO(self._results[rank]))
 
 
-def _folder_of_node(launcher: Launcher) -> RunFolder:
+def _folder_of_node(launcher: Launcher) -> Path:
     """Return the folder that the ranks of this node share, which its first rank makes.
 
     Raises:
         MpkitError: this process does not see the folder.
     """
-    made = None
+    made = ""
     if launcher.rank == launcher.first:
-        made = RunFolder()
-        reserve(made.path, launcher.ranks)
-    path = Path(launcher.tell("" if made is None else str(made.path))[launcher.first])
-    if made is not None:
-        return made
+        made = str(empty_folder())
+        reserve(Path(made), launcher.ranks)
+    path = Path(launcher.tell(made)[launcher.first])
     if not path.is_dir() or path.stat().st_uid != os.geteuid():
         raise MpkitError(
             f"{launcher.names[launcher.rank]} does not see {path}, which the first rank of its node has made: ranks of "
             "one node share a folder. TMPDIR=... names one that all of them see, such as a bind mount of containers"
         )
-    return RunFolder(path)
+    return path
 
 
 @contextmanager

@@ -31,8 +31,7 @@ RENDERERS = {
         "panel": "mpkit.views.timeline.diagnosis:diagnosis_panel",
     },
     "Cluster": {"waiting": "mpkit.views.dashboard.widget:show_waiting"},
-    "Run": {"widget": "mpkit.views.dashboard.widget:show_run"},
-    "WatchedRun": {"widget": "mpkit.views.dashboard.widget:show_run"},
+    "Execution": {"widget": "mpkit.views.dashboard.widget:show_run"},
     "Comparison": {
         "text": f"{RESULTS}.comparison:comparison_text",
         "svg": f"{RESULTS}.comparison:comparison_svg",

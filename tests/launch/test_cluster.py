@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import mpkit as mk
-from tests.limits import PROGRAM
+from mpkit.launch.process import fork_server_client
+from tests.limits import PROGRAM, wait_until_gone
 
 
 def doubled(ctx, value):  # type: ignore[no-untyped-def]
@@ -157,29 +159,17 @@ def test_mistakes_in_making_one(make: Callable[[], object], says: str) -> None:
         make()
 
 
-def test_a_helper_process_that_nobody_uses_ends_and_the_next_run_starts_another() -> None:
-    """A look ends it if no run has started since the look before, and none goes on."""
+def test_a_helper_process_that_nobody_uses_ends_and_the_next_run_starts_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server_client, "IDLE", 0.3)
+    monkeypatch.setattr(fork_server_client, "IDLE_MARGIN", 0.2)
     with mk.Cluster(ranks=2, device="cpu") as cluster:
-        helper = cluster._helper
-        assert helper is not None
-        helper.end_if_idle()  # it was started since the look before
-        first = cluster.fork_server_pid
-        assert first is not None
-        waits = cluster.launch(
-            lambda ctx: ctx.comm.recv(torch.zeros(1), 1 - ctx.rank), (), sink=print, timeout=60
-        )
-        helper.end_if_idle()
-        helper.end_if_idle()
-        assert cluster.fork_server_pid == first, "a launch that has not begun keeps it"
-        waits.kill()
-        waits.work()
-        assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
-        helper.end_if_idle()
-        assert cluster.fork_server_pid == first
-        helper.end_if_idle()
+        first = cluster.run(lambda ctx: (time.sleep(1.0), os.getppid())[1])[0]
+        wait_until_gone([first])
         assert cluster.fork_server_pid is None
-        assert cluster.resized(3).run(lambda ctx: ctx.rank) == [0, 1, 2]
-        assert cluster.fork_server_pid not in (None, first)
+        second = cluster.resized(3).run(lambda ctx: os.getppid())
+        assert len(second) == 3 and first not in second
 
 
 def test_a_cluster_that_shares_a_closed_ones_helper_is_closed() -> None:
@@ -188,8 +178,3 @@ def test_a_cluster_that_shares_a_closed_ones_helper_is_closed() -> None:
     with pytest.raises(ValueError, match="this cluster is closed"):
         other.run(lambda ctx: ctx.rank)
     assert other.fork_server_pid is None
-
-
-def test_on_busy_is_checked_on_an_idle_cluster_too(cluster: mk.Cluster) -> None:
-    with pytest.raises(ValueError, match="on_busy='later'"):
-        cluster.run(lambda ctx: ctx.rank, on_busy="later")

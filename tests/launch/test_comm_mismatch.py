@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.launch.hang import hang
 
 FEW, ALL = 12, 200
 """Programs that `make test` draws, and `make soak`."""
@@ -203,12 +204,13 @@ def program(number: int) -> Program:
 @pytest.mark.parametrize(
     "number", [*range(FEW), *(pytest.param(i, marks=pytest.mark.soak) for i in range(FEW, ALL))]
 )
-def test_two_ranks_part(clusters: Callable[[int], mk.Cluster], number: int) -> None:
+def test_two_ranks_part(
+    clusters: Callable[[int], mk.Cluster], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang, "WAITING", 1e6)  # no time-out ends it
     drawn = program(number)
     name = f"<program {number}>"
-    launch = clusters(drawn.ranks).launch(
-        drawn.function(name), (), sink=print, grace=1e6
-    )  # no time-out ends it
+    launch = clusters(drawn.ranks).launch(drawn.function(name), ())
     launch.finish()
     with pytest.raises((mk.errors.CommMismatch, mk.errors.Deadlock)) as caught:
         launch.results()

@@ -16,7 +16,7 @@ class DeathsFirst(selectors.DefaultSelector):
     '''Once ranks are there, waits until their deaths and the end of their pipe are both known: deaths first.'''
     def select(self, timeout=None):
         ready = super().select(timeout)
-        while len(self.get_map()) > 2 and {type(key.data).__name__ for key, _ in ready} < {"str", "RankGroup"}:
+        while len(self.get_map()) > 2 and {key.data for key, _ in ready} < {"child", "done"}:
             ready = super().select(timeout)
         return sorted(ready, key=lambda pair: pair[0].data != "child")
 
@@ -25,7 +25,9 @@ class Short(ForkServer):
     def start(self, *args):
         return os.fork() or os._exit(0)
 
-Short(1, True, selector=DeathsFirst()).serve(0)
+server = Short(1)
+server.selector = DeathsFirst()
+server.serve(0)
 """
 
 
@@ -34,8 +36,8 @@ def test_a_launch_that_ends_within_one_round_of_events() -> None:
         [sys.executable, "-c", DEATHS_FIRST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert fork_server.stdin is not None and fork_server.stdout is not None
-    for number in (1, 2):
-        fork_server.stdin.write(json.dumps({"do": "launch", "id": number, "folder": "", "ranks": 2}) + "\n")
+    for _ in range(2):
+        fork_server.stdin.write(json.dumps({"do": "launch", "folder": "", "ranks": 2, "modules": []}) + "\n")
         fork_server.stdin.flush()
         seen: list[str] = []
         while "over" not in seen:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +15,20 @@ import mpkit as mk
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import Patience
 from mpkit.launch.hang.waits import Sight
+from mpkit.launch.process.rank_processes import RankProcesses
 from mpkit.trace import MEMORY, OP, Kind
 from mpkit.trace.trace import RankTrace
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait are given up only if they can never proceed."""
+    monkeypatch.setattr(hang, "WAITING", 1e6)
+
+
 def hang_message(cluster: mk.Cluster, fn: Callable[..., object]) -> str:
-    """What is said of ranks that hang for certain: with a grace that is never over, this alone ends them."""
-    launch = cluster.launch(fn, (), sink=print, grace=1e6)
+    """What is said of ranks that hang for certain."""
+    launch = cluster.launch(fn, ())
     launch.finish()
     with pytest.raises(mk.errors.Deadlock) as caught:
         launch.results()
@@ -77,6 +87,22 @@ class Looks:
             self.time += after
             over = self.patience.is_over((Sight(3), Sight(3, waiting=True)), **found)  # type: ignore[arg-type]
         return over
+
+
+def test_a_rank_of_a_session_that_is_slow_to_wake_up_has_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 waits in a cell that rank 0, on a busy machine, has yet to begin."""
+    watch = hang.HangWatch(tmp_path, 2, RankProcesses(), None)
+    sights = Sight(3, state=1), Sight(4, waiting=True)
+    monkeypatch.setattr(watch._watch, "look_at_all", lambda: sights)
+    monkeypatch.setattr(hang, "never", lambda trace: True)
+    monkeypatch.setattr(hang, "CERTAIN", -1.0)
+    launch: Any = SimpleNamespace(trace=mk.Trace([]))
+    watch.woken = [0, 1]
+    assert not any(watch.look(launch) for _ in range(4))
+    watch.woken = [1]
+    assert any(watch.look(launch) for _ in range(4))
 
 
 @pytest.mark.parametrize(("end", "says"), [(0, "; in backward"), (9, "; last seen at the end of wait")])

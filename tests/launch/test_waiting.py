@@ -56,8 +56,9 @@ def test_ranks_wait_in_a_barrier_of_torch_distributed(
 @pytest.mark.parametrize(
     "where", ["elsewhere", *(pytest.param(each, marks=pytest.mark.soak) for each in ("in a wait", "all"))]
 )
-def test_stopped_ranks(cluster: mk.Cluster, where: str) -> None:
-    """Nothing can move: it is said at once, without a time-out, and with the command that helps."""
+def test_stopped_ranks(cluster: mk.Cluster, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can move: it is said without a time-out, and with the command that helps."""
+    monkeypatch.setattr(hang, "WAITING", 1.0)
 
     def fn(ctx):  # type: ignore[no-untyped-def]
         ctx.comm.barrier()
@@ -72,7 +73,7 @@ def test_stopped_ranks(cluster: mk.Cluster, where: str) -> None:
         if where == "in a wait":
             ctx.comm.all_reduce(torch.ones(1))
 
-    launch: Any = cluster.launch(fn, (), sink=print, grace=1.0)
+    launch: Any = cluster.launch(fn, (), sink=print)
     with pytest.raises(mk.errors.Deadlock) as caught:
         launch.finish()
         launch.results()

@@ -160,7 +160,7 @@ class Room:
         printed: list[str] = []
         _send_exercises_by_value()
         launch = self.cluster(case.ranks).launch(
-            on_rank, (play, answer.packed, case, self.limits), sink=printed.append, grace=self.limits.grace
+            on_rank, (play, answer.packed, case, self.limits), sink=printed.append
         )
         assert isinstance(launch, Launch)  # exercises start their own ranks
         run_within(launch, self.limits)

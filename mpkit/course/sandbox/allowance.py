@@ -41,14 +41,12 @@ class Limits:
             What they queue for a core does not count (`FairClock`).
         patience: seconds on the wall's clock after which a case ends without a verdict (`Allowance`).
         memory: bytes that a rank may allocate in addition to what it has at the start.
-        grace: seconds after which it counts as a hang that all ranks wait and none makes progress.
         delay: the longest delay before a communication, in seconds.
     """
 
     seconds: float = 8.0
     patience: float = 240.0
     memory: int = 2 * 2**30
-    grace: float = 1.5
     delay: float = 0.004
 
 
@@ -113,7 +111,7 @@ def run_within(launch: Launch, limits: Limits) -> None:
         while not launch.poll(0.1):
             began = any(part(launch.folder, rank, BEGAN).exists() for rank in range(launch.ranks))
             wall, fair = time.monotonic() - begun, clock.look(launch.pids)
-            why = why or allowance.look(wall, fair, began, launch.has_moved)
+            why = why or allowance.look(wall, fair, began, launch.hangs.has_moved)
             if why == HANGS and launch.error is None:
                 launch.give_up()
             elif why == BUSY:

@@ -48,7 +48,7 @@ class RanksApart(Cluster):
 
     def clear(self) -> None:
         """End what ranks have left behind, and remove their files."""
-        fork_server = None if self._helper is None else self._helper.fork_server
+        fork_server = self._helper.fork_server
         if isinstance(fork_server, _EnclosedForkServer):
             fork_server.end_strays()
         for path in self._folder.iterdir():
@@ -61,9 +61,9 @@ class RanksApart(Cluster):
 class _EnclosedForkServer(ForkServerClient):
     """A fork server whose processes may have other numbers than here: it is in a namespace of its own."""
 
-    def events(self, launch: int, timeout: float) -> list[dict[str, Any]]:
-        """Return the events of a launch, with the ranks' process ids as they are here."""
-        events = super().events(launch, timeout)
+    def events(self, timeout: float) -> list[dict[str, Any]]:
+        """Return the events, with the ranks' process ids as they are here."""
+        events = super().events(timeout)
         for event in events:
             if event["event"] == "started":
                 here = self._numbers()

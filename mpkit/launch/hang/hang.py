@@ -6,9 +6,8 @@
     HangWatch    looks at the ranks again and again, shows the notice, asks for stacks, and returns the error of a hang
     explain      which rank waits where, which never arrived, and what the others were doing
 
-Ranks hang when every one of them waits (its newest op is an open WAIT) or has finished, and none makes progress. If the
-trace proves that no rank can proceed, the launch is given up soon; otherwise the required time without progress is
-derived from the run itself: a few seconds more than the slowest op seen.
+Ranks hang when every one of them waits (its newest op is an open WAIT), has finished or is stopped, and none makes
+progress. If the trace proves that no rank can proceed, the launch is given up soon.
 
 Time is counted from look to look. A look that comes late, after a pause of the whole machine, counts as two at most;
 and without a timeout, a look that finds a rank running (`RankProcesses.running_ranks`) does not count.
@@ -22,7 +21,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -40,14 +39,12 @@ from mpkit.launch.hang.waits import (
     unanswered_calls,
     waited_for,
 )
-from mpkit.launch.process.rank_processes import RankProcesses
+from mpkit.launch.process.rank_processes import RankProcesses, cpu_seconds
 from mpkit.launch.process.stacks import place_of, read_stack, request_stack
-from mpkit.launch.process.vitals import cpu_seconds
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
 __all__ = [
-    "GRACE",
     "LIMIT",
     "LOOK_EVERY",
     "HangWatch",
@@ -61,14 +58,14 @@ __all__ = [
 LOOK_EVERY = 0.1
 """Seconds between two checks of the ranks' progress."""
 
-GRACE = 4.0
-"""Seconds beyond the slowest op seen before ranks that only wait are given up."""
+CERTAIN = 0.5
+"""Seconds before ranks are given up that can never proceed: they wait for each other, or for one that finished."""
+
+WAITING = 30.0
+"""Seconds before ranks are given up that all wait or are stopped, and may yet proceed."""
 
 LIMIT = 600.0
 """Seconds without progress before ranks are given up that neither compute nor wait in a recorded op."""
-
-CERTAIN = 0.5
-"""Seconds before ranks are given up that can never proceed: they wait for each other, or for one that finished."""
 
 
 @dataclass
@@ -77,32 +74,30 @@ class Patience:
 
     Args:
         timeout: seconds without progress of any rank once all have started, whatever they do; None: in which none runs
-            either: `grace` beyond the slowest op if all wait or are stopped, else `LIMIT`.
-        grace: seconds; halved if a rank has not reached the call that another one waits for, and replaced by
-            `CERTAIN` if it can never reach it.
+            either: `WAITING` if all wait or are stopped, else `LIMIT`; with or without, `CERTAIN` if none can proceed.
+        knows_all: whether it sees all ranks, and not those of one node among several.
         look_every: seconds between two looks.
         now: the clock, in seconds.
+
+    Attributes:
+        still: seconds since the last progress of any rank, as observed.
     """
 
     timeout: float | None = None
-    grace: float = GRACE
+    knows_all: bool = True
     look_every: float = LOOK_EVERY
     now: Callable[[], float] = time.monotonic
-    knows_all: bool = True  # whether it sees all ranks, and not those of one node among several
+    still: float = 0.0
     _seen: tuple[Sight, ...] = ()
-    still: float = 0.0  # seconds since the last progress of any rank, as observed
-    _idle: float = 0.0  # those of them in which no rank ran
+    _idle: float = 0.0  # seconds of `still` in which no rank ran
     _looked: float | None = None
     _held: frozenset[int] = frozenset()  # ranks stopped by SIGSTOP
     _needed: float | None = None  # seconds without progress; None: not yet computed from the trace
 
     def is_over(
-        self,
-        sights: tuple[Sight, ...],
-        trace: Trace | None = None,
-        stopped: Collection[int] = (),
+        self, sights: tuple[Sight, ...], trace: Trace | None = None, stopped: Collection[int] = (),
         running: Collection[int] = (),
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Look at the ranks again and return whether to give up.
 
         Args:
@@ -121,14 +116,12 @@ class Patience:
         self.still += since_last
         self._idle += 0.0 if running else since_last
         if trace is not None:
-            self._needed = self._seconds(trace)
-        limit = (
-            self.timeout if all(sight.started for sight in sights) else None
-        )  # not for how long ranks start
-        if limit is not None and self.still > limit:
+            proved = not self._held and never(trace)
+            self._needed = CERTAIN if proved else self.timeout or (WAITING if self.knows_all else LIMIT)
+        have_started = all(sight.started for sight in sights)  # for that, ranks may take as long as they need
+        if self.timeout is not None and have_started and self.still > self.timeout:
             return True
-        limit = LIMIT if limit is None else limit
-        return self._idle > (limit if self._needed is None else self._needed)
+        return self._idle > (self._needed or (have_started and self.timeout) or LIMIT)
 
     def has_seen(self, sights: tuple[Sight, ...]) -> bool:
         """Return whether no rank has made progress since the last look."""
@@ -140,26 +133,6 @@ class Patience:
             return False
         held = [sight.waiting or rank in self._held for rank, sight in enumerate(sights)]
         return any(held) and all(one or s.state == FINISHED for one, s in zip(held, sights, strict=True))
-
-    def _seconds(self, trace: Trace) -> float:
-        """Return how many seconds ranks are given that all wait or have finished."""
-        if not self._held and never(trace):
-            return CERTAIN
-        if self.timeout is not None or not self.knows_all:
-            return self.timeout or LIMIT  # another node's ranks may compute
-        waits = (waited_for(number, rank) for number, rank in enumerate(trace.ranks))
-        unmet = any(missing_ranks(call, trace) for call in waits if call is not None)
-        return (self.grace / 2 if unmet else self.grace) + slowest(trace)
-
-
-def slowest(trace: Trace) -> float:
-    """Return the seconds of the slowest finished op on a compute lane, not counting waits."""
-    longest = 0
-    for rank in trace.ranks:
-        ops = rank.ops[(rank.ops["end"] > 0) & (rank.ops["kind"] < Kind.WAIT)]
-        if len(ops):
-            longest = max(longest, int((ops["end"] - ops["start"]).max()))
-    return longest / 1e9
 
 
 # ---- the notice --------------------------------------------------------------------------------------------------
@@ -238,10 +211,6 @@ SAID_RANKS = 4
 """The number of awaited ranks whose location is reported."""
 
 
-Ask = Callable[[Sequence[int], Callable[[float], bool]], dict[int, str] | None]
-"""Takes ranks and `LaunchSignals.goes_on`; returns their stacks, or None if the launch ends meanwhile."""
-
-
 class LaunchSignals(Protocol):
     """What a HangWatch asks of a launch."""
 
@@ -263,23 +232,25 @@ class HangWatch:
         folder: the launch's folder.
         ranks: the number of ranks.
         processes: the ranks' processes.
-        patience: decides when to give up.
+        timeout: see `Patience`.
         local: the ranks that write there, under a launcher on several nodes; None for all.
 
     Attributes:
         waiting_for: the notice of a long wait, in words; None while there is none.
+        woken: ranks that go on although they say that they have finished, since they have just been asked for more.
     """
 
     def __init__(
-        self, folder: Path, ranks: int, processes: RankProcesses, patience: Patience,
+        self, folder: Path, ranks: int, processes: RankProcesses, timeout: float | None,
         local: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         self._local, self._processes = range(ranks) if local is None else local, processes
-        self._ask: Ask = partial(ask_stacks, folder, processes)
-        self._patience, self._watch = patience, RankWatch(folder, ranks, local)
-        patience.knows_all = len(self._local) == ranks
+        self._ask = partial(ask_stacks, folder, processes)
+        self._patience = Patience(timeout, knows_all=len(self._local) == ranks)
+        self._watch = RankWatch(folder, ranks, local)
         self._waiting = WaitWatch(NOTICE_AFTER)
         self._said: set[str] = set()
+        self.woken: Collection[int] = ()
         self.waiting_for: str | None = None
         self._waited_for: list[int] = []  # the ranks that it is about
 
@@ -290,7 +261,10 @@ class HangWatch:
 
     def look(self, launch: LaunchSignals) -> bool:
         """Look at the ranks again, show a notice of a long wait, and return whether the ranks hang."""
-        sights = self._watch.look_at_all()
+        sights = tuple(
+            replace(sight, state=0) if rank in self.woken and sight.state == FINISHED else sight
+            for rank, sight in enumerate(self._watch.look_at_all())
+        )
         trace = launch.trace if self._patience.wants_trace(sights) else None
         still = self._patience.has_seen(sights)
         stopped = self._processes.stopped_pids() if still else {}

@@ -19,6 +19,7 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +46,7 @@ class Request:
     """What the ranks are asked to do.
 
     Attributes:
-        do: "cell", "put" or "get".
+        do: "begin", "cell", "put" or "get".
         text: the cell's code, or the name of a variable.
         name: what tracebacks call the cell.
         value: for "put": a pickled value.
@@ -79,34 +80,19 @@ class Reply:
     recorded: int = 0
 
 
-class Requests:
-    """A rank's end of its pipe.
-
-    Args:
-        folder: the launch's folder.
-        rank: the rank.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        path = part(folder, rank, "requests")
-        os.mkfifo(path, 0o600)
-        self._pipe = os.open(path, os.O_RDWR)  # with a writer of its own, so that it never ends
-        self._read = b""
-
-    def wait_for_request(self) -> tuple[int, Request]:
-        """Sleep until there is a request, and return its number and the request."""
-        while b"\n" not in self._read:
-            self._read += os.read(self._pipe, 4096)
-        line, _, self._read = self._read.partition(b"\n")
-        with (self._folder / f"request{int(line)}.pkl").open("rb") as file:
-            request: Request = pickle.load(file)
-        return int(line), request
-
-
-def answer(folder: Path, rank: int, number: int, given: Reply) -> None:
-    """Write a rank's answer."""
-    write_whole(part(folder, rank, f"answer{number}"), dumps(given))
+def requests(folder: Path, rank: int) -> Iterator[tuple[int, Request]]:
+    """Yield the numbers of requests and the requests, and sleep until there is one."""
+    path = part(folder, rank, "requests")
+    os.mkfifo(path, 0o600)
+    pipe = os.open(path, os.O_RDWR)  # with a writer of its own, so that it never ends
+    read = b""
+    yield 0, Request("begin")
+    while True:
+        while b"\n" not in read:
+            read += os.read(pipe, 4096)
+        line, _, read = read.partition(b"\n")
+        with (folder / f"request{int(line)}.pkl").open("rb") as file:
+            yield int(line), pickle.load(file)
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -114,27 +100,19 @@ def answer(folder: Path, rank: int, number: int, given: Reply) -> None:
 
 def serve(context: Context) -> None:
     """Answer requests until the launch is ended."""
-    folder, rank = context.record.folder, context.rank
+    folder, rank, record = context.record.folder, context.rank, context.record
     namespace = _namespace(context)
-    requests = Requests(folder, rank)
-    context.record.idle(True)
-    answer(folder, rank, 0, Reply())
+    record.idle(True)
     with compare_calls(context.comm):
-        _answer_all(context, requests, namespace)
-
-
-def _answer_all(context: Context, requests: Requests, namespace: dict[str, Any]) -> None:
-    folder, rank = context.record.folder, context.rank
-    while True:
-        number, request = requests.wait_for_request()
-        ops = context.record.count
-        try:
-            given = _do(context, request, namespace)
-        except KeyboardInterrupt:  # between the cell's end and the next line
-            given = Reply("interrupted")
-        given.calls, given.ops, given.recorded = context.comm.issued, ops, context.record.count - ops
-        end_lines()
-        answer(folder, rank, number, given)
+        for number, request in requests(folder, rank):
+            ops = record.count
+            try:
+                given = _answer(context, request, namespace)
+            except KeyboardInterrupt:  # between the cell's end and the next line
+                given = Reply("interrupted")
+            given.calls, given.ops, given.recorded = context.comm.issued, ops, record.count - ops
+            end_lines()
+            write_whole(part(folder, rank, f"answer{number}"), dumps(given))
 
 
 def _namespace(context: Context) -> dict[str, Any]:
@@ -153,15 +131,15 @@ def _namespace(context: Context) -> dict[str, Any]:
     return vars(main)
 
 
-def _do(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
+def _answer(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:
     match request.do:
         case "cell":
             return _cell(context, request, namespace)
         case "put":
             namespace[request.text] = pickle.loads(request.value)
-            return Reply()
-        case _:  # get
+        case "get":
             return _get(request.text, namespace)
+    return Reply()
 
 
 def _cell(context: Context, request: Request, namespace: dict[str, Any]) -> Reply:

@@ -59,21 +59,19 @@ class RankSession:
 
     Attributes:
         cluster: the cluster; for trainings, make another.
-        ranks: the number of ranks.
+        ranks, device: as they were asked for.
     """
 
     def __init__(self, ranks: int, device: str = "auto") -> None:
         self.cluster = Cluster(ranks, device)
-        self.ranks = ranks
+        self.ranks, self.device = ranks, device
         self._number = 0
-        self._began: dict[
-            int, int
-        ] = {}  # by rank, the ops that its trace had before the latest cell that added some
-        launch = self.cluster.launch(serve, (), sink=print)
+        self._began: dict[int, int] = {}  # by rank, the ops before the latest cell that added some
+        launch = self.cluster.launch(serve, ())
         assert isinstance(launch, Launch)  # these ranks are started here, by no launcher
         self._launch = launch
         try:
-            self._wait(list(range(ranks)), 0, None)
+            self._wait(list(range(ranks)), 0)
         except BaseException:
             self.close()
             raise
@@ -99,28 +97,20 @@ class RankSession:
 
     # ---- cells --------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        code: str,
-        ranks: Sequence[int] | None = None,
-        *,
-        name: str = "cell",
-        timeout: float | None = None,
-    ) -> dict[int, Reply]:
+    def run(self, code: str, ranks: Sequence[int] | None = None, *, name: str = "cell") -> dict[int, Reply]:
         """Run code on some ranks, by default on all, and return their answers by rank.
 
         Args:
             code: Python code.
             ranks: the ranks.
             name: what tracebacks call the cell.
-            timeout: as in `Cluster.run`.
 
         Raises:
             SessionEnded: a rank died, the ranks hang, or could not be interrupted.
             KeyboardInterrupt: the cell was interrupted; the ranks keep their variables.
         """
         chosen = list(range(self.ranks)) if ranks is None else list(ranks)
-        answers = self._ask(Request("cell", code, name), chosen, timeout=timeout)
+        answers = self._ask(Request("cell", code, name), chosen)
         if any(each.recorded for each in answers.values()):
             self._began = {rank: each.ops for rank, each in answers.items()}
         return answers
@@ -160,20 +150,17 @@ class RankSession:
 
     # ---- requests -----------------------------------------------------------------------------------------
 
-    def _ask(self, request: Request, ranks: list[int], *, timeout: float | None = None) -> dict[int, Reply]:
+    def _ask(self, request: Request, ranks: list[int]) -> dict[int, Reply]:
         if self.has_ended:
             raise SessionEnded("these ranks are gone; the next %%ranks cell starts new ones")
         self._number += 1
-        write_request(self._launch.folder, self._number, request)
-        return self._wait(ranks, self._number, timeout, list(ranks))
+        write_whole(self._launch.folder / f"request{self._number}.pkl", pickle.dumps(request))
+        return self._wait(ranks, self._number, list(ranks))
 
-    def _wait(
-        self, ranks: list[int], number: int, timeout: float | None, asleep: Sequence[int] = ()
-    ) -> dict[int, Reply]:
+    def _wait(self, ranks: list[int], number: int, asleep: Sequence[int] = ()) -> dict[int, Reply]:
         """Wake those that are asleep, and return the answers of all; an interrupt at any moment is passed on."""
         answers: dict[int, Reply] = {}
         deadline: float | None = None  # once interrupted
-        began = time.monotonic()
         while True:
             try:
                 while asleep and not self._launch.has_ended:
@@ -183,38 +170,30 @@ class RankSession:
                         self._launch.poll(POLL)
                         continue
                     asleep = asleep[1:]
-                self._collect(ranks, number, answers)
+                for rank in ranks:
+                    if rank not in answers and (given := read_answer(self._launch.folder, rank, number)):
+                        answers[rank] = given
                 if len(answers) == len(ranks):
                     self._launch.show_output()
                     break
+                self._launch.hangs.woken = [rank for rank in ranks if rank not in answers]
                 if self._launch.poll(POLL):
                     stuck = deadline is not None and isinstance(self._launch.error, Deadlock)
-                    raise self._gave_up(ranks, answers, None) if stuck else self._explain_end(ranks, answers)
-                late = timeout is not None and time.monotonic() - began > timeout
-                if late or (deadline is not None and time.monotonic() > deadline):
+                    raise self._deaf(ranks, answers) if stuck else self._explain_end(ranks, answers)
+                if deadline is not None and time.monotonic() > deadline:
                     self._launch.end()
-                    raise self._gave_up(ranks, answers, timeout if deadline is None else None)
+                    raise self._deaf(ranks, answers)
             except KeyboardInterrupt:
                 if deadline is None:
                     deadline = time.monotonic() + INTERRUPT_TAKES
-                self._interrupt(rank for rank in ranks if rank not in answers)
+                for rank in ranks:
+                    if rank not in answers and self.pids:
+                        os.kill(self.pids[rank], signal.SIGINT)
         if deadline is not None:
             raise KeyboardInterrupt
         return answers
 
-    def _collect(self, ranks: list[int], number: int, answers: dict[int, Reply]) -> None:
-        for rank in ranks:
-            if rank not in answers:
-                given = read_answer(self._launch.folder, rank, number)
-                if given is not None:
-                    answers[rank] = given
-
-    def _interrupt(self, ranks: Any) -> None:
-        for rank in ranks:
-            if self.pids:
-                os.kill(self.pids[rank], signal.SIGINT)
-
-    def _explain_end(self, ranks: list[int], answers: dict[int, Reply]) -> Exception:
+    def _explain_end(self, ranks: list[int], answers: dict[int, Reply]) -> SessionEnded:
         """Return why the session is over; what a rank raised before comes first, since others then waited in vain."""
         error = self._launch.error
         why = str(error) if error is not None else "the ranks were ended"
@@ -222,13 +201,11 @@ class RankSession:
             why += f"\n(The cell ran on {spelt(ranks)} of {self.ranks} only.)"
         raised = failure(answers, self.ranks)
         if raised is not None:
-            return SessionEnded(f"{raised}\n\nThe other ranks then waited in vain: {why}\n\n{LOST}")
+            why = f"{raised}\n\nThe other ranks then waited in vain: {why}"
         return SessionEnded(f"{why}\n\n{LOST}")
 
-    def _gave_up(self, ranks: list[int], answers: dict[int, Reply], timeout: float | None) -> Exception:
+    def _deaf(self, ranks: list[int], answers: dict[int, Reply]) -> SessionEnded:
         late = spelt([rank for rank in ranks if rank not in answers])
-        if timeout is not None:
-            return SessionEnded(f"{late} did not finish the cell within {timeout:g} s. {LOST}")
         return SessionEnded(
             f"{late} could not be interrupted: a rank that waits for a peer in C++ code hears nothing. {LOST}"
         )
@@ -250,11 +227,6 @@ def _trace_since(rank: RankTrace, first: int | None) -> RankTrace:
 
 
 # ---- what is asked, and what is answered -------------------------------------------------------------------------
-
-
-def write_request(folder: Path, number: int, request: Request) -> None:
-    """Write a request, before ranks are woken for it."""
-    write_whole(folder / f"request{number}.pkl", pickle.dumps(request))
 
 
 def wake(folder: Path, rank: int, number: int) -> None:

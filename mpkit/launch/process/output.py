@@ -20,7 +20,7 @@ from typing import Any
 from mpkit.common.launch_folder import OUTPUT_LIMIT, part, read_note
 from mpkit.common.safe_text import visible
 
-__all__ = ["LabelledLines", "OutputReader", "Sink", "end_lines", "flush_stdout", "labelled_output"]
+__all__ = ["LabelledLines", "OutputReader", "Sink", "end_lines", "labelled_output"]
 
 LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
@@ -193,54 +193,37 @@ class _GrowingFile:
             os.truncate(self.path, 0)
 
 
-def flush_stdout() -> None:
-    """Flush stdout, so that the reader of a pipe receives what was printed."""
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
 class Sink:
     """Passes lines on until that fails.
 
     Args:
         line: receives a line.
-        flush: called after lines have been passed on.
 
     Attributes:
         broken: the error if nothing reads this program's output any more.
     """
 
-    def __init__(self, line: Callable[[str], None], flush: Callable[[], None]) -> None:
-        self._line, self._flush = line, flush
+    def __init__(self, line: Callable[[str], None]) -> None:
+        self._line = line
         self._fails = False
         self.broken: BrokenPipeError | None = None
 
     def show(self, lines: Iterable[str]) -> None:
-        """Pass lines on, and flush if any was passed on."""
-        shown = False
+        """Pass lines on; after a failure they are dropped, and the ranks go on."""
         for line in lines:
-            shown = self._try(self._line, line) or shown
-        if shown:
-            self._try(self._flush)
-
-    def _try(self, tell: Callable[..., None], *what: str) -> bool:
-        """Return whether this succeeded; after a failure nothing is passed on any more."""
-        if self._fails:
-            return False
-        try:
-            tell(*what)
-        except Exception as error:
-            self._fails = True
-            if isinstance(error, BrokenPipeError):
-                self.broken = error
-                return False
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # standard error may be closed as well
-                print(
-                    "mpkit: what the ranks print cannot be shown any more "
-                    f"({type(error).__name__}: {error}); they go on",
-                    file=sys.stderr,
-                )
-            return False
-        return True
+            if self._fails:
+                continue
+            try:
+                self._line(line)
+            except BrokenPipeError as error:
+                self._fails, self.broken = True, error
+            except Exception as error:
+                self._fails = True
+                trouble = f"{type(error).__name__}: {error}"
+                with contextlib.suppress(
+                    OSError, ValueError, AttributeError
+                ):  # standard error may be closed as well
+                    print(
+                        f"mpkit: what the ranks print cannot be shown any more ({trouble}); they go on",
+                        file=sys.stderr,
+                    )

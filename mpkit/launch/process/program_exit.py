@@ -1,7 +1,6 @@
-"""How a program ends on a rank: what Python would still do for it, and what it may not do there.
+"""How a program ends on a rank: what Python would still do for it.
 
 own_process    ends a child that the program has forked and that comes back into mpkit's code
-refuse_exec    os.execv and the like raise an error at the program's own line
 finish         waits for what the program has left running, and calls what it registered with atexit
 """
 
@@ -15,12 +14,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
-from mpkit.common.process_wide import Replacements
-from mpkit.errors import MpkitError
-
-__all__ = ["finish", "own_process", "refuse_exec"]
+__all__ = ["finish", "own_process"]
 
 
 @contextmanager
@@ -52,27 +47,6 @@ def _status(error: BaseException) -> int:
         return error.code or 0
     print(error.code, file=sys.stderr)
     return 1
-
-
-def refuse_exec() -> Replacements:
-    """Refuse to replace this process's program; its children may."""
-    replaced, own = Replacements(), os.getpid()
-
-    def make_refusal(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse_call(path: Any, arguments: Any, *rest: Any) -> Any:
-            if os.getpid() != own:
-                return call(path, arguments, *rest)
-            raise MpkitError(
-                f"os.{name}({path!r}, ...): the other program would take this rank's place, and the other ranks would "
-                "wait for it in vain. subprocess.run([...]) starts it beside the rank; or let mpkit start it: mpkit "
-                "watch other.py. (Does it only set variables? Set them before: OMP_NUM_THREADS=1 mpkit watch ...)"
-            )
-
-        return refuse_call
-
-    for name in ("execv", "execve"):  # which the others call
-        replaced.put(os, name, make_refusal(name, getattr(os, name)))
-    return replaced
 
 
 def finish() -> None:

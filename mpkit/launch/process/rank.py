@@ -1,9 +1,9 @@
 """A rank's half of a launch: from the fork to the user's function and back.
 
+main       all of it
 detach     end with the fork server, redirect output into the launch's folder, be ready to write stacks
 meet       find the other ranks and form the process group
-work       unpickle the function, call it, and write its result
-leave      wait until all ranks have finished, so that no peer sees its connection closed
+report     write what the launching process needs to explain a failure
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
-import json
 import linecache
 import os
 import signal
@@ -38,7 +37,8 @@ from mpkit.errors import CommMismatch
 from mpkit.launch.process.launcher_environment import as_torchrun, join
 from mpkit.launch.process.log_settings import set_logging
 from mpkit.launch.process.output import end_lines, labelled_output
-from mpkit.launch.process.program_exit import own_process, refuse_exec
+from mpkit.launch.process.payload import unpack
+from mpkit.launch.process.program_exit import own_process
 from mpkit.launch.process.seal import sign_objects
 from mpkit.launch.process.stacks import answer_requests
 from mpkit.launch.process.store import store_of
@@ -46,15 +46,24 @@ from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.own_process import note_group
 from mpkit.strategies.comm.wire import Wire
+from mpkit.strategies.packing.packing import dumps
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.memory_picture import is_out_of_memory, picture_of
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["context_of", "device_of", "main", "report", "run_spawned"]
+__all__ = ["context_of", "device_of", "main", "report"]
 
 
 def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -> None:
-    """Run one rank. This never returns: a rank exits with os._exit, whatever its threads do."""
+    """Run one rank. This never returns: a rank exits with os._exit, whatever its threads do.
+
+    Args:
+        rank: this rank.
+        group: its process group; 0 for the first rank, which makes one.
+        folder: the launch's folder.
+        fds: two pipes: "done" takes a byte when the function has returned, and "release" is closed when all have.
+        parent: the process id of the fork server.
+    """
     place = Path(folder)
     recorder: Recorder | None = None
     try:
@@ -65,9 +74,17 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
             place, rank, device, layers=settings.layers
         )  # whose files say that it has started
         context = context_of(rank, settings, device, recorder, settings.compares)
-        work(context, place)
+        with (place / "payload.pkl").open("rb") as file:
+            function, args = unpack(file, enter=True)
+        with own_process():
+            result = function(context, *args)
+        end_lines()
+        write_whole(part(place, rank, "result"), dumps(result))
         recorder.close("finished")
-        leave(fds)
+        os.write(fds["done"], b".")
+        os.read(
+            fds["release"], 1
+        )  # returns, empty, once all ranks are done, so that no peer's connection closes
         del store
         os._exit(0)
     except BaseException as error:  # SystemExit too: a rank that exits early leaves its peers waiting
@@ -79,11 +96,6 @@ def main(rank: int, group: int, folder: str, fds: dict[str, int], parent: int) -
                 os.write(2, text.encode())
             os._exit(UNREPORTED)
         os._exit(1)
-
-
-def run_spawned(config: str) -> None:
-    """Run one rank in a fresh interpreter, where ranks are not forked."""
-    main(*json.loads(config))
 
 
 def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
@@ -114,7 +126,6 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     stack = answer_requests(folder, rank)
     faulthandler.enable(file=stack)  # shows where Python was when C++ code aborted, in any thread
 
-    refuse_exec()
     atexit._clear()  # the fork server's; a program's own are called at its end (`program_exit`)
     for name, value in settings.environment.items():
         if value is None:
@@ -186,26 +197,6 @@ def _enter_context(device: torch.device) -> None:
     """Let autograd's thread for this GPU enter its context: cuBLAS warns if it has to do that itself."""
     x = torch.ones((), device=device, requires_grad=True)
     (x * x).backward()
-
-
-def work(context: Context, folder: Path) -> None:
-    """Unpickle the function, call it, and write its result."""
-    from mpkit.launch.process.payload import unpack
-
-    with (folder / "payload.pkl").open("rb") as file:
-        function, args = unpack(file, enter=True)
-    with own_process():
-        result = function(context, *args)
-    end_lines()
-    from mpkit.strategies.packing.packing import dumps
-
-    write_whole(part(folder, context.rank, "result"), dumps(result))
-
-
-def leave(fds: dict[str, int]) -> None:
-    """Wait until all ranks have finished, so that no peer sees its connection closed."""
-    os.write(fds["done"], b".")
-    os.read(fds["release"], 1)  # returns, empty, when the fork server closes its end
 
 
 def report(error: BaseException, rank: int, folder: Path, recorder: Recorder | None) -> None:

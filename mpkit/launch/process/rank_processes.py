@@ -1,16 +1,15 @@
-"""The ranks' processes as the launching process knows them: ids, exits, signals."""
+"""The ranks' processes as the launching process knows them: ids, exits, signals, what the system reports of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from mpkit.launch.process.vitals import is_stopped, vitals_of
-
-__all__ = ["RankProcesses"]
+__all__ = ["RankProcesses", "cpu_seconds", "is_stopped"]
 
 
 @dataclass
@@ -42,9 +41,10 @@ class RankProcesses:
             key = rank, rank in waiting
             vitals = vitals_of(pid, main_thread=key[1]) if self.runs(rank) else None
             if vitals is not None:
-                if vitals.state == "R" or vitals.cpu > self._cpu.get(key, vitals.cpu):
+                state, cpu = vitals
+                if state == "R" or cpu > self._cpu.get(key, cpu):
                     found.add(rank)
-                self._cpu[key] = vitals.cpu
+                self._cpu[key] = cpu
         return found
 
     def runs(self, rank: int) -> bool:
@@ -60,3 +60,50 @@ class RankProcesses:
         for pid in living:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def vitals_of(pid: int, main_thread: bool = False) -> tuple[str, float] | None:
+    """Return the letter of a process's state and the CPU seconds that it has used.
+
+    The letter is that of /proc/PID/stat: "R" on a core or in the queue for one, "T" or "t" stopped by SIGSTOP or a
+    debugger. None: it has exited, or the system does not report it.
+
+    Args:
+        pid: the process.
+        main_thread: on Linux, of its main thread alone.
+    """
+    if sys.platform != "linux":
+        return _ask_psutil(pid)
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat" if main_thread else f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the process is stopped by SIGSTOP or a debugger; False where the system does not report it."""
+    vitals = vitals_of(pid)
+    return vitals is not None and vitals[0] in ("T", "t")
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU seconds used by all threads of the process; None where the system does not report it."""
+    vitals = vitals_of(pid)
+    return None if vitals is None else vitals[1]
+
+
+def _ask_psutil(pid: int) -> tuple[str, float] | None:
+    """Return the same on other systems, if psutil is there. Never "R": macOS says so of processes that sleep."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        state = "T" if process.status() == psutil.STATUS_STOPPED else ""
+    except psutil.Error:
+        return None
+    return state, times.user + times.system

@@ -1,11 +1,13 @@
-"""The folder of one launch: what the ranks read, and room for what they will write.
+"""The folders of launches: what the ranks read, and room for what they will write.
 
-The process that launches holds a lock on the file `lock` in it for as long as it wants the folder. The system frees the
-lock when that process ends, however it ends; so each new launch removes the folders of this user that nobody holds.
+They lie in one folder per process, mpkit-run-*, whose file `lock` the process holds a lock on for as long as it lives.
+The system frees the lock when the process ends, however it ends; so the first launch of each process removes the
+folders of this user that nobody holds.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
@@ -13,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +23,38 @@ from mpkit.common.disk import name_full_disk
 from mpkit.common.launch_folder import RESERVED, Settings, reserve
 from mpkit.common.private import NO_LINK, create
 
-__all__ = ["RunFolder", "new_folder", "remove_unheld"]
+__all__ = ["empty_folder", "hold", "keep", "new_folder", "remove_unheld"]
 
 PREFIX, LOCK = "mpkit-run-", "lock"
 
 
-class RunFolder:
-    """A folder that this process holds, and removes at the end.
-
-    Args:
-        path: a folder that another process has made; None makes one, of mode 0700.
-
-    Attributes:
-        path: the folder.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        self._made = path is None
-        if path is None:
-            _sweep()
-            new = Path(tempfile.mkdtemp(prefix="mpkit-new-"))
-            os.close(create(new / LOCK))
-            self._lock = _hold(new)
-            path = new.rename(new.with_name(new.name.replace("mpkit-new-", PREFIX)))  # held from the start
-        else:
-            self._lock = _hold(path)
-        self.path = path
-
-    def keep(self) -> None:
-        """Let the folder outlive this process: nobody removes it."""
-        self._made = False
-        (self.path / LOCK).unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        """Let go of the folder, and remove it if this process made it."""
-        if self._made:
-            shutil.rmtree(self.path, ignore_errors=True)  # which follows no links
-        os.close(self._lock)
+def empty_folder() -> Path:
+    """Return a new folder, of mode 0700, which nobody removes while this process lives."""
+    place = os.getpid(), tempfile.gettempdir()
+    if not _folder_of_process(*place).is_dir():  # something cleans up temporary files
+        _folder_of_process.cache_clear()
+    return Path(tempfile.mkdtemp(prefix="launch-", dir=_folder_of_process(*place)))
 
 
-def new_folder(settings: Settings, meta: Mapping[str, Any], payload: bytes) -> RunFolder:
+@cache
+def _folder_of_process(process: int, temporary: str) -> Path:
+    """Make the folder of this process, and hold it until the process ends."""
+    for path in Path(temporary).glob(f"{PREFIX}*"):
+        remove_unheld(path)
+    new = Path(tempfile.mkdtemp(prefix="mpkit-new-", dir=temporary))
+    os.close(create(new / LOCK))
+    _lock(new)
+    path = new.rename(new.with_name(new.name.replace("mpkit-new-", PREFIX)))  # held from the start
+    atexit.register(_remove_own, path, process)
+    return path
+
+
+def _remove_own(path: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a child that it has forked
+        shutil.rmtree(path, ignore_errors=True)  # which follows no links
+
+
+def new_folder(settings: Settings, meta: Mapping[str, Any], payload: bytes) -> Path:
     """Create a folder with all files that the ranks read.
 
     Args:
@@ -75,23 +70,31 @@ def new_folder(settings: Settings, meta: Mapping[str, Any], payload: bytes) -> R
     }
     needed = sum(map(len, files.values())) + settings.ranks * sum(RESERVED.values())
     with name_full_disk(tempfile.gettempdir(), needed):
-        folder = RunFolder()
+        folder = empty_folder()
         try:
             for name, content in files.items():
-                (folder.path / name).write_bytes(content)
-            reserve(folder.path, settings.ranks)
+                (folder / name).write_bytes(content)
+            reserve(folder, settings.ranks)
         except BaseException:
-            folder.remove()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
     return folder
 
 
-def remove_unheld(path: str | Path, wait: bool = False) -> None:
-    """Remove a folder unless a process holds it; or `wait` until none does, since its last process is just ending."""
-    with suppress(
-        OSError
-    ):  # another process was first, holds it, or it belongs to another user, or is to stay
-        handle = os.open(Path(path) / LOCK, os.O_RDONLY | NO_LINK)
+def hold(folder: Path) -> int:
+    """Hold the folder of a launch that another process has made, until the returned descriptor is closed."""
+    return _lock(folder.parent)
+
+
+def keep(folder: Path) -> Path:
+    """Let the folder of a launch outlive its process, and return its new path: nobody removes it."""
+    return folder.rename(f"{folder.parent}-{folder.name}")
+
+
+def remove_unheld(path: Path, wait: bool = False) -> None:
+    """Remove a process's folder unless a process holds it; or `wait` until none does: its last is just ending."""
+    with suppress(OSError):  # another process was first, holds it, or it is another user's, or is to stay
+        handle = os.open(path / LOCK, os.O_RDONLY | NO_LINK)
         try:
             if os.fstat(handle).st_uid == os.geteuid():
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -100,12 +103,7 @@ def remove_unheld(path: str | Path, wait: bool = False) -> None:
             os.close(handle)
 
 
-def _sweep() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        remove_unheld(folder)
-
-
-def _hold(path: Path) -> int:
+def _lock(path: Path) -> int:
     handle = os.open(path / LOCK, os.O_RDONLY | NO_LINK)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle

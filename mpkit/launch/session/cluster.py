@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -18,7 +19,6 @@ from mpkit.common.missing_packages import require_torch
 from mpkit.common.tracebacks import public
 from mpkit.devices.local.table import devices_html, devices_text
 from mpkit.errors import MpkitError
-from mpkit.launch.hang.hang import GRACE
 from mpkit.launch.launch import Launch
 from mpkit.launch.place import is_launched, place_here, refuse_second_launcher
 from mpkit.launch.process.fork_server_client import ForkServerClient
@@ -31,9 +31,7 @@ from mpkit.launch.session.cluster_checks import (
     check_timeout,
     place_ranks,
 )
-from mpkit.launch.session.cluster_helper import ClusterHelper
 from mpkit.launch.session.import_ahead import import_ahead
-from mpkit.launch.session.turns import Turns
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +45,39 @@ if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
     from mpkit.trace import Trace
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "borrow_cluster", "borrow_clusters"]
+
+
+class Helper:
+    """What a cluster shares with those that `resized` makes of it: the process that their ranks are forked from.
+
+    Args:
+        start: starts a fork server; None under a launcher, whose processes are the ranks.
+
+    Attributes:
+        fork_server: the latest one. It ends by itself when nobody has used it for minutes, and the next launch starts
+            another.
+        latest: the latest launch: one may run at a time.
+        training: the latest training.
+        closed: whether one of the clusters was closed.
+        launching: held while a thread checks whether the helper is busy, and launches.
+    """
+
+    def __init__(self, start: Callable[[], ForkServerClient] | None) -> None:
+        self._start = start
+        self.fork_server = None if start is None else start()
+        self.latest: Launch | LaunchedRank | None = None
+        self.training: Run | None = None
+        self.closed = False
+        self.launching = threading.Lock()
+
+    def provide(self) -> ForkServerClient:
+        """Return a fork server that is alive."""
+        assert self._start is not None and self.fork_server is not None  # no launcher started this process
+        if not self.fork_server.alive:
+            self.fork_server.close()
+            self.fork_server = self._start()
+        return self.fork_server
 
 
 @public
@@ -103,15 +133,11 @@ class Cluster:
             from mpkit.launch.torchrun import Launcher
 
             self._session = Launcher(chosen)
-        self._fork = start == "fork" if start else sys.platform == "linux"
-        self._helper: ClusterHelper | None = None
-        if self._session is None:
-            self._helper = ClusterHelper(self._fork_server_maker())
-        else:
             self.ranks, self.backend = self._session.ranks, self._session.backend
+        self._fork = start == "fork" if start else sys.platform == "linux"
+        self._helper = Helper(None if launched else self._fork_server_maker())
         self._imports = import_ahead()
-        self._turns = Turns()
-        self._closed = False
+        self._latest: Launch | LaunchedRank | None = None
 
     @classmethod
     def from_env(cls, device: str = "auto", *, layers: bool = False) -> Cluster:
@@ -138,7 +164,7 @@ class Cluster:
         return partial(ForkServerClient, self._fork)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else self.backend
+        state = "closed" if self._helper.closed else self.backend
         first = f"Cluster(ranks={self.ranks}, device={self.device!r})  # {state}"
         return (
             first
@@ -170,7 +196,7 @@ class Cluster:
     @property
     def fork_server_pid(self) -> int | None:
         """Process id of the helper process, the parent of all ranks; None if there is none now."""
-        fork_server = None if self._helper is None else self._helper.fork_server
+        fork_server = self._helper.fork_server
         return fork_server.pid if fork_server is not None and fork_server.alive else None
 
     def resized(self, ranks: int) -> Cluster:
@@ -186,39 +212,47 @@ class Cluster:
                 "many (torchrun --nproc-per-node), or without a launcher, where a Cluster starts its ranks itself"
             )
         other = copy.copy(self)
-        other.ranks, other._turns = check_ranks(ranks), Turns()
-        if self._session is not None:
-            return other
-        other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
+        other.ranks, other._latest = check_ranks(ranks), None
+        if self._session is None:
+            other.backend = "nccl" if other.device == "cuda" and self._chosen.one_each(ranks) else "gloo"
         return other
 
     def _check_open(self, ranks: int) -> None:
         """Check that neither this cluster was closed nor one that shares its helper process."""
-        if self._closed or (self._helper is not None and not self._helper.close.alive):
+        if self._helper.closed:
             raise ValueError(f"this cluster is closed; make a new one: mk.Cluster(ranks={ranks})")
+
+    @property
+    def busy(self) -> bool:
+        """Whether something runs on this cluster, or on one that shares its helper process."""
+        return self._helper.latest is not None and not self._helper.latest.has_ended
+
+    def _check_free(self) -> None:
+        if self.busy:
+            raise ValueError(
+                "this cluster is still busy with an earlier run: run.wait() for its end, or run.stop() it; for runs "
+                "side by side make another Cluster"
+            )
 
     def close(self) -> None:
         """Stop whatever runs, and the helper process. A closed cluster cannot be used again."""
-        self._closed = True
-        if self._helper is not None:
-            self._helper.close()
-            self._helper.end()
+        self._helper.closed = True
+        if self._helper.fork_server is not None:
+            self._helper.fork_server.close()
 
     @answers("cluster.run(lambda ctx: ctx.rank)")
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, on_busy: str = "raise",
-        watch: bool | int = False,
-    ) -> list[Any]:  # fmt: skip
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, watch: bool | int = False
+    ) -> list[Any]:
         """Call `fn(ctx, *args)` on every rank and wait; what the ranks print appears here, labelled.
 
         Args:
             fn: a function whose first argument is a `Context`; may be a lambda or defined in this notebook.
             args: further arguments, sent to every rank by value.
             timeout: seconds without progress on any rank after which a hang is reported, also of ranks that compute.
-                None: a rank that uses CPU time is never given up; if none does, a hang is reported a few seconds past
-                the slowest op if all ranks wait for each other or are stopped, after 600 s otherwise. After 10 s a
-                line says which rank the others wait for, and where it is.
-            on_busy: as in `train`; by default an earlier training is left alone, unless "stop" or "wait" is passed.
+                None: a rank that uses CPU time is never given up; if none does, a hang is reported after half a second
+                where no rank can ever go on, after 30 s where all ranks wait or are stopped, and after 600 s otherwise.
+                After 10 s a line says which rank the others wait for, and where it is.
             watch: record what `fn` does although it does not know of mpkit: communication of torch.distributed, DDP,
                 FSDP and pipelining; forwards, backwards and optimizer steps; memory. True records a model's repeated
                 blocks, a number its modules down to that depth. A notebook shows it live; `cluster.timeline()` has it.
@@ -230,19 +264,35 @@ class Cluster:
             RankFailed: a rank raised or was killed; the error carries that rank's own traceback.
             CommMismatch: the calls of two ranks for one collective or message do not match.
             Deadlock: the ranks wait for each other.
-            ValueError: `fn` or an argument cannot be sent to other processes.
+            ValueError: `fn` or an argument cannot be sent to other processes, or an earlier run still goes on.
         """
         check_function(fn, args)
-        self._turns.make_free(on_busy)
         if watch is not False:
-            from mpkit.launch.session.watched_run import run_watched
-
-            return run_watched(self.launch, fn, args, watch, timeout)
+            return self._run_watched(fn, args, watch, timeout)
         from mpkit.strategies.program_calls.comparison import ComparedFunction
 
-        launch = self.launch(ComparedFunction(fn), args, timeout=timeout, sink=print)
+        launch = self.launch(ComparedFunction(fn), args, timeout=timeout)
         launch.work()
         return launch.results()
+
+    def _run_watched(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], watch: bool | int, timeout: float | None
+    ) -> list[Any]:
+        """Run a function, recorded; in a notebook its dashboard is filled while its cell runs."""
+        from mpkit.launch.session.execution import Execution
+        from mpkit.launch.watch.rank_program import NEEDED, check_watch, watch_function
+
+        execution = Execution(
+            self.launch, getattr(fn, "__name__", type(fn).__name__), watch_function, (fn, check_watch(watch), *args),
+            timeout=timeout, modules=NEEDED, meta={"watched": True},
+        )  # fmt: skip
+        assert self._latest is not None
+        if in_notebook():
+            execution.look(draw(execution, "widget"))
+            execution.follow()
+        else:
+            self._latest.work()
+        return self._latest.results()
 
     @property
     def trace(self) -> Trace:
@@ -251,9 +301,9 @@ class Cluster:
         Raises:
             MpkitError: nothing has run on this cluster yet.
         """
-        if self._turns.latest is None:
+        if self._latest is None:
             raise MpkitError("this cluster has no trace yet: cluster.run(fn) or cluster.train(...) first")
-        return self._turns.latest.trace
+        return self._latest.trace
 
     def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
         """Put the latest run on a clock; see `Run.timeline`."""
@@ -271,7 +321,7 @@ class Cluster:
         checkpoint_keep: int = 2, resume_from: str | os.PathLike[str] | None = None,
         on_step: Callable[[Any, int], Any] | None = None, evaluate: Any = None, every: int | None = None,
         ema: float | None = None, verify: Any = "first",
-        timeout: float | None = None, show: bool | None = None, on_busy: str | None = None,
+        timeout: float | None = None, show: bool | None = None,
     ) -> Run:  # fmt: skip
         """Train `model` as `plan` says. Returns at once; in a notebook the Run shows itself, live.
 
@@ -301,15 +351,14 @@ class Cluster:
                 from 1, such as (1, 10); or False. `run.proof` says which were equal (docs/proof.md).
             on_step, evaluate, every, ema: what happens between steps (docs/callbacks.md): on_step(ctx, step) on every
                 rank; evaluation on data, or (data, metric), every so many steps; the decay of an average of weights.
-            timeout, show: as in `run`; whether to show the Run live, None: only in a notebook.
-            on_busy: what to do if an earlier training of this cluster still runs: "stop" it, "wait" for its end, or
-                "raise" a ValueError; None: stop it in a notebook, where a cell is often run again, else raise.
+            timeout, show: as in `run`; whether to show the Run live, None: only in a notebook. A notebook, where cells
+                are often run again, stops an earlier training that still runs; elsewhere that is an error.
 
         Raises:
             ValueError: an argument cannot work; raised before any process starts.
         """
         timeout = check_timeout(timeout)
-        with self._turns.instead_of_earlier(on_busy), self._shown_ahead(show, plan, steps) as board:
+        with self._instead_of_earlier(), self._shown_ahead(show, plan, steps) as board:
             self._imports.join()
             from mpkit.launch.session.run import Run
             from mpkit.strategies.prepare.prepare import prepare
@@ -320,8 +369,35 @@ class Cluster:
                 lr_schedule=lr_schedule, checkpoint_every=checkpoint_every, checkpoint_dir=checkpoint_dir, every=every,
                 checkpoint_keep=checkpoint_keep, resume_from=resume_from, on_step=on_step, evaluate=evaluate, ema=ema,
             ))  # fmt: skip
-        self._turns.training = Run(self, job, timeout=timeout, show=show, board=board)
-        return self._run_own_rank(self._turns.training)
+        run = self._helper.training = Run(self, job, timeout=timeout, show=show, board=board)
+        return run if self._session is None else self._run_own_rank(run)
+
+    def _run_own_rank(self, run: Run) -> Run:
+        """Run this process's rank, in this thread, and wait for the others."""
+        assert self._latest is not None
+        self._latest.work()
+        return run.wait()
+
+    @contextmanager
+    def _instead_of_earlier(self) -> Iterator[None]:
+        """Prepare a training in the body while an earlier one still runs; then, in a notebook, stop the earlier one.
+
+        If the new training is rejected, the earlier one goes on, and a line says how to see it: its view may be gone if
+        both belong to one cell.
+        """
+        earlier = self._helper.training
+        if not in_notebook() or earlier is None:
+            self._check_free()
+        try:
+            yield
+        except Exception:
+            if earlier is not None and not earlier.done and earlier.shown:
+                print("mpkit: the earlier run goes on: run.show() shows it here, run.stop() ends it")
+            raise
+        if earlier is not None and not earlier.done:
+            done = f"after step {earlier.first_step + len(earlier.losses)} of {earlier.steps}"
+            print(f"mpkit: the earlier run of {earlier.plan} was stopped {done} for this one")
+            earlier.stop()
 
     @contextmanager
     def _shown_ahead(self, show: bool | None, plan: Plan | None, steps: int) -> Iterator[Any]:
@@ -356,39 +432,23 @@ class Cluster:
         warn_of_nodes(job.plan, self._session.nodes, self._session.rank)
         return job
 
-    def _run_own_rank(self, training: Run) -> Run:
-        """Return the Run; under a launcher, once this process's rank and all others have finished."""
-        if self._session is not None and self._turns.latest is not None:
-            self._turns.latest.work()
-            training.wait()
-        return training
-
     def launch(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        *,
-        timeout: float | None = None,
-        sink: Callable[[str], None],
-        flush: Callable[[], None] = lambda: None,
-        meta: dict[str, Any] | None = None,
-        modules: Sequence[str] = (),
-        grace: float = GRACE,
+        self, fn: Callable[..., Any], args: tuple[Any, ...], *, timeout: float | None = None,
+        sink: Callable[[str], None] = print, meta: dict[str, Any] | None = None, modules: Sequence[str] = (),
         compares: bool = True,
-    ) -> Launch | LaunchedRank:
+    ) -> Launch | LaunchedRank:  # fmt: skip
         """Start `fn(ctx, *args)` on every rank and return its `Launch`; `run` and `train` are built on this.
 
         Args:
             fn, args, timeout: as in `run`.
-            sink, flush: `sink` receives each labelled line of output; `flush` is called when no more follow for now.
+            sink: receives each labelled line of output.
             meta: entries for the trace's meta.
             modules: modules to import before ranks are forked, so that the ranks need not each import them.
-            grace: seconds to wait past the slowest op, if there is no `timeout`.
             compares: compare each communication with its peers' calls; a training's strategies do not need this.
         """
         self._check_open(self.ranks)
         timeout = check_timeout(timeout)
-        self._turns.make_free("raise")
+        self._check_free()
         payload = pack(fn, args, modules)
         settings = settings_here(
             self.ranks, self.device, self.backend, self.devices, self.layers, compares, self._chosen.numbers
@@ -396,25 +456,45 @@ class Cluster:
         if self._session is not None:
             from mpkit.launch.launched_rank import LaunchedRank
 
-            self._turns.latest = LaunchedRank(
-                self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, grace=grace
+            self._latest = self._helper.latest = LaunchedRank(
+                self._session, settings, payload, timeout=timeout, sink=sink, meta=meta or {}
             )
-            return self._turns.latest
+            return self._latest
         refuse_second_launcher()
-        assert self._helper is not None  # there is one unless a launcher started this process
         with self._helper.launching:
-            self._turns.make_free("raise")  # another thread may have launched first
+            self._check_free()  # another thread may have launched first
             fork_server = self._helper.provide()
-            self._turns.latest = Launch(
-                fork_server,
-                replace(settings, environment=fork_server.environment_since()),
-                payload,
-                timeout=timeout,
-                sink=sink,
-                flush=flush,
-                meta=meta or {},
-                modules=modules,
-                grace=grace,
+            settings = replace(settings, environment=fork_server.environment_since())
+            self._latest = self._helper.latest = Launch(
+                fork_server, settings, payload, timeout=timeout, sink=sink, meta=meta or {}, modules=modules
             )
-            self._helper.note(self._turns.latest)
-            return self._turns.latest
+            return self._latest
+
+
+def borrow_cluster(given: Cluster | None, ranks: int = 1) -> AbstractContextManager[Cluster]:
+    """Return a context of the given cluster, or of a new one of CPU ranks that is closed afterwards.
+
+    >>> with borrow_cluster(None, 2) as cluster:
+    ...     cluster.run(lambda ctx: ctx.rank)
+    [0, 1]
+    """
+    return nullcontext(given) if given is not None else Cluster(ranks, device="cpu")
+
+
+@contextmanager
+def borrow_clusters(
+    given: Callable[[int], Cluster] | None, device: str = "auto"
+) -> Iterator[Callable[[int], Cluster]]:
+    """Yield `clusters(ranks)` for consecutive runs of different sizes.
+
+    It is the given function, or one whose clusters share a helper process that is closed afterwards.
+
+    >>> with borrow_clusters(None, "cpu") as clusters:
+    ...     [clusters(ranks).run(lambda ctx: ctx.world_size) for ranks in (1, 2)]
+    [[1], [2, 2]]
+    """
+    if given is not None:
+        yield given
+        return
+    with Cluster(1, device) as own:
+        yield own.resized

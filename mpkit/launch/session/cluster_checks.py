@@ -16,9 +16,7 @@ __all__ = [
     "EXAMPLE",
     "MEANT",
     "MOST_RANKS",
-    "ON_BUSY",
     "check_function",
-    "check_on_busy",
     "check_ranks",
     "check_timeout",
     "choose_device",
@@ -28,19 +26,6 @@ __all__ = [
 
 MOST_RANKS = 256
 """The most processes per machine; a larger number is taken for a typing error."""
-
-
-ON_BUSY = ("stop", "wait", "raise")
-
-
-def check_on_busy(on_busy: str | None) -> str | None:
-    """Return `on_busy` if it is a valid choice."""
-    if on_busy is not None and str(on_busy) not in ON_BUSY:
-        raise ValueError(
-            f'on_busy={on_busy!r}: what happens to an earlier run that goes on, "stop", "wait" or "raise", such as '
-            'cluster.train(..., on_busy="stop")'
-        )
-    return on_busy
 
 
 def check_timeout(timeout: Any) -> float | None:

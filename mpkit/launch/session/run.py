@@ -1,7 +1,7 @@
 """Run: a notebook's handle on a training that proceeds in other processes.
 
-A thread of this process collects what the ranks do, ten times per second, and notifies the observers. The run and its
-picture therefore proceed after the cell that started it has returned, and even while a later cell blocks.
+A thread of this process follows the ranks, ten times per second, and notifies who looks. The run and its picture
+therefore proceed after the cell that started it has returned, and even while a later cell blocks.
 """
 
 from __future__ import annotations
@@ -9,34 +9,42 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from mpkit.common.display import draw, in_notebook
 from mpkit.common.exceptions import one_line
 from mpkit.common.tracebacks import public
+from mpkit.errors import MpkitError
 from mpkit.launch.launched_rank import LaunchedRank
+from mpkit.launch.session.execution import TICK, Execution
 from mpkit.launch.session.launched_cluster import ProgressLine, provable_here
-from mpkit.launch.session.observer import Observer, Observers
 from mpkit.launch.session.run_list import keep
-from mpkit.launch.session.run_results import RunResults
 from mpkit.strategies.checkpoint.foreign_files import lock_folder
 from mpkit.strategies.checkpoint.lock import FolderLock
+from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.proof.proof_thread import ProofThread
+from mpkit.strategies.stage.shard import put_together_by_name
+from mpkit.timeline.token_routes import TokenRoutes, token_routes
+from mpkit.trace.attention_work import AttentionWork, attention_work_of
 from mpkit.trace.proof import Proof
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpkit.devices.hardware import Hardware
     from mpkit.launch.session.cluster import Cluster
+    from mpkit.launch.session.what_if_result import WhatIf
+    from mpkit.strategies.placement.placed_ranks import Placement
     from mpkit.strategies.prepare.prepare import TrainJob
+    from mpkit.timeline.timeline import Timeline
+    from mpkit.trace.expert_load import ExpertLoad
+    from mpkit.trace.metrics import Stop
 
-__all__ = ["Observer", "Run"]
-
-TICK = 0.1
-"""Seconds between two ticks."""
+__all__ = ["Run"]
 
 
 @public
-class Run(RunResults):
+class Run(Execution):
     """A running or finished training on the ranks of a cluster. Made by `Cluster.train`.
 
     Attributes:
@@ -60,51 +68,44 @@ class Run(RunResults):
     (4, 2)
     """
 
+    blocks = False
+    steps: int
+
     def __init__(
-        self,
-        cluster: Cluster,
-        job: TrainJob,
-        *,
-        timeout: float | None = None,
-        show: bool | None = None,
-        observers: tuple[Observer, ...] = (),
+        self, cluster: Cluster, job: TrainJob, *, timeout: float | None = None, show: bool | None = None,
         board: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from mpkit.strategies.packing.edited_modules import installed_modules
         from mpkit.strategies.runtime.train import train
 
-        self._observers = Observers(observers)
-        self._over = threading.Event()  # set when the run has ended and every observer has been notified
-        launch = cluster.launch(
-            train,
-            (job,),
-            timeout=timeout,
-            sink=self._observers.output,
-            flush=self._observers.flush,
-            meta=job.meta,
-            modules=installed_modules(job.what.model),
-            compares=False,
-        )
-        super().__init__(job, launch, cluster)
+        self.plan, self.steps, self.first_step = job.plan, job.how.steps, job.how.first_step
+        self.theory = float(job.plan.bubble_in_theory or 0) or None
+        self._job, self._cluster = job, cluster
         self._dashboard: Any = None
+        self._over = threading.Event()  # set when the run has ended and every observer has been notified
+        super().__init__(
+            cluster.launch, job.plan.describe().split(". ")[0].rstrip("."), train, (job,), timeout=timeout,
+            meta=job.meta, modules=installed_modules(job.what.model), compares=False,
+        )  # fmt: skip
+        launch = self._launch
         try:
-            self._saves_alone = self._lock()
+            self._folder_lock = self._lock_checkpoints()
             if isinstance(launch, LaunchedRank):
                 job = provable_here(job, launch)
             self._proving = ProofThread(job, launch.folder, lambda: launch.losses)
             if isinstance(launch, LaunchedRank):
                 if launch.leads and (show or (show is None and sys.stderr.isatty())):
-                    self._observers.add(ProgressLine())
+                    self._observers.append(ProgressLine())
             elif show or (show is None and in_notebook()):
                 self.show(board)
         except BaseException:
-            self._launch.end()
+            launch.end()
             raise
-        self._thread = threading.Thread(target=self._follow, name="mpkit-run", daemon=True)
+        self._thread = threading.Thread(target=self.follow, name="mpkit-run", daemon=True)
         atexit.register(self._abandon)
         self._thread.start()
 
-    def _lock(self) -> FolderLock | None:
+    def _lock_checkpoints(self) -> FolderLock | None:
         """Lock the checkpoint folder against other trainings; called before any rank is started."""
         how = self._job.how
         if how.saving is None or not self._launch.leads:
@@ -112,16 +113,6 @@ class Run(RunResults):
         return lock_folder(how.saving, how.resume, how.steps)
 
     # ---- while it runs ------------------------------------------------------------------------------------
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank; empty until the ranks are started."""
-        return self._launch.pids
-
-    @property
-    def waiting_for(self) -> str | None:
-        """Which ranks have waited for others for at least 10 s, where those are, and whether they use CPU time."""
-        return self._launch.waiting_for
 
     def wait(self) -> Run:
         """Wait until the run is over, and return the Run. Interrupting the wait stops the run.
@@ -131,32 +122,19 @@ class Run(RunResults):
             Deadlock: the ranks waited for each other.
         """
         try:
-            self.join()
+            while not self._over.wait(0.2):  # a wait without a timeout cannot be interrupted on every system
+                pass
         except KeyboardInterrupt:
             self.stop()
             raise
         self._launch.raise_error()
         return self
 
-    def join(self) -> None:
-        """Wait until the run is over, however it ends."""
-        while not self._over.wait(0.2):  # a wait without a timeout cannot be interrupted on every system
-            pass
-
     def stop(self) -> Run:
         """End the ranks now, and return the Run. Losses and trace keep what was recorded so far."""
         self._launch.end()
         self._over.wait(10.0)
         return self
-
-    def look(self, observer: Observer) -> None:
-        """Notify `observer` of everything from now on."""
-        with self._observers.telling:
-            self._observers.add(observer)
-            if self.done:
-                self._observers.tell("end", self)
-
-    # ---- shown --------------------------------------------------------------------------------------------
 
     def show(self, board: Any = None) -> None:
         """Show the run's picture: the live one in a notebook, else the newest step as text.
@@ -193,18 +171,10 @@ class Run(RunResults):
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        looked = 0.0
-
-        def tick() -> None:
-            nonlocal looked
-            self._look_at_proof()
-            if time.monotonic() - looked >= TICK:
-                looked = time.monotonic()
-                self._observers.tell("tick", self)
-
+    def follow(self) -> None:
+        """Follow the ranks to their end, in the run's own thread; `wait` raises what they end with."""
         try:
-            self._launch.finish(TICK, tick)
+            self._launch.finish(TICK, self._tick)
         except BaseException as error:  # the launch has ended with this error, which `wait` raises
             self._launch.end(error)
         finally:
@@ -212,20 +182,18 @@ class Run(RunResults):
             try:
                 self._proving.finish()
                 self._look_at_proof()
-                if self._launch.error is not None:
-                    self._launch.trace.meta["failed"] = one_line(self._launch.error)
-                if self._launch.leads and self._launch.error in (None, self._proving.error):
-                    self._proving.note_first_times()
-                    self._launch.trace.meta["proof"] = self.proof.to_dict()
-                if self._saves_alone is not None:
-                    self._saves_alone.release()
-                with self._observers.telling:
-                    self._ended = True
-                    self._observers.tell("end", self)
+                self._note_end()
+                if self._folder_lock is not None:
+                    self._folder_lock.release()
+                self._end()
                 if in_notebook():
                     keep(self)
             finally:
                 self._over.set()
+
+    def _tick(self) -> None:
+        self._look_at_proof()
+        super()._tick()
 
     def _look_at_proof(self) -> None:
         """End the run if a step was found that is not that of serial training."""
@@ -233,10 +201,14 @@ class Run(RunResults):
             self._launch.error = self._proving.error
             self._launch.kill()
 
-    @property
-    def proof(self) -> Proof:
-        """Whether the run is equal to serial training: which of its steps were compared, and how close they are."""
-        return self._proving.proof
+    def _note_end(self) -> None:
+        """Write into the trace how the run ended, and what is proved."""
+        launch = self._launch
+        if launch.error is not None:
+            launch.trace.meta["failed"] = one_line(launch.error)
+        if launch.leads and launch.error in (None, self._proving.error):
+            self._proving.note_first_times()
+            launch.trace.meta["proof"] = self.proof.to_dict()
 
     def _abandon(self) -> None:
         """Stop the ranks because the script ends while they still train."""
@@ -249,3 +221,170 @@ class Run(RunResults):
             )
         finally:
             self.stop()
+
+    # ---- results ------------------------------------------------------------------------------------------
+
+    @property
+    def proof(self) -> Proof:
+        """Whether the run is equal to serial training: which of its steps were compared, and how close they are."""
+        return self._proving.proof
+
+    @property
+    def expert_load(self) -> ExpertLoad:
+        """How many rows each expert computed so far, by layer and step: a heatmap in a notebook.
+
+        Raises:
+            ValueError: the model has no experts, or no step is done.
+        """
+        return self.trace.expert_load
+
+    def token_routes(self, layer: str = "", step: int = -1) -> TokenRoutes:
+        """Return from which rank to which rank one layer's tokens travelled to their experts: ribbons in a notebook.
+
+        Args:
+            layer: a part of the layer's name, such as "block1"; "": the first layer with experts.
+            step: the step's place among those that are done; -1: the last one.
+
+        Raises:
+            ValueError: the model has no experts, or there is no such layer or step.
+        """
+        return token_routes(self.trace, layer, step)
+
+    @property
+    def attention_work(self) -> AttentionWork:
+        """How much attention each rank computed where ranks share sequences: pairs of a query and a key, by step.
+
+        Raises:
+            ValueError: ranks share no sequences, or no step is done.
+        """
+        return attention_work_of(self.trace.ranks, self.plan.mesh.groups("cp"))
+
+    @property
+    def stopped_early(self) -> Stop | None:
+        """Where and why `on_step` ended the training early: step, rank and reason; None if it did not."""
+        return self.trace.stop if self._launch.leads else None  # under a launcher, rank 0 knows
+
+    @property
+    def data_digest(self) -> list[list[str]]:
+        """By step, by rank: the SHA-256 of the rank's part of the step's batch, as `mk.data.data_digest` computes it.
+
+        A rank without samples, such as one in the middle of a pipeline, has the digest of no data. The steps are
+        those that every rank has begun, from `first_step` on.
+        """
+        return self._read_taken()[0]
+
+    @property
+    def samples_seen(self) -> list[list[list[str]]]:
+        """By step, by rank: a digest of each sample that the rank took, as `mk.data.sample_digests` computes them.
+
+        No sample was lost and none seen twice if the digests of all ranks together are those of the whole batch,
+        and over an epoch those that `mk.data.sample_digests` returns for the whole dataset.
+        """
+        return self._read_taken()[1]
+
+    def _read_taken(self) -> tuple[list[list[str]], list[list[list[str]]]]:
+        if not self._launch.leads:
+            raise MpkitError("what all ranks took is known on rank 0: `if cluster.rank == 0:`")
+        return read_taken(self._launch.folder, self._launch.ranks)
+
+    def timeline(self, hardware: Hardware | str | None = None, clock: str | None = None) -> Timeline:
+        """Put the run on a clock; while it goes on, what was recorded so far.
+
+        Args:
+            hardware: the machine to replay the run on, as a `Hardware` or the name of a catalogued machine
+                (`mk.hardware()` lists them); None: the one it ran on.
+            clock: "measured" (the wall clock) or "virtual" (every rank on a device of its own); None: measured on GPUs,
+                virtual on CPU processes, which share their cores.
+        """
+        going = not self.done  # before the records are read, which may be complete by then
+        timeline = super().timeline(hardware, clock)
+        if read := self._launch.meta.get("read_before"):
+            timeline.notes.append(
+                f"What the DataLoader gave was read before the start, in {read['seconds']:.3g} s, which "
+                "is in none of these times; mk.Batches(dataset, batch_size) loads on the ranks, where it counts."
+            )
+        if going:
+            done = self.first_step + len(self._launch.losses)
+            timeline.so_far = (
+                f"{done} of {self.steps} steps are done and the run goes on; run.wait() waits for its end"
+            )
+            timeline.notes.append(f"So far: {timeline.so_far}.")
+        return timeline
+
+    def placement(self, hardware: Hardware | str | None = None) -> Placement:
+        """Show which rank holds which layers, rows and columns, and which ranks communicate over which link.
+
+        Args:
+            hardware: the machine with its nodes and links; None: that of the run, if it was a catalogued machine.
+        """
+        from mpkit.strategies.placement.placement import placement_of
+
+        return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
+
+    def what_if(self, **changes: Any) -> WhatIf:
+        """Predict this run's step after some changes, from the times that it recorded.
+
+        The changes apply in the given order, and the result says what each of them contributes. A changed plan is
+        played without its tensors (`mk.trace_fake`), with the run's own times: it takes seconds, and trains nothing.
+
+        Args:
+            changes: link: how many times as fast messages and collectives are. overlap=False: each rank waits for every
+                collective and every message that it sends. ranks: of the axis that has several, else dp.
+                cut="balanced". Any other field of a Plan: microbatches, schedule, virtual_stages, zero, bucket_mb, ...
+
+        Returns:
+            A `WhatIf`: step_time (seconds), bubble, memory (bytes by rank), timeline, causes. It prints as a table and
+            shows both timelines on one axis in a notebook.
+
+        Raises:
+            ValueError: there is no such change, the plan or the model cannot work so, or the run has no two steps.
+
+        >>> import torch, mpkit as mk
+        >>> from mpkit.strategies.data.datasets import spirals
+        >>> from mpkit.models import MLP
+        >>> with mk.Cluster(ranks=2, device="cpu") as cluster:
+        ...     run = cluster.train(
+        ...         MLP(2, 3), spirals(64, 1), mk.Plan.gpipe(2, 4), steps=3,
+        ...         loss=torch.nn.functional.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        ...     found = run.wait().what_if(link=2, schedule="1f1b")
+        >>> [change for change, seconds in found.causes]
+        ['link x2', 'schedule 1f1b']
+        """
+        from mpkit.common.upward_calls import provide_method
+
+        own = self._cluster
+        free = own.device == "cpu" and own.fork_server_pid is not None and not own.busy
+        helper = own.resized(1) if free else None
+        found: WhatIf = provide_method("Run.what_if")(self, self._job, helper, changes)
+        return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the trained weights: whole, on the CPU, under the model's own names.
+
+        In 16 bits, they are the fp32 weights that the optimizer updated. Frozen weights and buffers are in 16 bits, as
+        the ranks computed with them.
+
+        Raises:
+            RankFailed: the run failed.
+            MpkitError: the run was stopped before its end, or is still running.
+        """
+        self._launch.raise_error()
+        if self.status != "finished":
+            raise MpkitError(
+                f"this run is {self.status}: its weights are known when it has finished; run.wait() first"
+                if not self.done
+                else "this run was stopped before its end, and its weights went with its ranks; "
+                f"{self.first_step + len(self.losses)} of {self.steps} steps were done: train for as many to have them"
+            )
+        return put_together_by_name(self._job.what.names, [each.state for each in self._launch.results()])
+
+    def ema_state_dict(self) -> dict[str, Tensor]:
+        """Return the moving average of the weights, which `train(..., ema=0.999)` keeps; buffers as they are.
+
+        Raises:
+            MpkitError: the training keeps none, or it has not finished.
+        """
+        if self._job.how.ema is None:
+            raise MpkitError("this run kept no average of its weights: cluster.train(..., ema=0.999) does")
+        self.state_dict()  # raises if there is none
+        return put_together_by_name(self._job.what.names, [each.averaged for each in self._launch.results()])

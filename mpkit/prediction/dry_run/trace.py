@@ -18,8 +18,7 @@ from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.catalogue.capacity import check_enough, enough_a100
 from mpkit.devices.hardware import Hardware
-from mpkit.launch.session.borrowed_cluster import borrow_cluster
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run.mirror import RankMirror
 from mpkit.strategies.prepare.plan_warnings import warn_if_unwise

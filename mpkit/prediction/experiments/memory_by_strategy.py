@@ -27,8 +27,7 @@ from torch import nn
 
 from mpkit.common.display import ChartedResult, data_frame
 from mpkit.common.tracebacks import public
-from mpkit.launch.session.borrowed_cluster import borrow_clusters
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.model_states import formula
 from mpkit.plan.plan import Plan
 from mpkit.prediction.dry_run import trace_fake

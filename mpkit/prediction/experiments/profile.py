@@ -28,8 +28,7 @@ from mpkit.common.this_process import cores
 from mpkit.common.tracebacks import public
 from mpkit.common.units import seconds
 from mpkit.devices.catalogue import hardware as find
-from mpkit.launch.session.borrowed_cluster import borrow_clusters
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ZB_H1
 from mpkit.prediction.experiments.action_times import action_times, whole_model

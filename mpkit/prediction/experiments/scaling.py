@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mpkit.common.display import ChartedResult, data_frame
 from mpkit.common.tracebacks import public
 from mpkit.devices.hardware import Hardware
-from mpkit.launch.session.borrowed_cluster import borrow_clusters
-from mpkit.launch.session.cluster import Cluster
+from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mpkit.launch.session.cluster import Cluster
-    from mpkit.launch.session.run import Run
-    from mpkit.launch.session.watched_run import WatchedRun
+    from mpkit.launch.session.execution import Execution
     from mpkit.plan.plan import Plan
 
 __all__ = ["Dashboard", "RunView", "show_run", "show_waiting"]
@@ -273,9 +272,9 @@ class Dashboard:
 
 
 class RunView:
-    """Observes a training or a watched program (`mpkit.launch.session.run.Observer`), and fills a Dashboard."""
+    """Observes a training or a watched program (`mpkit.launch.session.execution.Observer`), and fills a Dashboard."""
 
-    def __init__(self, run: Run | WatchedRun, board: Dashboard | None = None) -> None:
+    def __init__(self, run: Execution, board: Dashboard | None = None) -> None:
         self.run = run
         self.cell_id = _cell_id()
         self._feed, self._cell = run.feed(), _cell()
@@ -292,7 +291,7 @@ class RunView:
         """Return whether its cell was run in an earlier execution than that of another view."""
         return self._cell < other._cell
 
-    def tick(self, run: Run | WatchedRun) -> None:
+    def tick(self, run: Execution) -> None:
         """Show what is new."""
         self.dashboard.add_spans(self._feed.advance(), self._feed.names)
         self._loss_pace(lambda: self._progress(run))
@@ -302,7 +301,7 @@ class RunView:
         """Show a line that a rank printed."""
         self.dashboard.add_output(line)
 
-    def end(self, run: Run | WatchedRun) -> None:
+    def end(self, run: Execution) -> None:
         """Show the whole run, which has finished, been stopped, or failed."""
         self._progress(run)
         self.dashboard.finish(run.timeline(), str(run.error or ""), status=run.status)
@@ -313,7 +312,7 @@ class RunView:
             return {"text/plain": f"<Run: {self.dashboard.title}; shown above>"}
         return self.dashboard.mimebundle()
 
-    def _progress(self, run: Run | WatchedRun) -> None:
+    def _progress(self, run: Execution) -> None:
         if isinstance(proof := getattr(run, "proof", None), Proof):  # a watched program has none
             self.dashboard.set_proof(proof)
         losses = run.losses
@@ -345,7 +344,7 @@ def show_waiting(cluster: Cluster, plan: Plan, steps: int) -> Dashboard:
     return board
 
 
-def show_run(run: Run | WatchedRun, board: Dashboard | None = None) -> RunView:
+def show_run(run: Execution, board: Dashboard | None = None) -> RunView:
     """Display a run's dashboard here, and return its view, which has to be notified of the run's progress.
 
     Args:
