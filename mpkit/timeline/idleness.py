@@ -35,7 +35,7 @@ from mpkit.trace import Kind, Lane
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CAUSES", "SCHEDULED", "causes_of", "idle_by_cause", "parts_of_step"]
+__all__ = ["CAUSES", "SCHEDULED", "causes_of", "idle_by_cause", "jitter_of", "parts_of_step"]
 
 Array = npt.NDArray[Any]
 
@@ -78,6 +78,23 @@ def parts_of_step(timeline: Timeline) -> dict[str, float]:
     parts = {"work": sum(one.busy) / one.world_size}
     parts |= {f"idle: {cause}": seconds for cause, seconds in zip(CAUSES, idle, strict=True) if seconds > 0}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def jitter_of(timeline: Timeline) -> float:
+    """Return the seconds of idle time per rank, averaged, that would vanish if equal actions took equally long.
+
+    Equal are actions of one kind and stage on one rank in the last complete step. On CPU ranks that share cores their
+    times differ by what the caches and the clock of the core allow, and the first of them touch memory for the others.
+    The rest of the imbalance is real: stages or ranks that have more to do.
+
+    >>> import mpkit as mk
+    >>> jitter_of(mk.simulate(mk.Plan.gpipe(3, 4), forward=[1, 1, 2]))
+    0.0
+    """
+    one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
+    step = _IdleStep(graph_of(one.spans, one.world_size, one.clock), one.spans)
+    idle = [float(step.split(took).sum()) for took in (step.graph.took, step.even)]
+    return max(idle[0] - idle[1], 0.0) / one.world_size
 
 
 def causes_of(graph: StepGraph, spans: Array) -> Array:
@@ -164,17 +181,26 @@ class _IdleStep:
         The mean is taken on each rank for each stage, and then over these, since a schedule may split the backwards of
         one stage more often than those of another.
         """
-        took, row = self.loaded_at_once, self.graph.row[self.work]
+        took = np.where(self.graph.kind == Node.BEFORE, 0.0, self.loaded_at_once)
+        return self._with_means(took, of_ranks=True)
+
+    @cached_property
+    def even(self) -> Array:
+        """(n,) seconds of the pieces if each action took the mean of its kind and stage on its rank."""
+        return self._with_means(self.graph.took.copy(), of_ranks=False)
+
+    def _with_means(self, took: Array, *, of_ranks: bool) -> Array:
+        """Return (n,) seconds in which actions take their mean: of their kind on all ranks, or of their own place."""
+        row = self.graph.row[self.work]
         of_row = np.bincount(row, took[self.work], len(self.spans))
         rows = np.unique(row)
         kind = self.spans["kind"][rows]
         where = np.stack([kind, self.spans["rank"][rows], self.spans["stage"][rows]], axis=1)
         places, place_of = np.unique(where, axis=0, return_inverse=True)
         by_place = _means(of_row[rows], place_of.ravel(), len(places))
-        mean = _means(by_place, places[:, 0], len(Kind))
+        mean = _means(by_place, places[:, 0], len(Kind))[kind] if of_ranks else by_place[place_of.ravel()]
         scale = np.ones(len(self.spans))
-        scale[rows] = np.divide(mean[kind], of_row[rows], out=np.ones(len(rows)), where=of_row[rows] > 0)
-        took = np.where(self.graph.kind == Node.BEFORE, 0.0, took)
+        scale[rows] = np.divide(mean, of_row[rows], out=np.ones(len(rows)), where=of_row[rows] > 0)
         took[self.work] *= scale[row]
         return took
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
 from mpkit.plan.mesh_of_trace import axis_of
+from mpkit.timeline import simulation
 from mpkit.timeline.diagnosis.bubble_words import bubble_words
 from mpkit.timeline.traffic import members_of
 from mpkit.trace import Kind
@@ -66,3 +69,23 @@ def test_the_axis_that_ranks_wait_for_is_named(name: str, cluster: mk.Cluster) -
     named = re.search(r"communication \((.*?)\)", words)
     assert named and most in named[1].split(", "), (words, waited)
     assert np.isclose(sum(waited.values()) / 4, sum(timeline.exposed_comm) / 4, rtol=0.3), waited
+
+
+def test_unlike_times_of_equal_actions_are_jitter_and_no_imbalance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose first micro-batch touches memory for the others has no more to do than its peers."""
+    whole = simulation._tables
+
+    def slow_first(*rows: Any) -> tuple[Any, Any]:
+        ops, memory = whole(*rows)
+        ops["flops"][np.flatnonzero(ops["kind"] == Kind.FORWARD)[0]] *= 3
+        return ops, memory
+
+    monkeypatch.setattr(simulation, "_tables", slow_first)
+    plan = mk.Plan.gpipe(3, 4)
+    timeline = replace(mk.simulate(plan), clock="virtual")
+    words = bubble_words(1 / 3, timeline)
+    assert "jitter (equal actions took unlike times)" in words and "imbalance" not in words
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", words.partition("The ")[2])]
+    assert (
+        shares[0] == pytest.approx(100 * timeline.bubble, abs=0.06) == pytest.approx(sum(shares[1:]), abs=0.2)
+    )

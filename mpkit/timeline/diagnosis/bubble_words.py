@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mpkit.common.units import percent
 from mpkit.plan.mesh_of_trace import axis_of
 from mpkit.timeline import metrics
-from mpkit.timeline.idleness import CAUSES, SCHEDULED, idle_by_cause
+from mpkit.timeline.idleness import CAUSES, SCHEDULED, idle_by_cause, jitter_of
 from mpkit.timeline.traffic import members_of
 from mpkit.trace import Kind, Lane
 
@@ -22,6 +22,9 @@ __all__ = ["bubble_words"]
 
 APART = 0.02
 """How far a bubble may be from theory without a word."""
+
+JITTER = "jitter (equal actions took unlike times)"
+"""The part of the imbalance that is none of the plan's: on CPU ranks, of cores that they share."""
 
 LEAST = 0.005
 """The least share of a step that is named."""
@@ -50,6 +53,9 @@ def bubble_words(theory: float, timeline: Timeline | None = None) -> str:
     shares: dict[str, float] = defaultdict(float)
     for cause, share in zip(CAUSES, mean.tolist(), strict=True):
         shares["schedule" if cause in SCHEDULED else cause] += share
+    if shares["imbalance"] >= LEAST and timeline.clock == "virtual":
+        shares[JITTER] = min(jitter_of(timeline) / whole, shares["imbalance"])
+        shares["imbalance"] -= shares[JITTER]
     axes = _axes(timeline) if shares["communication"] >= LEAST else ""
     named = [
         f"{percent(share)} {cause}{f' ({axes})' if cause == 'communication' and axes else ''}"
