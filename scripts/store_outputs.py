@@ -65,11 +65,16 @@ def stills(output: Any, page: Page) -> list[Any]:
         image = picture(html, page)
     else:
         return [output]
-    plain = data.get("text/plain") or "a chart"
+    plain = data.get("text/plain") or title_of(data.get(PLOTLY, {})) or "a chart"
     words = "; ".join(unescape(alt) for alt in re.findall(r'<img alt="([^"]*)"', html)) or plain
     output.data = {"image/png": image, "text/plain": plain}
     output.metadata["image/png"] = {"alt": words.splitlines()[0]}
     return [output, in_words(words)]
+
+
+def title_of(figure: dict[str, Any]) -> str:
+    """Return the title of a plotly figure; "" if it has none."""
+    return str(figure.get("layout", {}).get("title", {}).get("text", ""))
 
 
 def in_words(words: str) -> Any:
