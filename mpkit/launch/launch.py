@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from mpkit.common.launch_folder import Settings, part
@@ -71,7 +72,8 @@ class Launch:
         self.meta = {**facts, **self._sampler.meta, **meta}
         self._fork_server, self._modules = fork_server, modules
         self.folder = new_folder(settings, self.meta, payload)
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        # Not at exit, when the process's folder goes with all that lie in it.
+        weakref.finalize(self, _remove, self.folder).atexit = False
         weakref.finalize(self, self._sampler.close)
         self._processes = RankProcesses()
         self._sink = Sink(sink)
@@ -309,6 +311,11 @@ class Launch:
         """Return what the function returned on one rank."""
         with part(self.folder, rank, "result").open("rb") as file:
             return load(file)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder in a thread: the launch that takes this one's place need not wait for the disk."""
+    threading.Thread(target=shutil.rmtree, args=(folder, True), name="mpkit-remove", daemon=True).start()
 
 
 def _spell_interrupt(error: BaseException) -> str:

@@ -219,6 +219,8 @@ def warm_up() -> None:
     """Import everything that each rank would import, without computing: the threads of ops do not survive a fork."""
     import torch
 
+    from mpkit.strategies.program_calls.operators import OPERATORS
+
     for name in (
         "cloudpickle",
         "torch.distributed",
@@ -228,6 +230,9 @@ def warm_up() -> None:
         "mpkit.strategies.program_calls.comparison",
     ):
         importlib.import_module(name)
+    for name in OPERATORS:  # torch looks for an operator's schema at its first use
+        if hasattr(torch.ops.c10d, name):
+            _ = getattr(torch.ops.c10d, name).default
     # Creating the first optimizer imports many modules (torch._dynamo).
     torch.optim.SGD([torch.nn.Parameter(torch.empty(1))], lr=0.1)
 

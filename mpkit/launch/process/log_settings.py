@@ -53,9 +53,13 @@ def log_settings_here() -> LogSettings:
 
 def set_logging(settings: Mapping[str, Any]) -> None:
     """Make this rank's logging like that of the launching process."""
-    logging.disable(settings["disabled"])
+    if (
+        logging.root.manager.disable != settings["disabled"]
+    ):  # to set this or a level empties all loggers' caches
+        logging.disable(settings["disabled"])
     for name, level in settings["levels"].items():
-        logging.getLogger(name).setLevel(level)
+        if (logger := logging.getLogger(name)).level != level:
+            logger.setLevel(level)
     for name, words in settings["formats"].items():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(words or logging.BASIC_FORMAT))

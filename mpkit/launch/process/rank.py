@@ -135,7 +135,9 @@ def detach(rank: int, group: int, folder: Path, parent: int) -> Settings:
     if settings.device == "cpu":  # a program that takes whatever GPU it sees, as FSDP2 does, finds none
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     np.random.seed()  # forked ranks begin with the same states; Python seeds its own random numbers anew
-    torch.seed()
+    torch.default_generator.seed()
+    if settings.device != "cpu":
+        torch.seed()  # all devices' generators, which costs some milliseconds
     set_logging(settings.logging)
     sys.path[:] = settings.path
     sys.argv[:] = settings.argv

@@ -108,9 +108,10 @@ def _users_patches(modules: Collection[str]) -> Iterator[str]:
 
 
 def _is_users(value: Any) -> bool:
-    value = getattr(value, "__func__", value)
     if not isinstance(value, (FunctionType, type)):
-        return False
+        value = getattr(value, "__func__", None)  # of a class method
+        if not isinstance(value, FunctionType):
+            return False
     home = value.__globals__.get("__name__") if isinstance(value, FunctionType) else value.__module__
     if home == "__main__":
         return True
