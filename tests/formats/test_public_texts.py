@@ -31,13 +31,6 @@ def read(text: str, name: str, *, notes: bool) -> Plan:
 SCRIPTS = {
     "an empty variable": ("LOG=\ntorchrun --nproc-per-node 4 train.py", Plan.ddp(4)),
     "a default in quotes": ('N=${N:-"4"}\ntorchrun --nproc-per-node $N train.py', Plan.ddp(4)),
-    "the other branch": (
-        f'AC=full\nif [ "$AC" = sel ]; then\n  A="--recompute-activations"\nelif [[ $AC == full ]]; then\n'
-        f'  A="--recompute-granularity full"\nelse\n  A="--bf16"\nfi\n{RUN} $A',
-        megatron(recompute="full"),
-    ),
-    "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
-                                  megatron(precision="fp16")),
     "a shell within": (f"srun bash -c '{RUN} --bf16'", megatron(precision="bf16")),
     "Accelerate's launcher": ("accelerate launch --num_processes 8 --mixed_precision bf16 train.py",
                               Plan.ddp(8, precision="bf16")),
@@ -112,6 +105,8 @@ REJECTED = {
                          "tensor_parallel_size = 2 divides"),
     "only what all have": ("batch_size: 4\nbf16: true\ngradient_accumulation_steps: 8", "",
                            "Other programs have bf16, gradient_accumulation_steps too.*format='trainer'"),
+    "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
+                                  "", "both enabled"),
     "both in branches": (f"if [ $1 = a ]; then\n A=--fp16\nelse\n A=--bf16\nfi\n{RUN}", "",
                          "both enabled.*within an `if`"),
 }  # fmt: skip

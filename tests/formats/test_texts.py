@@ -227,6 +227,7 @@ def test_older_keys_and_defaults_are_read_as_the_framework_reads_them(
         (f"{RUN}--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2\n", "megatron",
          "needs --num-layers, a multiple of 4"),
         (f"{RUN}--pipeline-model-parallel-layout 'Et|(tt)*L'\n", "megatron", "a layout is not read"),
+        (f"{RUN}--expert-tensor-parallel-size x\n", "megatron", "a whole number, 1 or more"),
     ],
 )  # fmt: skip
 def test_what_would_be_another_plan_is_rejected_by_its_key(text: str, format: str, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, after torchrun's: all axes, 1F1B plain or interleaved, the distributed optimizer.
+"""What Megatron-LM's arguments say together, after torchrun's: all axes, 1F1B plain or interleaved, ZeRO-1.
 
 `--use-megatron-fsdp` shards gradients and parameters too. With it Megatron takes no pipeline here.
 """
@@ -9,77 +9,54 @@ from collections.abc import Mapping
 from math import gcd
 from typing import Any
 
-from mpkit.plan.formats.command import command, options
-from mpkit.plan.formats.deepspeed import BUCKET as DEEPSPEED_BUCKET
-from mpkit.plan.formats.keys import (
-    RANKS,
-    Fields,
-    Format,
-    FormatKey,
-    Values,
-    context,
-    flag,
-    number,
-    number_of,
-    older_key,
-)
+from mpkit.plan.formats.frameworks import ALL_AT_ONCE, DEEPSPEED_BUCKET, whole_or_real
+from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, Values, number_of
+from mpkit.plan.formats.launchers import count_launched, count_slurm, is_launched, launch_lines, refuse_files
 from mpkit.plan.formats.request import ExportRequest
+from mpkit.plan.formats.script import options
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.torchrun import (
-    FLAGS,
-    LAUNCH,
-    MACHINES,
-    is_launched,
-    ranks_of,
-    refuse_files,
-    slurm_ranks_of,
-)
-from mpkit.plan.formats.trainer import ZERO_STAGE
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
-__all__ = ["ALL_AT_ONCE", "MEGATRON"]
+__all__ = ["MEGATRON"]
 
 GRADIENT_BYTES = 4  # Megatron reduces gradients in 32 bits
-OVERLAP, BUCKET = "--overlap-grad-reduce", "--ddp-bucket-size"
-ALL_AT_ONCE = 2**20
-"""MiB of a bucket for all gradients: Megatron's without `--overlap-grad-reduce`, whatever size it is given."""
-PAIRS = "--overlap-moe-expert-parallel-comm"
-STRATEGIES = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
-
+OVERLAP, BUCKET, PAIRS = "--overlap-grad-reduce", "--ddp-bucket-size", "--overlap-moe-expert-parallel-comm"
 LOOPED = INTERLEAVED_1F1B, OVERLAPPED_1F1B
 COMM_TYPES = {"ring": "p2p", "ulysses": "a2a"}
-BOTH = "a2a+p2p"
-SIZES = "--hierarchical-context-parallel-sizes"
+METHODS = ("--recompute-method", "--activations-checkpoint-method")
+LAYERS = ("--recompute-num-layers", "--activations-checkpoint-num-layers", "--checkpoint-num-layers")
+MACHINES = (
+    "--nodes",
+    "--ntasks",
+    "--ntasks-per-node",
+    "--gpus",
+    "--gpus-per-node",
+    "--gpus-per-task",
+    "--gres",
+)
 
 
-def _fsdp(asked: ExportRequest) -> bool:
-    return asked.plan.zero > 1 and asked.plan.pp == 1
+def _names(asked: ExportRequest) -> Mapping[str, Any]:
+    plan = asked.plan
+    return {
+        "looped": plan.schedule in LOOPED,
+        "pairs": plan.schedule == OVERLAPPED_1F1B and not _why_no_pairs(vars(plan)),
+        "at_once": plan.bucket_mb == ALL_AT_ONCE,
+    }
 
 
-def _read_sharding(value: Any) -> dict[str, Any]:
-    stages = {"no_shard": 0, **{name: stage for stage, name in STRATEGIES.items()}}
-    if not isinstance(value, str) or value not in stages:
-        raise ValueError(f"one of {', '.join(stages)}")
-    return {"zero": stages[value]}
+def _read_bucket(elements: Any) -> Mapping[str, Any]:
+    return {"bucket_mb": whole_or_real(number_of(elements) * GRADIENT_BYTES / 2**20)}
 
 
-def _granularity(value: Any) -> dict[str, Any]:
-    if value not in ("full", "selective"):
-        raise ValueError("full or selective")
-    return {"recompute": value}
-
-
-def _bucket(elements: Any) -> dict[str, Any]:
-    size = number_of(elements) * GRADIENT_BYTES / 2**20
-    return {"bucket_mb": int(size) if size == int(size) else size}
-
-
-def _bucket_left_out(values: Values, replicas: int) -> dict[str, Any]:
+def _bucket_left_out(values: Values, replicas: int) -> Mapping[str, Any]:
     """Return the buckets of Megatron's DistributedDataParallel where their size is left out."""
     if BUCKET in values or replicas == 1 or values.get("--DDP-impl") == "torch":
         return {}
-    return _bucket(max(40_000_000, 1_000_000 * replicas)) if OVERLAP in values else {"bucket_mb": ALL_AT_ONCE}
+    if OVERLAP in values:
+        return _read_bucket(max(40_000_000, 1_000_000 * replicas))
+    return {"bucket_mb": ALL_AT_ONCE}
 
 
 def _count_stages(values: Values, each: int) -> int:
@@ -119,42 +96,36 @@ def _read_schedule(values: Values, fields: Fields, notes: list[str]) -> str:
 def _count_ranks(values: Values, fields: Fields, inner: int, notes: list[str]) -> int:
     """Return the number of ranks; the fewest that work, if the text does not say how many there are."""
     if RANKS in values or is_launched(values):
-        return ranks_of(values, notes)
-    if any(key.name in values for key in MACHINES):
-        return slurm_ranks_of(values, notes)
-    apart = fields.get("cp", 1) * (fields.get("tp", 1) if fields.get("etp") == 1 else 1)
-    ranks: int = inner * (fields.get("ep", 1) // gcd(fields.get("ep", 1), apart))
+        return count_launched(values, notes)
+    if any(name in values for name in MACHINES):
+        return count_slurm(values, notes)
     if "--actor-num-gpus-per-node" in values:
         return number_of(values["--actor-num-gpus-per-node"]) * number_of(values.get("--actor-num-nodes", 1))
+    apart = fields.get("cp", 1) * (fields.get("tp", 1) if fields.get("etp") == 1 else 1)
+    ranks: int = inner * (fields.get("ep", 1) // gcd(fields.get("ep", 1), apart))
     notes.append(
         f"it does not say how many ranks there are: read as the fewest, {ranks}; Plan.read(..., ranks=8) says it"
     )
     return ranks
 
 
-def _note_defaults(values: Values, notes: list[str]) -> None:
-    """Note that the text is of a program with Megatron's arguments and defaults of its own."""
+def _note_what_is_assumed(values: Values, notes: list[str]) -> None:
     for name, program in {"megatron sft": "ms-swift", "--actor-num-gpus-per-node": "slime"}.items():
         if name in values:
             notes.append(
                 f"{program} has defaults of its own, such as the distributed optimizer and 16 bits: what the text "
                 "leaves out is read as Megatron's"
             )
+    if "block" in (values.get(name) for name in METHODS) or any(
+        str(values.get(name, 1)) != "1" for name in LAYERS
+    ):
+        notes.append("recomputation of some layers is read as of all")
+    comm_type = values.get("--cp-comm-type", "p2p")
+    if comm_type not in COMM_TYPES.values():
+        notes.append(f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses)")
 
 
-def _finish_deepspeed(values: Values, notes: list[str]) -> Fields:
-    """Return what Megatron-DeepSpeed's options say, whose other settings are in a file.
-
-    Raises:
-        ValueError: the stage of ZeRO is in that file only.
-    """
-    if "--zero-stage" not in values:
-        refuse_files(values, notes)
-    bits = 2 if {"--bf16", "--fp16"} & values.keys() else GRADIENT_BYTES
-    return {"bucket_mb": DEEPSPEED_BUCKET * bits / 2**20}
-
-
-def _refuse_layout(value: Any) -> dict[str, Any]:
+def _refuse_layout(value: Any) -> Mapping[str, Any]:
     raise ValueError(
         "a layout is not read: --num-virtual-stages-per-pipeline-rank=2 says the stages of each rank"
     )
@@ -164,7 +135,6 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
     inner = fields.get("pp", 1) * fields.get("tp", 1) * fields.get("cp", 1)
     if fields.get("ep", 1) > 1:
         fields.setdefault("etp", fields.get("tp", 1))
-    _note_defaults(values, notes)
     ranks = _count_ranks(values, fields, inner, notes)
     if ranks % inner:
         raise ValueError(
@@ -176,14 +146,7 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
         fields["virtual_stages"] = _count_stages(values, fields.get("pp", 1) * number_of(layers))
     if "--recompute-activations" in values:
         fields["recompute"] = "selective"
-    sharded = {"--use-megatron-fsdp", "--use-custom-fsdp"} & set(values)
-    if "--use-torch-fsdp2" in values:
-        fields["zero"] = 2 if "--torch-fsdp2-no-reshard-after-forward" in values else 3
-    elif "--data-parallel-sharding-strategy" in values and not sharded:
-        notes.append("--data-parallel-sharding-strategy goes with --use-megatron-fsdp: left out")
-        fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
-    if not sharded and "--use-torch-fsdp2" not in values:
-        fields |= _bucket_left_out(values, dp * fields.get("cp", 1))
+    _finish_sharding(values, fields, dp, notes)
     fields |= {"dp": dp, "schedule": _read_schedule(values, fields, notes)}
     if fields.get("cp", 1) > 1 and fields.get("cp_method") != "ulysses":
         fields["cp_order"] = "zigzag"
@@ -195,16 +158,25 @@ def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
                 f"--global-batch-size={micro * dp * max(1, total // (micro * dp))}"
             )
         fields["microbatches"] = total // (micro * dp)
-    if "--deepspeed" in values:
-        fields |= _finish_deepspeed(values, notes)
-    if "block" in (values.get(name) for name in METHODS) or any(
-        str(values.get(name, 1)) != "1" for name in LAYERS
-    ):
-        notes.append("recomputation of some layers is read as of all")
-    comm_type = values.get("--cp-comm-type", "p2p")
-    if comm_type not in COMM_TYPES.values():
-        notes.append(f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses)")
+    if "--deepspeed" in values:  # Megatron-DeepSpeed's options, whose other settings are in a file
+        if "--zero-stage" not in values:
+            refuse_files(values, notes)
+        bits = 2 if {"--bf16", "--fp16"} & values.keys() else GRADIENT_BYTES
+        fields["bucket_mb"] = DEEPSPEED_BUCKET * bits / 2**20
+    _note_what_is_assumed(values, notes)
     return fields
+
+
+def _finish_sharding(values: Values, fields: Fields, dp: int, notes: list[str]) -> None:
+    """Add what Megatron's own FSDP, torch's and the distributed optimizer say together."""
+    sharded = {"--use-megatron-fsdp", "--use-custom-fsdp"} & set(values)
+    if "--use-torch-fsdp2" in values:
+        fields["zero"] = 2 if "--torch-fsdp2-no-reshard-after-forward" in values else 3
+    elif not sharded:
+        if "--data-parallel-sharding-strategy" in values:
+            notes.append("--data-parallel-sharding-strategy goes with --use-megatron-fsdp: left out")
+            fields["zero"] = 1 if "--use-distributed-optimizer" in values else 0
+        fields |= _bucket_left_out(values, dp * fields.get("cp", 1))
 
 
 def _check(asked: ExportRequest) -> None:
@@ -223,11 +195,11 @@ def _check(asked: ExportRequest) -> None:
 
 
 def _script(page: Page) -> str:
-    launch = [key.name for key in LAUNCH]
-    rest = [name for name in page.values if name not in launch]
+    launch = launch_lines(page)
+    rest = [name for name in page.values if f"  {name}" not in launch]
     return "\n".join(
         [
-            options(page, "LAUNCH", launch),
+            launch,
             options(page, "ARGS", rest),
             '# The model, its data and its optimizer: arguments of your own after "${ARGS[@]}".',
             'torchrun "${LAUNCH[@]}" ' + page.asked.script + ' "${ARGS[@]}"',
@@ -235,106 +207,15 @@ def _script(page: Page) -> str:
     )
 
 
-METHODS = ("--recompute-method", "--activations-checkpoint-method")
-LAYERS = ("--recompute-num-layers", "--activations-checkpoint-num-layers", "--checkpoint-num-layers")
-OTHER_FLAGS = (
-    "--recompute-activations", "--use-custom-fsdp", "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward",
-)  # fmt: skip
-
-KEYS: tuple[FormatKey, ...] = (
-    number("--tensor-model-parallel-size", "tp", "ranks that share each layer"),
-    number("--pipeline-model-parallel-size", "pp", "pipeline ranks"),
-    number("--num-virtual-stages-per-pipeline-rank", "virtual_stages", "stages per rank: interleaved 1F1B",
-           lambda asked: asked.plan.schedule in LOOPED and asked.plan.virtual_stages > 1 and asked.plan.pp > 1),
-    context(PAIRS, "runs a forward and a backward in pairs; each computes while the other's tokens travel",
-            lambda asked: True if asked.plan.schedule == OVERLAPPED_1F1B and not _why_no_pairs(vars(asked.plan))
-            else None),
-    number("--context-parallel-size", "cp", "ranks that share each sequence"),
-    FormatKey("--cp-comm-type", "p2p: a ring; a2a: Ulysses",
-        lambda asked: COMM_TYPES[asked.plan.cp_method] if asked.plan.cp > 1 else None,
-        lambda value: {"cp_method": "ulysses"} if value == COMM_TYPES["ulysses"] else {}, ("cp_method",)),
-    number("--expert-model-parallel-size", "ep", "ranks, out of the replicas, that divide each layer's experts",
-           lambda asked: asked.plan.ep > 1),
-    FormatKey("--expert-tensor-parallel-size", "ranks along tp that share each expert; 1: each has whole ones",
-              lambda asked: asked.plan.etp or 1 if asked.plan.ep > 1 and asked.plan.tp > 1 else None,
-              lambda value: {"etp": int(value)}, ("etp",)),
-    flag("--sequence-parallel", "sequence_parallel", True, "divides the sequence between layers too"),
-    context("--micro-batch-size", "samples per micro-batch and replica", lambda asked: asked.micro_batch, (int,)),
-    context("--global-batch-size", "samples per optimizer step", lambda asked: asked.global_batch, (int,)),
-    context("--seq-length", "tokens per sample", lambda asked: asked.sequence),
-    FormatKey("--use-distributed-optimizer", "shards optimizer states among replicas (ZeRO-1)",
-        lambda asked: True if asked.plan.zero else None, lambda value: {"zero": 1}, ("zero",)),
-    number("--num-distributed-optimizer-instances", "dp_replicate", "groups of replicas, each of which shards them",
-           lambda asked: asked.plan.zero == 1),
-    context("--use-megatron-fsdp", "shards gradients and parameters too", lambda asked: True if _fsdp(asked) else None),
-    FormatKey("--data-parallel-sharding-strategy", "2: gradients too; 3: parameters too",
-        lambda asked: STRATEGIES[asked.plan.zero] if _fsdp(asked) else None, _read_sharding, ("zero",)),
-    context(OVERLAP, "reduces a bucket as soon as it is full",
-            lambda asked: None if asked.plan.bucket_mb == ALL_AT_ONCE else True),
-    FormatKey(BUCKET, "elements of a bucket of gradients",
-        lambda asked: None if asked.plan.bucket_mb == ALL_AT_ONCE else
-        max(1, round(asked.plan.bucket_mb * 2**20 / GRADIENT_BYTES)), _bucket, ("bucket_mb",)),
-    FormatKey("--recompute-granularity", "what is computed again in the backward: full, or attentions (selective)",
-        lambda asked: asked.plan.recompute if asked.plan.recompute in ("full", "selective") else None,
-        _granularity, ("recompute",)),
-    context("--recompute-method", "all layers, one by one",
-            lambda asked: "uniform" if asked.plan.recompute == "full" else None),
-    context("--recompute-num-layers", "layers of which one input is kept",
-            lambda asked: 1 if asked.plan.recompute == "full" else None),
-    context("--num-layers", "layers of the model", lambda asked: None),
-    context("--num-layers-per-virtual-pipeline-stage", "interleaved 1F1B, by its layers", lambda asked: None, (int,)),
-    *(context(name, "as older versions say it", lambda asked: None) for name in OTHER_FLAGS),
-    *(context(name, "as older versions say it", lambda asked: None) for name in (
-        *LAYERS[1:], "--DDP-impl", "megatron sft", "--actor-num-gpus-per-node", "--actor-num-nodes",
-    )),
-    older_key("--model-parallel-size", ("tp",), lambda value: {"tp": number_of(value)}),
-    older_key("--checkpoint-activations", ("recompute",), lambda value: {"recompute": "full"}),
-    older_key("--activations-checkpoint-method", ("recompute",), lambda value: {"recompute": "full"}),
-    ZERO_STAGE,
-    *MACHINES,
-    older_key("--pipeline-model-parallel-layout", (), _refuse_layout),
-    flag("--bf16", "precision", "bf16", "computes in bf16, with fp32 master weights"),
-    flag("--fp16", "precision", "fp16", "computes in fp16, with loss scaling"),
-    FormatKey("--optimizer-cpu-offload", "the optimizer works on the host",
-        lambda asked: True if asked.plan.offload == "optimizer" and asked.plan.zero else None,
-        lambda value: {"offload": "optimizer"}, ("offload",)),
-    context("--use-precision-aware-optimizer", "which offload needs",
-            lambda asked: True if asked.plan.offload == "optimizer" and asked.plan.zero else None),
-)  # fmt: skip
-
-MEGATRON = Format(
-    "megatron",
-    "Megatron-LM's arguments",
-    command(
-        _script,
-        (
-            *FLAGS, "--sequence-parallel", "--use-distributed-optimizer", "--use-megatron-fsdp", "--bf16", "--fp16",
-            "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--checkpoint-activations", OVERLAP,
-            PAIRS, *OTHER_FLAGS,
-        ),
-        (SIZES,),
-    ),
-    (*LAUNCH, *KEYS),
+MEGATRON = FormatCode(
     _finish,
-    {
-        "schedule": "Megatron has 1F1B, plain or interleaved; and interleaved, or on one pipeline rank, in pairs "
-        f"({PAIRS}), where ep is 2 or more, in 16 bits, without recompute='full'",
-        "virtual_stages": "only the interleaved schedule has several stages per rank",
-        "cut": "--pipeline-model-parallel-layout has a language of its own for the cut",
-        "zero": "with a pipeline Megatron shards optimizer states only",
-        "recompute": "recomputation of some layers is --recompute-method=block with the number of them per stage",
-        "dp_shard": "--num-distributed-optimizer-instances goes with ZeRO-1",
-        "dp_replicate": "--num-distributed-optimizer-instances goes with ZeRO-1",
-        "offload": "the distributed optimizer is offloaded (zero=1 or more), parameters are not",
-        "cp_order": "Megatron divides sequences in zigzag order",
-        "etp": "it divides experts along tp (etp=tp), or counts its ranks among those that divide them (etp=1)",
-        "prefetch": "how far ahead is its own choice",
-        "bucket_mb": "--ddp-bucket-size is a whole number of elements",
-        "tensor": "which layers are divided is in the model's code",
-    },
     _check,
-    frozenset(
-        {"--bf16", "--fp16", "--seq-length", "--num-layers", "--global-batch-size", "--zero-stage"}
-        | {key.name for key in (*LAUNCH, *MACHINES)}
-    ),
-)  # fmt: skip
+    names=_names,
+    readers={
+        "@bucket": _read_bucket,
+        "@comm_type": lambda value: {"cp_method": "ulysses"} if value == COMM_TYPES["ulysses"] else {},
+        "@full": lambda value: {"recompute": "full"},
+        "@refuse_layout": _refuse_layout,
+    },
+    body=_script,
+)

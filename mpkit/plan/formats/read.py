@@ -14,8 +14,7 @@ from mpkit.plan.config import Config
 from mpkit.plan.formats.keys import Format
 from mpkit.plan.formats.python_code import keep_recipe
 from mpkit.plan.formats.syntax import JSON, YAML, Syntax, flat, is_json
-from mpkit.plan.formats.table import FORMATS
-from mpkit.plan.formats.write import format_of
+from mpkit.plan.formats.table import FORMATS, format_of
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 
@@ -145,7 +144,7 @@ def _load_formats(source: Any, what: str) -> tuple[dict[str, dict[str, Any]], di
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
     text = _text(source)
-    syntaxes = dict.fromkeys(each.syntax for each in FORMATS.values())
+    syntaxes = dict.fromkeys(each.syntax for each in map(format_of, FORMATS))
     names = {syntax.name for syntax in syntaxes}
     if is_json(text):
         names = {"JSON"}
@@ -161,7 +160,9 @@ def _load_formats(source: Any, what: str) -> tuple[dict[str, dict[str, Any]], di
                 faults[syntax.name] = str(error)
     if is_json(text) and JSON in values:
         values[YAML] = values[JSON]  # all JSON is YAML
-    return {name: values[each.syntax] for name, each in FORMATS.items() if each.syntax in values}, faults
+    return {
+        each.name: values[each.syntax] for each in map(format_of, FORMATS) if each.syntax in values
+    }, faults
 
 
 def _unknown(chosen: Format, values: Mapping[str, Any]) -> list[str]:
@@ -192,12 +193,12 @@ def _join_names(names: Sequence[str]) -> str:
 
 def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str]) -> Format:
     """Return the format that knows the most keys, of those with a key that is not in other programs' files too."""
-    known = {name: values.keys() - {*_unknown(FORMATS[name], values)} for name, values in found.items()}
-    own = {name: names - FORMATS[name].common for name, names in known.items()}
+    known = {name: values.keys() - {*_unknown(format_of(name), values)} for name, values in found.items()}
+    own = {name: names - format_of(name).common for name, names in known.items()}
     counts = {name: len(known[name]) for name, names in own.items() if names}
     most = max(counts.values(), default=0)
     best = [name for name, count in counts.items() if count == most]
-    keys = {name: {key.name for key in FORMATS[name].keys} for name in best}
+    keys = {name: {key.name for key in format_of(name).keys} for name in best}
     # Megatron's arguments come after torchrun's: those of torchrun alone are torchrun's.
     best = [name for name in best if not any(keys[other] < keys[name] for other in best)]
     best = [
@@ -221,4 +222,4 @@ def _guess(what: str, found: Mapping[str, Mapping[str, Any]], faults: Mapping[st
             f"{what} could be of {' or '.join(best)}: all its keys that are known are in both. Say which: "
             f"Plan.read(path, format={best[0]!r})"
         )
-    return FORMATS[best[0]]
+    return format_of(best[0])

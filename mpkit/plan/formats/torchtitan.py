@@ -1,32 +1,23 @@
-"""torchtitan's configuration (0.3 and later: Python in a recipe): all axes, torch's schedules, FSDP."""
+"""What the fields of torchtitan's configuration say together: all axes, torch's schedules, FSDP.
+
+It is Python in a recipe since 0.3, and was TOML before.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from mpkit.plan.formats.keys import (
-    RANKS,
-    Fields,
-    Format,
-    FormatKey,
-    Values,
-    bool_of,
-    choice,
-    context,
-    number,
-    number_of,
-    older_key,
-)
-from mpkit.plan.formats.python_code import assignments, python_code
+from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, FormatKey, Values, bool_of, number_of
+from mpkit.plan.formats.python_code import assignments
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
 from mpkit.plan.formats.word import Word, agree
-from mpkit.plan.plan import Plan
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, has_pairs, names_in
 
-__all__ = ["TORCHTITAN"]
+__all__ = ["SECTIONS", "TORCHTITAN", "rename_older"]
 
 SECTIONS = {"parallelism": "ParallelismConfig", "training": "TrainingConfig"}
 P, T, SELECTIVE = "parallelism", "training", "activation_checkpoint"
@@ -48,7 +39,7 @@ OLDER = {
 """Keys of 2024 in TOML, and their names since."""
 
 
-def _rename_older(values: dict[str, Any]) -> dict[str, Any]:
+def rename_older(values: dict[str, Any], keys: Sequence[FormatKey]) -> dict[str, Any]:
     """Return the values of TOML, as torchtitan was configured before 0.3, with the defaults of that time.
 
     Other programs have TOML too: a default is added to torchtitan's own keys alone.
@@ -56,29 +47,24 @@ def _rename_older(values: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         agree(found, OLDER.get(name, name), value)
-    if found.keys() & {key.name for key in TORCHTITAN.keys}:
+    if found.keys() & {key.name for key in keys}:
         found.setdefault(f"{SELECTIVE}.mode", "selective")
     return found
 
 
-def _schedule(asked: ExportRequest) -> str | None:
+def _names(asked: ExportRequest) -> Mapping[str, Any]:
     plan = asked.plan
     if plan.pp == 1:
-        return None
+        return {"torch_schedule": None}
     plain = (known := names_in("torchtitan"))[ONE_F_ONE_B]
     if not isinstance(plan.schedule, str):
-        return plain
+        return {"torch_schedule": plain}
     # torchtitan gives looped schedules 2 stages per rank
     looped = SCHEDULES[plan.schedule].per_rank == ANY and plan.virtual_stages == 1
-    return plain if looped else known.get(plan.schedule, plain)
+    return {"torch_schedule": plain if looped else known.get(plan.schedule, plain)}
 
 
-def _degrees(plan: Plan) -> tuple[int, int]:
-    """Return the replicas that hold everything, and those that shard everything."""
-    return (plan.mesh.dp_replicate, plan.mesh.dp_shard) if plan.zero > 1 else (plan.dp, 1)
-
-
-def _read_schedule(value: Any) -> dict[str, Any]:
+def _read_schedule(value: Any) -> Mapping[str, Any]:
     ours = {theirs.lower(): name for name, theirs in names_in("torchtitan").items()}
     value = str(value).lower().replace("_", "")  # as in interleaved_1f1b, of 2024
     if value not in ours:
@@ -87,13 +73,13 @@ def _read_schedule(value: Any) -> dict[str, Any]:
     return {"schedule": name} | ({"virtual_stages": 2} if SCHEDULES[name].per_rank == ANY else {})
 
 
-def _degree(value: Any) -> dict[str, Any]:
+def _read_degree(value: Any) -> Mapping[str, Any]:
     if value != -1:
         number_of(value)
     return {}
 
 
-def _recompute(value: Any) -> dict[str, Any]:
+def _read_recompute(value: Any) -> Mapping[str, Any]:
     if isinstance(value, Word) and not value.startswith(("FullAC.", "SelectiveAC.")):
         raise ValueError(value.reason)
     return {"recompute": "full"} if str(value).startswith("FullAC") else {}
@@ -155,7 +141,7 @@ def _count_microbatches(values: Values, fields: Fields) -> int:
 
 def _read_selective(values: Values, notes: list[str]) -> Fields:
     """Return what is recomputed of some layers, or by operators, which a Plan does not have."""
-    ac, option = values.get("activation_checkpoint"), str(values.get(f"{SELECTIVE}.selective_ac_option", "2"))
+    ac, option = values.get(SELECTIVE), str(values.get(f"{SELECTIVE}.selective_ac_option", "2"))
     is_selective = values.get(f"{SELECTIVE}.mode", "none") == "selective"
     if is_selective and option.isdecimal() and int(option):
         return {"recompute": "full" if int(option) == 1 else f"every={int(option)}"}
@@ -186,70 +172,21 @@ def _say_pairs_run_apart(asked: ExportRequest) -> str:
 
 def _body(page: Page) -> str:
     names = ["from torchtitan.config import ParallelismConfig, TrainingConfig"]
-    if "activation_checkpoint" in page.values:
+    if SELECTIVE in page.values:
         names.append("from torchtitan.distributed.activation_checkpoint import FullAC")
     return "\n".join([*names, "", assignments(page, SECTIONS)])
 
 
-TORCHTITAN = Format(
-    "torchtitan",
-    "torchtitan's configuration (fields of a Trainer.Config)",
-    python_code(_body, {name: section for section, name in SECTIONS.items()}, _rename_older),
-    (
-        FormatKey("activation_checkpoint", "recomputes each block in the backward",
-            lambda asked: "FullAC.Config" if asked.plan.recompute == "full" else None, _recompute, ("recompute",)),
-        older_key(f"{SELECTIVE}.mode", ("recompute",), lambda value: {"recompute": "full"} if value == "full" else {}),
-        *(context(name, "as older versions say it", lambda asked: None) for name in (
-            f"{SELECTIVE}.selective_ac_option", f"{T}.batch_size", f"{T}.data_parallel_type",
-            f"{P}.pipeline_parallel_microbatches",
-        )),
-        older_key(f"{P}.expert_tensor_parallel_degree", ("etp",), lambda value: {"etp": number_of(value)}),
-        FormatKey(f"{P}.data_parallel_replicate_degree", "replicas, or groups of them, that hold everything",
-            lambda asked: _degrees(asked.plan)[0], _degree, ("dp_replicate",)),
-        FormatKey(f"{P}.data_parallel_shard_degree", "replicas that shard everything (FSDP)",
-            lambda asked: _degrees(asked.plan)[1], _degree, ("zero", "dp_shard")),
-        context(f"{P}.fsdp_reshard_after_forward", "always: ZeRO-3; never: gathered parameters stay until the backward",
-                lambda asked: {2: "never", 3: "always"}.get(asked.plan.zero)),
-        number(f"{P}.tensor_parallel_degree", "tp", "ranks that share each layer"),
-        FormatKey(f"{P}.enable_sequence_parallel", "divides the sequence between layers too",
-            lambda asked: asked.plan.sequence_parallel if asked.plan.tp > 1 else None,
-            lambda value: {"sequence_parallel": bool_of(value)}, ("sequence_parallel",)),
-        number(f"{P}.context_parallel_degree", "cp", "ranks that share each sequence"),
-        choice(f"{P}.context_parallel_load_balancer", "cp_order", {"zigzag": "headtail"},
-               "headtail: zigzag; without it contiguous", when=lambda asked: asked.plan.cp_order == "zigzag"),
-        number(f"{P}.expert_parallel_degree", "ep", "ranks, out of the replicas, that divide each layer's experts",
-               lambda asked: asked.plan.ep > 1),
-        number(f"{P}.pipeline_parallel_degree", "pp", "pipeline ranks"),
-        FormatKey(f"{P}.pipeline_parallel_schedule", "torch's schedule", _schedule, _read_schedule, ("schedule",)),
-        context(OVERLAP, "hides the all-to-alls of pairs", lambda asked: None, (bool,)),
-        context(f"{P}.pipeline_parallel_microbatch_size", "samples per micro-batch and replica",
-                lambda asked: asked.micro_batch if asked.plan.pp > 1 else None, (int,)),
-        context(f"{T}.local_batch_size", "samples per replica (and micro-batch, without a pipeline)",
-                lambda asked: asked.micro_batch * (asked.plan.microbatches if asked.plan.pp > 1 else 1), (int,)),
-        context(f"{T}.global_batch_size", "samples per optimizer step", lambda asked: asked.global_batch),
-        context(f"{T}.seq_len", "tokens per sample", lambda asked: asked.sequence, (int,)),
-        choice(f"{T}.mixed_precision_param", "precision", {"full": "float32", "bf16": "bfloat16"},
-               "what it computes in", otherwise="bfloat16"),
-        FormatKey(f"{T}.enable_cpu_offload", "parameters, gradients and optimizer on the host",
-            lambda asked: True if asked.plan.offload == "params" else None,
-            lambda value: {"offload": "params"} if bool_of(value) else {}, ("offload",)),
-    ),
+TORCHTITAN = FormatCode(
     _finish,
-    {
-        "schedule": "a schedule by name is one of torch's; any other goes through a file: "
-        "plan.build().to_csv('schedule.csv'), and pipeline_parallel_schedule_csv='schedule.csv'",
-        "virtual_stages": "looped schedules have 2 stages per rank, or what pipeline_parallel_layers_per_stage says",
-        "cut": "module_fqns_per_model_part lists the modules of each stage by name",
-        "zero": "replicas shard everything (FSDP) or nothing: zero=0, 2 or 3; ranks that share a sequence always do",
-        "recompute": "all blocks (FullAC), or by operators (SelectiveAC), not attentions or every k-th block",
-        "offload": "CPU offload is of all states, under FSDP",
-        "precision": "it computes in bfloat16 or float32",
-        "bucket_mb": "DDP's buckets are not in the configuration",
-        "cp_order": "context_parallel_load_balancer is headtail (zigzag), or ptrr for masks of blocks",
-        "cp_method": "torch's context parallelism passes keys and values around",
-        "tensor": "which layers are divided is in the model's code",
-        "etp": "the ranks along tp are among those that divide experts: etp=1",
-    },
     _check,
-    differ=_say_pairs_run_apart,
-)  # fmt: skip
+    _say_pairs_run_apart,
+    _names,
+    readers={
+        "@recompute": _read_recompute,
+        "@mode": lambda value: {"recompute": "full"} if value == "full" else {},
+        "@degree": _read_degree,
+        "@schedule": _read_schedule,
+    },
+    body=_body,
+)

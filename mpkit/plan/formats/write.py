@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from mpkit.common.tracebacks import level_of_user
@@ -12,26 +11,11 @@ from mpkit.plan.config import Config
 from mpkit.plan.formats.keys import Format
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.table import FORMATS
+from mpkit.plan.formats.table import format_of
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import has_pairs
 
-__all__ = ["format_of", "unsaid", "write"]
-
-
-def format_of(name: str) -> Format:
-    """Return the format with this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name in FORMATS:
-        return FORMATS[name]
-    near = get_close_matches(str(name).lower(), FORMATS, 1, 0.4) or ["deepspeed"]
-    raise ValueError(
-        f"There is no format {name!r}. There are {', '.join(map(repr, FORMATS))}. Did you mean "
-        f"plan.to({near[0]!r})?"
-    )
+__all__ = ["unsaid", "write"]
 
 
 def write(plan: Plan, name: str, **context: Any) -> Config:
@@ -42,14 +26,14 @@ def write(plan: Plan, name: str, **context: Any) -> Config:
     """
     chosen = format_of(name)
     asked = ExportRequest.from_plan(plan, name, context)
-    chosen.check(asked)
+    chosen.code.check(asked)
     values = chosen.values_of(asked)
     cannot = _cannot_say(plan, chosen, values)
     effects = {field: reason for field, reason in cannot.items() if field not in _no_effect(plan)}
     if effects:
         said = "; ".join(f"{field}={getattr(plan, field)!r}: {reason}" for field, reason in effects.items())
         warnings.warn(f"{chosen.title} cannot say all of {plan!r}. {said}", stacklevel=level_of_user())
-    differs = chosen.differ(asked)
+    differs = chosen.code.differ(asked)
     if differs:
         warnings.warn(f"{chosen.title}, written from {plan!r}: {differs}", stacklevel=level_of_user())
     comments = {key.name: key.comment for key in chosen.keys if key.name in values}
@@ -68,7 +52,7 @@ def unsaid(plan: Plan, name: str) -> str:
     chosen = format_of(name)
     try:
         asked = ExportRequest.from_plan(plan, name, {})
-        chosen.check(asked)
+        chosen.code.check(asked)
         cannot = _cannot_say(plan, chosen, chosen.values_of(asked))
     except ValueError as error:
         return str(error).removeprefix(f"{plan!r}: ")
@@ -80,7 +64,7 @@ def _cannot_say(plan: Plan, chosen: Format, values: dict[str, Any]) -> dict[str,
     back = Plan(**chosen.fields_of(values, []))
     silent = _no_effect(plan)
     return {
-        field.name: silent.get(field.name) or chosen.why_not(field.name, getattr(plan, field.name))
+        field.name: silent.get(field.name) or chosen.why_not(field.name)
         for field in fields(plan)
         if getattr(plan, field.name) != getattr(back, field.name)
     }

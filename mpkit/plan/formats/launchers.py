@@ -1,64 +1,29 @@
-"""torchrun's options, and a SLURM batch script that starts torchrun: how many ranks there are, and where.
+"""torchrun, SLURM and TF_CONFIG: how many ranks there are, and where.
 
-Neither says what the ranks do: read back, it is a plan of as many replicas.
+None says what the ranks do: read back, it is a plan of as many replicas. TF_CONFIG is the environment variable of
+TensorFlow's MultiWorkerMirroredStrategy, one worker per GPU.
 """
 
 from __future__ import annotations
 
-from mpkit.plan.formats.command import command, options
-from mpkit.plan.formats.keys import (
-    RANKS,
-    Fields,
-    Format,
-    FormatKey,
-    Values,
-    context,
-    number_of,
-    refuse_file,
-)
+from collections.abc import Mapping
+from typing import Any
+
+from mpkit.plan.formats.frameworks import fsdp_words, legacy_fsdp, read_fsdp
+from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, Values, number_of, refuse_file
 from mpkit.plan.formats.request import ExportRequest
+from mpkit.plan.formats.script import options
 from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.trainer import ARGUMENTS, fsdp_words, legacy_fsdp
 from mpkit.plan.formats.word import Word
 
 __all__ = [
-    "FLAGS",
-    "LAUNCH",
-    "MACHINES",
-    "SLURM",
-    "TORCHRUN",
-    "is_launched",
-    "ranks_of",
-    "refuse_files",
-    "slurm_ranks_of",
-]
+    "SLURM", "TF_CONFIG", "TORCHRUN", "count_launched", "count_slurm", "is_launched", "launch_lines", "refuse_files",
+]  # fmt: skip
 
-FLAGS = ("--standalone", "--no-python", "--run-path", "--module", "--virtual-local-rank")
-NAMES = ("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts")
-
-
-def _several(asked: ExportRequest) -> bool:
-    return asked.nodes > 1
-
-
-LAUNCH: tuple[FormatKey, ...] = (
-    context("--nnodes", "machines", lambda asked: asked.nodes),
-    context("--nproc-per-node", "ranks per machine, one per GPU", lambda asked: asked.gpus_per_node),
-    context("--rdzv-backend", "how machines find each other", lambda asked: "c10d" if _several(asked) else None),
-    context("--rdzv-endpoint", "address of the first machine",
-            lambda asked: f"{asked.master}:{asked.port}" if _several(asked) else None),
-    context("--rdzv-id", "the name of this run, the same on all machines",
-            lambda asked: asked.model if _several(asked) else None),
-    context("--max-restarts", "how often all ranks are started again after a failure", lambda asked: 0),
-    context("--standalone", "one machine, a free port", lambda asked: None if _several(asked) else True, (bool,)),
-    *(context(name, "as DeepSpeed's and Accelerate's launchers say it", lambda asked: None) for name in (
-        "--num-nodes", "--num-gpus", "--num-machines", "--num-processes",
-    )),
-    *(context(name, "the plan is in another file", lambda asked: None) for name in (
-        "accelerate launch", "--config-file", "--deepspeed", "--deepspeed-config", "--deepspeed-config-file",
-        "--use-fsdp", "--use-megatron-lm",
-    )),
+NAMES = (
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--max-restarts", "--standalone",
 )  # fmt: skip
+FILES = ("--deepspeed", "--deepspeed-config", "--deepspeed-config-file", "--config-file")
 
 
 def is_launched(values: Values) -> bool:
@@ -72,7 +37,7 @@ def refuse_files(values: Values, notes: list[str]) -> None:
     Raises:
         ValueError: one does.
     """
-    for name in ("--deepspeed", "--deepspeed-config", "--deepspeed-config-file", "--config-file"):
+    for name in FILES:
         if name == "--config-file" and "accelerate launch" not in values:
             continue  # of the script's own, such as a model
         value = str(values.get(name, "true"))
@@ -90,7 +55,7 @@ def refuse_files(values: Values, notes: list[str]) -> None:
             )
 
 
-def ranks_of(values: Values, notes: list[str]) -> int:
+def count_launched(values: Values, notes: list[str]) -> int:
     """Return the number of ranks that a launch line starts.
 
     Raises:
@@ -102,9 +67,8 @@ def ranks_of(values: Values, notes: list[str]) -> int:
         try:
             return number_of(values["--num-processes"])
         except ValueError as error:
-            raise ValueError(
-                f"torchrun: --num-processes={values['--num-processes']!s:.60}: {error}"
-            ) from None
+            said = f"{values['--num-processes']!s:.60}"
+            raise ValueError(f"torchrun: --num-processes={said}: {error}") from None
     nodes = values.get("--nnodes", values.get("--num-nodes", "1"))
     if ":" in str(nodes):
         notes.append(f"--nnodes={nodes} is a range: read as the most")
@@ -123,39 +87,21 @@ def ranks_of(values: Values, notes: list[str]) -> int:
         ) from None
 
 
+def launch_lines(page: Page) -> str:
+    """Return the array of torchrun's options."""
+    return options(page, "LAUNCH", NAMES)
+
+
 def _torchrun(page: Page) -> str:
-    array = options(page, "LAUNCH", [*NAMES, "--standalone"])
-    return f'{array}\ntorchrun "${{LAUNCH[@]}}" {page.asked.script}'
+    return f'{launch_lines(page)}\ntorchrun "${{LAUNCH[@]}}" {page.asked.script}'
 
 
-def _finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+def _finish_torchrun(values: Values, fields: Fields, notes: list[str]) -> Fields:
     refuse_files(values, notes)
-    return fields | {"dp": ranks_of(values, notes)}
+    return fields | {"dp": count_launched(values, notes)}
 
 
-COMMON = frozenset(
-    {key.name for key in ARGUMENTS} | {"--config-file", "--deepspeed", "--num-gpus", "--num-nodes"}
-)
-
-
-RANKS_ONLY = dict.fromkeys(
-    (
-        "pp", "dp", "tp", "cp", "schedule", "microbatches", "virtual_stages", "recompute", "cut", "data_parallel",
-        "zero", "offload", "precision", "bucket_mb", "unused", "batchnorm", "prefetch", "cp_order",
-        "cp_method", "ep", "sequence_parallel", "tensor",
-    ),
-    "it starts ranks; what they do is the script's",
-)  # fmt: skip
-
-TORCHRUN = Format(
-    "torchrun",
-    "torchrun's command line",
-    command(_torchrun, FLAGS),
-    (*LAUNCH, *ARGUMENTS),
-    _finish,
-    RANKS_ONLY,
-    common=COMMON - {"--num-gpus"},
-)
+TORCHRUN = FormatCode(_finish_torchrun, readers={"@fsdp": read_fsdp}, body=_torchrun)
 
 
 # ---- SLURM
@@ -178,7 +124,7 @@ def _slurm(page: Page) -> str:
     )
 
 
-def slurm_ranks_of(values: Values, notes: list[str]) -> int:
+def count_slurm(values: Values, notes: list[str]) -> int:
     """Return the number of ranks of a batch script: one per GPU, or one per task, if it does not say GPUs.
 
     Raises:
@@ -211,39 +157,42 @@ def slurm_ranks_of(values: Values, notes: list[str]) -> int:
         raise ValueError(f"slurm: --nodes={nodes!s:.60}, {each or total!s:.60} GPUs: {open_word}") from None
 
 
-def _slurm_finish(values: Values, fields: Fields, notes: list[str]) -> Fields:
+def _finish_slurm(values: Values, fields: Fields, notes: list[str]) -> Fields:
     refuse_files(values, notes)
-    return fields | {"dp": slurm_ranks_of(values, notes)}
+    return fields | {"dp": count_slurm(values, notes)}
 
 
-MACHINES: tuple[FormatKey, ...] = tuple(
-    context(name, "as SLURM says it", lambda asked: None)
-    for name in (
-        "--nodes",
-        "--ntasks",
-        "--ntasks-per-node",
-        "--gpus",
-        "--gpus-per-node",
-        "--gpus-per-task",
-        "--gres",
-    )
-)
+SLURM = FormatCode(_finish_slurm, readers={"@fsdp": read_fsdp}, body=_slurm)
 
 
-SLURM = Format(
-    "slurm",
-    "a SLURM batch script",
-    command(_slurm),
-    (
-        context("--job-name", "what squeue shows", lambda asked: asked.model),
-        context("--nodes", "machines", lambda asked: asked.nodes),
-        context("--ntasks-per-node", "one torchrun per machine, which starts the ranks", lambda asked: 1),
-        context("--gpus-per-node", "ranks per machine, one per GPU", lambda asked: asked.gpus_per_node),
-        *(key for key in MACHINES if key.name in ("--gres", "--gpus", "--gpus-per-task", "--ntasks")),
-        *(context(key.name, key.comment, lambda asked: None) for key in LAUNCH),
-        *ARGUMENTS,
-    ),
-    _slurm_finish,
-    RANKS_ONLY,
-    common=COMMON | {key.name for key in LAUNCH} | {"--gpus", "--job-name"},
-)
+# ---- TF_CONFIG
+
+
+def _workers(asked: ExportRequest) -> Mapping[str, Any]:
+    """Return an address per rank: the nodes count up from the first one, and each GPU has a port."""
+    name = asked.master.rstrip("0123456789")
+    first = int(asked.master[len(name) :] or 0)
+    hosts = [asked.master] if asked.nodes == 1 else [f"{name}{first + node}" for node in range(asked.nodes)]
+    return {"workers": [f"{host}:{asked.port + gpu}" for host in hosts for gpu in range(asked.gpus_per_node)]}
+
+
+def _finish_tf_config(values: Values, fields: Fields, notes: list[str]) -> Fields:
+    workers: Any = values.get("cluster.worker", [])
+    chief: Any = values.get("cluster.chief", [])
+    if not isinstance(workers, list) or not isinstance(chief, list) or len(chief) > 1:
+        raise ValueError(
+            f"tf_config: worker and chief are lists of addresses, chief one at most: {workers!r:.60}, {chief!r:.60}. "
+            'Such as {"cluster": {"worker": ["node0:29500", "node1:29500"]}, "task": {"type": "worker", "index": 0}}'
+        )
+    return fields | {"dp": max(1, len(workers) + len(chief))}
+
+
+def _check_tf_config(asked: ExportRequest) -> None:
+    if asked.nodes > 1 and asked.master.replace(".", "").isdecimal():
+        raise ValueError(
+            f"plan.to('tf_config', master={asked.master!r}): the other nodes' names count up from the first one's, "
+            "which an address does not: master='node0'"
+        )
+
+
+TF_CONFIG = FormatCode(_finish_tf_config, _check_tf_config, names=_workers)
