@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import mpkit as mk
-from mpkit.common.exceptions import fakes_or_real, one_line
-from mpkit.common.launch_folder import read_error, reserve
-from mpkit.launch.process.fork_server import import_installed
-from mpkit.launch.process.rank import report as report_of_rank
+from mpkit.common.exceptions import fakes_or_real
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 
 PACKAGE = Path(mk.__file__).parent
 
@@ -56,27 +50,6 @@ def catches_all(kind: ast.expr) -> bool:
 
 def last_name(node: ast.expr) -> str:
     return ast.unparse(node).rpartition(".")[2]
-
-
-@pytest.mark.parametrize(
-    ("handler", "found"),
-    [
-        ("except Exception:\n    pass", True),
-        ("except:\n    x = 1", True),
-        ("except (ValueError, Exception) as error:\n    x = 1", True),
-        ("except BaseException as error:\n    error = None if x else 1", False),
-        ("except Exception:\n    raise", False),
-        ("except Exception as error:\n    print(error)", False),
-        ("except ValueError:\n    pass", False),
-    ],
-)
-def test_what_counts_as_silent(handler: str, found: bool) -> None:
-    assert bool(list(silent(f"try:\n    f()\n{handler}"))) == found
-
-
-def test_suppressing_everything_is_silent_too() -> None:
-    assert list(silent("with contextlib.suppress(OSError), suppress(Exception):\n    f()")) == [1]
-    assert list(silent("with contextlib.suppress(OSError):\n    f()")) == []
 
 
 def test_nothing_is_caught_in_silence() -> None:
@@ -115,14 +88,6 @@ def test_real_tensors_decide() -> None:
         fakes_or_real(fails(Odd()), lambda: 4, "it", final=(Odd,))
 
 
-def test_an_error_that_cannot_be_printed_is_quoted_all_the_same() -> None:
-    class Unprintable(Exception):
-        def __str__(self) -> str:
-            raise Odd
-
-    assert one_line(Unprintable()) == "Unprintable: (its __str__ raises Odd)"
-
-
 # ---------------------------------------------------------------- models that fail where they are tried
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 4)
@@ -142,39 +107,6 @@ class Looks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x if bool(x.sum() > 0) else x * 1.0
-
-
-class NoChain(nn.Module):
-    """A model with dropout that is no chain.
-
-    Args:
-        between: what happens to tensors between its blocks.
-    """
-
-    def __init__(self, between: Callable[[Tensor], Any] = lambda x: x) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(2))
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            self.between(x)
-        return x
-
-
-class FloatOnly(nn.Module):
-    """A layer that computes in float32 whatever the model's precision."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:
-            raise Odd(f"float32 is wanted, not {x.dtype}")
-        made: Tensor = self.inner(x)
-        return made
 
 
 def net(*layers: nn.Module) -> nn.Sequential:
@@ -217,31 +149,6 @@ def test_unused_parameters_that_cannot_be_looked_for() -> None:
     assert reports(lambda: prepared(net(Looks()), mk.Plan.ddp(2))) == []
 
 
-@pytest.mark.parametrize("between", [lambda x: x.tolist(), lambda x: x.register_hook(print)])
-def test_draws_as_one_layer(between: Callable[[Tensor], Any]) -> None:
-    """A model that cannot be opened draws other random numbers than one that can: that is no secret."""
-    (said,) = reports(lambda: prepared(NoChain(between), mk.Plan.serial()))
-    assert "NoChain draws its random numbers (dropout) as one layer" in said
-    with pytest.raises((ValueError, RuntimeError), match=r"cannot be cut|tolist\(\) is not supported"):
-        prepared(NoChain(between), mk.Plan.gpipe(2, 2))  # as the report says
-    assert reports(lambda: prepared(NoChain(between).eval(), mk.Plan.serial())) == []  # draws nothing
-
-
-def test_a_model_that_can_be_opened_draws_by_blocks() -> None:
-    assert reports(lambda: prepared(NoChain(), mk.Plan.serial())) == []
-    opened = prepared(NoChain(), mk.Plan.serial()).where.partition
-    assert opened is not None and len(opened.blocks) == 2
-
-
-def test_looking_for_attention_draws_nothing_of_the_callers() -> None:
-    model = net(Looks(), nn.Dropout(0.5))
-    state = torch.get_rng_state()
-    assert attention_sizes(model, X, [["0.weight"]]) == ([0], [0])
-    assert torch.equal(torch.get_rng_state(), state)
-    said = reports(lambda: prepared(net(OnReal()), mk.Plan(recompute="selective")))
-    assert any(each.startswith("A sample of Sequential was computed for real") for each in said)
-
-
 # ---------------------------------------------------------------- the loss
 
 
@@ -257,22 +164,3 @@ def test_a_loss_that_cannot_be_sent_is_refused_at_once() -> None:
 
 
 # ---------------------------------------------------------------- ranks, and a class
-
-
-def test_a_rank_reports_its_error_though_its_output_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout", SimpleNamespace(flush=fails(Odd("closed")), write=len))
-    reserve(tmp_path, 1)
-    report_of_rank(KeyError("the cause"), 0, tmp_path, None)
-    found = read_error(tmp_path, 0)
-    assert found is not None
-    assert found["type"] == "KeyError" and found["message"].endswith("(Its last output is lost: Odd: closed)")
-
-
-def test_an_import_that_fails_ahead_of_the_ranks_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    try:
-        import_installed(["no_such_module"])
-    finally:
-        gc.unfreeze()
-    assert "no_such_module is imported by each rank" in capfd.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
@@ -95,11 +94,6 @@ def test_whatever_overlaps_they_add_up(spans: list[tuple[int, Kind, int, int]], 
     assert (found >= -1e-9).all()
 
 
-def test_loading_beside_work_costs_what_work_does_not_hide() -> None:
-    t = timeline((0, Kind.DATA, 0.0, 4.0), (0, Kind.FORWARD, 3.0, 6.0), (0, Kind.DATA, 5.0, 7.0), ranks=1)
-    assert idle_by_cause(t)[0, CAUSES.index("data")] == t.idle[0] == 4.0
-
-
 @pytest.fixture(scope="module")
 def against_prediction(cluster: mk.Cluster) -> Comparison:
     torch.manual_seed(0)
@@ -135,32 +129,6 @@ def test_a_gap_is_explained_to_its_end(a: str, b: str) -> None:
     first, second = (row.timeline for row in found.rows)
     assert sum(found.gap().values()) == pytest.approx(second.step_time - first.step_time)
     assert sum(found.gap("second", "first").values()) == pytest.approx(first.step_time - second.step_time)
-
-
-def test_pictures_share_an_axis(against_prediction: Comparison) -> None:
-    svg = ET.fromstring(against_prediction.to_svg())
-    pictures = [child for child in svg if child.get("class") == "mpkit"]
-    assert len(pictures) == 2
-    *views, bars_image = against_prediction.show().children
-    assert "<img" in bars_image.value
-    longest = max(row.timeline.step_time for row in against_prediction.rows)
-    assert [view.room for view in views] == [longest] * 2
-    shown = against_prediction._repr_mimebundle_()
-    assert {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"} <= set(shown)
-    bars = against_prediction.figure().data
-    for i, row in enumerate(against_prediction.rows):
-        assert sum(bar.x[i] for bar in bars) == pytest.approx(row.timeline.step_time)
-    frame = against_prediction.to_dataframe()
-    assert list(frame["name"]) == ["predicted", "measured"]
-
-
-def test_names_are_the_users_or_the_schedules() -> None:
-    t = mk.simulate(mk.Plan.gpipe(2, 2))
-    assert [row.name for row in mk.compare(t, t, mine=t).rows] == [
-        "gpipe, simulated",
-        "gpipe, simulated (2)",
-        "mine",
-    ]
 
 
 def test_names_that_begin_alike_are_numbered_by_themselves() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import mpkit as mk
-from mpkit.common.launch_folder import Settings
 from mpkit.devices.local import queries as local
 from mpkit.devices.local.choose import DeviceChoice, choose
 from mpkit.devices.local.inventory import Inventory, inventory_of_gpus, unnamed_devices
 from mpkit.devices.local.nvidia_smi import Gpu
 from mpkit.devices.local.visibility import visible
-from mpkit.launch.process.payload import settings_here
-from mpkit.launch.process.rank import device_of
 from mpkit.launch.torchrun import _all_alone as all_alone
 from mpkit.launch.torchrun import _check_alike as check_named
 from mpkit.launch.torchrun import _describe_device as tell
@@ -58,14 +54,6 @@ def test_devices_as_people_write_them(
     devices: object, ranks: int | None, numbers: tuple[int, ...], count: int
 ) -> None:
     assert choose(devices, ranks, FOUR) == DeviceChoice("cuda", numbers, count)
-
-
-def test_each_rank_has_a_device_of_its_own_or_shares_one() -> None:
-    assert DeviceChoice("cuda", (2, 0)).one_each(2)
-    assert not DeviceChoice("cuda", (2, 0)).one_each(3)
-    assert not DeviceChoice("cuda", (0, 0)).one_each(2)
-    assert not DeviceChoice("cpu").one_each(2)
-    assert [DeviceChoice("cuda", (2, 0)).number_of(rank) for rank in range(4)] == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -133,17 +121,6 @@ def test_a_cluster_on_gpus_prints_who_is_where_and_which_variable_decided(
         assert [row.split()[1] for row in str(shared).splitlines()[2:5]] == ["cuda:1", "cuda:0", "cuda:1"]
 
 
-def test_ranks_take_the_devices_that_their_settings_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_to: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
-    settings = settings_here(3, "cuda", "gloo", 2, False, True, (2, 0))
-    read = Settings(**json.loads(json.dumps(asdict(settings))))  # as a rank reads it
-    threads = torch.get_num_threads()
-    assert [str(device_of(rank, read)) for rank in range(3)] == ["cuda:2", "cuda:0", "cuda:2"]
-    torch.set_num_threads(threads)
-    assert [device.index for device in set_to] == [2, 0, 2]
-
-
 # ---------------------------------------------------------------- ranks that a launcher has started
 
 
@@ -179,12 +156,3 @@ def test_launched_ranks_take_devices_by_their_number_on_the_node(
     assert [each["is"] for each in told] == [f"GPU-{number}a5f" for number in on]
     assert all_alone(told, nodes) is alone
     check_named(told, nodes, [f"rank {rank}" for rank in range(len(nodes))])
-
-
-def test_ranks_that_see_one_gpu_each_are_told_apart_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    for number in ("0", "1"):  # srun --gpus-per-task=1
-        monkeypatch.setattr(local, "inventory_of", machine(A100, CUDA_VISIBLE_DEVICES=number))
-        told += [tell(choose("cuda", None, local.inventory_of), int(number))]
-    assert [each["row"][0] for each in told] == ["cuda:0", "cuda:0"]
-    assert all_alone(told, ["a", "a"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.devices.catalogue.tables import rows, sweep
+from mpkit.devices.catalogue.tables import sweep
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import Kind
 
@@ -35,15 +34,6 @@ def test_links_come_near_the_times_that_were_measured(system: str) -> None:
     assert off[payload >= 2**26].max() < large
 
 
-def test_the_cards_of_any_cluster_are_those_that_were_measured() -> None:
-    measured = mk.hardware("4x8-b200-efa").between
-    assert measured is not None
-    any_size = mk.hardware("b200", nodes=4, nic="efa").between
-    assert any_size is not None
-    assert any_size.latency == measured.latency
-    assert any_size.bandwidth == pytest.approx(measured.bandwidth, rel=0.1)
-
-
 @pytest.mark.parametrize("name", list(mk.hardware()))
 def test_every_machine_has_sane_figures_and_their_sources(name: str) -> None:
     machine = mk.hardware(name)
@@ -60,15 +50,6 @@ def test_every_machine_has_sane_figures_and_their_sources(name: str) -> None:
     assert device.rate("no such dtype") == device.rate()
     for source in [*device.sources.values(), *(s for link in links for s in link.sources.values())]:
         assert any(mark in source for mark in ("published", "reported", "fitted", "assumed")), source
-
-
-def test_every_row_of_the_tables_names_its_source() -> None:
-    for table in ("devices", "links", "mamf", "collectives", "loopback"):
-        for row in rows(table):
-            assert row["source"], (table, row)
-            for column in row:
-                if column.endswith(("_tflops", "_GB", "GBps", "_us", "bytes", "ranks")) and row[column]:
-                    float(row[column])
 
 
 def test_wire_factors_are_those_of_nccl_tests() -> None:
@@ -93,17 +74,6 @@ def test_more_bytes_take_longer_and_a_faster_link_never_does(
     slow, fast = mk.devices.Link("slow", 1e-5, 1e9), mk.devices.Link("fast", 1e-6, 1e10)
     assert slow.time(kind, small, n) <= slow.time(kind, small + more, n)
     assert fast.time(kind, small, n) <= slow.time(kind, small, n)
-
-
-def test_across_nodes_the_cards_set_the_pace() -> None:
-    machine = mk.hardware("2x8-h100-ib")
-    assert machine.devices == 16
-    assert machine.link_of(range(8)) == machine.link
-    assert machine.between is not None
-    assert machine.link_of([0, 8]).bandwidth == machine.between.bandwidth
-    # All eight cards of a node carry one ring's traffic; it can be no faster than the node's own link.
-    assert machine.link_of(range(16)).bandwidth == pytest.approx(8 * machine.between.bandwidth)
-    assert machine.time(Kind.ALL_REDUCE, 1e9, range(16)) > machine.time(Kind.ALL_REDUCE, 1e9, range(8))
 
 
 def test_the_order_of_ranks_decides_who_talks_across_nodes() -> None:
@@ -138,18 +108,6 @@ def test_machines_that_there_are_not(name: object, words: str) -> None:
 OLD = mk.devices.Device("old", {"float32": 1e12}, bandwidth=1e11)
 NEW = mk.devices.Device("new", {"float32": 4e12}, bandwidth=4e11)
 BUS = mk.devices.Link("bus", 1e-6, 16e9)
-
-
-def test_unlike_devices_have_a_place_each_and_the_slowest_paces_them() -> None:
-    machine = mk.devices.Hardware("mixed", devices=[NEW, NEW, OLD], link=BUS)
-    assert (machine.devices, machine.per_node, machine.device) == (3, 3, OLD)
-    assert [machine.device_of(rank) for rank in range(4)] == [NEW, NEW, OLD, NEW]
-    assert mk.devices.Hardware("mixed", [NEW, NEW, OLD], BUS) == machine
-    assert replace(machine, name="mixed", link=BUS) == machine
-    turned = replace(machine, order=(2, 1, 0))
-    assert [turned.device_of(rank) for rank in range(3)] == [OLD, NEW, NEW]
-    alike = mk.devices.Hardware("alike", devices=[OLD, OLD], link=BUS)
-    assert alike == mk.devices.Hardware("alike", OLD, BUS, per_node=2)
 
 
 @pytest.mark.parametrize(

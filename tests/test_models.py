@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpkit.data import images, spirals, text_batches
-from mpkit.errors import ArgumentError
-from mpkit.models import GPT, MLP, ConvNet, GPTConfig, balance, chain, cut, next_token_loss
+from mpkit.models import GPT, MLP, ConvNet, GPTConfig, balance, chain, next_token_loss
 
 
 def every_cut(layers: int, stages: int) -> list[list[range]]:
@@ -33,19 +32,6 @@ def test_balance_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) 
     found = balance(costs, stages)
     assert found in every_cut(len(costs), stages)
     assert dearness(found) == min(map(dearness, every_cut(len(costs), stages)))
-
-
-def test_a_cut_of_ones_own() -> None:
-    names = ["embedding", "block0", "block1", "head"]
-    assert cut(names, [1] * 4, 3, [1, "head"]) == [range(0, 1), range(1, 3), range(3, 4)]
-    with pytest.raises(ValueError, match=r"no layer of that name. Did you mean 'block0'\?"):
-        cut(names, [1] * 4, 2, ["blok0"])
-    with pytest.raises(ValueError, match=r"rise from 1 to 3.*balanced it would be cut=\[2\]"):
-        cut(names, [1] * 4, 2, [4])
-    with pytest.raises(ValueError, match=r"cut=\['head', 1\] leaves a stage empty"):
-        cut(names, [1] * 4, 3, ["head", 1])
-    with pytest.raises(ValueError, match=r"5 stages, but the model has 4 layers .* At most pp=4 works"):
-        cut(names, [1] * 4, 5, None)
 
 
 class Forked(nn.Module):
@@ -94,27 +80,3 @@ def test_the_kits_models_are_chains_and_learn() -> None:
             optimizer.step()
             losses.append(value.item())
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-
-
-def test_sizes_that_cannot_be_say_what_could() -> None:
-    with pytest.raises(ValueError, match=r"heads=5\): .* heads=4 does"):
-        GPTConfig(width=64, heads=5)
-    with pytest.raises(ValueError, match="layers is 1 or more"):
-        GPT(layers=0)
-    with pytest.raises(ValueError, match=r"by name: GPT\(layers=8"):
-        GPT(2)  # type: ignore[arg-type]
-    for typed, meant in {
-        "n_layers": "layers= is",
-        "layer": "did you mean layers=2",
-        "d_model": "width= is",
-    }.items():
-        with pytest.raises(ArgumentError, match=meant):
-            GPT(**{typed: 2})
-    with pytest.raises(ValueError, match="this GPT has length=8"):
-        GPT(length=8)(torch.zeros(1, 9, dtype=torch.long))
-    with pytest.raises(ValueError, match="width=12 does"):
-        ConvNet(1, 2, width=10)
-    with pytest.raises(ValueError, match="so at most length="):
-        text_batches(1, 10_000_000, 1)
-    with pytest.raises(ValueError, match="batch is 1 or more"):
-        spirals(0, 1)

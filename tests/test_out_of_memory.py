@@ -77,15 +77,6 @@ def test_the_error_ends_with_the_picture_and_three_plans(clusters: Callable[[int
     assert "Traceback" not in "".join(tail)
 
 
-def test_activations_come_first_where_they_take_most() -> None:
-    picture = {"held": {"params": 1000, "grads": 1000, "activations": 9000}}
-    meta = {"plan": mk.Plan.gpipe(2, 4).to_json(), "device": "cuda"}
-    head, *plans = out_of_memory_text(0, picture, Trace([], meta)).splitlines()[7:]
-    assert head.startswith("Activations take most of it.")
-    assert "schedule='1f1b'" in plans[0] and "costs nothing" in plans[0]
-    assert "microbatches=8" in plans[1] and "recompute='full'" in plans[2]
-
-
 def test_a_function_without_a_plan_ends_with_the_picture(cluster: mk.Cluster) -> None:
     def allocate(ctx: Any) -> None:
         held = torch.zeros(1000)

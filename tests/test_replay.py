@@ -187,13 +187,6 @@ def test_on_other_hardware_it_is_the_roofline() -> None:
     assert times(play(rank, hardware=toy, dtype="bfloat16"), 0)[0] == (0.0, 0.5)
 
 
-def test_more_ranks_than_devices_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"timeline\(hardware='pair'\): 3 ranks, and it has 2 devices.*per_node=3"
-    ):
-        play(Rank(), Rank(), Rank(), hardware=Hardware("pair", UNIT, TOY.link, per_node=2))
-
-
 # ---------------------------------------------------------------- runs that were cut short
 
 
@@ -212,17 +205,6 @@ def test_a_rank_killed_in_an_op_leaves_the_others_their_times_and_a_note() -> No
     assert "rank 1 is in backward of stage 1 micro-batch 3 (step 0)" in timeline.notes[-1]
     assert "rank 0 waits for recv 1>0#B0 (step 0)" in timeline.notes[-1]
     assert timeline.step_time == 3.0
-
-
-def test_what_never_comes_is_said_and_not_waited_for() -> None:
-    ranks = [Rank(), Rank()]
-    ranks[0].wait(ranks[0].op(Kind.RECV, group="1>0#F0", number=0))
-    ranks[0].compute(1.0)
-    ranks[1].compute(3.0)
-    timeline = play(*ranks)
-    assert times(timeline, 1) == [(0.0, 3.0)]
-    assert times(timeline, 0) == []
-    assert "rank 0 waits for recv 1>0#F0, which never comes. 3 ops" in timeline.notes[-1]
 
 
 # ---------------------------------------------------------------- the wall clock
@@ -401,58 +383,6 @@ def test_it_does_not_matter_how_the_records_come_in(ranks: list[Rank], data: st.
         replaying.feed(number, recorded.ops, recorded.names)
     replaying.finish()
     assert placed(replaying) == placed(whole(ranks))
-
-
-def layered(steps: int = 2) -> list[Rank]:
-    """Two ranks, each step an action of two layers with an all-reduce between them, a wait, a message, an optimizer."""
-    ranks = [Rank(), Rank()]
-    for number, rank in enumerate(ranks):
-        for step in range(steps):
-            mark = rank.op(Kind.STEP, wall=0, step=step)
-            action = rank.compute(4.0 + number, wall=0, step=step)
-            rank.op(Kind.FORWARD, wall=7, depth=1, step=step)
-            rank.memory.append((rank.wall - 3, len(rank.ops), 3, 64))
-            reduce = rank.op(Kind.ALL_REDUCE, wall=0, group="0,1", number=step, bytes=8, step=step)
-            rank.wait(reduce, wall=5, depth=1, step=step)
-            rank.ops[reduce]["end"] = rank.wall
-            rank.op(Kind.FORWARD, wall=9, depth=1, step=step)
-            rank.memory.append((rank.wall + 1, len(rank.ops), 3, -64))
-            rank.wall += 2
-            rank.ops[action]["end"] = rank.wall
-            kind = Kind.RECV if number else Kind.SEND
-            message = rank.op(kind, wall=1, group="0>1#F0", number=step, bytes=4, step=step)
-            if number:
-                rank.wait(message, step=step)
-            rank.compute(1.5, kind=Kind.OPTIMIZER, step=step)
-            rank.memory.append((rank.wall, len(rank.ops), 2, 8))
-            rank.ops[mark]["end"] = rank.wall
-            rank.wall += 5
-    return ranks
-
-
-@pytest.mark.parametrize("cut", range(2 * 9 + 1))
-def test_it_does_not_matter_where_layers_and_steps_are_cut(cut: int) -> None:
-    """What is open at the cut is fed again; memory is fed once."""
-    ranks = layered()
-    replaying = Replay(len(ranks), TOY)
-    for number, rank in enumerate(ranks):
-        recorded = rank.trace()
-        ops = recorded.ops[:cut].copy()
-        now = recorded.ops["start"][cut] if cut < len(recorded.ops) else rank.wall
-        ops["end"][ops["end"] > now] = 0
-        seen = recorded.memory["time"] <= now
-        replaying.feed(number, ops, recorded.names, recorded.memory[seen])
-        ranks[number].memory = [row for row, was_seen in zip(rank.memory, seen, strict=True) if not was_seen]
-    early = replaying.advance()
-    for number, rank in enumerate(ranks):
-        recorded = rank.trace()
-        replaying.feed(number, recorded.ops, recorded.names, recorded.memory)
-    late = replaying.finish()
-    timeline, expected = (Timeline.from_replay(each.collect()) for each in (replaying, whole(layered())))
-    assert len(early) + len(late) == len(expected.spans) == 2 * 8 + 2 * 9
-    assert timeline.spans.tolist() == expected.spans.tolist()
-    assert timeline.held.tolist() == expected.held.tolist()
-    assert timeline.steps == [0, 1]
 
 
 def test_on_unlike_devices_each_rank_takes_what_its_own_device_says() -> None:

@@ -62,17 +62,6 @@ def test_communication_is_exposed_where_nobody_computes_meanwhile() -> None:
     assert timeline((0, F, 0.0, 1.0)).overlap == 1.0
 
 
-def test_an_action_that_waits_in_its_middle_hides_no_communication() -> None:
-    t = timeline((0, F, 0.0, 8.0), (0, REDUCE, 2.0, 5.0), (0, WAIT, 3.0, 5.0), ranks=1, depth=[0, 0, 1])
-    assert (t.comm_time, t.exposed_comm) == ([3.0], [2.0])
-    assert t.overlap == pytest.approx(1 / 3)
-
-
-def test_bytes_are_counted_by_rank_and_kind() -> None:
-    t = timeline((0, SEND, 0, 1), (0, SEND, 1, 2), (1, RECV, 0, 1), (1, REDUCE, 1, 2), bytes=[10, 5, 7, 100])
-    assert t.comm_bytes == [{"send": 15}, {"all_reduce": 100, "recv": 7}]
-
-
 def test_figures_are_those_of_the_last_step_that_everybody_completed() -> None:
     rows: list[Span] = []
     steps = []
@@ -92,15 +81,6 @@ def test_figures_are_those_of_the_last_step_that_everybody_completed() -> None:
     assert t.step(0).steps == [0]
     with pytest.raises(ValueError, match=r"step\(7\).*no step 7. It has steps 0, 1."):
         t.step(7)
-
-
-def test_a_step_keeps_what_its_waits_waited_for() -> None:
-    t = mk.simulate(mk.Plan.gpipe(2, 2))
-    doubled = np.concatenate([t.spans, t.spans])
-    doubled["cause"][len(t.spans) :] += np.where(t.spans["cause"] >= 0, len(t.spans), 0).astype(np.int32)
-    doubled["step"][len(t.spans) :] = 1
-    both = Timeline(doubled, t.names, t.held, 2, "simulated").step(1)
-    assert both.spans["cause"].tolist() == t.spans["cause"].tolist()
 
 
 def changes(*rows: tuple[float, int, str, int]) -> Any:
@@ -148,17 +128,6 @@ def test_the_data_frame_has_a_row_for_what_each_lane_did() -> None:
     work = frame[frame["lane"] == "compute"]
     busy = (work["end"] - work["start"]).groupby(work["rank"]).sum()
     assert busy.tolist() == t.busy
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
-def test_what_intervals_cover_is_counted_once(pairs: list[tuple[int, int]]) -> None:
-    spans = np.zeros(len(pairs), SPAN)
-    spans["start"] = [start for start, _ in pairs]
-    spans["end"] = [start + length for start, length in pairs]
-    seconds = {t for start, length in pairs for t in range(start, start + length)}
-    intervals = metrics.covered_times(spans)
-    assert metrics.length(intervals) == len(seconds)
-    assert (intervals[1:, 0] > intervals[:-1, 1]).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(range(5)), st.integers(0, 99)), max_size=12),

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import mpkit
-from mpkit.common import torch_private
-from mpkit.common.torch_private import ATTRIBUTES, GENERATORS, NAMES, SEEN, current
+from mpkit.common.torch_private import ATTRIBUTES, NAMES, SEEN, current
 from mpkit.errors import MpkitError
 
 PACKAGE = Path(mpkit.__file__).parent
@@ -104,13 +103,6 @@ def test_no_other_module_of_mpkit_imports_or_reads_a_private_name_of_torch() -> 
     assert [each for each in found if each[1].removeprefix(".") not in ON_OBJECTS] == []
 
 
-def test_each_listed_name_is_used() -> None:
-    text = "\n".join(text for _, text in sources())
-    alone = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / ALONE[0]).rglob("*.py"))
-    elsewhere = {name for name in LISTED if name.startswith("_scaled_dot_product_")} | {*GENERATORS}
-    assert {name for name in (LISTED | ON_OBJECTS) - elsewhere if name not in text + alone} == set()
-
-
 @pytest.mark.parametrize("name", sorted(LISTED))
 def test_this_torch_has_each_listed_name(name: str) -> None:
     assert current(name) is not None
@@ -152,26 +144,3 @@ def test_a_release_of_torch_without_a_name_is_told_in_one_sentence(monkeypatch: 
         f"torch {torch.__version__} has no _Loss in torch.nn.modules.loss, with which mpkit would tell losses from "
         f"layers in watched programs; torch {', '.join(SEEN)} have it."
     )
-
-
-def test_a_name_that_no_row_lists_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="lists no private name '_nothing' of torch"):
-        _ = torch_private._nothing
-
-
-def test_type_checkers_see_the_names_where_the_rows_say_they_are() -> None:
-    tree = ast.parse(HOME.read_text(encoding="utf-8"))
-    typed = [each for node in tree.body if isinstance(node, ast.If) for each in node.body]
-    places = {
-        (alias.name, node.module)
-        for node in typed
-        for alias in node.names
-        if isinstance(node, ast.ImportFrom)
-    }
-    assert places and places <= {(name, row.place) for row in NAMES for name in row.names}
-
-
-def test_pyproject_and_the_readme_say_which_releases_of_torch_mpkit_runs_with() -> None:
-    root = PACKAGE.parent
-    assert f'"torch>={SEEN[0]}"' in (root / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"torch {SEEN[0]} to {SEEN[-1]}" in (root / "README.md").read_text(encoding="utf-8")

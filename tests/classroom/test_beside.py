@@ -38,11 +38,6 @@ def test_a_mended_program_is_serial_training(entry: ExerciseEntry) -> None:
     assert all((frame[name] == frame["loss, serial"]).all() for name in frame.filter(like="loss, rank"))
 
 
-def test_the_table_is_not_cut_off_in_a_notebook() -> None:
-    shown = table(ENTRIES[0], ENTRIES[0].source.stub)
-    assert "4.bias" in shown._repr_html_() and "4.bias" in str(shown)
-
-
 def test_what_can_not_be_compared_says_what_can() -> None:
     with pytest.raises(ValueError, match="did you mean 'the-loader'"):
         mk.beside_serial("the-lodaer", print)

@@ -33,12 +33,6 @@ def test_notebooks_are_what_the_exercises_say(written: Path) -> None:
     assert len(list(notebooks())) == 3 * len(theirs) == len(list(written.rglob("*.ipynb")))
 
 
-def test_the_first_exercise_needs_no_mesh() -> None:
-    first = of_family("ranks")[0]
-    assert first.name == "pass-the-token"
-    assert "mesh" not in (first.text.task + first.source.plain).lower()
-
-
 def executed(path: Path, at: Path) -> nbformat.NotebookNode:
     book = nbformat.read(path, as_version=4)
     NotebookClient(book, timeout=limits.PROGRAM, resources={"metadata": {"path": str(at)}}).execute()

@@ -50,21 +50,6 @@ def test_theory_judges_in_words_in_colour_and_in_points(value: str, words: str, 
     assert 1 + question("bubble").close(guess.value or 0) == points
 
 
-def test_what_came_is_not_told_before_a_prediction() -> None:
-    said = str(mk.predict("bubble").against(0.3141))
-    assert "Predict it first" in said and "31.4" not in said
-    assert not Path(FILE).exists(), "nothing is kept for those who only read"
-    assert mk.predict("bubble", 0.3).against(0.3141).gap == pytest.approx(0.3 - 3 / 11)
-
-
-def test_progress_in_exercises_stays() -> None:
-    Progress.read().add_check("gpipe", True).write()
-    mk.predict("bubble", 0.25)
-    Progress.read().add_check("gpipe", False).write()
-    assert Progress.read().predictions["bubble"].value == 0.25
-    assert Progress.read().done["gpipe"].passed
-
-
 @pytest.mark.parametrize(
     "value, unit, said",
     [
@@ -83,13 +68,6 @@ def test_progress_in_exercises_stays() -> None:
 def test_what_is_no_number_is_told(value: Any, unit: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         amount(value, unit)
-
-
-def test_a_mistyped_name_is_told() -> None:
-    with pytest.raises(ValueError, match="did you mean 'bubble'"):
-        mk.predict("bubbel", 0.2)
-    with pytest.raises(ValueError, match="There are 1f1b-live, bubble, buckets, ddp-bytes"):
-        mk.predict("xyz", 0.2)
 
 
 @pytest.mark.parametrize("asked", QUESTIONS, ids=lambda one: one.name)

@@ -33,11 +33,8 @@ ALL = {**BIAS, "aux_loss": 0.5}
 PLANS = [
     (mk.Plan(dp=2, zero=1, microbatches=3), BIAS),  # a replica without a last micro-batch
     (mk.Plan(dp=4, ep=2), ALL),
-    (mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2, recompute="full", ep=2), ALL),
     (mk.Plan(pp=2, schedule="zbv", virtual_stages=2, microbatches=4), BIAS),
-    (mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=3), BIAS),
     (mk.Plan(dp=2, cp=2, zero=3, ep=4), ALL),
-    (mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2), ALL),
     (mk.Plan(pp=2, tp=2), ALL | {"capacity": 0.9}),
 ]
 

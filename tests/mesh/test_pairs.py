@@ -3,10 +3,16 @@
 A feature is a model, an axis of the mesh, a stage of ZeRO, an optimizer, ... Each two levels of two features that may
 go together occur together in some row. Serial training is `tests/serial.py`, plain PyTorch. What three features do
 only together is left to the random trainings of `make soak`.
+
+This is the spine of the tests. Each row trains once, and all that is claimed of a run is checked on that run: losses,
+weights, their average and evaluations equal plain PyTorch's; the run's own proof says so; a checkpoint goes on under
+another plan; a dry run asks for the same communication, holds the same states and counts the same FLOPs; timeline,
+volumes and diagnosis print and are drawn. A new strategy is a level of a feature, and is then tested in all respects.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 from collections.abc import Callable, Sequence
@@ -21,8 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
+from mpkit.launch.session.run import Run
 from mpkit.models import GPT, MLP, ResNet
 from mpkit.plan.schedule import NAMES
+from tests.fakes import check_same as check_same_trace
 from tests.serial import EXACT, Train, Trained, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
@@ -300,7 +308,9 @@ def name_of(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) -> None:
+def test_a_row_equals_serial_training(
+    train: Train, clusters: Callable[[int], mk.Cluster], tmp_path: Path, row: Row
+) -> None:
     torch.manual_seed(1)
     plan, kind = plan_of(row), row["model"]
     dtype = torch.float64 if row["precision"] == "fp64" else torch.float32
@@ -324,12 +334,14 @@ def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) ->
     if between:
         how |= {"evaluate": held_out, "every": 2, "ema": DECAY}
     losses: list[float] = []
+    before = None
     if row["checkpoint"] != "-":
         # Another plan goes on: this one's checkpoint is read by serial training, or the other way round.
         other = mk.Plan(microbatches=plan.microbatches, precision=plan.precision, batchnorm=plan.batchnorm)
         first, plan = (plan, other) if row["checkpoint"] == "saved" else (other, plan)
         saves = {"checkpoint_every": SAVED_AT, "checkpoint_dir": tmp_path}
-        losses = list(train(model, data, first, steps=SAVED_AT, **saves, **how).losses)
+        before = train(model, data, first, steps=SAVED_AT, **saves, **how)
+        losses = list(before.losses)
         how["resume_from"] = tmp_path
     run = train(model, data, plan, steps=STEPS, **how)
     found = Trained(
@@ -342,6 +354,14 @@ def test_a_row_equals_serial_training(train: Train, tmp_path: Path, row: Row) ->
         average=expected.average if between else {}, evaluated=expected.evaluated[-1:] if between else []
     )
     check_same(found, expected, model.state_dict(), row["precision"])
+    observed = before if before is not None and row["checkpoint"] == "saved" else run
+    if observed.trace.meta.get("first_step", 0) == 0:  # of a resumed run no step was compared
+        assert str(observed.proof).startswith("equal to serial training")
+    check_pictures(observed)
+    if not between and kind != "experts" and row["checkpoint"] != "resumed":
+        check_dry_run(observed, model, data[0], clusters(1), loss=how["loss"], **{
+            name: how[name] for name in ("optimizer", "max_grad_norm")
+        })  # fmt: skip
 
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -365,3 +385,23 @@ def check_same(found: Trained, expected: Trained, before: dict[str, Tensor], pre
         if weights:
             ratio = float(torch.cat(off).norm() / torch.cat(moved).norm())
             assert ratio < apart
+
+
+def check_pictures(run: Run) -> None:
+    """A run is printed and drawn, whatever its plan: each rank that computed has a lane, and each byte an axis."""
+    timeline = run.timeline()
+    step = timeline.step(max(timeline.steps))
+    picture = step.to_svg()
+    assert "<svg" in picture
+    assert str(step) and step.diagnose() is not None
+    volume = step.comm_volume()
+    assert (sum(row.wire for row in volume.rows) > 0) == (run.plan.ranks > 1), str(volume)
+
+
+def check_dry_run(run: Run, model: nn.Module, batch: Any, cluster: mk.Cluster, **how: Any) -> None:
+    """A run on tensors without content does what the ranks did."""
+    shapes = torch.utils._pytree.tree_map(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
+    fake = mk.trace_fake(
+        lambda: copy.deepcopy(model), run.plan, batch=shapes, steps=len(run.losses), cluster=cluster, **how
+    )
+    check_same_trace(run.trace, fake)

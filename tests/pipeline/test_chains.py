@@ -18,8 +18,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.plan.schedule import Schedule
-from tests.serial import Train, check_equal, serial
+from tests.serial import Train
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -42,65 +41,6 @@ def linears(*widths: int) -> list[nn.Module]:
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-class Add(nn.Module):
-    """Two inputs, by position or name."""
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return left + 2 * right
-
-
-class Fork(nn.Module):
-    """Passes on a tensor, an integer mask that has no gradient, and a tensor that nobody uses."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x.sin(), (x > 0).long(), x * 3
-
-
-class Join(nn.Module):
-    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, mask, _ = parts
-        return x * mask
-
-
-class Middle(nn.Module):
-    def forward(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(part * 2 for part in parts)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_several_tensors_from_stage_to_stage(train: Train, recompute: str) -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(*linears(4, 4), Fork(), Middle(), Join(), *linears(4, 2))
-    plan = mk.Plan.gpipe(4, 3, cut=[2, 3, 4], recompute=recompute)
-    data = [(normal(5, 4), normal(5, 2))]
-    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
-    twice = Schedule(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"], name="two stages per rank")
-    plan = mk.Plan(pp=2, schedule=twice, cut=[2, 3, 4], recompute=recompute)
-    check_equal(train, model, data, plan, loss=F.mse_loss, optimizer=adamw, steps=5)
-
-
-def test_inputs_by_position_and_by_name(train: Train) -> None:
-    torch.manual_seed(4)
-    model = nn.Sequential(Add(), *linears(3, 3, 2))
-    left, right, targets = normal(4, 3), normal(4, 3), normal(4, 2)
-    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": sgd, "steps": 5}
-    losses, weights = serial(model[1:], [(left + 2 * right, targets)], **how)
-    for inputs in ((left, right), {"right": right, "left": left}):
-        run = train(model, [(inputs, targets)], mk.Plan.gpipe(2, 3), **how)
-        assert run.losses == pytest.approx(losses, rel=1e-8)
-        torch.testing.assert_close(run.state_dict()["2.weight"], weights["2.weight"], rtol=1e-8, atol=1e-10)
-
-
-def test_batches_may_differ_in_shape_from_step_to_step(train: Train) -> None:
-    torch.manual_seed(5)
-    model = GPT(layers=2, width=8, heads=2, length=16, vocab=20).double()
-    data = [
-        (torch.randint(20, (b, t)), torch.randint(20, (b, t))) for b, t in ((4, 16), (3, 7), (6, 1), (4, 16))
-    ]
-    plan = mk.Plan.gpipe(3, 2)
-    check_equal(train, model, data, plan, loss=next_token_loss, optimizer=adamw, steps=5)
 
 
 # ---------------------------------------------------------------- what it leaves alone, and what it leaves behind

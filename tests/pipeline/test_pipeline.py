@@ -131,46 +131,6 @@ def test_the_loss_is_known_on_every_rank(train: Train) -> None:
 # ---------------------------------------------------------------- random state
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("zbv", "full"), ("1f1b", "none")])
-def test_dropout_drops_what_serial_training_drops(train: Train, name: str, recompute: str) -> None:
-    """With the same micro-batches, whatever the plan; draws of layers, functions and the loss itself."""
-
-    class Noisy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(x, 0.3) + 0.1 * torch.rand_like(x)
-
-    def noisy_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs + 0.1 * torch.randn_like(outputs), targets)
-
-    m = 4
-    plan = plan_of(name, 2, m, recompute=recompute)
-    torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(4, 4), Noisy()) for _ in range(plan.stages)]
-    model = nn.Sequential(nn.Dropout(0.1), *layers).double()
-    batches = [(normal(m + 1, 4), normal(m + 1, 4))]
-    how: dict[str, Any] = {"loss": noisy_loss, "optimizer": sgd, "steps": 3}
-    want, other = (train(model, batches, mk.Plan.serial(microbatches=m), **how, seed=seed) for seed in (3, 4))
-    same(train(model, batches, plan, **how, seed=3), want.losses, want.state_dict(), **EXACT)
-    assert want.losses != other.losses
-
-
-def test_micro_batches_steps_and_replicas_draw_apart(
-    train: Train, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Mark(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            drawn = torch.rand(1, dtype=x.dtype)
-            print(f"drew {drawn.item()}")
-            return x + drawn
-
-    model = nn.Sequential(nn.Linear(1, 1), Mark()).double()
-    data = [(torch.ones(8, 1).double(), torch.zeros(8, 1).double())]
-    for plan in (mk.Plan.serial(microbatches=4), mk.Plan.ddp(2, microbatches=2)):
-        train(model, data, plan, loss=F.mse_loss, optimizer=sgd, steps=2)
-        drawn = [line for line in capsys.readouterr().out.splitlines() if "drew" in line]
-        assert len(drawn) == len({line.split("drew")[1] for line in drawn}) == 8
-
-
 # ---------------------------------------------------------------- memory
 
 

@@ -15,9 +15,9 @@ import mpkit as mk
 from mpkit.models import GPT, MLP
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.tensor import check, shard_model
+from tests.recipes import sgd
 from tests.serial import Train, check_equal
 from tests.zoo.architectures import ARCHITECTURES, build
-from tests.zoo.plain import sgd
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 12, "heads": 3, "vocab": 20, "length": 6}
 

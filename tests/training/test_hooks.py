@@ -145,19 +145,6 @@ def replaced() -> nn.Sequential:
     return model
 
 
-def after_accumulation(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.clamp_(-1e-3, 1e-3)
-
-
-def once() -> nn.Sequential:
-    """Hooks that see gradients as they are in one backward of the whole batch."""
-    model = backwards()
-    model[0].weight.register_hook(clamp)
-    model[4].weight.register_post_accumulate_grad_hook(after_accumulation)
-    return model
-
-
 PLANS = {
     "serial": mk.Plan.serial(),
     "accumulated": mk.Plan.serial(2),
@@ -171,48 +158,6 @@ PLANS = {
     "tp": mk.Plan.tp(2),
     "recompute": mk.Plan.gpipe(2, 2, recompute="full"),
 }
-
-RIGHT: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "around forwards": (
-        around_everything,
-        ["serial", "accumulated", "ddp", "dp", "gpipe", "zb_h1", "zero1", "zero3", "2d", "recompute"],
-    ),
-    "around backwards": (backwards, ["serial", "ddp", "gpipe", "zero3"]),
-    "another order": (in_order, ["serial", "gpipe", "ddp"]),
-    "parametrized": (parametrized, ["serial", "gpipe", "ddp", "dp", "zb_h1", "zero3", "recompute"]),
-    "spectral_norm": (spectral, ["serial", "zero1", "zero3"]),
-    "a forward of its own": (replaced, ["serial", "zero3", "gpipe"]),
-    "one backward": (once, ["serial"]),
-}  # fmt: skip
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("what", RIGHT)
-@pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning"
-)  # torch's, of inputs without a gradient
-@pytest.mark.filterwarnings(
-    "ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"
-)  # that is what is tried
-def test_run_as_in_plain_pytorch(train: Train, what: str) -> None:
-    make, kinds = RIGHT[what]
-    expected = plain(make())
-    for kind in kinds:
-        run = train(make(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=sgd, steps=3)
-        same(run, *expected, **EXACT)
-
-
-def plain(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
-    """Train the model itself, and no copy of it: copies of parameters have no hooks."""
-    optimizer, losses = sgd(model.parameters()), []
-    for step in range(3):
-        inputs, targets = DATA[step % len(DATA)]
-        value = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses, model.state_dict()
 
 
 def test_hooks_of_a_model_that_tensor_parallelism_divides(train: Train) -> None:

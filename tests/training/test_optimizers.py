@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
-from tests.serial import Train, check_equal
 
 SGD, AdamW, Optimizer = torch.optim.SGD, torch.optim.AdamW, torch.optim.Optimizer
 
@@ -150,53 +149,6 @@ PLANS = {
     "tp": mk.Plan.tp(2),
     "tp x zero": mk.Plan(dp=2, tp=2, zero=1),
 }
-
-
-def named(named_parameters: Any) -> Optimizer:
-    """PyTorch's own way with names."""
-    return AdamW([{"params": [pair], "lr": 0.01 * (1 + len(pair[0]))} for pair in named_parameters], eps=1e-6)
-
-
-def clamp(optimizer: Optimizer, *_: Any) -> None:
-    for _, _, g in update(optimizer):
-        g.clamp_(-0.1, 0.1)
-
-
-def hooked(params: Any) -> Optimizer:
-    """With a hook that belongs to the optimizer, and a step of its own around the class's."""
-    made = SGD(params, lr=0.1, momentum=0.9)
-    made.register_step_pre_hook(clamp)
-    inner = made.step
-
-    def step(closure: Any = None) -> Any:
-        for _, _, g in update(made):
-            g.mul_(0.9)
-        return inner(closure)
-
-    made.step = step  # type: ignore[method-assign]
-    return made
-
-
-RIGHT: dict[str, tuple[Any, str]] = {
-    "norms of a parameter": (Lamb, "gpipe"),
-    "two optimizers in one": (MuonAndAdamW, "gpipe"),
-    "a norm over all, rank 0 has all": (Clips, "dp"),
-    "a count of its own": (Counts, "zero3"),
-    "reads the parameters that it owns": (Anchored, "zero1"),
-    "named_parameters": (named, "gpipe"),
-    "a hook and a step of its own": (hooked, "zero2"),
-    "factored moments": (torch.optim.Adafactor, "gpipe"),
-}
-
-
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=() if what.startswith("reads") else pytest.mark.soak) for what in RIGHT],
-)
-def test_right_where_it_has_all_that_it_looks_at(train: Train, what: str) -> None:
-    optimizer, kind = RIGHT[what]
-    optimizer = mk.optimizer.by_name(optimizer) if optimizer is named else optimizer
-    check_equal(train, net(), DATA, PLANS[kind], loss=F.mse_loss, optimizer=optimizer, steps=4)
 
 
 # ---------------------------------------------------------------- refused

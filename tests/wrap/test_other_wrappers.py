@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -106,51 +105,8 @@ def test_mistakes_with_optimizers_are_explained(clusters: Clusters) -> None:
 # ---------------------------------------------------------------- mk.tensor_parallel
 
 
-def gpt(heads: int = 3) -> GPT:
-    return GPT(layers=2, width=12, heads=heads)
-
-
 def language_loss(out: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), ids.flatten())
-
-
-def divided(ctx: Any, sequence: bool, mesh: bool) -> list[float]:
-    module, plain = models(ctx, lambda: gpt(2 if mesh else 3))
-    ids = torch.arange(32).view(4, 8)
-    rows, place = slice(None), None
-    if mesh:
-        place = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        rows = slice(2 * (ctx.rank // 2), 2 * (ctx.rank // 2) + 2)
-    model: Any = mk.tensor_parallel(module, group=place["tp"] if place else None, sequence=sequence)
-    model = mk.ddp(model, group=place["dp"]) if place else model
-    optimizer, its = (torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, plain))
-    found = [apart(model, plain)]
-    for _ in range(3):
-        optimizer.zero_grad()
-        its.zero_grad()
-        language_loss(plain(ids), ids).backward()
-        language_loss(model(ids[rows]), ids[rows]).backward()
-        norms = (torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), model.clip_grad_norm_(0.5))
-        found.append(abs(norms[0].item() - norms[1].item()))
-        its.step()
-        optimizer.step()
-        found.append(apart(model, plain))
-    model.load_state_dict(GPTS[2 if mesh else 3])
-    with torch.no_grad():
-        state = model.state_dict()
-    found.append(0.0 if all(torch.equal(state[n], v) for n, v in GPTS[2 if mesh else 3].items()) else 1.0)
-    held = sum(parameter.numel() for parameter in model.parameters())
-    found.append(0.0 if held < 0.7 * sum(parameter.numel() for parameter in plain.parameters()) else 1.0)
-    return found
-
-
-GPTS = {heads: gpt(heads).state_dict() for heads in (2, 3)}
-
-
-def test_tensor_parallel_equals_serial(cluster: mk.Cluster, clusters: Clusters) -> None:
-    for sequence in (False, True):  # three heads on two ranks: uneven parts
-        assert max(max(found) for found in clusters(2).run(divided, sequence, False)) < 2e-6
-    assert max(max(found) for found in cluster.run(divided, False, True)) < 2e-6
 
 
 def cannot_be_divided(_: Any) -> None:
