@@ -4,7 +4,7 @@
     make notebooks ARGS=notebooks/04-zero.ipynb           one of them
 
 Widgets and charts become PNGs, drawn by the Chromium of the browser tests; the state of widgets is dropped. Cells keep
-their ids and tags; `tests/test_tutorials.py` compares what cells tagged "exact" print with what is stored here.
+their ids and tags; `tests/pages/test_tutorials.py` compares what cells tagged "exact" print with what is stored here.
 """
 
 from __future__ import annotations

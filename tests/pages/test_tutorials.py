@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 from tests.limits import PROGRAM
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 ALWAYS = ("00-start-here", "01-pipeline-bubbles", "09-your-own-program")

@@ -9,9 +9,9 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.claims import claims_in, refuted
+from tests.pages.claims import claims_in, refuted
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NAMES = [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
 
 

@@ -15,7 +15,7 @@ import mpkit as mk
 from mpkit.views.commands.demo_strategies import SEEN
 from scripts.site import GALLERY, PICTURES, RUNS, Shown, write
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def played(plan: mk.Plan) -> mk.Trace:

@@ -10,7 +10,7 @@ import pytest
 import mpkit as mk
 from mpkit.cli import main
 from mpkit.launch.doctor.topics import TOPICS
-from tests.test_links import ROOT, prose
+from tests.pages.test_links import ROOT, prose
 
 PAGE = ROOT / "docs" / "guides.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ ROWS = [
 
 
 def test_every_row_leads_somewhere() -> None:
-    """184 topics: each has a link (which tests/test_links.py follows), a call, a command or a file."""
+    """184 topics: each has a link (which tests/pages/test_links.py follows), a call, a command or a file."""
     assert len(ROWS) >= 184 and len({topic for topic, _ in ROWS}) == len(ROWS)
     assert [topic for topic, here in ROWS if not re.search(r"\]\(|`", here)] == []
     runs = [topic for topic, here in ROWS if "(text)" not in here]
