@@ -104,14 +104,14 @@ def check_same(real: mk.Trace, fake: mk.Trace) -> None:
     assert comm[0] == comm[1]
     for rank in range(real.world_size):
         mine, played = real.ranks[rank], fake.ranks[rank]
-        assert communication(played) == communication(mine)
+        assert communication(played) == communication(mine), rank
         for key in MODEL_STATES:
             held, would = peaks[0][rank][key], peaks[1][rank][key]
             # A rank that another one stands for may hold less under ZeRO: its shards end in padding.
             slack = (
                 0 if rank in fake.meta["fake"]["played"] or not json.loads(fake.meta["plan"])["zero"] else 64
             )
-            assert held <= would <= held + slack
+            assert held <= would <= held + slack, (rank, key, held, would)
         done, counted = actions(mine), actions(played)
         assert counted["kind"].tolist() == done["kind"].tolist()
         counts = (done["kind"] == Kind.FORWARD) | (done["kind"] == Kind.BACKWARD)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.units import percent
-from mpkit.plan.rules import change_plan
+from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
 from mpkit.plan.schedule.summary import bubble_in_theory
 from mpkit.timeline.diagnosis.evidence import Evidence
@@ -91,7 +91,7 @@ def bubble(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
         return
     mean: dict[str, Any] = {name: float(np.mean(value)) for name, value in times.items()}
     hop = mean.pop("hop")
-    shape = change_plan(plan, dp=1, tp=1, cp=1, zero=0, cut=None)
+    shape = Plan(pp=p, schedule=plan.schedule, microbatches=m, virtual_stages=v, recompute=plan.recompute)
     even = simulate(shape, **mean, hop=hop)
     now = even.step_time
     parts: dict[str, Any] = {name: value * m / more for name, value in mean.items()}
