@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.launch.session.run import Run
-from mpkit.launch.session.what_if_result import WhatIf
 from mpkit.prediction.experiments.factors import SPLIT, Factors, scale_trace
 from mpkit.prediction.what_if import BAND, faster, settings, what_if, without_overlap
+from mpkit.prediction.what_if_result import WhatIf
 from mpkit.trace import Kind
 from tests.recipes import adamw
 

@@ -19,7 +19,7 @@ from mpkit.launch.hang.waits import first_mismatch
 from mpkit.launch.out_of_memory import out_of_memory_text
 from mpkit.trace import Kind, RankTrace, Trace
 
-__all__ = ["failure", "last_seen", "lost_rank"]
+__all__ = ["failure"]
 
 
 class FailurePlace(TypedDict):
@@ -114,29 +114,8 @@ def crash_stack(path: Path) -> str:
     return fold_stack(main) if main else ""
 
 
-def lost_rank(rank: int, trace: Trace, name: str, seconds: float, others: int = 0) -> RankFailed:
-    """Return the error of a rank on some host of which nothing has been heard for a while.
-
-    Args:
-        rank: the rank.
-        trace: what has arrived of the trace.
-        name: the rank and its host in words.
-        seconds: how long nothing has been heard.
-        others: how many further ranks are as silent.
-    """
-    place, last = last_seen(trace.ranks[rank])
-    more = f" So have {others} more ranks: a host or the network may have died." if others > 1 else ""
-    more = " So has 1 more rank: a host or the network may have died." if others == 1 else more
-    return RankFailed(
-        f"{name} has not been heard of for {seconds:.1f} s{_place(place)}: its process was killed or stopped, or its "
-        f"host or the network to it has died.{more} {last}, as far as its trace has arrived.",
-        rank=rank,
-        **place,
-    )
-
-
 def _killed_error(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
-    place, last = last_seen(trace.ranks[rank])
+    place, last = _last_seen(trace.ranks[rank])
     why = {
         "SIGKILL": "Out of memory, or somebody killed it: `dmesg` tells; smaller micro-batches, more stages or "
         "recompute='full' need less memory.",
@@ -156,7 +135,7 @@ def _killed_error(rank: int, name: str, trace: Trace, stack: str) -> RankFailed:
 
 
 def _ended_error(rank: int, status: int, trace: Trace) -> RankFailed:
-    place, last = last_seen(trace.ranks[rank])
+    place, last = _last_seen(trace.ranks[rank])
     return RankFailed(
         f"rank {rank} of {trace.world_size} left with exit code {status} before it had finished{_place(place)}. "
         f"{last}. Something called os._exit, or exec, whose program took the rank's place: a function on a rank ends "
@@ -166,7 +145,7 @@ def _ended_error(rank: int, status: int, trace: Trace) -> RankFailed:
     )
 
 
-def last_seen(rank: RankTrace) -> tuple[FailurePlace, str]:
+def _last_seen(rank: RankTrace) -> tuple[FailurePlace, str]:
     """Return the step, stage and micro-batch of a rank's newest op, and that op in words."""
     if not len(rank.ops):
         return FailurePlace(step=None, stage=None, microbatch=None), "It had recorded nothing yet"

@@ -1,7 +1,7 @@
 """The sampler: what the ranks' GPUs are doing, ten times per second, beside what the ranks record of themselves.
 
 choose    which GPU each rank is on, by UUID, as CUDA_VISIBLE_DEVICES and `devices=` have it
-sample    a thread per GPU asks NVML, in the process that watches the run: no rank spends time on it
+sample    a thread asks NVML, in the process that watches the run: no rank spends time on it
 write     rank3.gpu in the launch's folder, for every rank on that GPU, on the clock of the ranks' operations
 """
 
@@ -28,7 +28,7 @@ PERIOD = 0.1
 """Seconds from one sample of a GPU to the next."""
 
 GIVE_UP = 1.0
-"""Seconds to wait for a thread whose GPU no longer answers."""
+"""Seconds to wait for the thread where a GPU no longer answers."""
 
 
 def sampler_for(settings: Settings) -> GpuSampler:
@@ -88,7 +88,7 @@ class GpuSampler:
             self._ranks.setdefault(gpu, []).append(rank)
         self._gpus = {gpu: NvmlGpu(nvml, gpu) for gpu in self._ranks}
         self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self.meta: dict[str, Any] = {"sampled_gpus": list(gpus)} if gpus else {}
         if why_not:
             self.meta["gpus_not_sampled"] = why_not
@@ -99,42 +99,42 @@ class GpuSampler:
         Raises:
             OSError: the disk has no space for the samples.
         """
-        for gpu, ranks in self._ranks.items():
-            files = [RecordFile(part(folder, rank, "gpu"), "gpu", SAMPLE.itemsize, 512) for rank in ranks]
-            args = (self._gpus[gpu], files, self._over)
-            self._threads.append(
-                threading.Thread(target=_sample, args=args, name=f"mpkit-{gpu}", daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
+        if not self._ranks:
+            return
+        files = {
+            gpu: [RecordFile(part(folder, rank, "gpu"), "gpu", SAMPLE.itemsize, 512) for rank in ranks]
+            for gpu, ranks in self._ranks.items()
+        }
+        self._thread = threading.Thread(target=self._sample, args=(files,), name="mpkit-gpus", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Take no more samples; those that were taken are complete when this returns."""
         if self._over.is_set():
             return
         self._over.set()
-        for thread in self._threads:
-            thread.join(GIVE_UP)
-        if self._nvml is not None and not any(thread.is_alive() for thread in self._threads):
+        if self._thread is not None:
+            self._thread.join(GIVE_UP)
+        if self._nvml is not None and (self._thread is None or not self._thread.is_alive()):
             self._nvml.nvmlShutdown()
 
-
-def _sample(gpu: NvmlGpu, files: list[RecordFile], over: threading.Event) -> None:
-    """Write a sample of one GPU every `PERIOD` until it is over."""
-    before: tuple[int, GpuReading] | None = None
-    due = time.monotonic()
-    while True:
-        reading = gpu.read()
-        now = time.monotonic_ns()
-        sample = sample_of(now, reading, before)
-        if not all([_write(file, sample) for file in files]):  # the disk is full: a warning has said so
-            break
-        before = now, reading
-        due = max(due + PERIOD, time.monotonic())
-        if over.wait(due - time.monotonic()):
-            break
-    for file in files:
-        file.close(1)
+    def _sample(self, files: dict[str, list[RecordFile]]) -> None:
+        """Write a sample of each GPU every `PERIOD` until it is over."""
+        before: dict[str, tuple[int, GpuReading]] = {}
+        due = time.monotonic()
+        while True:
+            for gpu, own in self._gpus.items():
+                reading, now = own.read(), time.monotonic_ns()
+                sample = sample_of(now, reading, before.get(gpu))
+                for file in [file for file in files[gpu] if not _write(file, sample)]:
+                    file.close(1)  # the disk is full: a warning has said so
+                    files[gpu].remove(file)
+                before[gpu] = now, reading
+            due = max(due + PERIOD, time.monotonic())
+            if self._over.wait(due - time.monotonic()):
+                break
+        for file in (each for own in files.values() for each in own):
+            file.close(1)
 
 
 def sample_of(now: int, reading: GpuReading, before: tuple[int, GpuReading] | None) -> bytes:

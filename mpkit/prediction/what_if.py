@@ -43,13 +43,13 @@ import numpy.typing as npt
 
 from mpkit.devices.catalogue import hardware as find
 from mpkit.devices.hardware import Hardware, Link
-from mpkit.launch.session.what_if_result import PredictedStep, WhatIf
 from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 from mpkit.plan.synonyms import MEANT
 from mpkit.prediction.experiments.factors import Factors, last_step, with_starts
 from mpkit.prediction.experiments.played_training import PlayedTraining
+from mpkit.prediction.what_if_result import PredictedStep, WhatIf
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import TIMED_BY_EVENTS, Kind, RankTrace, Trace
 

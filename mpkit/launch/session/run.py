@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from mpkit.devices.hardware import Hardware
     from mpkit.launch.session.cluster import Cluster
-    from mpkit.launch.session.what_if_result import WhatIf
     from mpkit.strategies.placement.placed_ranks import Placement
     from mpkit.strategies.prepare.prepare import TrainJob
     from mpkit.timeline.timeline import Timeline
@@ -321,7 +320,7 @@ class Run(Execution):
 
         return placement_of(self._launch.meta, self.plan.ranks, model=self._job.what.model, hardware=hardware)
 
-    def what_if(self, **changes: Any) -> WhatIf:
+    def what_if(self, **changes: Any) -> Any:
         """Predict this run's step after some changes, from the times that it recorded.
 
         The changes apply in the given order, and the result says what each of them contributes. A changed plan is
@@ -355,8 +354,7 @@ class Run(Execution):
         own = self._cluster
         free = own.device == "cpu" and own.fork_server_pid is not None and not own.busy
         helper = own.resized(1) if free else None
-        found: WhatIf = provide_method("Run.what_if")(self, self._job, helper, changes)
-        return found
+        return provide_method("Run.what_if")(self, self._job, helper, changes)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the trained weights: whole, on the CPU, under the model's own names.

@@ -10,7 +10,7 @@ from mpkit.common.units import memory_text, percent, seconds
 from mpkit.views.results.comparison import comparison_svg, comparison_view
 
 if TYPE_CHECKING:
-    from mpkit.launch.session.what_if_result import PredictedStep, WhatIf
+    from mpkit.prediction.what_if_result import PredictedStep, WhatIf
 
 __all__ = ["what_if_svg", "what_if_text", "what_if_view"]
 
