@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.data import images, spirals, text_batches
-from mpkit.models import GPT, MLP, ConvNet, next_token_loss
+from mpkit.data import spirals
+from mpkit.models import MLP
 from mpkit.trace import Kind, RankTrace
 
 MODEL_STATES = ("params", "grads", "optimizer")
@@ -33,31 +33,8 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def tied() -> nn.Module:
-    """A GPT whose head computes with the embedding's weight."""
-    model = GPT(layers=3, width=16, heads=2, length=12)
-    model.head.logits.weight = model.embedding.tokens.weight
-    return model
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
-    "gpt": (
-        lambda: GPT(layers=2, width=16, heads=2, length=12),
-        lambda: text_batches(6, 12, 1)[0],
-        next_token_loss,
-    ),
-    "deep": (
-        lambda: GPT(layers=4, width=16, heads=2, length=12),
-        lambda: text_batches(6, 12, 1)[0],
-        next_token_loss,
-    ),
-    "tied": (lambda: tied(), lambda: text_batches(6, 12, 1)[0], next_token_loss),
     "mlp": (lambda: MLP(2, 3, width=13, layers=3), lambda: spirals(6, 1)[0], F.cross_entropy),
-    "convnet": (
-        lambda: ConvNet(1, 4, width=4, layers=2),
-        lambda: images(6, 1, size=8)[0],
-        F.cross_entropy,
-    ),
 }
 
 

@@ -226,13 +226,6 @@ def test_expert_parallelism(clusters: Clusters, hot: bool) -> None:
         assert sent == {("ALL_TO_ALL", 32): 1, ("ALL_TO_ALL", 12 * 6 * 8): 2, ("ALL_TO_ALL", 24 * 6 * 8): 2}
 
 
-def test_rows_from_several_ranks_are_sorted_by_expert() -> None:
-    """The permutation of torchtitan's own tests: from rank-major to expert-major."""
-    counts = torch.tensor([[2, 3], [1, 4]])  # from each of two ranks, for each of two experts
-    by_expert = torch.arange(2).repeat(2).repeat_interleave(counts.flatten()).argsort(stable=True)
-    assert by_expert.tolist() == [0, 1, 5, 2, 3, 4, 6, 7, 8, 9] and counts.sum(0).tolist() == [3, 7]
-
-
 def test_balance_of_experts() -> None:
     """The auxiliary loss is 1 for uniform routing, and E for one expert; a bias moves choices, and no weights."""
     uniform, E = torch.full((8, 4), 0.25), 4

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT
@@ -20,10 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from loops import (
     Toy,
     adamw,
-    apart,
-    data,
-    mine,
-    models,
     momentum,
     side_by_side,
 )
@@ -101,48 +96,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(clusters: Clusters) -> No
     for skipped, unchanged, moved in clusters(2).run(overflows):
         assert (skipped, unchanged) == (1, True)
         assert moved == pytest.approx(0.02, rel=1e-2)
-
-
-def scheduled(ctx: Any, stage: int) -> float:
-    module, plain = models(ctx)
-    model = mk.fully_shard(module, stage)
-
-    def grouped(of: nn.Module) -> torch.optim.Optimizer:  # by modules, as nanoGPT and others do
-        linear = {
-            id(p) for m in of.modules() if isinstance(m, nn.Linear) for p in m.parameters(recurse=False)
-        }
-        trained = [p for p in of.parameters() if p.requires_grad]
-        return torch.optim.AdamW(
-            [
-                {"params": [p for p in trained if id(p) in linear], "weight_decay": 0.3},
-                {"params": [p for p in trained if id(p) not in linear], "weight_decay": 0.0, "lr": 0.02},
-            ],
-            lr=0.01,
-        )
-
-    optimizer, its = grouped(model), grouped(plain)
-    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=8) for o in (optimizer, its)]
-    x, y = data()
-    for step in range(6):
-        optimizer.zero_grad()
-        its.zero_grad()
-        F.mse_loss(plain(x), y).backward()
-        F.mse_loss(model(mine(ctx, x)), mine(ctx, y)).backward()
-        for each in (optimizer, its, *schedulers):
-            each.step()
-        if step == 3:  # a rank saves its shards' states, and goes on from them
-            saved = optimizer.state_dict()
-            optimizer = grouped(model)
-            optimizer.load_state_dict(saved)
-            schedulers[0].optimizer = optimizer
-    return apart(model, plain)
-
-
-def test_groups_schedulers_and_optimizer_states(clusters: Clusters) -> None:
-    def every_stage(ctx: Any) -> list[float]:
-        return [scheduled(ctx, stage) for stage in STAGES]
-
-    assert max(max(found) for found in clusters(2).run(every_stage)) < 1e-6
 
 
 # ---------------------------------------------------------------- two modules, second derivatives
