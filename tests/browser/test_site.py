@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
-from tests.test_site import stand_in
 
 from mpkit.common.display import draw
 from scripts.site import GALLERY, write
+from tests.pages.test_site import stand_in
 
 NewPage = Callable[..., Page]
 Screenshot = Callable[[Page, str], None]
