@@ -24,10 +24,11 @@ REQUIREMENTS = (f"torch=={SEEN[0]}.*", f"torch>={SEEN[-2]}")
 """The oldest, and the newest that this machine's index and constraints give."""
 
 CORE = (
-    "tests/test_torch_private.py",
+    "tests/repository/test_torch_private.py",
     *(f"tests/{each}" for each in ("pipeline", "data_parallel", "zero", "tensor", "context", "experts", "mesh")),
-    *(f"tests/{each}" for each in ("partition", "training", "proof", "wrap", "checkpoint", "record", "watch")),
-    *(f"tests/test_{each}.py" for each in ("trace_fake", "prepare", "checks", "models", "find_cut", "run")),
+    *(f"tests/{each}" for each in ("partition", "training", "proof", "wrap", "checkpoint", "dry_run")),
+    "tests/record", "tests/watch",
+    *(f"tests/test_{each}.py" for each in ("prepare", "checks", "models", "run")),
     "mpkit/common", "mpkit/strategies", "mpkit/trace",
 )  # fmt: skip
 """What trains, records, plays and proves: all that asks torch for more than tensors."""

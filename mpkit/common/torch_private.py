@@ -1,4 +1,4 @@
-"""Every private name of torch that mpkit uses. No other module imports one (`tests/test_torch_private.py`).
+"""Every private name of torch that mpkit uses. No other module imports one (`tests/repository/test_torch_private.py`).
 
     NAMES         functions and classes: `from mpkit.common.torch_private import FakeTensor`
     ATTRIBUTES    private attributes of torch's objects, such as `tensor._version`; used where they are needed

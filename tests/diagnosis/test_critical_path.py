@@ -15,7 +15,7 @@ from mpkit.course.lab import _machine, _play_run, timeline
 from mpkit.prediction.what_if import faster
 from mpkit.timeline.dependencies.graph import Node
 from mpkit.trace import Kind, Lane
-from tests.test_schedule import valid_schedules
+from tests.schedule.test_schedule import valid_schedules
 
 TIME = st.floats(0.0, 3.0)
 

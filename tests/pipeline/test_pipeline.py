@@ -22,7 +22,7 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 from mpkit.trace import Kind
-from tests.orders import in_random_order, random_holders
+from tests.schedule.orders import in_random_order, random_holders
 from tests.serial import EXACT, Train, same
 
 LOOPS = ("looped_bfs", "interleaved_1f1b", "interleaved_zb")

@@ -13,7 +13,7 @@ from mpkit import Plan
 from mpkit.plan.schedule import NAMES, Schedule, build_schedule, lower, play, validate
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.plan.schedule.summary import bubble_in_theory
-from tests.test_schedule import check_messages, run_in_order
+from tests.schedule.test_schedule import check_messages, run_in_order
 
 
 class Figures(NamedTuple):

@@ -17,7 +17,7 @@ from mpkit.plan.schedule import NAMES
 from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.trace import Kind, Lane, lane_of
-from tests.test_timeline import timeline
+from tests.timeline.test_timeline import timeline
 
 IMBALANCE, COMMUNICATION = CAUSES.index("imbalance"), CAUSES.index("communication")
 TIMES = st.sampled_from([0.5, 1.0, 1.37, 2.0])

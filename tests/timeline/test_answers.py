@@ -15,7 +15,7 @@ from mpkit.models import MLP
 from mpkit.timeline.answer import PROFILED, Answer
 from mpkit.timeline.timeline import Timeline
 
-PAGE = Path(__file__).parent.parent / "docs" / "which-call.md"
+PAGE = Path(__file__).parents[2] / "docs" / "which-call.md"
 BIG = "llama3-8b", mk.Plan.zero(3, 8, precision="bf16"), "8x-h100-nvlink"
 HOW = {"loss": torch.nn.functional.cross_entropy, "optimizer": torch.optim.SGD}
 PLAN = mk.Plan.pipeline("1f1b", 2, 4)
