@@ -11,6 +11,7 @@ import mpkit as mk
 from mpkit.launch.hang import hang
 from mpkit.launch.hang.hang import LIMIT, Patience
 from mpkit.launch.hang.waits import Sight
+from mpkit.launch.process import stacks
 
 
 def test_a_rank_without_a_handler_gets_no_signal(
@@ -18,7 +19,7 @@ def test_a_rank_without_a_handler_gets_no_signal(
 ) -> None:
     """As on a machine so busy that ranks use no CPU time for ten seconds, and answer no request."""
     monkeypatch.setattr(hang, "NOTICE_AFTER", 0.2)
-    monkeypatch.setattr(hang, "STACKS_TAKE", 1)
+    monkeypatch.setattr(stacks, "STACKS_TAKE", 1)
     monkeypatch.setattr(hang, "IDLE", 1e9)
     with mk.Cluster(2, device="cpu", start="spawn") as cluster:
         assert cluster.run(lambda ctx: ctx.rank) == [0, 1]

@@ -15,9 +15,6 @@ and without a timeout, a look that finds a rank running (`RankProcesses.running_
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mpkit.common.launch_folder import part
 from mpkit.common.tracebacks import fold_stack, in_cells
 from mpkit.errors import CommMismatch, Deadlock
 from mpkit.launch.hang.waits import (
@@ -40,7 +36,7 @@ from mpkit.launch.hang.waits import (
     waited_for,
 )
 from mpkit.launch.process.rank_processes import RankProcesses, cpu_seconds
-from mpkit.launch.process.stacks import place_of, read_stack, request_stack
+from mpkit.launch.process.stacks import ask_stacks, place_of
 from mpkit.trace import Kind, RankTrace, Trace
 from mpkit.trace.mismatch import SHARDED, IssuedCall
 
@@ -320,45 +316,6 @@ class HangWatch:
     def close(self) -> None:
         """Close the files that are watched."""
         self._watch.close()
-
-
-STACKS_TAKE, STACKS_EVERY = 30, 0.02
-"""Looks, and the seconds between two of them, that ranks are given to write their stacks, from their own thread and
-then on a signal. A pause of the whole machine is one look."""
-
-
-def ask_stacks(
-    folder: Path, processes: RankProcesses, ranks: Sequence[int], handle_events: Callable[[float], bool]
-) -> dict[int, str] | None:
-    """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
-
-    Args:
-        folder: the launch's folder.
-        processes: the ranks' processes.
-        ranks: the ranks to ask.
-        handle_events: handles events, such as exits of ranks, for some seconds; returns whether the launch goes on.
-    """
-    paths = {rank: part(folder, rank, "stack") for rank in ranks}
-    ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
-    stacks = dict.fromkeys(ranks, "")
-    stopped = processes.stopped_pids()
-    for by_signal in (False, True):
-        missing = [rank for rank in ranks if not stacks[rank] and rank not in stopped]
-        for rank in missing:
-            # Without the pipe a rank has no handler yet, and the signal would end it.
-            if by_signal and processes.runs(rank) and part(folder, rank, "ask").exists():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(processes.pids[rank], signal.SIGUSR1)
-            else:
-                request_stack(folder, rank)
-        for _ in range(STACKS_TAKE):
-            if not missing:
-                break
-            if not handle_events(STACKS_EVERY):
-                return None
-            stacks |= {rank: read_stack(folder, rank, ends[rank]) for rank in missing}
-            missing = [rank for rank in missing if not stacks[rank]]
-    return stacks
 
 
 # ---- in words ----------------------------------------------------------------------------------------------------

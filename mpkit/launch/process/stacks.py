@@ -16,13 +16,15 @@ import signal
 import sys
 import sysconfig
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpkit.common.launch_folder import part
 from mpkit.common.private import create
 from mpkit.common.tracebacks import fold_stack
+from mpkit.launch.process.rank_processes import RankProcesses
 
-__all__ = ["answer_requests", "end_answers", "place_of", "read_stack", "request_stack", "stack_of"]
+__all__ = ["answer_requests", "ask_stacks", "end_answers", "place_of", "stack_of"]
 
 
 BEGINNINGS = [(threading.__file__, name) for name in ("run", "_bootstrap_inner", "_bootstrap")]
@@ -78,7 +80,7 @@ def stack_of(thread: int) -> str:
 # ---- in the launching process ---------------------------------------------------------------------------------
 
 
-def request_stack(folder: Path, rank: int) -> None:
+def _request_stack(folder: Path, rank: int) -> None:
     """Request a rank's stack."""
     with contextlib.suppress(OSError):  # the rank has not started yet, or has exited
         file = os.open(part(folder, rank, "ask"), os.O_WRONLY | os.O_NONBLOCK)
@@ -88,7 +90,7 @@ def request_stack(folder: Path, rank: int) -> None:
             os.close(file)
 
 
-def read_stack(folder: Path, rank: int, place: int = 0) -> str:
+def _read_stack(folder: Path, rank: int, place: int = 0) -> str:
     """Return the main thread's stack that the rank wrote after byte `place` of its file; "" if there is none.
 
     If there are several stacks, the main thread's is the last.
@@ -99,6 +101,45 @@ def read_stack(folder: Path, rank: int, place: int = 0) -> str:
         return ""
     blocks = data.decode("utf-8", "replace").strip().split("\n\n")
     return blocks[-1] if data.endswith(b"\n") else ""
+
+
+STACKS_TAKE, STACKS_EVERY = 30, 0.02
+"""Looks, and the seconds between two of them, that ranks are given to write their stacks, from their own thread and
+then on a signal. A pause of the whole machine is one look."""
+
+
+def ask_stacks(
+    folder: Path, processes: RankProcesses, ranks: Sequence[int], handle_events: Callable[[float], bool]
+) -> dict[int, str] | None:
+    """Return the Python stacks of these ranks, "" for a rank that does not answer; None if the launch ends meanwhile.
+
+    Args:
+        folder: the launch's folder.
+        processes: the ranks' processes.
+        ranks: the ranks to ask.
+        handle_events: handles events, such as exits of ranks, for some seconds; returns whether the launch goes on.
+    """
+    paths = {rank: part(folder, rank, "stack") for rank in ranks}
+    ends = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+    stacks = dict.fromkeys(ranks, "")
+    stopped = processes.stopped_pids()
+    for by_signal in (False, True):
+        missing = [rank for rank in ranks if not stacks[rank] and rank not in stopped]
+        for rank in missing:
+            # Without the pipe a rank has no handler yet, and the signal would end it.
+            if by_signal and processes.runs(rank) and part(folder, rank, "ask").exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(processes.pids[rank], signal.SIGUSR1)
+            else:
+                _request_stack(folder, rank)
+        for _ in range(STACKS_TAKE):
+            if not missing:
+                break
+            if not handle_events(STACKS_EVERY):
+                return None
+            stacks |= {rank: _read_stack(folder, rank, ends[rank]) for rank in missing}
+            missing = [rank for rank in missing if not stacks[rank]]
+    return stacks
 
 
 def place_of(stack: str) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import importlib
 import threading
-from collections.abc import Iterator
 
 __all__ = ["NEEDED", "import_ahead"]
 
@@ -38,18 +37,12 @@ def import_ahead() -> threading.Thread:
 
 
 def _import() -> None:
-    with contextlib.suppress(ImportError), _without_collector():
-        for name in NEEDED:
-            importlib.import_module(name)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector from searching what imports create, which stays: a quarter of their time."""
     collects = gc.isenabled()
-    gc.disable()
+    gc.disable()  # what imports create stays: looking for garbage in it takes a quarter of their time
     try:
-        yield
+        with contextlib.suppress(ImportError):
+            for name in NEEDED:
+                importlib.import_module(name)
     finally:
         if collects:
             gc.enable()
