@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from mpkit.launch.session.import_ahead import NEEDED
+from mpkit.launch.session.helper import NEEDED
 from tests.limits import PROGRAM, wait_for
 
 HERE = Path(__file__).parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -31,7 +30,7 @@ from mpkit.launch.session.cluster_checks import (
     check_timeout,
     place_ranks,
 )
-from mpkit.launch.session.import_ahead import import_ahead
+from mpkit.launch.session.helper import Helper, import_ahead
 
 if TYPE_CHECKING:
     import torch
@@ -46,38 +45,6 @@ if TYPE_CHECKING:
     from mpkit.trace import Trace
 
 __all__ = ["Cluster", "borrow_cluster", "borrow_clusters"]
-
-
-class Helper:
-    """What a cluster shares with those that `resized` makes of it: the process that their ranks are forked from.
-
-    Args:
-        start: starts a fork server; None under a launcher, whose processes are the ranks.
-
-    Attributes:
-        fork_server: the latest one. It ends by itself when nobody has used it for minutes, and the next launch starts
-            another.
-        latest: the latest launch: one may run at a time.
-        training: the latest training.
-        closed: whether one of the clusters was closed.
-        launching: held while a thread checks whether the helper is busy, and launches.
-    """
-
-    def __init__(self, start: Callable[[], ForkServerClient] | None) -> None:
-        self._start = start
-        self.fork_server = None if start is None else start()
-        self.latest: Launch | LaunchedRank | None = None
-        self.training: Run | None = None
-        self.closed = False
-        self.launching = threading.Lock()
-
-    def provide(self) -> ForkServerClient:
-        """Return a fork server that is alive."""
-        assert self._start is not None and self.fork_server is not None  # no launcher started this process
-        if not self.fork_server.alive:
-            self.fork_server.close()
-            self.fork_server = self._start()
-        return self.fork_server
 
 
 @public
