@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mpkit as mk
 from mpkit.models import GPT, MixtureOfExperts, next_token_loss
+from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.reference.experts.balance import (
     auxiliary_loss,
@@ -37,6 +38,19 @@ PLANS = [
     (mk.Plan(dp=2, cp=2, zero=3, ep=4), ALL),
     (mk.Plan(pp=2, tp=2), ALL | {"capacity": 0.9}),
 ]
+
+
+def test_the_price_of_shared_experts() -> None:
+    """Parameters and FLOPs of an estimate are those of the model."""
+    sizes = {"vocab": 64, "layers": 2, "width": 32, "heads": 4, "length": 16, "experts": 4}
+    hardware = mk.hardware("h100")
+    for shared in (0, 2):
+        model = GPT(**sizes, shared_experts=shared)
+        assert Architecture(
+            2, 32, 4, vocabulary=64, positions=16, bias=True, experts=4, top_k=2, shared_ffn=128 * shared
+        ).parameters == sum(p.numel() for p in model.parameters())
+        answer = mk.fits(model, mk.Plan(dp=2), hardware, global_batch=2, sequence=16)
+        assert answer is not None
 
 
 @pytest.mark.parametrize(("plan", "balancing"), PLANS, ids=[repr(plan) for plan, _ in PLANS])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpkit.trace.record.flops import count
+from mpkit.trace.record.operators import _grouped_flops
 
 B, T, H, HEADS = 2, 16, 64, 4
 
@@ -135,3 +136,9 @@ def test_causal_attention_counts_what_is_attended_to() -> None:
     queries = torch.zeros(1, 2, 16, 8, requires_grad=True)
     whole, causal = (count(partial(attend, is_causal=is_causal), queries) for is_causal in (False, True))
     assert causal.forward / whole.forward == causal.backward / whole.backward == 17 / 32
+
+
+def test_a_grouped_product_multiplies_each_row_with_one_matrix() -> None:
+    rows, matrices = torch.empty(10, 8), torch.empty(4, 8, 6)
+    assert _grouped_flops(rows, matrices) == 2 * 10 * 8 * 6
+    assert _grouped_flops(rows.expand(4, 10, 8), matrices) == 4 * 2 * 10 * 8 * 6
