@@ -15,7 +15,8 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
 from mpkit.trace import CATEGORIES, Kind, RankTrace, read_rank
-from mpkit.trace.record.memory import POINTS, Segment, StepMemory
+from mpkit.trace.record.curve import POINTS, Curve, Segment
+from mpkit.trace.record.memory import StepMemory
 from mpkit.trace.record.recorder import Recorder
 
 STEPS = 7  # 0, 1 and 4 are measured
@@ -152,9 +153,36 @@ def test_another_action_than_the_known_one_is_measured(tmp_path: Any) -> None:
 
 def test_a_long_segment_keeps_its_peak_and_its_end() -> None:
     changes = [(1, 10 + i, i % 2, 1 + i if i < 600 else -500) for i in range(900)]
-    segment = Segment.measured(None, changes, 1, [10, 1000])
-    values = np.array(segment.values(5, [0, 100])).reshape(-1, 4)
-    sums, wanted = values[:, 3].cumsum(), np.cumsum([change[3] for change in changes])
-    assert len(values) <= POINTS + 2
-    assert (sums.max(), sums[-1]) == (wanted.max(), wanted[-1])
-    assert (np.diff(values[:, 0]) >= 0).all()
+    curve = Curve({}, [Segment.measured(None, changes, 1, [10, 1000])])
+    curve.play(5, 0, 5, 100)
+    values, sums = curve.take(lambda first, count: [])
+    records = np.array(values).reshape(-1, 4)
+    levels, wanted = records[:, 3].cumsum(), np.cumsum([change[3] for change in changes])
+    assert len(records) <= POINTS
+    assert (levels.max(), levels[-1], sum(sums.values())) == (wanted.max(), wanted[-1], wanted[-1])
+    assert (np.diff(records[:, 0]) >= 0).all()
+
+
+def test_a_segment_is_put_on_the_times_of_its_ops_now() -> None:
+    """Two ops inside, measured and played; then one; then three."""
+    changes = [(3, 105, 0, 1), (4, 120, 0, 2), (5, 150, 0, 4), (5, 200, 0, 8)]
+    curve = Curve({}, [Segment.measured(None, changes, 3, [100, 110, 140, 200])] * 3)
+    starts = {7: 2000, 8: 3000, 9: 6000, 10: 10000, 11: 11000, 12: 12000}
+    for place in ((7, 1000, 9, 5000), (9, 5000, 10, 9000), (10, 9000, 13, 13000)):
+        curve.play(*place)
+    values, _ = curve.take(lambda first, count: [starts[first + i] for i in range(count)])
+    assert values[1::4] == [7, 8, 9, 9, 9, 10, 10, 10, 10, 11, 12, 12]
+    assert values[::4] == [
+        1500,
+        2333,
+        3333,
+        5000,
+        5500,
+        7000,
+        9000,
+        9000,
+        9500,
+        10333,
+        11333,
+        13000,
+    ]

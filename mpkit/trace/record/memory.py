@@ -28,13 +28,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from mpkit.trace import CATEGORIES, HEADER, MEMORY, OP
+from mpkit.trace import HEADER, OP
+from mpkit.trace.record.curve import Curve, Segment
 from mpkit.trace.record.files import RecordFile
 from mpkit.trace.record.ledger import Ledger
 
@@ -44,15 +44,12 @@ __all__ = [
     "HasStats",
     "Instrument",
     "PackedTensor",
-    "Segment",
     "StepMemory",
     "allocated_on",
 ]
 
-POINTS = 16
-"""A segment has at most so many changes; those of a longer one are summed up between them, but for its peak."""
-
-Array = npt.NDArray[Any]
+LAG = 100_000_000
+"""A played step's curve is written when it ends, and in a long step after so many ns: a live view shows it soon."""
 
 
 class Instrument(Protocol):
@@ -63,112 +60,6 @@ class Instrument(Protocol):
 
     def uninstall(self) -> None:
         """See them no longer."""
-
-
-class Segment:
-    """What happened to a rank's memory between two boundaries of actions.
-
-    Args:
-        mark: what the boundary at its end is: kind, name and details of the action that begins there; None: an end.
-        changes: (n,) of `MEMORY`, whose `op` counts the ops begun since the segment's beginning; no times.
-        share: (n,) where in the time between that op's begin and the next one's each change is, from 0 to 1.
-
-    Attributes:
-        peak: how many changes there are up to the largest sum; 0: the sum is largest at the beginning.
-        at_peak, in_all: the sum of the changes up to the peak, and of all of them, in bytes by category.
-    """
-
-    def __init__(self, mark: Hashable, changes: Array, share: Array) -> None:
-        self.mark = mark
-        peak = int(np.append(0, changes["delta"].cumsum()).argmax())
-        if len(changes) > POINTS:
-            changes, share, peak = _thin(changes, share, peak)
-        columns = changes["op"], share, changes["category"], changes["delta"]
-        self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        self.peak = peak
-        self.at_peak, self.in_all = _sums(changes[:peak]), _sums(changes)
-
-    @classmethod
-    def measured(
-        cls, mark: Hashable, changes: list[tuple[int, int, int, int]], first: int, times: list[int]
-    ) -> Segment:
-        """Return the segment of these changes, which `Ledger.captured` has.
-
-        Args:
-            mark: what ends it.
-            changes: (ops begun before, time, category, bytes) of each.
-            first: ops begun before it.
-            times: its beginning, the beginnings of the ops inside it, and its end, in ns.
-        """
-        table, edges = np.array(changes, np.int64).reshape(-1, 4), np.array(times)
-        op = np.clip(table[:, 0] - first, 0, len(times) - 2)
-        share = np.clip((table[:, 1] - edges[op]) / np.maximum(edges[op + 1] - edges[op], 1), 0.0, 1.0)
-        relative = np.zeros(len(table), MEMORY)
-        relative["op"], relative["category"], relative["delta"] = op, table[:, 2], table[:, 3]
-        return cls(mark, relative, share)
-
-    def __len__(self) -> int:
-        """Return how many changes it has."""
-        return len(self._rows)
-
-    def repeats(self, other: Segment) -> bool:
-        """Return whether it is the same but for states of the optimizer, which are made when they are first needed."""
-        leave_out = "optimizer"
-        return self.mark == other.mark and all(
-            mine[name] == theirs[name]
-            for mine, theirs in ((self.at_peak, other.at_peak), (self.in_all, other.in_all))
-            for name in mine
-            if name != leave_out
-        )
-
-    def values(self, first: int, times: list[int], spike: int = 0) -> list[int]:
-        """Return the changes in another place and time: time, op, category and delta of `MEMORY`, one after another.
-
-        Args:
-            first, times: as for `measured`.
-            spike: bytes of "buffers" that come and go at the peak.
-        """
-        values: list[int] = []
-        last, latest = len(times) - 2, times[0]
-        buffers = CATEGORIES.index("buffers")
-        for i, (op, share, category, delta) in enumerate(self._rows):
-            if i == self.peak and spike > 0:
-                values += (latest, first, buffers, spike, latest, first, buffers, -spike)
-            if op > last:
-                op = last
-            time = int(times[op] + share * (times[op + 1] - times[op]))
-            if time > latest:
-                latest = time
-            values += (latest, first + op, category, delta)
-        if len(self._rows) == self.peak and spike > 0:
-            values += (latest, first + last, buffers, spike, latest, first + last, buffers, -spike)
-        return values
-
-
-def _sums(changes: Array) -> dict[str, int]:
-    return {name: int(changes["delta"][changes["category"] == i].sum()) for i, name in enumerate(CATEGORIES)}
-
-
-def _thin(changes: Array, share: Array, peak: int) -> tuple[Array, Array, int]:
-    """Sum up the changes between some points, one of which is the peak; return what is left, and the peak's place."""
-    kinds = len(np.unique(changes["category"]))
-    points = np.linspace(0, len(changes), max(POINTS // kinds, 2)).round().astype(int)
-    ends = np.unique(np.append(points[1:], peak))
-    kept, at, begin = list[Array](), 0, 0
-    for end in ends[ends > 0].tolist():
-        sums = [
-            (nbytes, CATEGORIES.index(name)) for name, nbytes in _sums(changes[begin:end]).items() if nbytes
-        ]
-        rows = changes[end - 1 : end].repeat(len(sums))
-        rows["delta"], rows["category"] = (
-            zip(*sorted(sums), strict=True) if sums else ((), ())
-        )  # less first: no new peak
-        kept.append(rows)
-        begin = end
-        if end == peak:
-            at = sum(map(len, kept))
-    shares = [share[end - 1].repeat(len(rows)) for end, rows in zip(ends[ends > 0], kept, strict=True)]
-    return np.concatenate(kept), np.concatenate(shares), at
 
 
 class StepMemory:
@@ -196,17 +87,16 @@ class StepMemory:
         self.checks = True
         self.before_end: Callable[[], None] = lambda: None
         self._installed = True
-        self._known: dict[
-            Hashable, tuple[dict[str, int], list[Segment]]
-        ] = {}  # levels before, and what followed
+        self._known: dict[Hashable, Curve] = {}
         self._varying: set[Hashable] = set()
         self._steps = 0
         self._key: Hashable = None
-        self._levels: dict[str, int] = {}
-        self._segments: list[Segment] = []  # those of the step, or those that are played
-        self._next = 0  # the segment to play next
+        self._levels: dict[str, int] = {}  # bytes by category before a measured step,
+        self._segments: list[Segment] = []  # and what follows
+        self._curve = Curve({}, [])  # the one that is played
         self._complete = False  # whether all of the step is measured
         self._from = 0, 0  # where the segment began: ops begun, time
+        self._written = 0  # when the curve was last written
 
     # ---- steps
 
@@ -226,9 +116,10 @@ class StepMemory:
             self._uninstall()
             self._ledger.on_use = None
             self._ledger.be_quiet()
-            levels, self._segments = self._known[key]
-            self._ledger.set_levels(levels)
-            self._next = 0
+            self._curve, self._written = self._known[key], now
+            self._curve.rewind()
+            if self._curve.levels != self._ledger.held:
+                self._ledger.set_levels(self._curve.levels)
         else:
             self._measure()
             self._ledger.captured, self._complete = [], True
@@ -240,18 +131,17 @@ class StepMemory:
         self._cut("step ends", now)
         self.active = False
         if self.playing:
+            self.flush()
             self.playing = False
             self._ledger.on_use = self._measure
             return
         self._ledger.captured = None
         if not self._complete or self._steps < 2:
             return
-        before = self._known.get(self._key)
-        if before is not None and not (
-            len(before[1]) == len(self._segments) and all(map(Segment.repeats, before[1], self._segments))
-        ):
+        before, curve = self._known.get(self._key), Curve(self._levels, self._segments)
+        if before is not None and not curve.repeats(before):
             self._varying.add(self._key)
-        self._known[self._key] = self._levels, self._segments
+        self._known[self._key] = curve
 
     def _measure(self) -> None:
         """See everything from here on."""
@@ -286,15 +176,11 @@ class StepMemory:
     # ---- actions
 
     def begin(self, kind: int, name: str, now: int) -> None:
-        """End the segment before an action, which is about to begin."""
-        mark = kind, name, self.detail
-        self.detail = None
+        """End the segment before an action, whose op is about to be written, and begin the one inside it."""
+        mark, self.detail = (kind, name, self.detail), None
         self.follow(mark)
         self._cut(mark, now)
-
-    def began(self, now: int) -> None:
-        """Begin the segment inside an action, whose op is written."""
-        self._from = self._ops.count, now
+        self._from = self._ops.count + 1, now
 
     def end(self, now: int) -> None:
         """End the action that is under way."""
@@ -305,38 +191,39 @@ class StepMemory:
 
     def follow(self, mark: Hashable) -> None:
         """Measure the rest of the step if the boundary that comes now is none of the step that is played."""
-        if self.playing and self._segments[self._next].mark != mark:
+        if self.playing and self._curve.marks[self._curve.next] != mark:
+            self.flush()
             self._known.pop(self._key, None)
             self.playing, self._complete = False, False
             self._measure()
 
     def _cut(self, mark: Hashable, now: int) -> None:
-        if self.playing and self._allocated is None and not len(self._segments[self._next]):
-            self._next += 1
-            return
-        if not (self.playing or self._complete):
-            return
-        first, begin = self._from
-        times = [begin, now]
-        if self._ops.count > first:
-            at = HEADER.itemsize + OP.itemsize * first
-            begun = self._ops.map[at : at + OP.itemsize * (self._ops.count - first)]
-            times[1:1] = np.frombuffer(begun, OP)["start"].tolist()
         if self.playing:
-            self._play(first, times)
-        else:
+            self._curve.play(*self._from, self._ops.count, now)
+            if self._allocated is not None or now - self._written > LAG:
+                self._written = now
+                self.flush()
+        elif self._complete:
+            first, begin = self._from
+            times = [begin, *self._starts(first, self._ops.count - first), now]
             changes, self._ledger.captured = self._ledger.captured or [], []
             self._segments.append(Segment.measured(mark, changes, first, times))
 
-    def _play(self, first: int, times: list[int]) -> None:
-        segment = self._segments[self._next]
-        self._next += 1
+    def _starts(self, first: int, count: int) -> list[int]:
+        """Return when these ops began."""
+        at = HEADER.itemsize + OP.itemsize * first
+        starts: list[int] = np.frombuffer(self._ops.map[at : at + OP.itemsize * count], OP)["start"].tolist()
+        return starts
+
+    def flush(self) -> None:
+        """Write what has been played so far."""
+        if not (self.playing and self._curve.is_pending):
+            return
         spike = 0
-        if self._allocated is not None:
-            held = sum(self._ledger.held.values()) + sum(segment.at_peak.values())
+        if self._allocated is not None:  # then a single segment is pending
+            held = sum(self._ledger.held.values()) + self._curve.pending_peak
             spike = self._allocated.take_peak() - held
-        if len(segment) or spike > 0:
-            self._ledger.write_all(segment.values(first, times, spike), segment.in_all)
+        self._ledger.write_all(*self._curve.take(self._starts, spike))
 
     # ---- what is there to see
 
@@ -355,9 +242,10 @@ class StepMemory:
     @property
     def held(self) -> dict[str, int]:
         """The bytes held by category; in an action that is played, at its peak."""
+        self.flush()
         levels = dict(self._ledger.held)
-        if self.playing and self._next < len(self._segments):
-            for name, nbytes in self._segments[self._next].at_peak.items():
+        if self.playing:
+            for name, nbytes in self._curve.next_peak.items():
                 levels[name] += nbytes
         return levels
 

@@ -156,8 +156,6 @@ class Recorder:
             else:
                 cpu = self._thread_time()
             self._open = (index, cpu, around[2] + 1 if around[2] < 255 else 255, around)  # `depth` is a byte
-            if self.memory.active and around is _NOTHING and kind != _WAIT:
-                self.memory.began(start)
         return index
 
     def note_parts(self, index: int, parts: Sequence[int]) -> None:
@@ -311,6 +309,7 @@ class Recorder:
 
     def close(self, state: Literal["finished", "failed"] = "finished") -> None:
         """Write how the rank ended; nothing is recorded afterwards."""
+        self.memory.flush()
         with suppress(RuntimeError) if state == "failed" else nullcontext():  # a failed GPU has no times
             self._resolve()
         self._names.close()

@@ -1,0 +1,205 @@
+"""The curve of a step's memory: taken from a measured step, and put on the times of a later one.
+
+    Segment    what happened between two boundaries of actions, at positions relative to the ops inside
+    Curve      the segments of a step. While a later step runs, `play` only notes when its boundaries were and when
+               its ops began; `take` then returns the records of all segments noted so far: Python that runs between
+               two actions, out of the processor's caches, takes several times as long
+
+A position is the number of an edge plus the part of the way to the next edge. The edges of a segment are its
+beginning, the beginnings of the ops inside, and its end:
+
+    edges        0 ......... 1 ......... 2 ......... 3
+                 begins      op          op          ends
+    a change a quarter of the way from the first op's beginning to the second's: position 1.25
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.trace import CATEGORIES, MEMORY
+
+__all__ = ["POINTS", "Curve", "Segment"]
+
+_BUFFERS = CATEGORIES.index("buffers")
+POINTS = 16
+"""A segment has at most so many changes; those of a longer one are summed up between them, but for its peak."""
+
+Array = npt.NDArray[Any]
+
+
+class Segment:
+    """What happened to a rank's memory between two boundaries of actions.
+
+    Args:
+        mark: what the boundary at its end is: kind, name and details of the action that begins there; None: an end.
+        edges: how many edges it has.
+        records: (n,) of `MEMORY`, whose `op` is the edge before; no times.
+        position: (n,) where each of them is.
+
+    Attributes:
+        rows: (edge, share of the way to the next edge, category, bytes) of each record, of at most `POINTS`.
+        peak: how many of them there are up to the largest sum; 0: the sum is largest at the beginning.
+        at_peak, in_all: the sum of the changes up to the peak, and of all of them, in bytes by category.
+        changed: the latter of the categories that it changes.
+    """
+
+    def __init__(self, mark: Hashable, edges: int, records: Array, position: Array) -> None:
+        self.mark, self.edges = mark, edges
+        self.peak = int(np.append(0, records["delta"].cumsum()).argmax())
+        if len(records) > POINTS:
+            records, position, self.peak = _thin(records, position, self.peak)
+        position = np.maximum.accumulate(position)
+        edge = np.minimum(position.astype(int), edges - 2)
+        columns = edge, position - edge, records["category"], records["delta"]
+        self.rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        self.at_peak, self.in_all = _sums(records[: self.peak]), _sums(records)
+        self.changed = [(name, nbytes) for name, nbytes in self.in_all.items() if nbytes]
+
+    @classmethod
+    def measured(
+        cls, mark: Hashable, changes: list[tuple[int, int, int, int]], first: int, times: Sequence[int]
+    ) -> Segment:
+        """Return the segment of these changes, which `Ledger.captured` has.
+
+        Args:
+            mark: what ends it.
+            changes: (ops begun before, time, category, bytes) of each.
+            first: ops begun before it.
+            times: its edges, in ns.
+        """
+        table, edges = np.array(changes, np.int64).reshape(-1, 4), np.array(times)
+        edge = np.clip(table[:, 0] - first, 0, len(times) - 2)
+        share = np.clip((table[:, 1] - edges[edge]) / np.maximum(edges[edge + 1] - edges[edge], 1), 0.0, 1.0)
+        records = np.zeros(len(table), MEMORY)
+        records["op"], records["category"], records["delta"] = edge, table[:, 2], table[:, 3]
+        return cls(mark, len(times), records, edge + share)
+
+    def repeats(self, other: Segment) -> bool:
+        """Return whether it is the same but for states of the optimizer, which are made when they are first needed."""
+        leave_out = "optimizer"
+        return self.mark == other.mark and all(
+            mine[name] == theirs[name]
+            for mine, theirs in ((self.at_peak, other.at_peak), (self.in_all, other.in_all))
+            for name in mine
+            if name != leave_out
+        )
+
+
+def _sums(records: Array) -> dict[str, int]:
+    return {name: int(records["delta"][records["category"] == i].sum()) for i, name in enumerate(CATEGORIES)}
+
+
+def _thin(records: Array, position: Array, peak: int) -> tuple[Array, Array, int]:
+    """Sum up the changes between some points, one of which is the peak; return what is left, and the peak's place."""
+    kinds = len(np.unique(records["category"]))
+    points = np.linspace(0, len(records), max(POINTS // kinds, 2)).round().astype(int)
+    ends = np.unique(np.append(points[1:], peak))
+    kept, at, begin = list[Array](), 0, 0
+    for end in ends[ends > 0].tolist():
+        sums = [
+            (nbytes, CATEGORIES.index(name)) for name, nbytes in _sums(records[begin:end]).items() if nbytes
+        ]
+        summed = records[end - 1 : end].repeat(len(sums))
+        summed["delta"], summed["category"] = (
+            zip(*sorted(sums), strict=True) if sums else ((), ())
+        )  # less first: no new peak
+        kept.append(summed)
+        begin = end
+        if end == peak:
+            at = sum(map(len, kept))
+    places = [position[end - 1].repeat(len(each)) for end, each in zip(ends[ends > 0], kept, strict=True)]
+    return np.concatenate(kept), np.concatenate(places), at
+
+
+class Curve:
+    """The memory of a step, segment by segment.
+
+    Args:
+        levels: bytes by category before the step.
+        segments: what follows.
+
+    Attributes:
+        marks: what ends each segment.
+        next: the number of the segment that is to be played next.
+    """
+
+    def __init__(self, levels: dict[str, int], segments: Sequence[Segment]) -> None:
+        self.levels = levels
+        self._segments = segments
+        self.marks = [segment.mark for segment in segments]
+        self.rewind()
+
+    def repeats(self, other: Curve) -> bool:
+        """Return whether all segments are the same, as `Segment.repeats` says."""
+        mine, theirs = self._segments, other._segments
+        return len(mine) == len(theirs) and all(map(Segment.repeats, mine, theirs))
+
+    # ---- playing
+
+    def rewind(self) -> None:
+        """Begin to play the curve."""
+        self.next = self._taken = 0
+        self._noted: list[tuple[int, int, int, int]] = []  # where those between the two are, as `play` has it
+
+    @property
+    def next_peak(self) -> dict[str, int]:
+        """Bytes by category that the next segment adds at its peak; none after the last one."""
+        return self._segments[self.next].at_peak if self.next < len(self._segments) else {}
+
+    def play(self, *place: int) -> None:
+        """Note where the next segment is: (ops begun before it, when it begins, ops begun in it too, when it ends)."""
+        self.next += 1
+        self._noted.append(place)  # type: ignore[arg-type]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether segments are noted that `take` has not returned."""
+        return self._taken < self.next
+
+    @property
+    def pending_peak(self) -> int:
+        """Bytes that the last segment noted adds at its peak."""
+        return sum(self._segments[self.next - 1].at_peak.values())
+
+    def take(
+        self, starts: Callable[[int, int], list[int]], spike: int = 0
+    ) -> tuple[list[int], dict[str, int]]:
+        """Return the segments noted since the last call, as `Ledger.write_all` takes them.
+
+        Args:
+            starts: starts(first, count) returns when these ops began.
+            spike: bytes of "buffers" that come and go at the peak of a single segment.
+        """
+        values: list[int] = []
+        sums: dict[str, int] = {}
+        for segment, (before, begin, after, end) in zip(
+            self._segments[self._taken : self.next], self._noted, strict=True
+        ):
+            times = [begin, end]
+            if (
+                segment.edges > 2
+            ):  # as many as were measured: the end several times, if fewer ops are inside now
+                times[1:1] = starts(before, min(after - before, segment.edges - 2))
+                times += [end] * (segment.edges - len(times))
+            for edge, share, category, delta in segment.rows:
+                time = times[edge]
+                values += (
+                    time + round(share * (times[edge + 1] - time)),
+                    min(before + edge, after),
+                    category,
+                    delta,
+                )
+            for name, nbytes in segment.changed:
+                sums[name] = sums.get(name, 0) + nbytes
+            if spike > 0:
+                at = 4 * segment.peak
+                place = values[at - 4 : at - 2] if at else [begin, before]
+                values[at:at] = [*place, _BUFFERS, spike, *place, _BUFFERS, -spike]
+        self._taken = self.next
+        self._noted.clear()
+        return values, sums
