@@ -53,6 +53,9 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., 
     serial, naive, gpipe, ddp, zero = made.run()
     text = printed(made)
     assert re.search(r"equal to serial( +3 steps){5}", text)
+    for each in made.table([serial, naive, gpipe, ddp, zero]).columns[1:]:  # what is held at the peak, in MiB
+        peak, *held = [float(cell.split()[0].replace("-", "0")) for cell in [*each.cells][4:10]]
+        assert sum(held) == pytest.approx(peak, abs=0.05 * len(held) + 0.05)
     narrow = Console(file=io.StringIO(), width=80)  # a terminal's, in which no cell breaks
     narrow.print(made.table([serial, naive, gpipe, ddp, zero]))
     assert " ".join(narrow.file.getvalue().split()) in " ".join(text.split())  # type: ignore[attr-defined]

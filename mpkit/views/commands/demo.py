@@ -261,8 +261,9 @@ class Demo:
 
 
 def _fullest(timeline: Timeline) -> dict[str, int]:
-    """Return the peak of the rank that holds the most memory."""
-    return max(timeline.peak_memory, key=lambda held: held["total"])
+    """Return what the rank that holds the most memory holds at its peak: in all, and by category."""
+    held = max(timeline.memory, key=lambda held: sum(held.values()))
+    return {"total": sum(held.values()), **held}
 
 
 def _sent_bytes(timeline: Timeline) -> int:
