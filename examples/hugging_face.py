@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mpkit.common.display import data_frame
 from mpkit.common.tracebacks import public
 from mpkit.devices.catalogue import hardware
-from mpkit.devices.catalogue.tables import rows
+from mpkit.devices.catalogue.machines import rows
 from mpkit.devices.hardware import Hardware
 from mpkit.launch.session.cluster import Cluster, borrow_cluster
 from mpkit.plan.plan import Plan

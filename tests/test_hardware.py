@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpkit as mk
-from mpkit.devices.catalogue.tables import sweep
+from benchmarks.fit_links import SYSTEMS, fit_all_reduce, fit_cards, fit_loopback, sweep
+from mpkit.devices.catalogue.machines import link_named
 from mpkit.devices.hardware import wire_factor
 from mpkit.trace import Kind
 
@@ -32,6 +33,16 @@ def test_links_come_near_the_times_that_were_measured(system: str) -> None:
     off = np.maximum(ratio, 1 / ratio)
     assert off.max() < everywhere
     assert off[payload >= 2**26].max() < large
+
+
+def test_the_rows_of_measured_links_are_the_fits() -> None:
+    for name, system in SYSTEMS.items():
+        link, fit = link_named(name), fit_all_reduce(system)
+        assert (link.latency, link.bus[Kind.ALL_REDUCE]) == pytest.approx(fit)
+    card, (latency, rates) = link_named("EFA v4, a card a GPU"), fit_loopback()
+    assert (card.latency, card.bandwidth) == pytest.approx(fit_cards())
+    assert link_named("loopback").latency == pytest.approx(latency)
+    assert dict(link_named("loopback").bus) == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("name", list(mk.hardware()))

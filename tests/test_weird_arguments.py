@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,3 +38,18 @@ def test_a_call_answers_for_its_arguments(name: str, monkeypatch: pytest.MonkeyP
                 assert str(error), (before, weird)
             except TypeError as error:  # Python's own: how many arguments there are, or what mpkit says
                 assert re.search(rf"{name}|argument", str(error)), (before, weird, str(error))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mk.Plan(cp=4, cp_method=()), r"Did you mean Plan\(cp=4\)"),
+        (lambda: mk.Plan(cp=4, cp_method=(None, 2)), r"Did you mean Plan\(cp=4\)"),
+        (lambda: mk.hardware("h100", nodes=2, nic=[1]), "nic=25"),  # type: ignore[call-overload]
+        (lambda: mk.advise("gpt2", "h100", global_batch=8, sequence=64, by="cost", price="2"), "price=2.5"),  # type: ignore[arg-type]
+        (lambda: mk.estimate("gpt2", mk.Plan(), "h100", preset="x"), "mk.calibrate"),  # type: ignore[arg-type]
+    ],
+)
+def test_keywords_of_another_type_are_answered_with_what_works(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()

@@ -1,45 +1,35 @@
 """The catalogue: machines by name.
 
-tables      the published tables, and the links fitted to them
-machines    each machine, and where its figures come from
+machines    the tables of published and fitted figures, and machines of any size made from them
+capacity    enough devices for all ranks, or the name of a larger machine
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
 from typing import overload
 
 from mpkit.common.safe_text import escape
 from mpkit.common.tracebacks import public
-from mpkit.devices.catalogue.clusters import build_machine, by_name
-from mpkit.devices.catalogue.machines import MACHINES
+from mpkit.devices.catalogue.machines import build_machine, by_name, measured_machine
 from mpkit.devices.hardware import Device, Hardware
 
 __all__ = ["Catalogue", "build_machine", "hardware"]
 
-_OTHERS = (
-    "8x-a100-40-nvlink", "8x-a100-pcie", "8x-b300-nvlink", "8x-gb200-nvlink", "8x-mi300x", "8x-l40s",
-    "8x-h20-nvlink", "8x-h800-nvlink",
-    "2x-v100-nvlink",
-    "2x-v100-pcie", "4x-t4", "4x-a10g", "2x-rtx-3090", "2x-rtx-5090", "4x-tpu-v5e", "8x-gaudi2", "8x-gaudi3",
-    "4x8-a100-hdr", "4x8-h100-ndr",
+MEASURED = (
+    "cpu", "2x-titan-rtx-nvlink", "2x-titan-rtx", "2x-rtx-4090", "8x-a100-nvlink", "8x-h100-nvlink", "8x-h100-pcie",
+    "8x-h200-nvlink", "8x-b200-nvlink", "2x8-h100-ib", "4x8-b200-efa",
 )  # fmt: skip
-
-
-def _others(name: str) -> Hardware:
-    machine = by_name(name)
-    assert machine is not None, name
-    return machine
-
-
-_ALL: Mapping[str, Callable[[], Hardware]] = {
-    **MACHINES,
-    **{name: partial(_others, name) for name in _OTHERS},
-}
+"""The rows of machines.csv."""
+_OTHERS = (
+    "8x-a100-40-nvlink", "8x-a100-pcie", "8x-b300-nvlink", "8x-gb200-nvlink", "8x-mi300x", "8x-l40s", "8x-h20-nvlink",
+    "8x-h800-nvlink", "2x-v100-nvlink", "2x-v100-pcie", "4x-t4", "4x-a10g", "2x-rtx-3090", "2x-rtx-5090", "4x-tpu-v5e",
+    "8x-gaudi2", "8x-gaudi3", "4x8-a100-hdr", "4x8-h100-ndr",
+)  # fmt: skip
+_ALL = MEASURED + _OTHERS
 
 
 class Catalogue(Mapping[str, Hardware]):
@@ -50,8 +40,6 @@ class Catalogue(Mapping[str, Hardware]):
     """
 
     def __getitem__(self, name: str) -> Hardware:
-        if name in _ALL:
-            return _ALL[name]()
         try:
             found = _of_any_size(str(name))
         except ValueError:  # its form is right, and there is no such device
@@ -98,16 +86,18 @@ class Catalogue(Mapping[str, Hardware]):
 
 
 def _of_any_size(name: str) -> Hardware | None:
-    """Return a machine that is not listed: a listed node with another number of devices, or any cluster.
+    """Return a machine by name: a measured one, also with another number of devices in its node, or any cluster.
 
     Raises:
         ValueError: the name is of the right form, and there is no such device or card.
     """
+    if name in MEASURED:
+        return measured_machine(name)
     cards = re.fullmatch(r"([1-9]\d*)(x-.+)", name)
-    if cards:
-        for known, make in MACHINES.items():
+    if cards and name not in _OTHERS:
+        for known in MEASURED:
             if known.lstrip("0123456789") == cards[2]:
-                return replace(make(), name=name, per_node=int(cards[1]))
+                return replace(measured_machine(known), name=name, per_node=int(cards[1]))
     return by_name(name)
 
 
@@ -185,7 +175,7 @@ def hardware(
             "hardware() lists the names."
         )
     lower = name.strip().lower().replace("_", "-").replace(" ", "-")
-    found = _ALL[lower]() if lower in _ALL else _of_any_size(lower)
+    found = _of_any_size(lower)
     if found is None:
         near = get_close_matches(lower, _ALL, 3, 0.4) or list(_ALL)
         raise ValueError(

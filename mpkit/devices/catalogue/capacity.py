@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mpkit.devices.catalogue.clusters import DEVICES
-from mpkit.devices.catalogue.tables import one
+from mpkit.devices.catalogue.machines import device_names
 from mpkit.devices.hardware import Hardware
 
 __all__ = ["check_enough", "enough_a100"]
@@ -55,8 +54,7 @@ def _larger(machine: Hardware, ranks: int) -> str:
     if cards and ranks <= A_NODE:
         number = {3: "Three", 4: "Four", 5: "Five", 6: "Six", 7: "Seven", 8: "Eight"}[ranks]
         return f"{number} of them: hardware='{ranks}x-{cards[2]}'"
-    rows = {name: one("devices", device=row)["device"] for name, (row, _) in DEVICES.items()}
-    short = [name for name, row in rows.items() if row == machine.device.name]
+    short = [name for name, row in device_names().items() if row["device"] == machine.device.name]
     if short:
         return f"More nodes: hardware=mk.hardware({short[0]!r}, nodes={-(-ranks // A_NODE)}, nic='ndr')"
     return f"A larger machine of your own: dataclasses.replace(hardware, per_node={ranks})"

@@ -1,32 +1,100 @@
-"""The machines of the catalogue: each one is a function that says where its figures come from.
+"""Machines: the rows of the catalogue's tables, and machines of any size made from them.
 
-In `sources` every figure is *published* (read from a data sheet or a published measurement), *fitted* to published
+    devices.csv         peak rates, memory and link rates as published; memory_GiB as drivers report it
+    names.csv           the short names of devices; whose large products were measured, and the link inside a node
+    mamf.csv            the rate that large matrix products really reach
+    links.csv           link rates, one direction
+    measured_links.csv  links whose latency and rates were measured or fitted (`benchmarks.fit_links`)
+    machines.csv        machines that were measured as a whole
+    collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth
+    loopback.csv        Gloo over the loopback interface, measured by `benchmarks.measure_loopback`
+
+Every row names its source. A figure is *published* (a data sheet or a published measurement), *fitted* to published
 measurements, or *assumed*, with the reason. An assumed figure is a guess; check it before you rely on it.
+
+mk.hardware("h100", nodes=64, nic="ndr")     64 nodes of 8 H100, a 400 Gb/s card for each
+mk.hardware("64x8-h100-ndr")                 the same by name
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import csv
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
+from importlib.resources import files
 
-from mpkit.devices.catalogue.tables import fit_all_reduce, fit_loopback, one, rows, sweep
-from mpkit.devices.hardware import RAMP, Device, Hardware, Link, collective_time
+from mpkit.devices.hardware import RAMP, Device, Hardware, Link
+from mpkit.plan.kinds import real, whole
 from mpkit.trace import Kind
 
-__all__ = ["GIGA", "INFINIBAND", "MACHINES", "gpu"]
+__all__ = [
+    "NICS",
+    "build_machine",
+    "by_name",
+    "device_names",
+    "link_named",
+    "measured_machine",
+    "one",
+    "rows",
+]
 
 GIGA = 1e9
 INFINIBAND = 8e-6
 """Seconds per hop between nodes; assumed."""
-ONE_NODE = 1 << 30
-"""Devices of the local machine: more than there can be ranks."""
+EFA, ETHERNET = 55e-6, 30e-6
+"""Seconds per hop: that of "4x8-b200-efa", fitted to its all-reduce; assumed."""
+
+NICS: Mapping[str, tuple[float, float, str]] = {
+    "edr": (12.5, INFINIBAND, "InfiniBand EDR"),
+    "hdr": (25.0, INFINIBAND, "InfiniBand HDR"),
+    "ndr": (50.0, INFINIBAND, "InfiniBand NDR"),
+    "ib": (50.0, INFINIBAND, "InfiniBand NDR"),
+    "xdr": (100.0, INFINIBAND, "InfiniBand XDR"),
+    "efa": (50.0, EFA, "EFA v2 or v4"),
+    "roce-1600": (25.0, INFINIBAND, "RoCE, 1600 Gb/s per node of 8"),
+    "100gbe": (12.5 / 8, ETHERNET, "100 Gb/s Ethernet, a card per node of 8"),
+    "10gbe": (1.25 / 8, ETHERNET, "10 Gb/s Ethernet, a card per node of 8"),
+}
+"""By name: GB/s per device in one direction, seconds per hop, and what it is."""
+
+REACHED = 0.85
+"""The share of the line rate that a card reaches: 0.74 to 0.95 of it on the measured clusters; assumed."""
 
 
-def gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
+@cache
+def rows(table: str) -> tuple[dict[str, str], ...]:
+    """Return the rows of a table, as strings by column."""
+    with files("mpkit.devices.catalogue").joinpath(f"{table}.csv").open(encoding="utf-8") as file:
+        return tuple(csv.DictReader(file))
+
+
+def one(table: str, **where: str) -> dict[str, str]:
+    """Return the one row in which these columns have these values.
+
+    >>> one("devices", device="A100 SXM 80GB")["memory_GBps"]
+    '2039'
+    """
+    matching = [row for row in rows(table) if all(row[column] == value for column, value in where.items())]
+    assert len(matching) == 1, f"{table}.csv has {len(matching)} rows with {where}"
+    return matching[0]
+
+
+def device_names() -> dict[str, dict[str, str]]:
+    """Return the rows of names.csv by short name.
+
+    >>> device_names()["h200"]["device"]
+    'H200 SXM'
+    """
+    return {row["name"]: row for row in rows("names")}
+
+
+def _gpu(name: str, mamf: str, guess: float = 0.8) -> Device:
     """Build a device from devices.csv, its rates scaled by the share of the peak that large matrix products reach."""
     row = one("devices", device=name)
-    if mamf is not None:
+    if mamf:
         best = one("mamf", device=mamf)
         share = float(best["reached_tflops"]) / float(best["peak_tflops"])
         how = f"published peak, times {share:.3f}, which is reached in bfloat16 ({best['source']})"
@@ -51,26 +119,41 @@ def gpu(name: str, mamf: str | None, guess: float = 0.8) -> Device:
     )  # fmt: skip
 
 
-def _nvlink(name: str, row: str, system: str, message: str, other: float | None = None) -> Link:
-    """Build NVLink through a switch, fitted to an all-reduce sweep. `other`: the bus bandwidth of other collectives."""
-    fit = fit_all_reduce(system)
-    line = float(one("links", link=row)["GBps"]) * GIGA
-    rest = other or fit.bandwidth
-    bus = {
-        Kind.ALL_REDUCE: fit.bandwidth,
-        Kind.ALL_GATHER: rest,
-        Kind.REDUCE_SCATTER: rest,
-        Kind.ALL_TO_ALL: rest,
+def link_named(name: str) -> Link:
+    """Return a link of measured_links.csv.
+
+    >>> link_named("NVLink 4").bandwidth / 1e9
+    396.0
+    """
+    row = one("measured_links", link=name)
+    sources = {what: row[f"{what}_source"] for what in ("latency", "bandwidth", "bus")}
+    rates = {
+        column.removesuffix("_Bps"): float(rate)
+        for column, rate in row.items()
+        if column.endswith("_Bps") and rate
     }
-    fitted = f"fitted to nccl-tests on {system} ({one('links', link=row)['source']})"
-    return Link(
-        name, fit.latency, 0.88 * line, bus, {"latency": fitted, "bus": fitted, "bandwidth": message}, RAMP
-    )
+    bandwidth = rates.pop("bandwidth")
+    bus = {Kind[kind.upper()]: rate for kind, rate in rates.items()}
+    sources = {what: source for what, source in sources.items() if source}
+    return Link(name, float(row["latency_s"]), bandwidth, bus, sources, float(row["ramp"] or 0))
 
 
-def cpu() -> Hardware:
-    """Build this machine's own CPU: each rank has a core of its own and communicates over loopback."""
-    core = Device(
+def measured_machine(name: str) -> Hardware:
+    """Return a machine of machines.csv.
+
+    >>> measured_machine("2x8-h100-ib").between.name
+    'InfiniBand NDR, a card a GPU'
+    """
+    row = one("machines", name=name)
+    short = row["device"]
+    between = link_named(row["between"]) if row["between"] else None
+    device = _core() if short == "cpu" else _titan_rtx() if short == "titan-rtx" else _device(short)[0]
+    return Hardware(name, device, link_named(row["link"]), between, int(row["per_node"]), int(row["nodes"]))
+
+
+def _core() -> Device:
+    """Return a core of this machine's own CPU, of which each rank has one."""
+    return Device(
         "CPU core", {"float32": 50e9, "float64": 25e9}, bandwidth=10e9, host=10e9, blocked_convolutions=True,
         sources={
             "flops": "assumed: 16 float32 operations a cycle (one AVX2 multiply-add) at 3 GHz. Used only to scale "
@@ -79,166 +162,143 @@ def cpu() -> Hardware:
             "host": "assumed: a copy within memory",
         },
     )  # fmt: skip
-    latency, rates = fit_loopback()
-    source = f"fitted by mpkit.devices.catalogue.tables.fit_loopback to loopback.csv; {rows('loopback')[0]['source']}"
-    link = Link(
-        "loopback", latency, rates[Kind.SEND], rates, dict.fromkeys(("latency", "bandwidth", "bus"), source)
-    )
-    return Hardware("cpu", core, link, per_node=ONE_NODE)
 
 
-def titan_rtx(nvlink: bool) -> Hardware:
-    """Build two TITAN RTX, the machine of the Hugging Face guide's DP and DDP experiment.
+def _titan_rtx() -> Device:
+    """Return the card of the Hugging Face guide's DP and DDP experiment.
 
-    Two figures are fitted by `examples.hugging_face.fit`, one to each of the guide's DDP runs,
-    which it plays on tensors without content. The guide's third run, DP, was not used.
+    `examples.hugging_face.fit` fits its rate in float32 to the guide's DDP run with NVLink, which it plays on tensors
+    without content; the guide's DP run was not used.
     """
-    card = gpu("TITAN RTX", None)
-    guide = "by examples.hugging_face.fit to the guide's DDP"
+    card = _gpu("TITAN RTX", "")
     peak = float(one("devices", device="TITAN RTX")["float32_tflops"]) * 1e12
-    rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
     flops = (
-        f"fitted {guide} with NVLink, 510 ms per step: 0.504 of the published {peak / 1e12:g} TFLOP/s (float32); "
-        f"{card.sources['flops']} (float16)"
+        "fitted by examples.hugging_face.fit to the guide's DDP with NVLink, 510 ms per step: 0.504 of the published "
+        f"{peak / 1e12:g} TFLOP/s (float32); {card.sources['flops']} (float16)"
     )
-    card = replace(card, flops=rates, sources={**card.sources, "flops": flops})
-    latency = 10.9e-6
-    latency_source = "published: two RTX 4090 without peer-to-peer (gist.github.com/muellerzr/fbfabd0f)"
-    if nvlink:
-        line = float(one("links", link="NVLink 2 x2 (TITAN RTX NV2)")["GBps"]) * GIGA
-        sources = {
-            "latency": f"assumed: that of another pair of cards; {latency_source}",
-            "bandwidth": f"assumed: 0.8 of the line rate of {line / GIGA:g} GB/s, since published rings reach 0.78 of "
-            "it on NVLink 3 and 0.82 on NVLink 4 (stas00/ml-engineering network/README.md)",
-        }
-        link = Link("NVLink 2 x2", latency, 0.8 * line, {}, sources)
-        return Hardware("2x-titan-rtx-nvlink", card, link, per_node=2)
-    why = (
-        f"fitted {guide} without NVLink, 657 ms per step: what it takes for 498 MB of gradients, reduced behind the "
-        "backward as far as they can be, to end 147 ms later"
+    rates = {"float32": 0.504 * peak, "float16": card.flops["float16"]}
+    return replace(card, flops=rates, sources={**card.sources, "flops": flops})
+
+
+def build_machine(
+    device: str | Device, *, nodes: int = 1, per_node: int = 8, nic: str | float | None = None
+) -> Hardware:
+    """Return a machine of any size.
+
+    Args:
+        device: a name such as "h100" (names.csv), or a Device.
+        nodes: the number of nodes.
+        per_node: devices per node.
+        nic: the network card of each device: a name of `NICS`, such as "ndr", or GB/s in one direction. It is needed
+            where there are several nodes.
+
+    Raises:
+        ValueError: there is no such device or card, or a number is none.
+
+    >>> machine = build_machine("h100", nodes=64, nic="ndr")
+    >>> machine.devices, machine.name
+    (512, '64x8-h100-ndr')
+    """
+    for name, value in (("nodes", nodes), ("per_node", per_node)):
+        if (whole(value) or 0) < 1:
+            raise ValueError(f"hardware({name}={value!r}): a whole number, 1 or more, such as {name}=8")
+    if isinstance(device, Device):
+        short, made, link = device.name, device, _through_host(device)
+    else:
+        short, made, link = device, *_device(device)
+    between, called = None, "nvlink"
+    if nodes > 1:
+        if nic is None:
+            raise ValueError(
+                f"hardware({short!r}, nodes={nodes}) has no network between its nodes: give nic=, one of "
+                f"{', '.join(NICS)}, or its GB/s for each device, such as nic=25"
+            )
+        between, called = _card(nic)
+    title = f"{nodes}x{per_node}-{short}-{called}" if nodes > 1 else f"{per_node}x-{short}"
+    return Hardware(title, made, link, between, per_node, nodes)
+
+
+def by_name(name: str) -> Hardware | None:
+    """Return the machine of a name such as "64x8-h100-ndr", "4x-l40s" or "h100" (a node of 8); None for another form.
+
+    Raises:
+        ValueError: it is of this form, and there is no such device or card.
+
+    >>> by_name("4x8-h100-ib").devices
+    32
+    """
+    several = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+?)-(" + "|".join(map(re.escape, NICS)) + ")", name)
+    if several:
+        return replace(
+            build_machine(several[3], nodes=int(several[1]), per_node=int(several[2]), nic=several[4]),
+            name=name,
+        )
+    if name in device_names():
+        return build_machine(name)
+    one_node = re.fullmatch(r"(\d+)x-([a-z0-9-]+?)(-nvlink)?", name)
+    if one_node and one_node[2] in device_names():
+        return replace(build_machine(one_node[2], per_node=int(one_node[1])), name=name)
+    return None
+
+
+def _device(short: str) -> tuple[Device, Link]:
+    """Return a device of the catalogue, and the link between such devices inside a node."""
+    names = device_names()
+    if short not in names:
+        near = get_close_matches(str(short).lower(), names, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"hardware({short!r}): the catalogue has {', '.join(names)}.{hint}")
+    row = names[short]["device"]
+    device = _gpu(row, names[short]["mamf"])
+    if link := names[short]["link"]:
+        return device, link_named(link)
+    line = one("devices", device=row)["link_GBps"]
+    if not line:
+        return device, _through_host(device)
+    source = f"assumed: 0.78 of the line rate of {line} GB/s, as rings reach on NVLink 3"
+    rate = 0.78 * float(line) * GIGA
+    return device, Link(
+        f"link of {row}", 4e-6, rate, {}, {"latency": "assumed: NVLink 3's", "bandwidth": source}, RAMP
     )
-    link = Link("PCIe 3 through the host", latency, 1.36e9, {}, {"latency": latency_source, "bandwidth": why})
-    return Hardware("2x-titan-rtx", card, link, per_node=2)
 
 
-def rtx_4090() -> Hardware:
-    """Build two RTX 4090: fast cards that can communicate only through the host."""
-    row = one("links", link="PCIe 4 no-P2P (2x RTX 4090)")
-    source = f"published: {row['note']} ({row['source']})"
-    link = Link("PCIe 4 through the host", 10.9e-6, float(row["GBps"]) * GIGA, {},
-                {"latency": source, "bandwidth": source})  # fmt: skip
-    return Hardware("2x-rtx-4090", gpu("RTX 4090", None), link, per_node=2)
-
-
-def a100() -> Hardware:
-    """Build eight A100 SXM on NVLink 3."""
-    assumed = "assumed: 0.88 of the line rate, as a pair reaches on NVLink 4"
-    link = _nvlink("NVLink 3", "NVLink 3 (A100, 12 links)", "8xA100 NVLink3", assumed)
-    return Hardware("8x-a100-nvlink", gpu("A100 SXM 80GB", "A100 SXM"), link)
-
-
-def _nvlink_4() -> Link:
-    """Build NVLink 4, the link of H100 and H200; measured on H200, whose switch helps with the all-reduce (NVLS)."""
-    gathers = float(one("collectives", collective="all_gather", system="8xH200")["bus_GBps"]) * GIGA
-    pair = "published: a pair of H200 copies 396.4 of 450 GB/s (stas00/ml-engineering network/README.md)"
-    return _nvlink(
-        "NVLink 4", "NVLink 4 (H100/H200, 18 links)", "8xH200 NVLink4 (NVLS from 2MiB)", pair, gathers
-    )
-
-
-def h100() -> Hardware:
-    """Build eight H100 SXM on NVLink 4."""
-    return Hardware("8x-h100-nvlink", gpu("H100 SXM", "H100 SXM"), _nvlink_4())
-
-
-def h200() -> Hardware:
-    """Build eight H200 SXM on NVLink 4."""
-    # H200 has H100's arithmetic and more memory.
-    return Hardware("8x-h200-nvlink", gpu("H200 SXM", "H100 SXM"), _nvlink_4())
-
-
-def h100_pcie() -> Hardware:
-    """Build eight H100 PCIe without NVLink."""
-    line = float(one("links", link="PCIe 5 x16")["GBps"]) * GIGA
-    ring = one("links", link="A100 PCIe 8 GPU ring")
+def _through_host(device: Device) -> Link:
+    """Return the link of devices that reach each other over PCIe, with the shares that eight A100 reach over it."""
     shares = {
         Kind.ALL_REDUCE: 0.4176,
         Kind.ALL_GATHER: 0.4497,
         Kind.REDUCE_SCATTER: 0.3688,
         Kind.ALL_TO_ALL: 0.2754,
     }
-    sources = {
-        "bus": f"assumed: the shares of the line rate that 8 A100 reach over PCIe 4 ({ring['source']})",
-        "bandwidth": "published: copies between host and H200 reach 0.88 of PCIe 5 (stas00/ml-engineering)",
-        "latency": f"assumed: 10 us, within the 3 to 30 us of A100 over PCIe 4 ({ring['source']})",
-    }
-    link = Link(
-        "PCIe 5 x16",
-        10e-6,
-        0.88 * line,
-        {kind: share * line for kind, share in shares.items()},
-        sources,
-        RAMP,
-    )
-    # The PCIe card is assumed to reach the same share of its peak as the SXM card.
-    return Hardware("8x-h100-pcie", gpu("H100 PCIe", "H100 SXM"), link)
+    source = "assumed: the shares of the line rate that 8 A100 reach over PCIe 4 (MooreThreads/SimuMax)"
+    return Link(
+        "PCIe through the host", 10e-6, 0.8 * device.host,
+        {kind: share * device.host for kind, share in shares.items()},
+        {"latency": "assumed: 10 us", "bandwidth": source, "bus": source}, RAMP,
+    )  # fmt: skip
 
 
-def b200() -> Hardware:
-    """Build eight B200 SXM on NVLink 5."""
-    assumed = "assumed: 0.88 of the line rate, as a pair reaches on NVLink 4"
-    ring = float(one("collectives", system="B200 NVLS off (ring)", ranks="8")["bus_GBps"]) * GIGA
-    link = _nvlink("NVLink 5", "NVLink 5 (B200, 18 links)", "8xB200 NVLink5", assumed, ring)
-    return Hardware("8x-b200-nvlink", gpu("B200 SXM", "B200 SXM"), link)
-
-
-@cache
-def _cards(name: str, source: str) -> Link:
-    """Build a link with one 400 Gb/s network card per device, fitted to 4 nodes of 8 B200 over EFA."""
-    system, least = "4x8xB200 EFAv4 8x400G", 2**19
-    n, payload, seconds = sweep(system, least)
-    # Eight devices of a node share the ring's traffic among their eight cards.
-    bandwidth, inside = fit_all_reduce(system, least).bandwidth / 8, b200().link
-
-    def card(latency: float) -> Link:
-        return Link(name, latency, bandwidth, {}, {"latency": source, "bandwidth": source}, RAMP)
-
-    def squared_error(latency: float) -> float:
-        between = card(latency)
-        return sum(  # type: ignore[no-any-return]
-            (collective_time(Kind.ALL_REDUCE, size, n, 4, inside, between) / took - 1) ** 2
-            for size, took in zip(payload.tolist(), seconds.tolist(), strict=True)
+def _card(nic: str | float) -> tuple[Link, str]:
+    """Return the link of a network card for each device, and how a machine's name calls it."""
+    if isinstance(nic, str):
+        if nic.lower() not in NICS:
+            raise ValueError(
+                f"nic={nic!r}: one of {', '.join(NICS)}, or GB/s for each device, such as nic=25"
+            )
+        rate, latency, what = NICS[nic.lower()]
+        called = nic.lower()
+    elif not (real(nic) or 0) > 0:
+        raise ValueError(
+            f"nic={nic!r}: GB/s for each device in one direction, such as nic=25, or a name: {', '.join(NICS)}"
         )
-
-    return card(min((microseconds / 1e6 for microseconds in range(1, 101)), key=squared_error))
-
-
-def two_h100_nodes() -> Hardware:
-    """Build two nodes of eight H100, with a 400 Gb/s InfiniBand card for each GPU."""
-    source = (
-        "assumed: as 4x8 B200 over EFA, whose cards have the same line rate of 50 GB/s (fitted to nccl-tests)"
-    )
-    sources = {"bandwidth": source, "latency": "assumed: 8 us"}
-    between = replace(_cards("InfiniBand NDR, a card a GPU", source), latency=INFINIBAND, sources=sources)
-    return Hardware("2x8-h100-ib", gpu("H100 SXM", "H100 SXM"), _nvlink_4(), between, nodes=2)
-
-
-def four_b200_nodes() -> Hardware:
-    """Build four nodes of eight B200, with a 400 Gb/s EFA card for each GPU."""
-    between = _cards("EFA v4, a card a GPU", "fitted to nccl-tests on 4x8 B200 over EFA, from 512 KiB on")
-    return Hardware("4x8-b200-efa", gpu("B200 SXM", "B200 SXM"), b200().link, between, nodes=4)
-
-
-MACHINES: Mapping[str, Callable[[], Hardware]] = {
-    "cpu": cpu,
-    "2x-titan-rtx-nvlink": lambda: titan_rtx(nvlink=True),
-    "2x-titan-rtx": lambda: titan_rtx(nvlink=False),
-    "2x-rtx-4090": rtx_4090,
-    "8x-a100-nvlink": a100,
-    "8x-h100-nvlink": h100,
-    "8x-h100-pcie": h100_pcie,
-    "8x-h200-nvlink": h200,
-    "8x-b200-nvlink": b200,
-    "2x8-h100-ib": two_h100_nodes,
-    "4x8-b200-efa": four_b200_nodes,
-}
+    else:
+        rate, latency, what, called = (
+            float(nic),
+            INFINIBAND,
+            f"network, {nic:g} GB/s per device",
+            f"{nic:g}GBps",
+        )
+    source = f"assumed: {REACHED} of the published line rate, {rate:g} GB/s per device"
+    return Link(
+        what, latency, REACHED * rate * GIGA, {}, {"bandwidth": source, "latency": "assumed"}, RAMP
+    ), called

@@ -169,7 +169,7 @@ def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool =
 
     >>> bubble_in_theory("gpipe", 4, 8), bubble_in_theory("interleaved_1f1b", 4, 8, 2)
     (Fraction(3, 11), Fraction(3, 19))
-    >>> bubble_in_theory("zbv", 4, 8, 2)
+    >>> bubble_in_theory("zbv", 4, 8)  # has two stages per rank, whatever is asked for
     Fraction(1, 17)
     """
     entry = SCHEDULES[name]
@@ -177,5 +177,5 @@ def bubble_in_theory(name: str, p: int, m: int, v: int = 1, *, recompute: bool =
         return None
     idle = entry.idle(p, m)
     # A rank's work, in forwards of a stage.
-    busy = (4 if recompute else 3) * m * v
+    busy = (4 if recompute else 3) * m * entry.stages_per_rank(v)
     return Fraction(idle, idle + busy)

@@ -8,9 +8,10 @@ devices    the fewest devices, and of the plans for these the fastest step
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 
 from mpkit.common.units import percent, seconds
+from mpkit.plan.kinds import real
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.search import (
     FEW,
@@ -98,7 +99,7 @@ def objective_of(by: str, price: float | None) -> Objective:
         raise ValueError(f"advise(by={by!r}): what is best is one of {', '.join(map(repr, WORDS))}")
     if price is not None and by != "cost":
         raise ValueError(f"advise(by={by!r}, price={price!r}): a price counts for by='cost' alone")
-    if price is not None and (isinstance(price, bool) or not isfinite(price) or price <= 0):
+    if price is not None and not 0 < (real(price) or 0) < inf:
         raise ValueError(f"advise(price={price!r}): the price of an hour of a GPU, such as price=2.5")
     return Objective(by, 1.0 if price is None else float(price))
 

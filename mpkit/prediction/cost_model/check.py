@@ -237,8 +237,8 @@ def can_divide_experts(model: Architecture, tp: int) -> bool:
 
 
 def _short(hardware: Hardware) -> str:
-    from mpkit.devices.catalogue.clusters import DEVICES
 
-    return next(
-        (short for short, (row, _) in DEVICES.items() if row == hardware.device.name), hardware.device.name
-    )
+    from mpkit.devices.catalogue.machines import device_names
+
+    names = (short for short, row in device_names().items() if row["device"] == hardware.device.name)
+    return next(names, hardware.device.name)

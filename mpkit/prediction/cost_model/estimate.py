@@ -457,6 +457,10 @@ def estimate(
     machine = machine_of(hardware)
     check_plan(plan)
     chosen, plan = stack_for(plan, stack, machine.device.half)
+    if preset is not None and not isinstance(preset, Preset):
+        raise ValueError(
+            f"estimate(preset={preset!r}): constants of one's own, from mk.calibrate(...), or left out"
+        )
     sizes = architecture_of(model, trainable=trainable)
     found = estimate_checked(
         sizes, plan, machine, global_batch, sequence, chosen, preset, trainable, expert_load

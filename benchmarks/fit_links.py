@@ -1,45 +1,22 @@
-"""The tables of the catalogue, and the links that are fitted to them.
+"""The catalogue's measured links, fitted: `python -m benchmarks.fit_links` prints what stands in measured_links.csv.
 
-    devices.csv         peak rates, memory and link rates as published; memory_GiB as drivers report it
-    mamf.csv            the rate that large matrix products really reach
-    links.csv           link rates, one direction
-    collectives.csv     nccl-tests sweeps: payload, time, bus bandwidth
-    loopback.csv        Gloo over the loopback interface, measured by `benchmarks.measure_loopback`
-
-Every row names its source. `marks` says which of its cells were derived or not read from a source.
+NVLink     the latency, and the rate of an all-reduce, of nccl-tests sweeps (collectives.csv)
+EFA        the latency of a hop between nodes, to the sweep of 4 nodes of 8 B200
+loopback   the latency, and a rate for each kind (loopback.csv, which `benchmarks.measure_loopback` writes)
 """
 
 from __future__ import annotations
 
-import csv
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
 
-from mpkit.devices.hardware import hops, wire_factor
+from mpkit.devices.catalogue.machines import link_named, rows
+from mpkit.devices.hardware import RAMP, Link, collective_time, hops, wire_factor
 from mpkit.trace import Kind
 
-__all__ = ["Fit", "fit_all_reduce", "fit_loopback", "one", "rows", "sweep"]
-
-
-@cache
-def rows(table: str) -> tuple[dict[str, str], ...]:
-    """Return the rows of a table, as strings by column."""
-    with files("mpkit.devices.catalogue").joinpath(f"{table}.csv").open(encoding="utf-8") as file:
-        return tuple(csv.DictReader(file))
-
-
-def one(table: str, **where: str) -> dict[str, str]:
-    """Return the one row in which these columns have these values.
-
-    >>> one("devices", device="A100 SXM 80GB")["memory_GBps"]
-    '2039'
-    """
-    matching = [row for row in rows(table) if all(row[column] == value for column, value in where.items())]
-    assert len(matching) == 1, f"{table}.csv has {len(matching)} rows with {where}"
-    return matching[0]
+__all__ = ["Fit", "fit_all_reduce", "fit_cards", "fit_loopback", "sweep"]
 
 
 def sweep(system: str, least: float = 0.0) -> tuple[int, np.ndarray, np.ndarray]:
@@ -98,3 +75,39 @@ def fit_loopback() -> tuple[float, dict[Kind, float]]:
     return float(latency), {
         Kind[kind.upper()]: float(1 / each) for kind, each in zip(kinds, inverse, strict=True)
     }
+
+
+def fit_cards() -> Fit:
+    """Fit a 400 Gb/s network card per device to 4 nodes of 8 B200 over EFA: microseconds per hop, and its rate.
+
+    >>> fit_cards()
+    Fit(latency=5.5e-05, bandwidth=45652713523.018234)
+    """
+    system, least = "4x8xB200 EFAv4 8x400G", 2**19
+    n, payload, seconds = sweep(system, least)
+    # Eight devices of a node share the ring's traffic among their eight cards.
+    bandwidth, inside = fit_all_reduce(system, least).bandwidth / 8, link_named("NVLink 5")
+
+    def squared_error(latency: float) -> float:
+        between = Link("card", latency, bandwidth, ramp=RAMP)
+        return sum(  # type: ignore[no-any-return]
+            (collective_time(Kind.ALL_REDUCE, size, n, 4, inside, between) / took - 1) ** 2
+            for size, took in zip(payload.tolist(), seconds.tolist(), strict=True)
+        )
+
+    return Fit(min((microseconds / 1e6 for microseconds in range(1, 101)), key=squared_error), bandwidth)
+
+
+SYSTEMS = {
+    "NVLink 3": "8xA100 NVLink3",
+    "NVLink 4": "8xH200 NVLink4 (NVLS from 2MiB)",
+    "NVLink 5": "8xB200 NVLink5",
+}
+"""By link, the system whose sweep it is fitted to."""
+
+
+if __name__ == "__main__":
+    for link, system in SYSTEMS.items():
+        print(f"{link}: {fit_all_reduce(system)}")
+    print(f"EFA v4: {fit_cards()}")
+    print(f"loopback: {fit_loopback()}")
