@@ -47,7 +47,10 @@ def test_a_call_answers_for_its_arguments(name: str, monkeypatch: pytest.MonkeyP
         (lambda: mk.Plan(cp=4, cp_method=(None, 2)), r"Did you mean Plan\(cp=4\)"),
         (lambda: mk.hardware("h100", nodes=2, nic=[1]), "nic=25"),  # type: ignore[call-overload]
         (lambda: mk.advise("gpt2", "h100", global_batch=8, sequence=64, by="cost", price="2"), "price=2.5"),  # type: ignore[arg-type]
-        (lambda: mk.estimate("gpt2", mk.Plan(), "h100", preset="x"), "mk.calibrate"),  # type: ignore[arg-type]
+        (
+            lambda: mk.estimate("gpt2", mk.Plan(), "h100", global_batch=8, sequence=64, preset="x"),
+            "mk.calibrate",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_keywords_of_another_type_are_answered_with_what_works(make: Callable[[], object], says: str) -> None:
