@@ -1,4 +1,4 @@
-"""The scripts of examples/systems are whole programs of their own; `make test-systems` runs them."""
+"""The scripts of examples/systems are whole programs of their own; `python -m tests.systems` runs them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Programs of other systems, watched: what each sends, hides, holds, and whether it trains as one process does.
 
-    make test-systems                            all that is installed
-    make test-systems ARGS="fsdp2 pipelining"    these scripts
-    make test-systems ARGS="--draw DIR"          with each timeline as SVG and as an interactive page in DIR
+    python -m tests.systems                      all that is installed
+    python -m tests.systems fsdp2 pipelining     these scripts
+    python -m tests.systems --draw DIR           with each timeline as SVG and as an interactive page in DIR
 
 Each script of examples/systems is watched on 2 (or 4) processes, unchanged. Its table:
 
