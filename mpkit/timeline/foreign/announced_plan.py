@@ -94,7 +94,8 @@ def infer(trace: Trace) -> InferredStrategy:
     """Return the plan that the libraries of an imported trace's program announce, and what it follows from."""
     imported = trace.meta.get("imported", {})
     ranks = [_last_step(rank) for rank in trace.ranks]
-    facts, groups = list(imported.get("said", [])), list(imported.get("groups", []))
+    facts = list(imported.get("said", [])) or [*map(_said_by_records, ranks)]
+    groups = list(imported.get("groups", []))
     calls = [list(_calls(rank, groups[at] if at < len(groups) else {})) for at, rank in enumerate(ranks)]
     everything = [call for mine in calls for call in mine]
     options: dict[str, Any] = {}
@@ -129,6 +130,21 @@ def infer(trace: Trace) -> InferredStrategy:
             f"This explains {plan.ranks} of {world} ranks: what divides the others is not in the files at hand."
         )
     return InferredStrategy(plan, evidence)
+
+
+def _said_by_records(rank: RankTrace) -> dict[str, Any]:
+    """Return the same as `said_by`, for the last step of a rank whose program was watched."""
+    actions = rank.ops[rank.ops["depth"] == 0]
+    words = Counter((int(row["kind"]), rank.name(int(row["name"]))) for row in actions)
+    gathers: Counter[str] = Counter()
+    for (_, word), count in words.items():  # "FSDP::all_gather (blocks.0): float32[4160]"
+        if (found := PATTERNS["fsdp"].match(word.rpartition(": ")[0])) and found[1] == "all_gather":
+            gathers[found[2]] += count
+    optimizers = [word for kind, word in words if kind == Kind.OPTIMIZER]
+    return {
+        "ddp": words[Kind.FORWARD, "DistributedDataParallel"], "fsdp": dict(gathers), "steps": 1,
+        "optimizer": optimizers[0] if optimizers else "",
+    }  # fmt: skip
 
 
 def _last_step(rank: RankTrace) -> RankTrace:
