@@ -36,10 +36,9 @@ from mpkit.strategies.rank_context import Context as Context
 from mpkit.strategies.reference.reading import source as source
 from mpkit.strategies.update import optimizer as optimizer
 from mpkit.strategies.wrappers.data_parallel import ddp as ddp
-from mpkit.strategies.wrappers.fully_shard import fully_shard as fully_shard
 from mpkit.strategies.wrappers.pipeline import pipeline as pipeline
+from mpkit.strategies.wrappers.prove import prove as prove
 from mpkit.strategies.wrappers.tensor_parallel import tensor_parallel as tensor_parallel
-from mpkit.strategies.wrappers.zero_optimizer import zero_optimizer as zero_optimizer
 from mpkit.timeline.comparison import compare as compare
 from mpkit.timeline.foreign.open_trace import open as open
 from mpkit.timeline.simulation import simulate as simulate

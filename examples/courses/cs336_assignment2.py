@@ -1,4 +1,4 @@
-"""Stanford CS336, assignment 2: its tests of DDP, the sharded optimizer and FSDP, run against mpkit's wrappers.
+"""Stanford CS336, assignment 2: its tests of DDP, the sharded optimizer and FSDP, run against proved wrappers.
 
     git clone https://github.com/stanford-cs336/assignment2-systems
     python examples/courses/cs336_assignment2.py assignment2-systems
@@ -7,9 +7,10 @@ The course's tests are not part of mpkit: fetch them yourself. They call the stu
 `tests/adapters.py`; this script copies `tests/` into a folder that is thrown away, with the adapters below in place of
 that file, and runs pytest there. The FSDP tests import the course's own model: `pip install einops einx jaxtyping`.
 
-Of the eight tests seven pass. One cannot, and is left out unless you say --all: `test_fsdp_correctness[fp32]` wants
-weights that are equal to the last bit to those of training on the whole batch. mpkit sums the gradients of each rank's
-samples first and then over ranks, in another order than one batch is summed: they are 1.5e-8 apart. The assignment's
+DDP is `mk.ddp`; the sharded optimizer and FSDP are torch's, and `mk.prove` compares the first step with the plain module.
+One test is left out unless you say --all: `test_fsdp_correctness[fp32]` wants weights that are equal to the last bit to
+those of training on the whole batch. Each rank's samples are summed first, and then the ranks, in another order than one
+batch is summed: they are 1.5e-8 apart. The assignment's
 attention kernels are no subject of mpkit.
 """
 
@@ -25,15 +26,19 @@ import tempfile
 from pathlib import Path
 
 ADAPTERS = '''
+import copy
+
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
 import mpkit as mk
 
-PRECISIONS = {None: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
 
 def get_ddp(module):
-    return mk.ddp(module)
+    return mk.ddp(module, prove=1)
 
 
 def ddp_on_after_backward(ddp_model, optimizer):
@@ -41,11 +46,20 @@ def ddp_on_after_backward(ddp_model, optimizer):
 
 
 def get_sharded_optimizer(params, optimizer_cls, **kwargs):
-    return mk.zero_optimizer(optimizer_cls, params, **kwargs)
+    return ZeroRedundancyOptimizer(params, optimizer_cls, **kwargs)
 
 
 def get_fsdp(module, compute_dtype=None):
-    return mk.fully_shard(module, stage=3, precision=PRECISIONS[compute_dtype])
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+    plain = copy.deepcopy(module)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, output_dtype=torch.float32)
+    for layer in module.modules():
+        if next(layer.parameters(recurse=False), None) is not None and layer is not module:
+            fully_shard(layer, mp_policy=policy)
+    model = fully_shard(module, mp_policy=policy)
+    mk.prove(model, plain, dtype=compute_dtype)
+    return model
 
 
 def fsdp_on_after_backward(fsdp_model, optimizer):
@@ -53,7 +67,8 @@ def fsdp_on_after_backward(fsdp_model, optimizer):
 
 
 def fsdp_gather_full_params(fsdp_model):
-    return fsdp_model.state_dict()
+    state = fsdp_model.state_dict()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
 '''
 FILES = ("test_ddp.py", "test_sharded_optimizer.py", "test_fsdp.py")
 CANNOT = "tests/test_fsdp.py::test_fsdp_correctness[fp32]"

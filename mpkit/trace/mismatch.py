@@ -21,7 +21,7 @@ __all__ = ["SHARDED", "IssuedCall", "find_issued", "fits", "why_not"]
 SHARDED = (
     "ZeRO-3 gathers a layer's parameters when the layer is called, and sums its gradients after its backward: all "
     "ranks call the same layers in the same order. Where samples decide which layers are called (a branch, an expert "
-    "in a module of its own), zero=2 keeps parameters whole, and so does mk.fully_shard(model, stage=2); or call the "
+    "in a module of its own), zero=2 keeps parameters whole; or call the "
     "layer in any case, of no samples, layer(x[:0]), where there are none for it."
 )
 """What to say if ranks call different layers whose parameters are sharded."""

@@ -26,7 +26,6 @@ atexit.register(say_what_is_left)
 import gc
 import importlib
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ from mpkit.launch.process.launcher_environment import as_torchrun
 from mpkit.models import GPT
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loops import adamw, apart, data, mine, models, momentum, side_by_side
+from loops import adamw, apart, data, models, momentum, side_by_side
 
 alive: list[Any] = []  # what a script holds in its variables until its end
 
@@ -76,23 +75,6 @@ def wrappers() -> None:
     """Train with every wrapper; all of them live until the end."""
     ctx = begin()
     assert side_by_side(ctx, lambda module: keep(mk.ddp(module, bucket_mb=1e-3))) < 1e-6
-    for stage in (1, 2, 3):
-        assert side_by_side(ctx, partial(mk.fully_shard, stage=stage), max_norm=0.5) < 1e-6
-    assert side_by_side(ctx, lambda module: keep(mk.fully_shard(module, 3, precision="fp16"))) < 2e-3
-
-    module, plain = models(ctx)
-    model = keep(mk.ddp(module))
-    optimizer = keep(mk.zero_optimizer(torch.optim.AdamW, model.parameters(), lr=0.01))
-    its = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    x, y = data()
-    for _ in range(3):
-        optimizer.zero_grad()
-        its.zero_grad()
-        F.mse_loss(plain(x), y).backward()
-        F.mse_loss(model(mine(ctx, x)), mine(ctx, y)).backward()
-        its.step()
-        optimizer.step()
-    assert apart(model, plain) < 1e-6
 
     module, plain = models(ctx, gpt)
     ids = torch.arange(32).view(4, 8)

@@ -1,8 +1,7 @@
-"""mk.zero_optimizer, mk.tensor_parallel and mk.pipeline in a loop of one's own."""
+"""mk.tensor_parallel and mk.pipeline in a loop of one's own."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,88 +17,9 @@ from mpkit.models import GPT, MLP
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from loops import Toy, apart, data, mine, models  # noqa: E402
+from loops import adamw, apart, models  # noqa: E402
 
 Clusters = Callable[[int], mk.Cluster]
-
-
-# ---------------------------------------------------------------- mk.zero_optimizer
-
-
-def grouped(of: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in of.parameters() if parameter.requires_grad]
-    return make(
-        torch.optim.AdamW,
-        [{"params": trained[:3], "lr": 0.02}, {"params": trained[3:], "weight_decay": 0.3}],
-        lr=0.01,
-    )
-
-
-def plainly(
-    optimizer_class: type[torch.optim.Optimizer], params: Any, **options: Any
-) -> torch.optim.Optimizer:
-    return optimizer_class(params, **options)
-
-
-def divides_states(ctx: Any) -> tuple[float, int]:
-    module, plain = models(ctx)
-    model = mk.ddp(module)
-    optimizer, its = grouped(model, mk.zero_optimizer), grouped(plain, plainly)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 20) for each in (optimizer, its)]
-    x, y = data()
-    for step in range(10):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        its.zero_grad()
-        F.mse_loss(plain(x), y).backward()
-        F.mse_loss(model(mine(ctx, x)), mine(ctx, y)).backward()
-        for each in (optimizer, its, *schedulers):
-            each.step()
-        if step == 5:  # states travel: to an optimizer without ranks, and back
-            saved, expected = optimizer.state_dict(), its.state_dict()
-            assert saved["param_groups"] == expected["param_groups"]
-            assert saved["state"].keys() == expected["state"].keys()
-            for number, state in expected["state"].items():
-                for name, value in state.items():
-                    assert torch.allclose(saved["state"][number][name], value, atol=1e-6)
-            optimizer = grouped(model, mk.zero_optimizer)
-            optimizer.load_state_dict(copy.deepcopy(expected))
-            schedulers[0].optimizer = optimizer
-    mine_only = sum(value.numel() for state in optimizer.state.values() for value in state.values())
-    return apart(model, plain), mine_only
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_a_sharded_adamw_equals_adamw(clusters: Clusters, ranks: int) -> None:
-    found = clusters(ranks).run(divides_states)
-    assert max(far for far, _ in found) < 1e-6
-    trained = sum(parameter.numel() for parameter in Toy().parameters() if parameter.requires_grad)
-    states = [count for _, count in found]
-    assert 2 * trained <= sum(states) < 2 * trained + 20
-    assert max(states) < 2 * trained
-
-
-OPTIMIZER_MISTAKES = {
-    "an instance": (lambda m: mk.zero_optimizer(torch.optim.SGD(m.parameters()), []), "takes a class first"),
-    "a module": (lambda m: mk.zero_optimizer(torch.optim.SGD, m), "was given a module: .*model.parameters()"),
-    "nothing": (lambda _: mk.zero_optimizer(torch.optim.SGD, []), "empty parameter list"),
-}  # fmt: skip
-
-
-def mistaken(_: Any) -> dict[str, str]:
-    found = {}
-    for name, (mistake, _says) in OPTIMIZER_MISTAKES.items():
-        try:
-            mistake(nn.Linear(2, 2))
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
-def test_mistakes_with_optimizers_are_explained(clusters: Clusters) -> None:
-    for found in clusters(2).run(mistaken):
-        for name, (_, says) in OPTIMIZER_MISTAKES.items():
-            with pytest.raises(ValueError, match=says):
-                raise ValueError(found[name])
 
 
 # ---------------------------------------------------------------- mk.tensor_parallel

@@ -61,18 +61,6 @@ def test_no_layer_is_taken_for_another_of_its_size(train: Train, options: dict[s
         train(Routed().double(), batches(), plan, **HOW, verify=False)
 
 
-def test_a_wrapper_takes_none_for_another_either(clusters: Clusters) -> None:
-    def step(ctx: mk.Context) -> None:
-        model = mk.fully_shard(Routed().double(), stage=3, find_unused_parameters=True)
-        (x, y), mine = batches()[0], slice(2 * ctx.rank, 2 * ctx.rank + 2)
-        F.cross_entropy(model(x[mine]), y[mine]).backward()
-
-    with pytest.raises(
-        mk.errors.CommMismatch, match=r"all ranks call the same layers.*mk\.fully_shard\(model, stage=2"
-    ):
-        clusters(2).run(step)
-
-
 class Returns(nn.Module):
     """Returns a parameter, for a penalty in the loss."""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +20,6 @@ from tests.recipes import adamw
 from tests.serial import EXACT, Train
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "wrap"))
-from loops import side_by_side
 
 Clusters = Callable[[int], mk.Cluster]
 ZERO = pytest.mark.parametrize("zero", [1, 2, 3])
@@ -112,19 +109,6 @@ def test_backwards_after_the_last_and_late_gradients_reach_all_groups(clusters: 
         optimizer.step()
     for found in clusters(4).run(accumulate, zero):
         torch.testing.assert_close(found, dict(model.state_dict()), **EXACT)
-
-
-def wrapped(ctx: Any) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    ways = [{"dp_shard": 2}, {"group": mesh}, {"group": init_device_mesh("cpu", (2, 2))}]
-    return [
-        side_by_side(ctx, partial(mk.fully_shard, stage=stage, **way), optimizer=adamw, max_norm=0.5)
-        for stage, way in ((1, ways[1]), (2, ways[0]), (3, ways[0]), (3, ways[1]), (3, ways[2]))
-    ]
-
-
-def test_the_wrapper_takes_a_number_or_a_mesh(clusters: Clusters) -> None:
-    assert max(max(found) for found in clusters(4).run(wrapped)) < 1e-6
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def in_fp16(ctx: Any) -> None:
 
 
 def test_a_precision_is_not_ignored(clusters: Callable[[int], mk.Cluster]) -> None:
-    with pytest.raises(mk.RankFailed, match=r"(?s)ValueError: shard\(precision='fp16'\).*mk.fully_shard"):
+    with pytest.raises(mk.RankFailed, match=r"(?s)ValueError: shard\(precision='fp16'\).*mk.Plan.zero"):
         clusters(2).run(in_fp16)
 
 

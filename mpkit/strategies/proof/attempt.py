@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import copy
 import pickle
-import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import Value, leaves, part
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.proof.draws import SharedDraws, StepDraws
-from mpkit.strategies.proof.rounding import SPREADS, RoundingMode, coarsest, distance, largest
+from mpkit.strategies.proof.draws import StepDraws
+from mpkit.strategies.proof.noise import Noise, Results, run_user_code
+from mpkit.strategies.proof.rounding import RoundingMode, coarsest
 from mpkit.strategies.reference.serial import Serial
 
-__all__ = ["Attempt", "Found", "Noise", "run_user_code"]
+__all__ = ["Attempt", "Found"]
 
 Found = tuple[Tensor, dict[str, Tensor | None]]
 """The loss, and the gradients by name."""
-
-SHADOWS = 4.0
-"""How many times as far as a step in 16 bits is from the same in 32 bits two results in 16 bits may be apart: kernels
-sum up in 16 bits inside, as long as the batch is, which nobody can perturb from outside."""
-
-REPETITIONS = 3
-"""How often a step is repeated to find out what rounding does to it."""
-
-CEILING = 3.0
-"""How many square roots of a rounding repetitions may be apart: 1e-3 in float32, 4e-8 in float64."""
-
-SMALL = 0.03
-"""The share of the largest gradient below which a gradient may be nothing but rounding."""
 
 
 @dataclass
@@ -109,8 +93,8 @@ class Attempt:
                 raise
             return self._in_parts(serial)
 
-    def repeat_rounded(self, seed: int | None) -> Found:
-        """Return the same again, and the buffers afterwards by "buffer NAME"; with a seed, with other roundings.
+    def repeat_rounded(self, seed: int | None) -> Results:
+        """Return the same again, and the buffers afterwards; with a seed, with other roundings.
 
         The loss has another scale then: the backwards of some operators, such as matrix_exp, stop where that says.
         """
@@ -118,8 +102,12 @@ class Attempt:
         attempt = self if seed is None else replace(self, scale=self.scale / (2 + seed))
         with nullcontext() if seed is None else RoundingMode(seed):
             loss, found = attempt.run(serial)
-        buffers = {f"buffer {name}": buffer for name, buffer in serial.model.named_buffers()}
-        return loss, {**found, **buffers}
+        return {"": loss, **found} | {f"buffer {name}": b for name, b in serial.model.named_buffers()}
+
+    def noise(self) -> Noise:
+        """Return what rounding does to the loss, the gradients and the buffers of the step."""
+        tensors = [leaf for value in self.batch for leaf in leaves(value)]
+        return Noise(self.repeat_rounded, coarsest(self.serial.model, tensors), self.in_32_bits)
 
     def overflows(self) -> bool:
         """Return whether a gradient of the whole batch, or of a part of it, is not finite at twice the loss scale."""
@@ -173,82 +161,3 @@ class Attempt:
             layer.batch.loss_scale = self.scale
         with run_user_code("the step"), GivenDraws(draws.give):
             return serial.gradients(*batch, scale=self.scale)
-
-
-@contextmanager
-def run_user_code(what: str) -> Iterator[None]:
-    """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
-
-    Raises:
-        CannotReplay: the user's code raises, or an operator that it calls.
-    """
-    try:
-        yield
-    except (CannotReplay, SharedDraws):
-        raise
-    except Exception as error:
-        where = traceback.walk_tb(error.__traceback__)
-        if [frame.f_globals.get("__name__", "") for frame, _ in where][-1].startswith(
-            ("mpkit.strategies.proof.", "mpkit.strategies.wrappers.")
-        ):
-            raise
-        raise CannotReplay(f"{what} fails in plain PyTorch: {one_line(error)}") from error
-
-
-class Noise:
-    """What rounding does to the loss and the gradients of one step.
-
-    Args:
-        attempt: the step.
-
-    Attributes:
-        ceiling: the largest difference that rounding explains, relative to what is compared: about 1e-3 in float32.
-        repeats_differ: whether repetitions differ by more, and as much as what was compared.
-    """
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt, self.repeats_differ = attempt, False
-        self._spread: dict[str, float] = {}
-        self._scales: dict[str, float] = {}
-        tensors = [leaf for value in attempt.batch for leaf in leaves(value)]
-        self.ceiling = CEILING * float(torch.finfo(coarsest(attempt.serial.model, tensors)).eps) ** 0.5
-
-    def explains(self, by: float, name: str) -> bool:
-        """Return whether rounding explains a difference of a gradient, a buffer ("buffer NAME") or the loss ("").
-
-        Raises:
-            CannotReplay: repetitions differ as much, by more than rounding explains; or they fail.
-        """
-        if not self._spread:
-            self._spread = self._spreads()
-        bound, scale = self._spread[name], self._scales[name]
-        if self.ceiling * scale < by <= bound:
-            self.repeats_differ = True
-            what = name if name.startswith("buffer") else f"the gradient of {name}" if name else "the loss"
-            raise CannotReplay(
-                f"repeats of the step differ by {bound / SPREADS / scale if scale else inf:.0e} in {what}, so "
-                "something in it is not the same each time: random numbers that mpkit does not hear (os.urandom, a "
-                "generator of another library), the clock, or what a module keeps outside of itself"
-            )
-        return by <= bound
-
-    def _spreads(self) -> dict[str, float]:
-        loss, base = self._attempt.repeat_rounded(None)
-        spread = dict.fromkeys(("", *base), 0.0)
-        for seed in range(REPETITIONS):
-            value, gradients = self._attempt.repeat_rounded(seed)
-            spread[""] = max(spread[""], distance(value, loss))
-            for name, gradient in gradients.items():
-                known = base[name]
-                if gradient is not None and known is not None and gradient.shape == known.shape:
-                    spread[name] = max(spread[name], distance(gradient, known))
-        found = {name: SPREADS * by for name, by in spread.items()}
-        for name, wide in self._attempt.in_32_bits().items():
-            known = base[name]
-            found[name] += 0.0 if known is None else SHADOWS * distance(known, wide)
-        # A gradient that is zero but for rounding has that of the others.
-        sizes = {name: largest(value) for name, value in base.items() if value is not None}
-        most = max((size for name, size in sizes.items() if not name.startswith("buffer ")), default=0.0)
-        least = {name: 0.0 if name.startswith("buffer ") else SMALL * most for name in found}
-        self._scales = {name: max(sizes.get(name, 0.0), least[name]) for name in found} | {"": largest(loss)}
-        return found

@@ -11,9 +11,10 @@ from torch import Tensor
 from mpkit.common.exceptions import one_line
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import CannotReplay
-from mpkit.strategies.proof.attempt import Attempt, Noise
+from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.causes import cause_of_update
 from mpkit.strategies.proof.draws import SharedDraws
+from mpkit.strategies.proof.noise import Noise
 from mpkit.strategies.proof.rounding import distance, few_of, largest
 from mpkit.strategies.proof.whole_step import WholeStep
 from mpkit.strategies.reference.serial import Serial

@@ -26,7 +26,7 @@ from mpkit.strategies.models.heard_draws import CannotReplay
 from mpkit.strategies.models.hooks import register
 from mpkit.strategies.models.python_state import PythonState
 from mpkit.strategies.packing.packing import dumps
-from mpkit.strategies.proof.attempt import Attempt, Noise, run_user_code
+from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.causes import cause_of
 from mpkit.strategies.proof.compare import (
     Difference,
@@ -37,6 +37,7 @@ from mpkit.strategies.proof.compare import (
 )
 from mpkit.strategies.proof.draws import SharedDraws, StepDraws
 from mpkit.strategies.proof.gpu_serial_step import on_device
+from mpkit.strategies.proof.noise import run_user_code
 from mpkit.strategies.proof.rounding import coarsest, distance, few_of, largest
 from mpkit.strategies.proof.whole_step import WholeStep, assemble_step, files_of
 from mpkit.strategies.reference.serial import Serial
@@ -151,7 +152,7 @@ class Prover:
             attempt.scale /= 2  # what overflows at once does not in parts
             value, gradients = attempt.run(attempt.begin_again())
         # ---- compare loss and gradients
-        noise = Noise(attempt)
+        noise = attempt.noise()
         allowed = few_of(value.dtype, 0) * largest(value)
         try:
             reported = torch.tensor(loss, dtype=torch.float64)

@@ -16,19 +16,21 @@ from torch import nn
 
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.prepare.arguments.task import raise_rejection
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.layers import find_wrong_embedding
-from mpkit.strategies.proof.whole_step import Elements
+from mpkit.strategies.proof.held_tensors import HeldTensors
+from mpkit.strategies.proof.loop import LoopProof
+from mpkit.strategies.proof.plain_module import PlainModule
+from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.backward import ModuleBackwards
-from mpkit.strategies.wrappers.loop_proof import checked_prove
-from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
-from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
 from mpkit.strategies.wrappers.tensor_parallel import TensorParallel
-from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
+from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper, checked_prove
 from mpkit.trace import Kind
 
 __all__ = ["DataParallel", "ddp"]
@@ -79,14 +81,14 @@ def ddp(
     Raises:
         ValueError: there is no process group, the module has nothing to train, or it is wrapped already; or the ranks
             have different models, which `prove` finds.
-        NotSerial: on all ranks, in `loss.backward()`: a step that is compared is not that of plain PyTorch.
+        NotSerial: on all ranks, in `optimizer.step()`: a step that is compared is not that of plain PyTorch.
     """
     within = () if checked_prove("mk.ddp", prove) else (TensorParallel,)
     if prove and isinstance(module, TensorParallel):
         raise ValueError(
             f"mk.ddp(prove={prove}) around mk.tensor_parallel: no rank has the whole module, to compute it in plain "
-            f"PyTorch. mk.ddp(mk.tensor_parallel(module, group=tp, prove={prove}), group=dp) compares what the layers' "
-            "parts compute"
+            f"PyTorch. mk.prove(model, plain, {prove}) is given it: plain = copy.deepcopy(module), before "
+            "model = mk.ddp(mk.tensor_parallel(module, group=mesh['tp']), group=mesh['dp'])"
         )
     return DataParallel(
         check_module(module, "mk.ddp", within=within), bucket_mb, find_unused_parameters, group, prove
@@ -94,7 +96,11 @@ def ddp(
 
 
 class DataParallel(ModuleWrapper):
-    """A module whose gradients are averaged over ranks; made by `mk.ddp`."""
+    """A module whose gradients are averaged over ranks; made by `mk.ddp`.
+
+    Attributes:
+        synchronizes: whether a forward takes the first rank's buffers, and its backward averages; not in `no_sync()`.
+    """
 
     def __init__(
         self, module: nn.Module, bucket_mb: float, unused: bool, group: Group, prove: int = 0
@@ -102,18 +108,17 @@ class DataParallel(ModuleWrapper):
         context = context_for(module)
         replicas = replicas_of(context, group)
         raise_rejection(find_wrong_embedding(module, shared=replicas.size > 1, local=True))
-        proof = LoopProof("mk.ddp", prove, module, replicas)
+        proof = self._begin_proof(module, replicas, prove) if prove else None
         super().__init__(module)
+        self.synchronizes = True
         plan = Plan(
             dp=replicas.size, batchnorm="local", bucket_mb=bucket_mb, unused="allow" if unused else "error"
         )
         stage = Stage(0, [("", module)], context.device)
         self._record = context.record
-        self._synchronizes = True
         self._backward: AbstractContextManager[Any] | None = None
         self._op = -1
         # Before the reducer's own hooks, which need a backward that has begun.
-        proof.hear(module)
         self._backwards = ModuleBackwards(
             module.parameters(), self._begin, self._end, alone=self._refuse_alone
         )
@@ -126,38 +131,37 @@ class DataParallel(ModuleWrapper):
             self._record.ledger.track(parameter, "params")
         self._held = HeldParameters(module, "mk.ddp", allows_unused=unused)
         self._proof = proof
-        proof.attach(
-            module,
-            [HeldElements(Elements(context.rank, n, 0, None), p) for n, p in module.named_parameters()],
-        )
+        if proof is not None:
+            proof.attach(module, HeldTensors(dict(module.named_parameters()), None, proof.ranks))
+
+    def _begin_proof(self, module: nn.Module, replicas: Communicator, steps: int) -> LoopProof:
+        ranks, plain = Ranks("mk.ddp", replicas.ranks, replicas.handle), PlainModule(copy_model(module))
+        return LoopProof("mk.ddp", ranks, plain, steps, synchronizes=lambda: self.synchronizes)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block, gradients accumulate on each rank; the next backward outside averages their sum."""
-        before, self._synchronizes = self._synchronizes, False
+        before, self.synchronizes = self.synchronizes, False
         try:
             yield
         finally:
-            self._synchronizes = before
+            self.synchronizes = before
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; the backward from its output averages gradients."""
         if torch.is_grad_enabled():
             self._held.check()
-        self._proof.enter(args, kwargs)
-        if self._synchronizes:
+        if self.synchronizes:
             self._sync.synchronize_buffers()
-        self._proof.note_buffers(last=self._synchronizes)
         op = self._record.begin(Kind.FORWARD, "forward")
         output = self.module(*args, **kwargs)
         self._record.end(op)
-        output = self._proof.leave(output)
         if torch.is_grad_enabled():
             self._backwards.watch(output)
         return output
 
     def _refuse_alone(self) -> None:
-        if self._synchronizes and self._sync.has_replicas:
+        if self.synchronizes and self._sync.has_replicas:
             raise ValueError(
                 "torch.autograd.grad with respect to parameters under mk.ddp: gradients are averaged where backward() "
                 "accumulates them, and these would be this rank's own. loss.backward() averages them; this rank's own "
@@ -166,15 +170,13 @@ class DataParallel(ModuleWrapper):
 
     def _begin(self) -> None:
         self._op = self._record.begin(Kind.BACKWARD, "backward")
-        self._proof.begin()
         self._sync.begin_backward()
-        self._backward = self._sync.backward(last=self._synchronizes)
+        self._backward = self._sync.backward(last=self.synchronizes)
         self._backward.__enter__()
 
     def _end(self) -> None:
         assert self._backward is not None
         self._backward.__exit__(None, None, None)
         self._record.end(self._op)
-        if self._synchronizes:
+        if self.synchronizes:
             self._sync.finish()
-        self._proof.end(last=self._synchronizes)

@@ -13,11 +13,14 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.wrappers.loop_proof import checked_prove
-from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
+from mpkit.strategies.proof.loop import LoopProof
+from mpkit.strategies.proof.plain_module import PlainModule
+from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
 from mpkit.strategies.wrappers.replicas import check_module, context_for
+from mpkit.strategies.wrappers.wrapper import checked_prove
 
 __all__ = ["pipeline"]
 
@@ -75,7 +78,10 @@ def pipeline(
     _check(module, loss, options, prove)
     context = context_for(module)
     plan = Plan(pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n, **options)
-    proof = LoopProof("mk.pipeline", prove, module, context.comm, average=False, divided=True, loss=loss)
+    proof = None
+    if prove:
+        ranks = Ranks("mk.pipeline", context.comm.ranks, context.comm.handle)
+        proof = LoopProof("mk.pipeline", ranks, PlainModule(copy_model(module), loss=loss), prove)
     broadcast_all(context.comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
     job = prepare(

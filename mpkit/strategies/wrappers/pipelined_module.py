@@ -27,6 +27,8 @@ from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
 from mpkit.strategies.proof.draws import StepDraws
+from mpkit.strategies.proof.held_tensors import HeldTensors
+from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.runtime.pipeline import Pipeline
@@ -34,8 +36,6 @@ from mpkit.strategies.runtime.train import place_stages, watch_stages
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters
 from mpkit.strategies.wrappers.divided_optimizer import mark_divided
 from mpkit.strategies.wrappers.gradient_part import clip, mark_part
-from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
-from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
 from mpkit.trace.record.silent_recorder import SilentRecorder
 
@@ -48,10 +48,10 @@ class PipelineParallel(ModuleWrapper):
     Args:
         context: this rank's context.
         job: the module, and how it is divided.
-        proof: what is compared with plain PyTorch.
+        proof: compares the first steps with plain PyTorch; None: nothing does.
     """
 
-    def __init__(self, context: Context, job: TrainJob, proof: LoopProof) -> None:
+    def __init__(self, context: Context, job: TrainJob, proof: LoopProof | None) -> None:
         super().__init__(job.what.model)
         axes = MeshAxes(context.comm, context.device, job.where.mesh)
         stages, self._rest = place_stages(context, job, axes)
@@ -71,9 +71,11 @@ class PipelineParallel(ModuleWrapper):
         if not isinstance(context.record, SilentRecorder):
             watch_stages(context, job, stages)
         self._proof = proof
-        pieces = (*self._sync.pieces, *self._sync.frozen)
-        where = [HeldElements(Elements(context.rank, p.name, p.start, None), p.parameter) for p in pieces]
-        proof.attach(job.what.model, where)
+        if proof is not None:
+            pieces = (*self._sync.pieces, *self._sync.frozen)
+            elements = {p.name: Elements(context.rank, p.name, p.start, None) for p in pieces}
+            named = {piece.name: piece.parameter for piece in pieces}
+            proof.attach(job.what.model, HeldTensors(named, elements, proof.ranks), listens=False)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -99,10 +101,10 @@ class PipelineParallel(ModuleWrapper):
         """
         self._held.check()
         self._send_tied()
-        self._proof.enter((inputs, targets), {})
-        self._proof.begin()
+        if self._proof is not None:
+            self._proof.enter((inputs, targets), {})
         heard = ForwardDraws()
-        self._pipeline.listen(heard if self._proof.active else None)
+        self._pipeline.listen(heard if self._proof is not None and self._proof.active else None)
         microbatches = self._split(inputs, targets)
         before = self._set_aside()
         for copy in self._copies:
@@ -117,7 +119,8 @@ class PipelineParallel(ModuleWrapper):
         for piece in self._sync.pieces:
             if piece.held.grad is not None:
                 piece.held.grad = mark_part(piece.held.grad)  # other stages have the rest
-        self._proof.compare_step(loss, heard, partial(StepDraws, self._job.plan, batch_size(inputs)))
+        if self._proof is not None:
+            self._proof.compare_step(loss, heard, partial(StepDraws, self._job.plan, batch_size(inputs)))
         return loss
 
     def _split(self, inputs: Any, targets: Any) -> list[MicroBatch]:

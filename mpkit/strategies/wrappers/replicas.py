@@ -10,25 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.comm.one_rank import OneRank
 from mpkit.strategies.comm.own_process import current_communicator
-from mpkit.strategies.data_parallel.replicated_part import ShardGroups, shard_groups
 from mpkit.strategies.experts.known_experts import find_balanced
 from mpkit.strategies.rank_context import Context
 from mpkit.strategies.wrappers.wrapper import ModuleWrapper
 
-__all__ = [
-    "Group",
-    "check_module",
-    "context_for",
-    "context_on",
-    "replicas_of",
-    "shard_groups_of",
-    "size_of",
-]
+__all__ = ["Group", "check_module", "context_for", "replicas_of"]
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 """The ranks that work together: a communicator, torch's process group, a mesh of one axis, or None for all."""
@@ -59,26 +48,25 @@ def context_on(device: torch.device) -> Context:
     return Context(comm.rank, comm.world_size, comm.wire.device, comm, comm.wire.record)
 
 
-def replicas_of(context: Context, group: Group, *, hybrid: bool = False) -> Communicator:
+def replicas_of(context: Context, group: Group) -> Communicator:
     """Return the communicator of a group.
 
     Args:
         context: this rank's context.
         group: the ranks.
-        hybrid: whether it may be a mesh of two axes, whose ranks are taken together.
 
     Raises:
         ValueError: it is no group, has several axes, or this rank is not in it.
     """
     comm = context.comm
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1 and not hybrid:
+        if group.ndim != 1:
             names = group.mesh_dim_names
             said, one = (f", {names}", f"[{names[0]!r}]") if names else ("", ".get_group(0)")
             raise ValueError(
                 f"group is a mesh of {group.ndim} axes{said}, and one axis is wanted: group=mesh{one}"
             )
-        group = _group_of_mesh(group)
+        group = group.get_group()
     if isinstance(group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(group))
         group = comm if len(ranks) == comm.world_size else comm.adopt(ranks, group)
@@ -93,42 +81,6 @@ def replicas_of(context: Context, group: Group, *, hybrid: bool = False) -> Comm
             f"rank {group.rank} is not in the group of ranks {list(group.ranks)}: only its ranks wrap the module"
         )
     return group if group.size > 1 else OneRank(comm.wire)
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks of a mesh, which may have two axes, with names or without."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.mesh_dim_names:
-        return mesh._flatten().get_group()
-    group: dist.ProcessGroup = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    return group
-
-
-def size_of(module: nn.Module, group: Group) -> int:
-    """Return the number of ranks in a group, which may be a mesh of two axes."""
-    return group.size() if isinstance(group, DeviceMesh) else replicas_of(context_for(module), group).size
-
-
-def shard_groups_of(context: Context, group: Group, plan: Plan) -> ShardGroups | None:
-    """Return this rank's groups under hybrid sharding; None if all ranks of the group share the shards.
-
-    Every rank makes this call at the same time.
-
-    Raises:
-        ValueError: a part of all ranks is divided by a number, for which torch has no groups.
-    """
-    if plan.dp_shard is None:
-        return None
-    if isinstance(group, DeviceMesh) and group.ndim == 2:
-        replicate, shard = (replicas_of(context, group.get_group(axis)) for axis in range(2))
-        return ShardGroups(shard, replicate)
-    if plan.dp != context.world_size:
-        raise ValueError(
-            f"mk.fully_shard(dp_shard={plan.dp_shard}) divides all ranks into groups, and here are {plan.dp} of "
-            f"{context.world_size}: give their mesh, group=mesh['dp_replicate', 'dp_shard'], which has them already"
-        )
-    return shard_groups(plan, MeshAxes(context.comm, context.device, plan.mesh))
 
 
 def check_module(module: nn.Module, what: str, within: tuple[type[ModuleWrapper], ...] = ()) -> nn.Module:

@@ -20,22 +20,23 @@ from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.arguments.task import raise_rejection
+from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.layers import find_wrong_embedding
 from mpkit.strategies.prepare.shared_memory import find_shared_memory
+from mpkit.strategies.proof.held_tensors import HeldTensors
+from mpkit.strategies.proof.loop import LoopProof
+from mpkit.strategies.proof.plain_module import PlainModule
+from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.stage.shard import Shard, put_together
 from mpkit.strategies.tensor import by_hand
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.shards import partial_sums, shards_of
-from mpkit.strategies.wrappers.backward import ModuleBackwards
+from mpkit.strategies.tensor.shards import shards_of
 from mpkit.strategies.wrappers.divided_optimizer import mark_divided
 from mpkit.strategies.wrappers.gradient_part import clip, marked_when_ready
-from mpkit.strategies.wrappers.loop_proof import checked_prove
-from mpkit.strategies.wrappers.loop_proof.proof import LoopProof
-from mpkit.strategies.wrappers.loop_proof.weights import HeldElements
 from mpkit.strategies.wrappers.replicas import Group, check_module, context_for, replicas_of
-from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper
+from mpkit.strategies.wrappers.wrapper import HeldParameters, ModuleWrapper, checked_prove
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -52,8 +53,7 @@ class TensorParallel(ModuleWrapper):
         module: the module, already divided.
         shards: for each rank of the group, which part of which parameter it holds, by every name.
         comm: the ranks that hold the other parts.
-        proof: what is compared with plain PyTorch.
-        summed: names of whole parameters whose gradients are summed over the ranks.
+        proof: compares the first steps with plain PyTorch; None: nothing does.
     """
 
     def __init__(
@@ -61,18 +61,14 @@ class TensorParallel(ModuleWrapper):
         module: nn.Module,
         shards: list[dict[str, Shard]],
         comm: Communicator,
-        proof: LoopProof,
-        summed: frozenset[str] = frozenset(),
+        proof: LoopProof | None,
     ) -> None:
         super().__init__(module)
-        self._shards, self._comm, self._proof = shards, comm, proof
-        mine, named = shards[comm.index], dict(module.named_parameters())
-        proof.hear(module, summed)
-        proof.attach(
-            module, [HeldElements(Elements(comm.rank, n, 0, mine.get(n)), p) for n, p in named.items()]
-        )
-        if proof.active:
-            self._backwards = ModuleBackwards(module.parameters(), proof.begin, self._end)
+        self._shards, self.comm, self._proof = shards, comm, proof
+        if proof is not None:
+            proof.attach(
+                module, HeldTensors(dict(module.named_parameters()), self.held_elements(), proof.ranks)
+            )
         for name, parameter in module.named_parameters():
             if name in shards[0] and parameter.requires_grad:
                 marked_when_ready(parameter)
@@ -83,21 +79,15 @@ class TensorParallel(ModuleWrapper):
         """Call the module."""
         if torch.is_grad_enabled():
             self._held.check()
-        self._proof.enter(args, kwargs)
-        self._proof.note_buffers()
-        with self._proof.hear_draws():
-            output = self.module(*args, **kwargs)
-        output = self._proof.leave(output)
-        if self._proof.active and torch.is_grad_enabled():
-            self._backwards.watch(output)
-        return output
+        return self.module(*args, **kwargs)
 
-    def _end(self) -> None:
-        try:
-            self._proof.end()
-        finally:
-            if not self._proof.active:
-                self._backwards.close()
+    def held_elements(self) -> dict[str, Elements]:
+        """Return where the elements that this rank updates lie in the module's parameters, by name."""
+        mine = self._shards[self.comm.index]
+        return {
+            name: Elements(self.comm.rank, name, 0, mine.get(name))
+            for name, _ in self.module.named_parameters()
+        }
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients down to a norm over all ranks' parts, and return the norm before; every rank calls it.
@@ -110,7 +100,7 @@ class TensorParallel(ModuleWrapper):
         mine = [gradient for name, gradient in named if name in self._shards[0]]
         alike = [gradient for name, gradient in named if name not in self._shards[0]]
         device = next(self.module.parameters()).device
-        return clip(mine, alike, max_norm, norm_type, self._comm, device)
+        return clip(mine, alike, max_norm, norm_type, self.comm, device)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """Return the whole module's state on every rank; every rank calls it. Divided tensors are copies."""
@@ -126,7 +116,7 @@ class TensorParallel(ModuleWrapper):
         sizes = [torch.Size(shard.shape).numel() for shard in shards]
         padded = local.new_zeros(max(sizes))
         padded[: local.numel()] = local.reshape(-1)
-        parts = self._comm.all_gather(padded).chunk(self._comm.size)
+        parts = self.comm.all_gather(padded).chunk(self.comm.size)
         return put_together(
             shards,
             [part[:size].view(shard.shape) for part, size, shard in zip(parts, sizes, shards, strict=True)],
@@ -141,7 +131,7 @@ class TensorParallel(ModuleWrapper):
             ValueError: `assign` is set.
             RuntimeError: names or shapes do not fit, as for any module.
         """
-        mine = self._shards[self._comm.index]
+        mine = self._shards[self.comm.index]
         fits = {n for n, s in mine.items() if n in state_dict and tuple(state_dict[n].shape) == s.whole}
         local = {n: mine[n].take(value) if n in fits else value for n, value in state_dict.items()}
         return super().load_state_dict(local, strict, assign)
@@ -257,15 +247,17 @@ def _wrap_module(
     context = context_for(module)
     comm = replicas_of(context, group)
     raise_rejection(find_wrong_embedding(module, shared=comm.size > 1) or find_shared_memory(module))
-    proof = LoopProof("mk.tensor_parallel", prove, module, comm, average=False, divided=True)
+    proof = None
+    if prove:
+        ranks = Ranks("mk.tensor_parallel", comm.ranks, comm.handle)
+        plain = PlainModule(copy_model(module))
+        proof = LoopProof("mk.tensor_parallel", ranks, plain, prove, tp=ranks, synchronizes=lambda: True)
     broadcast_all(comm, module)
     shards: list[dict[str, Shard]] = [{}]
-    summed: frozenset[str] = frozenset()
     if comm.size > 1:
         plan = find_tensor_plan(module) if plan is None else plan
         resolved = check(module, comm.size, plan, sequence=sequence)
         of_ranks = [shards_of(module, FakeGroup(comm.size, i), resolved) for i in range(comm.size)]
         shards = [each.found for each in of_ranks]
-        summed = partial_sums(module, resolved, of_ranks[0], sequence=sequence)
     by_hand.tensor_parallel(context, module, plan, group=comm, sequence=sequence, overlap=overlap)
-    return TensorParallel(module, shards, comm, proof, summed)
+    return TensorParallel(module, shards, comm, proof)

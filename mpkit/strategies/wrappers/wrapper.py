@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HeldParameters", "ModuleWrapper"]
+__all__ = ["HeldParameters", "ModuleWrapper", "checked_prove"]
 
 
 class ModuleWrapper(nn.Module):
@@ -153,7 +153,7 @@ class HeldParameters:
         trained = {name for name, parameter in named.items() if parameter.requires_grad}
         unused = "find_unused_parameters=True"
         if late := sorted(trained - self._trained):
-            within = f", with {unused}," if self._wrapper in ("mk.ddp", "mk.fully_shard") else ""
+            within = f", with {unused}," if self._wrapper == "mk.ddp" else ""
             raise ValueError(
                 f"{late[0]} was frozen when {self._wrapper} wrapped the module, and trains now: its gradient would not "
                 f"be synchronized. Wrap the module while it trains{within} and then freeze it until it is to train"
@@ -164,3 +164,17 @@ class HeldParameters:
                 f"{frozen[0]} was frozen after {self._wrapper} had wrapped the module, and the ranks wait for its "
                 f"gradient: {self._wrapper}(module, {unused}) allows that, or freeze it first"
             )
+
+
+def checked_prove(wrapper: str, prove: Any, option: str = "prove") -> int:
+    """Return the number of steps to prove.
+
+    Raises:
+        ValueError: it is no number of steps.
+    """
+    if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
+        raise ValueError(
+            f"{wrapper}({option}={prove!r}): {option} is the number of steps, from the first on, that are compared "
+            f"with plain PyTorch: {wrapper}(module, ..., {option}=2); 0 compares none"
+        )
+    return prove

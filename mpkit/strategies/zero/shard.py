@@ -54,8 +54,8 @@ def shard(context: Context, model: nn.Module, stage: int = 3, **options: Any) ->
     if options.get("precision", "full") != "full":
         raise ValueError(
             f"shard(precision={options['precision']!r}): 16 bits need fp32 master weights for the optimizer, and here "
-            "it is given the shards themselves. mk.fully_shard(model, stage, precision='fp16') has both, and the loop "
-            "of an ordinary model."
+            "it is given the shards themselves. cluster.train(model, data, mk.Plan.zero(stage, dp), precision='fp16') "
+            "has both."
         )
     plan = Plan(dp=context.world_size, zero=stage, **{"batchnorm": "local", **options})
     if plan.ep > 1:

@@ -7,7 +7,7 @@ noise       both again with other roundings, for how far two correct results may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,31 +17,28 @@ from torch import Tensor, nn
 
 from mpkit.strategies.models.heard_draws import CannotReplay, GivenDraws
 from mpkit.strategies.models.nested_values import flatten, rebuild
-from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.proof.draws import StepDraws
-from mpkit.strategies.proof.rounding import RoundingMode, coarsest, distance, largest
-from mpkit.strategies.stage.stage import call, cast, cast_module
-from mpkit.strategies.wrappers.loop_proof.attributes import (
+from mpkit.strategies.proof.kept_values import (
+    RandomStates,
     apart_from_graph,
     kept_attributes,
     kept_of_graph,
     settings,
     tensors_of,
 )
-from mpkit.strategies.wrappers.loop_proof.random_states import RandomStates
+from mpkit.strategies.proof.noise import Noise
+from mpkit.strategies.proof.rounding import RoundingMode, coarsest, distance, largest
+from mpkit.strategies.stage.stage import call, cast_module
 
-__all__ = ["Gradients", "PlainCopy", "PlainForward", "Seen", "add_gradients", "wide"]
-
-REPETITIONS = 3
-"""How often a result is computed again to find out what rounding does to it."""
+__all__ = ["CLOSE", "Gradients", "PlainForward", "PlainModule", "Received", "wide"]
 
 CLOSE = 1e-3
-"""The relative difference up to which another computation explains an output."""
+"""The relative difference up to which another computation explains a result."""
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Any, Any], Any]
-Seen = tuple["PlainForward", dict[int, Tensor], float]
-"""A forward of which a backward was made: the gradients of its outputs by place, and the factor that they get."""
+Received = tuple["PlainForward", dict[int, Tensor]]
+"""A forward of which a backward was made: the gradients of its outputs, by place."""
 
 
 @dataclass
@@ -75,26 +72,31 @@ class PlainForward:
         return GivenDraws(_never if again else self.draws.give)
 
 
-class PlainCopy:
-    """A copy of a module, made before it is wrapped.
+class PlainModule:
+    """A module without a strategy, which follows a wrapped one.
 
     Args:
-        module: the module.
-        dtype: the dtype of 16 bits in which it computes; None for its own.
+        module: the plain module; its weights, buffers and attributes are changed.
+        dtype: the dtype of 16 bits in which the wrapped one computes; None for its own.
         loss: if it is given, a forward takes (inputs, targets) and returns the loss.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None, loss: Loss | None = None) -> None:
-        self.module, self._dtype, self._loss = copy_model(module), dtype, loss
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, loss: Loss | None = None) -> None:
+        self.module, self._dtype, self._loss = module, dtype, loss
         if dtype is not None:
-            cast_module(self.module, dtype)
-        self.parameters = dict(self.module.named_parameters())
+            cast_module(module, dtype)
+        self.parameters = dict(module.named_parameters())
         self.device = next(iter(self.parameters.values())).device
-        self._own = self._first = settings(self.module)
+        self._own = self._first = settings(module)
 
-    def follow(self, module: nn.Module) -> None:
-        """Note the attributes of the module once it is wrapped: what changes later, the copy follows."""
+    def follow(self, module: nn.Module) -> list[str]:
+        """Follow a wrapped module from now on: what changes in its attributes later; return where modes differ now."""
         self._first = settings(module)
+        return [
+            f"{name or 'the model'} is in another mode than the plain module."
+            for name, now in self._first.items()
+            if name in self._own and now["training"] != self._own[name]["training"]
+        ]
 
     # ---- forward
 
@@ -107,10 +109,12 @@ class PlainCopy:
         args, kwargs = rebuild(shape, [apart_from_graph(leaf) for leaf in leaves])
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return PlainForward(args, kwargs, modes, RandomStates.capture(module, self.device), autocast)
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        random = RandomStates.capture(module, self.device)
+        return PlainForward(args, kwargs, modes, random, autocast, buffers)
 
     def _follow_attributes(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes of the copy's module: its own where the wrapped module's are as at first."""
+        """Return the attributes of the plain module: its own where the wrapped module's are as at first."""
         first, own = self._first.get(name, {}), self._own.get(name, {})
         same = {key for key, value in now.items() if key in first and first[key] == value}
         return {key: own[key] if key in same else now[key] for key in now if key not in same or key in own}
@@ -123,7 +127,9 @@ class PlainCopy:
                 vars(inner)[key] = rebuild(shape, [apart_from_graph(leaf, self._dtype) for leaf in leaves])
         # New ones: a graph of an earlier forward may keep those that there are.
         there = {name: (b, seen.buffers.get(name, b)) for name, b in self.module.named_buffers()}
-        new = {id(b): now.clone() for b, now in there.values() if b.shape == now.shape}  # and not divided
+        new = {
+            id(b): now.to(b, copy=True) for b, now in there.values() if b.shape == now.shape
+        }  # not divided
         for inner in self.module.modules():
             for key, buffer in inner._buffers.items():
                 inner._buffers[key] = new.get(id(buffer), buffer)
@@ -131,13 +137,10 @@ class PlainCopy:
         args, kwargs = rebuild(shape, [apart_from_graph(leaf, self._dtype) for leaf in leaves])
         on, dtype = seen.autocast
         autocast = torch.autocast(self.device.type, dtype=dtype, enabled=on, cache_enabled=False)
-        with torch.enable_grad(), autocast, self._random(seen), seen.use_draws():
+        random = seen.random.draw_from(self.module, self.device)
+        with torch.enable_grad(), autocast, random, seen.use_draws():
             output = self._output(args, kwargs)
-        output = output if self._dtype is None else cast(output, torch.float32)
         return tensors_of((output, kept_of_graph(self.module)))
-
-    def _random(self, seen: PlainForward) -> AbstractContextManager[None]:
-        return seen.random.draw_from(self.module, self.device)
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._loss is None:
@@ -146,79 +149,84 @@ class PlainCopy:
         value = self._loss(call(self.module, inputs, first=True), targets)
         return value[0] / value[1] if isinstance(value, (tuple, list)) else value
 
-    def eps(self, seen: PlainForward) -> float:
-        """Return the coarsest rounding in a forward."""
+    def dtype_of(self, seen: PlainForward) -> torch.dtype:
+        """Return the dtype of a forward with the coarsest rounding."""
         others = [leaf for leaf in flatten((seen.args, seen.kwargs))[0] if isinstance(leaf, Tensor)]
         others += [torch.empty(0, dtype=seen.autocast[1])] if seen.autocast[0] else []
-        return torch.finfo(coarsest(self.module, [*others, *seen.outputs])).eps
+        return coarsest(self.module, [*others, *seen.outputs])
 
     def drew(self, seen: PlainForward) -> bool:
         """Return whether torch's random numbers were drawn since a forward began."""
         return seen.random.drew(RandomStates.capture(self.module, self.device))
 
-    def mode_of(self, seen: PlainForward, got: list[Tensor]) -> str:
-        """Return the likely cause of other outputs: the wrapped module computed in the other mode, or none."""
+    def explains(
+        self, seen: PlainForward, got: Sequence[Tensor], *, training: bool | None = None,
+        weights: dict[str, Tensor] | None = None,
+    ) -> bool:  # fmt: skip
+        """Return whether another mode, or other weights, make a forward's outputs of what it got."""
         modes = seen.modes
-        for name, training in (("training", True), ("evaluation", False)):
+        if training is not None:
             seen.modes = {inner: {**of, "training": training} for inner, of in modes.items()}
-            with self._keep_unchanged():
-                other = self.forward(seen)
-            seen.modes = modes
-            near = (distance(a, b) <= CLOSE * largest(b) for a, b in zip(got, other, strict=True))
-            if all(near):
-                return f"The wrapped module computed in {name} mode."
-        return (
-            "It computed with other weights, buffers or random numbers, or depends on something that is not in the "
-            "module: the rank, a global, the process group."
-        )
+        now = {name: p.detach().clone() for name, p in self.parameters.items()} if weights else {}
+        with self._keep_unchanged():
+            self._set_weights(weights or {})
+            other = self.forward(seen)
+            self._set_weights(now)
+        seen.modes = modes
+        pairs = zip(got, other, strict=True)
+        return all(a.shape == b.shape and distance(a, b) <= CLOSE * largest(b) for a, b in pairs)
+
+    @torch.no_grad()
+    def _set_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self.parameters[name].copy_(weight)
 
     # ---- backward
 
-    def backward(self, seen: PlainForward, received: dict[int, Tensor], scale: float) -> None:
-        """Add the gradients of a backward, times a scale, to those of the parameters."""
-        outputs = {i: seen.outputs[i] for i in received if seen.outputs[i].requires_grad}
-        scaled = [received[i] * scale for i in outputs]
-        if outputs:
-            with seen.use_draws(again=True):
-                torch.autograd.backward(list(outputs.values()), scaled, retain_graph=True)
-
-    def take(self, scale: float) -> Gradients:
-        """Return the gradients, divided by their scale, in float64, and drop them."""
-        made = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+    def backward(self, received: Sequence[Received]) -> Gradients:
+        """Return the gradients of a backward from the gradients that outputs received, in float64."""
+        for seen, gradients in received:
+            outputs = {i: seen.outputs[i] for i in gradients if seen.outputs[i].requires_grad}
+            if outputs:
+                given = [gradients[i].to(output) for i, output in outputs.items()]
+                with seen.use_draws(again=True):
+                    torch.autograd.backward(list(outputs.values()), given, retain_graph=True)
+        made = {name: wide(p.grad) for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
-        return {name: wide(gradient) / scale for name, gradient in made.items()}
+        return made
 
     # ---- noise
 
-    def noise_of_forward(self, seen: PlainForward) -> list[float]:
-        """Return how far roundings bring the outputs and then the buffers of a forward apart."""
-        known, again = [*seen.outputs, *self.module.buffers()], []
-        for seed in range(REPETITIONS):
-            with self._keep_unchanged():
-                again.append([*self._forward_rounded(seed, seen), *self.module.buffers()])
-        return [max(distance(made[i], one) for made in again) for i, one in enumerate(known)]
+    def noise_of_forward(self, seen: PlainForward) -> Noise:
+        """Return how far roundings bring a forward's results apart, by "output 0" and "buffer NAME"."""
 
-    def noise(self, step: list[Seen], gradients: Gradients) -> dict[str, float]:
+        def repeat(seed: int | None) -> dict[str, Tensor]:
+            with self._keep_unchanged(), _rounded(seed):
+                outputs = self.forward(seen)
+                buffers = dict(self.module.named_buffers())
+            made = {f"output {i}": output for i, output in enumerate(outputs)}
+            return made | {f"buffer {name}": buffer for name, buffer in buffers.items()}
+
+        return Noise(repeat, self.dtype_of(seen))
+
+    def noise_of_backwards(self, backwards: Sequence[Sequence[Received]]) -> Noise:
         """Return how far roundings bring the gradients of a step apart, by name."""
-        spread = dict.fromkeys(self.parameters, 0.0)
-        with self._keep_unchanged():
-            for seed in range(REPETITIONS):
-                total: Gradients = {}
-                for seen, received, scale in step:
-                    outputs, seen.outputs = seen.outputs, self._forward_rounded(seed, seen)
-                    with RoundingMode(seed):
-                        self.backward(seen, received, scale)
-                    seen.outputs = outputs
-                    add_gradients(total, self.take(scale))
-                for name, gradient in total.items():
-                    if name in gradients:
-                        spread[name] = max(spread[name], distance(gradient, gradients[name]))
-        return spread
 
-    def _forward_rounded(self, seed: int, seen: PlainForward) -> list[Tensor]:
-        with RoundingMode(seed):
-            return self.forward(seen)
+        def repeat(seed: int | None) -> Gradients:
+            total: Gradients = {}
+            with self._keep_unchanged():
+                for received in backwards:
+                    for seen, _ in received:
+                        with _rounded(seed):
+                            seen.outputs = self.forward(seen)
+                    with _rounded(seed):
+                        made = self.backward(received)
+                    for name, gradient in made.items():
+                        total[name] = total[name] + gradient if name in total else gradient
+            return total
+
+        return Noise(repeat, torch.float32)
 
     @contextmanager
     def _keep_unchanged(self) -> Iterator[None]:
@@ -229,17 +237,15 @@ class PlainCopy:
             inner._buffers.update(buffers)
 
 
+def _rounded(seed: int | None) -> AbstractContextManager[Any]:
+    return nullcontext() if seed is None else RoundingMode(seed)
+
+
 def _never(shape: tuple[int, ...], probability: float | None) -> Tensor:
     raise CannotReplay("a forward that a backward repeats draws random numbers, and ranks draw their own")
 
 
-def add_gradients(total: Gradients, more: Gradients) -> None:
-    """Add gradients to a total."""
-    for name, gradient in more.items():
-        total[name] = total[name] + gradient if name in total else gradient
-
-
 def wide(gradient: Tensor) -> Tensor:
     """Return a dense gradient as a copy in 64 bits."""
-    plain = gradient.detach().as_subclass(Tensor)
+    plain = gradient.detach()
     return plain.to_dense().to(torch.complex128 if plain.is_complex() else torch.float64, copy=True)

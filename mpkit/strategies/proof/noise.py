@@ -1,0 +1,128 @@
+"""Noise: how far rounding brings the results of a computation apart, found by repeating it with other roundings.
+
+Both proofs use it: a run's, whose computation is a step of serial training (`attempt`), and a loop's, whose computation
+is a forward or a backward of the plain module (`plain_module`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import inf
+
+import torch
+from torch import Tensor
+
+from mpkit.common.exceptions import one_line
+from mpkit.strategies.models.heard_draws import CannotReplay
+from mpkit.strategies.proof.draws import SharedDraws
+from mpkit.strategies.proof.rounding import SPREADS, distance, largest
+
+__all__ = ["Noise", "Results", "run_user_code"]
+
+Results = Mapping[str, Tensor | None]
+"""What a computation makes, by name: gradients by the parameter's, buffers by "buffer NAME", the loss by ""."""
+
+SHADOWS = 4.0
+"""How many times as far as a step in 16 bits is from the same in 32 bits two results in 16 bits may be apart: kernels
+sum up in 16 bits inside, as long as the batch is, which nobody can perturb from outside."""
+
+REPETITIONS = 3
+"""How often a computation is repeated to find out what rounding does to it."""
+
+CEILING = 3.0
+"""How many square roots of a rounding repetitions may be apart: 1e-3 in float32, 4e-8 in float64."""
+
+SMALL = 0.03
+"""The share of the largest gradient below which a gradient may be nothing but rounding."""
+
+
+class Noise:
+    """What rounding does to results.
+
+    Args:
+        repeat: repeat(seed) -> the results, with other roundings; those as they are for None.
+        dtype: the coarsest one in the computation.
+        widen: returns the results in 32 bits of a computation in 16 bits; nothing of any other.
+
+    Attributes:
+        ceiling: the largest difference that rounding explains, relative to what is compared: about 1e-3 in float32.
+        repeats_differ: whether repetitions differ by more, and as much as what was compared.
+
+    >>> Noise(lambda seed: {"": torch.tensor(1.0 + (seed or 0))}, torch.float64).spread("")
+    32.0
+    """
+
+    def __init__(
+        self,
+        repeat: Callable[[int | None], Results],
+        dtype: torch.dtype,
+        widen: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._repeat, self._widen, self.repeats_differ = repeat, widen, False
+        self._spread: dict[str, float] = {}
+        self._scales: dict[str, float] = {}
+        self.ceiling = CEILING * float(torch.finfo(dtype).eps) ** 0.5
+
+    def spread(self, name: str) -> float:
+        """Return how far two correct results of this name may be apart."""
+        if not self._spread:
+            self._spread = self._spreads()
+        return self._spread.get(name, 0.0)
+
+    def explains(self, by: float, name: str) -> bool:
+        """Return whether rounding explains a difference of a result.
+
+        Raises:
+            CannotReplay: repetitions differ as much, by more than rounding explains; or they fail.
+        """
+        bound, scale = self.spread(name), self._scales[name]
+        if self.ceiling * scale < by <= bound:
+            self.repeats_differ = True
+            what = name if name.startswith("buffer") else f"the gradient of {name}" if name else "the loss"
+            raise CannotReplay(
+                f"repeats of the step differ by {bound / SPREADS / scale if scale else inf:.0e} in {what}, so "
+                "something in it is not the same each time: random numbers that mpkit does not hear (os.urandom, a "
+                "generator of another library), the clock, or what a module keeps outside of itself"
+            )
+        return by <= bound
+
+    def _spreads(self) -> dict[str, float]:
+        base = self._repeat(None)
+        spread = dict.fromkeys(base, 0.0)
+        for seed in range(REPETITIONS):
+            for name, result in self._repeat(seed).items():
+                known = base.get(name)
+                if result is not None and known is not None and result.shape == known.shape:
+                    spread[name] = max(spread[name], distance(result, known))
+        found = {name: SPREADS * by for name, by in spread.items()}
+        for name, wide in self._widen().items():
+            known = base[name]
+            found[name] += 0.0 if known is None else SHADOWS * distance(known, wide)
+        # A gradient that is zero but for rounding has that of the others.
+        sizes = {name: largest(value) for name, value in base.items() if value is not None}
+        gradients = [name for name in found if name and not name.startswith("buffer ")]
+        least = SMALL * max((sizes.get(name, 0.0) for name in gradients), default=0.0)
+        self._scales = sizes | {name: max(sizes.get(name, 0.0), least) for name in gradients}
+        return found
+
+
+@contextmanager
+def run_user_code(what: str) -> Iterator[None]:
+    """Run code of the user's, which may raise anything; an error that is raised in this package is mpkit's own.
+
+    Raises:
+        CannotReplay: the user's code raises, or an operator that it calls.
+    """
+    try:
+        yield
+    except (CannotReplay, SharedDraws):
+        raise
+    except Exception as error:
+        where = traceback.walk_tb(error.__traceback__)
+        if [frame.f_globals.get("__name__", "") for frame, _ in where][-1].startswith(
+            ("mpkit.strategies.proof.", "mpkit.strategies.wrappers.")
+        ):
+            raise
+        raise CannotReplay(f"{what} fails in plain PyTorch: {one_line(error)}") from error
