@@ -7,11 +7,10 @@ The course's tests are not part of mpkit: fetch them yourself. They call the stu
 `tests/adapters.py`; this script copies `tests/` into a folder that is thrown away, with the adapters below in place of
 that file, and runs pytest there. The FSDP tests import the course's own model: `pip install einops einx jaxtyping`.
 
-DDP is `mk.ddp`; the sharded optimizer and FSDP are torch's, and `mk.prove` compares the first step with the plain module.
-One test is left out unless you say --all: `test_fsdp_correctness[fp32]` wants weights that are equal to the last bit to
-those of training on the whole batch. Each rank's samples are summed first, and then the ranks, in another order than one
-batch is summed: they are 1.5e-8 apart. The assignment's
-attention kernels are no subject of mpkit.
+DDP is `mk.ddp`; the sharded optimizer and FSDP are torch's, and `mk.prove` compares the first step with the plain
+module. One test is left out unless you say --all: `test_fsdp_correctness[fp32]` wants weights that are equal to the
+last bit to those of training on the whole batch. Each rank's samples are summed first, and then the ranks, in another
+order than one batch is summed: they are 1.5e-8 apart. The assignment's attention kernels are no subject of mpkit.
 """
 
 from __future__ import annotations

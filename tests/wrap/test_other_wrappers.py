@@ -17,7 +17,7 @@ from mpkit.models import GPT, MLP
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from loops import adamw, apart, models  # noqa: E402
+from loops import apart, models  # noqa: E402
 
 Clusters = Callable[[int], mk.Cluster]
 

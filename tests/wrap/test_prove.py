@@ -32,7 +32,6 @@ Clusters = Callable[[int], mk.Cluster]
 Wrap = Callable[..., Any]
 
 
-
 class Outputs(nn.Module):
     """Draws at random, keeps a term of the loss, returns a dict in which one output is computed from another."""
 
@@ -140,6 +139,10 @@ def in_a_chain(ctx: Any) -> list[str]:
 def test_modules_in_a_row_and_in_a_loop_are_compared(clusters: Clusters) -> None:
     for lines in clusters(2).run(in_a_chain):
         assert all(": equal to plain PyTorch in step 1: " in line for line in lines), lines
+
+
+def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y) + sum(0.1 * p.square().sum() for p in model.parameters())
 
 
 def test_gradients_that_accumulate_are_compared_and_penalties_said(clusters: Clusters) -> None:

@@ -299,7 +299,7 @@ def _check_fsdp(asked: ExportRequest) -> None:
         raise ValueError(
             f"{call_of(asked.plan)}: fully_shard shards gradients at least, and parameters too, so it is ZeRO-2 or "
             f"ZeRO-3: {call_of(asked.plan, {'zero': 3})}. ZeRO-{asked.plan.zero} is plan.to('deepspeed'), or "
-            "mk.ddp and mk.zero_optimizer in a loop of your own"
+            "torch's ZeroRedundancyOptimizer in a loop of your own"
         )
 
 

@@ -289,9 +289,7 @@ class LoopProof:
         self._finish_backward()
         self._task = _current_graph_task_id()
         there = {n: kept(p.grad) for n, p in self._held.named.items()}
-        if not any(
-            gradient is not None and bool((gradient != 0).any()) for gradient in map(_own, there.values())
-        ):
+        if not _any_there(there):
             if self._had:  # zeroed since the backward before
                 self._seen, self._gradients = [], StepGradients(apart=self._apart)
         elif not self._gradients.own:

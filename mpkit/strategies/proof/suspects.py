@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from mpkit.common.torch_private import _Loss
 from mpkit.plan.plan import Plan
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.hooks import backward_hooks, describe_wrappers
@@ -64,7 +65,7 @@ def _modules_of(value: Any, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
             held = cell.cell_contents
         except ValueError:  # it is still empty
             continue
-        if isinstance(held, nn.Module) and type(held).__module__ != "torch.nn.modules.loss":
+        if isinstance(held, nn.Module) and not isinstance(held, _Loss):
             yield name, held
         elif isinstance(held, Callable):  # type: ignore[arg-type]
             yield from _modules_of(held, seen)

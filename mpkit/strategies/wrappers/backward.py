@@ -5,8 +5,7 @@
     end      autograd has computed all gradients: a callback that it runs last, as torch's DDP and FSDP use it
 
 torch.autograd.grad with respect to inputs makes no gradients of parameters, and is none of these backwards. A graph of
-a backward (create_graph=True), for second derivatives, is refused where parameters are sharded: autograd would read
-what has been freed.
+a backward of parameters (create_graph=True), for second derivatives, is refused: what was sent has no graph.
 
 A backward within a backward (reentrant checkpoints) belongs to the outer one. A backward that failed has no end; the
 next one begins anew.
@@ -33,7 +32,6 @@ class ModuleBackwards:
     Args:
         parameters: those whose gradients the backwards make.
         begin, end: called in each backward.
-        second: whether second derivatives with respect to inputs are possible.
         alone: called where torch.autograd.grad computes a parameter's gradient, which is no backward.
     """
 
@@ -43,24 +41,17 @@ class ModuleBackwards:
         begin: Callable[[], None],
         end: Callable[[], None],
         *,
-        second: bool = True,
         alone: Callable[[], None] = lambda: None,
     ) -> None:
         self._alone = alone
-        self._begin, self._end, self._second = begin, end, second
+        self._begin, self._end = begin, end
         self._nodes: list[Any] = []  # where autograd accumulates the gradients
         self._task = -1  # autograd's number of the backward that is running
         self._tasks = 0  # backwards that have begun
-        self._hooks: list[Any] = []
         for parameter in parameters:
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(self._gradient))
+                parameter.register_hook(self._gradient)
                 self._nodes.append(get_gradient_edge(parameter).node)
-
-    def close(self) -> None:
-        """Notice no backward any more, but of outputs that are watched already."""
-        for hook in self._hooks:
-            hook.remove()
 
     def watch(self, output: Any) -> None:
         """Let the backward begin when the gradient of this output arrives.
@@ -81,8 +72,6 @@ class ModuleBackwards:
     def _output(self, _gradient: Tensor) -> None:
         if self._task == _current_graph_task_id():
             return
-        if torch.is_grad_enabled() and not self._second:
-            raise _no_second()
         if any(map(_is_executed, self._nodes)):  # not begun, or an earlier one failed
             self._start()
 
