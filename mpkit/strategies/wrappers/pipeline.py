@@ -12,6 +12,7 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
+from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.prepare import prepare
@@ -78,10 +79,7 @@ def pipeline(
     _check(module, loss, options, prove)
     context = context_for(module)
     plan = Plan(pp=(n := context.world_size), schedule=schedule, microbatches=microbatches or n, **options)
-    proof = None
-    if prove:
-        ranks = Ranks("mk.pipeline", context.comm.ranks, context.comm.handle)
-        proof = LoopProof("mk.pipeline", ranks, PlainModule(copy_model(module), loss=loss), prove)
+    proof = _begin_proof(module, context.comm, loss, prove) if prove else None
     broadcast_all(context.comm, module)
     batches = [example] if isinstance(example, tuple) else list(example)
     job = prepare(
@@ -89,6 +87,11 @@ def pipeline(
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),  # only examined
     )  # fmt: skip
     return PipelineParallel(context, job, proof)
+
+
+def _begin_proof(module: nn.Module, comm: Communicator, loss: Any, steps: int) -> LoopProof:
+    ranks, plain = Ranks("mk.pipeline", comm.ranks, comm.handle), PlainModule(copy_model(module), loss=loss)
+    return LoopProof("mk.pipeline", ranks, plain, steps)
 
 
 def _check(module: Any, loss: Any, options: Mapping[str, Any], prove: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,10 +45,9 @@ def prove(
     """Compare the first steps of a wrapped module in your own loop with the plain module.
 
     The wrapped module may be torch's DistributedDataParallel, one that FSDP2's `fully_shard` or `parallelize_module`
-    has changed, `mk.ddp` or `mk.tensor_parallel`, or the bare module of a loop that averages gradients by itself; the
-    optimizer may be a ZeroRedundancyOptimizer. Every rank calls this at the same time, once the module is wrapped. The
-    loop stays as it is. When `optimizer.step()` begins, the gradients have to be the mean over the ranks of those that
-    the plain module makes on each, and when it ends, all ranks have to hold the same weights. Rank 0 prints a line.
+    has changed, `mk.ddp` or `mk.tensor_parallel`, or that of a loop that averages gradients by itself. Every rank calls
+    this once the module is wrapped, and the loop stays as it is. When `optimizer.step()` begins, the gradients have to
+    be the mean over the ranks of the plain module's; when it ends, all ranks have to hold the same weights.
 
     >>> import copy, mpkit as mk, torch
     >>> from torch.nn.parallel import DistributedDataParallel
@@ -79,39 +79,10 @@ def prove(
         ValueError: these are not the same module, or the ranks have different ones.
         NotSerial: on all ranks, in `optimizer.step()`: a step is not that of plain PyTorch.
     """
-    if not all(isinstance(each, nn.Module) for each in (module, plain)):
-        raise ValueError(
-            f"mk.prove takes the wrapped module and the plain one, and was given {type(module).__name__} and "
-            f"{type(plain).__name__}: plain = copy.deepcopy(module); model = DistributedDataParallel(module); "
-            "mk.prove(model, plain)"
-        )
-    if not checked_prove("mk.prove", steps, "steps"):
-        raise ValueError(
-            "mk.prove(steps=0) compares nothing: leave it out, or mk.prove(model, plain, steps=2)"
-        )
-    inner: nn.Module = module
-    elements: dict[str, Elements] | None = None
-    shares: Ranks | None = None if tp is None else _ranks("mk.prove", tp)
-    while isinstance(inner, (DistributedDataParallel, ModuleWrapper)):
-        if isinstance(inner, PipelineParallel):
-            raise ValueError(
-                "mk.prove of mk.pipeline: its step() is forward, loss and backward at once, which it proves by "
-                f"itself: mk.pipeline(module, ..., prove={steps})"
-            )
-        if isinstance(inner, TensorParallel):
-            elements = inner.held_elements()
-            if tp is None:
-                shares = Ranks("mk.prove", inner.comm.ranks, inner.comm.handle)
-        inner = inner.module
-    named = {AROUND.sub("", name): parameter for name, parameter in inner.named_parameters()}
-    expected = {AROUND.sub("", name) for name, _ in plain.named_parameters()}
-    if inner is plain or expected != set(named):
-        differ = sorted(expected ^ set(named))
-        why = f"{differ[0]} is a parameter of one of them only" if differ else "it is the wrapped one itself"
-        raise ValueError(
-            f"mk.prove: the plain module is not what was wrapped: {why}. What works: plain = copy.deepcopy(module) "
-            "before the module is wrapped, and mk.prove(wrapped, plain)"
-        )
+    _check(module, plain, steps)
+    inner, elements, shares = _look_inside(module, steps)
+    named = _same_parameters(inner, plain)
+    shares = shares if tp is None else _ranks("mk.prove", tp)
     who = f"mk.prove({type(module).__name__})"
     proof = LoopProof(
         who,
@@ -123,6 +94,55 @@ def prove(
     )
     proof.attach(inner, HeldTensors(named, elements, proof.ranks))
     return proof
+
+
+def _check(module: Any, plain: Any, steps: Any) -> None:
+    if not all(isinstance(each, nn.Module) for each in (module, plain)):
+        raise ValueError(
+            f"mk.prove takes the wrapped module and the plain one, and was given {type(module).__name__} and "
+            f"{type(plain).__name__}: plain = copy.deepcopy(module); model = DistributedDataParallel(module); "
+            "mk.prove(model, plain)"
+        )
+    if not checked_prove("mk.prove", steps, "steps"):
+        raise ValueError(
+            "mk.prove(steps=0) compares nothing: leave it out, or mk.prove(model, plain, steps=2)"
+        )
+
+
+def _look_inside(module: nn.Module, steps: int) -> tuple[nn.Module, dict[str, Elements] | None, Ranks | None]:
+    """Return the module within the wrappers, and of a divided one what this rank holds, and the ranks of the rest."""
+    inner: nn.Module = module
+    elements: dict[str, Elements] | None = None
+    shares: Ranks | None = None
+    while isinstance(inner, (DistributedDataParallel, ModuleWrapper)):
+        if isinstance(inner, PipelineParallel):
+            raise ValueError(
+                "mk.prove of mk.pipeline: its step() is forward, loss and backward at once, which it proves by "
+                f"itself: mk.pipeline(module, ..., prove={steps})"
+            )
+        if isinstance(inner, TensorParallel):
+            elements = inner.held_elements()
+            shares = Ranks("mk.prove", inner.comm.ranks, inner.comm.handle)
+        inner = inner.module
+    return inner, elements, shares
+
+
+def _same_parameters(inner: nn.Module, plain: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the wrapped module's parameters by the names in the plain one.
+
+    Raises:
+        ValueError: the two have others.
+    """
+    named = {AROUND.sub("", name): parameter for name, parameter in inner.named_parameters()}
+    expected = {AROUND.sub("", name) for name, _ in plain.named_parameters()}
+    if inner is plain or expected != set(named):
+        differ = sorted(expected ^ set(named))
+        why = f"{differ[0]} is a parameter of one of them only" if differ else "it is the wrapped one itself"
+        raise ValueError(
+            f"mk.prove: the plain module is not what was wrapped: {why}. What works: plain = copy.deepcopy(module) "
+            "before the module is wrapped, and mk.prove(wrapped, plain)"
+        )
+    return named
 
 
 def _synchronizes(module: nn.Module) -> Callable[[], bool]:
