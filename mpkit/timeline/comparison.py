@@ -21,9 +21,9 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import Answer, HasTimeline
+from mpkit.timeline.figures import stage_times
 from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.simulation import simulate
-from mpkit.timeline.stage_times import stage_times
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 

@@ -27,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.timeline import metrics
-from mpkit.timeline.dependencies.build import graph_of
+from mpkit.timeline.dependencies.build import graph_of, lies_within
 from mpkit.timeline.dependencies.graph import Node, StepGraph
-from mpkit.timeline.dependencies.lane import lies_within
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from mpkit.plan.mesh import Mesh
 from mpkit.plan.mesh_of_trace import mesh_of
 from mpkit.timeline import metrics
 from mpkit.timeline.answer import SIMULATED, Answer, Basis, basis_of
-from mpkit.timeline.figures import Figures
+from mpkit.timeline.figures import Figures, stage_times
 from mpkit.timeline.notes import clock_notes, failure_notes, placement_notes, proof_notes, sample_notes
 from mpkit.timeline.replay import ReplayResult, replay
-from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind, Lane
 
 if TYPE_CHECKING:

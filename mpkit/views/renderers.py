@@ -16,7 +16,7 @@ RENDERERS = {
         "html": "mpkit.views.page.html:html",
         "perfetto": "mpkit.views.timeline.perfetto:perfetto",
         "widget": "mpkit.views.timeline.widget:TimelineView",
-        "bundle": "mpkit.views.timeline.fallback:static_bundle",
+        "bundle": "mpkit.views.timeline.svg:static_bundle",
     },
     "CriticalPath": {
         "text": "mpkit.views.timeline.critical_path:critical_text",

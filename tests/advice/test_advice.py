@@ -52,6 +52,8 @@ def test_a_notebook_shows_words_a_row_per_family_and_a_chart() -> None:
     assert plans == [repr(family.plan) for family in advice.families]
     assert "the simplest within 5 %" in table.data
     assert table.data.count("<td ") == table.data.count(';white-space:nowrap">') - 5
+    ticks = advice.figure().layout.xaxis.ticktext
+    assert len(ticks) > 2 and all(words == "0" or words.endswith("GiB") for words in ticks)
     assert chart.data == advice.figure().data
     kinds = [replace(plan, microbatches=1) for plan in advice.plans]
     assert len({repr(plan) for plan in kinds}) == len(kinds)

@@ -25,9 +25,8 @@ from mpkit.timeline.live_timeline import LiveFeed
 from mpkit.trace import HEADER, MEMORY, OP, SAMPLE, Kind, Lane, RankTrace, read_rank
 from mpkit.trace.record.files import RecordFile
 from mpkit.views.dashboard.widget import RunView
-from mpkit.views.timeline.device_samples import device_lines
 from mpkit.views.timeline.text import text
-from mpkit.views.timeline.tracks import pack_tracks
+from mpkit.views.timeline.tracks import device_lines, pack_tracks
 from mpkit.views.timeline.widget import TimelineView
 from tests.gpu.fake_nvml import FakeNvml
 from tests.limits import wait_for

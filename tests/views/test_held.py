@@ -11,8 +11,7 @@ import mpkit as mk
 from mpkit.trace import CATEGORIES
 from mpkit.views.chart.svg import chart_svg
 from mpkit.views.memory.charts import memory_over_time
-from mpkit.views.memory.peak import UNMEASURED, repeated_from
-from mpkit.views.memory.series import memory_of
+from mpkit.views.memory.series import UNMEASURED, memory_of, repeated_from
 from mpkit.views.timeline.tracks import pack_tracks
 
 

@@ -1,9 +1,8 @@
 """What each operation of a step had to wait for: a graph of the step, which can be played again.
 
-lane           what one rank did, in order: pieces of operations, waits, and the points at which it issued communication
-build          the pieces of all ranks joined by their messages and collectives
+build          what each rank did, in order, and the pieces of all ranks joined by their messages and collectives
 graph          StepGraph: when each piece ends, given how long all of them take; how late each may end
-critical_path  CriticalPath: the chain of operations that decides how long the step takes
+critical_path  CriticalPath: the chain of operations that decides how long the step takes; who waits for whom
 """
 
 from __future__ import annotations

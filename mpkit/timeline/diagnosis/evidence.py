@@ -16,8 +16,7 @@ from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as catalogue
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
-from mpkit.timeline.dependencies.blame import StepWaiting
-from mpkit.timeline.dependencies.critical_path import CriticalPath
+from mpkit.timeline.dependencies.critical_path import CriticalPath, StepWaiting
 from mpkit.timeline.dependencies.graph import StepGraph
 from mpkit.timeline.findings import Finding
 from mpkit.timeline.timeline import Timeline

@@ -19,9 +19,9 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import NAIVE, ONE_F_ONE_B
 from mpkit.plan.schedule.summary import bubble_in_theory
 from mpkit.timeline.diagnosis.evidence import Evidence
+from mpkit.timeline.figures import stage_times
 from mpkit.timeline.findings import Finding
 from mpkit.timeline.simulation import simulate
-from mpkit.timeline.stage_times import stage_times
 from mpkit.trace import Kind
 
 __all__ = ["UNEVEN", "bubble", "imbalance"]

@@ -3,9 +3,7 @@
 program     one rank's ops on the axis of its own work, and from there on the clock
 network     which ranks have issued which communication, and when the links serve it
 core        Replay: ranks and network, as records arrive
-memory      what each rank holds, on that clock
-samples     what its GPU was doing, on either clock
-sent_parts  what its all-to-alls of uneven parts sent to whom
+memory      what each rank holds, what its GPU was doing, and what its all-to-alls sent to whom, on that clock
 spans       operations with their times; Replayed
 costs       how long ops take on the chosen machine
 wall_clock  the wall clock

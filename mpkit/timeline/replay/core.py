@@ -22,13 +22,11 @@ import numpy.typing as npt
 
 from mpkit.devices.hardware import Hardware
 from mpkit.timeline.replay.costs import MEASURED, machine
+from mpkit.timeline.replay.memory import placed_samples, read_sent_parts
 from mpkit.timeline.replay.network import ReplayNetwork
 from mpkit.timeline.replay.program import RankProgram
-from mpkit.timeline.replay.rank import RankReplay
-from mpkit.timeline.replay.samples import placed_samples
-from mpkit.timeline.replay.sent_parts import read_sent_parts
+from mpkit.timeline.replay.rank import RankReplay, waiting_ranks
 from mpkit.timeline.replay.spans import DEVICE_SAMPLE, HELD, PART_SENT, SPAN, Names, ReplayResult
-from mpkit.timeline.replay.waits_in_vain import waiting_ranks
 from mpkit.trace import TIMED_BY_EVENTS
 
 __all__ = ["Replay"]

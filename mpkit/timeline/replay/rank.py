@@ -1,7 +1,8 @@
-"""RankReplay: how far one rank has got in a replay."""
+"""RankReplay: how far one rank has got in a replay; and which ranks wait in vain at its end, for whom."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from math import inf
 from typing import Any
@@ -15,7 +16,41 @@ from mpkit.timeline.replay.program import RankProgram
 from mpkit.timeline.replay.spans import SPAN, NameLines, Names, spans_of
 from mpkit.trace import MEMORY, OP, SAMPLE, SENT_PART, Kind
 
-__all__ = ["RankReplay"]
+__all__ = ["RankReplay", "waiting_ranks"]
+
+
+def waiting_ranks(ranks: Sequence[RankReplay]) -> list[dict[str, Any]]:
+    """Return {"rank", "start" in seconds, "words"} of each rank that waits in vain.
+
+    >>> waiting_ranks([])
+    []
+    """
+    stuck = [(this, where) for this in ranks if (where := this.current_wait()) is not None]
+    there: dict[tuple[str, int], set[int]] = {}
+    for this, (_, op) in stuck:
+        there.setdefault((this.group_of(op), int(op["kind"])), set()).add(this.rank)
+    return [
+        {
+            "rank": this.rank,
+            "start": start,
+            "words": _words(op, this.group_of(op), there[this.group_of(op), int(op["kind"])]),
+        }
+        for this, (start, op) in stuck
+    ]
+
+
+def _words(op: Any, group: str, there: set[int]) -> str:
+    """Say for whom a rank waits: the peer of a message, or the members of a group that have not come."""
+    kind = Kind(int(op["kind"]))
+    word = kind.word.replace("_", " ")
+    if kind in (Kind.SEND, Kind.RECV):
+        return f"waits for rank {op['peer']} ({word})"
+    members = [int(rank) for rank in group.split(",")] if group.replace(",", "").isdigit() else []
+    missing = [str(rank) for rank in members if rank not in there]
+    if not missing:
+        return f"waits in {word}"
+    return f"waits for rank{'s' * (len(missing) > 1)} {', '.join(missing)} ({word})"
+
 
 _WAIT, _HOST, _STEP = int(Kind.WAIT), int(Kind.COPY_TO_DEVICE), int(Kind.STEP)
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.replay.samples import measured_samples
-from mpkit.timeline.replay.sent_parts import read_sent_parts
+from mpkit.timeline.replay.memory import measured_samples, read_sent_parts
 from mpkit.timeline.replay.spans import (
     DEVICE_SAMPLE,
     HELD,

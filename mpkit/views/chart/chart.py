@@ -23,7 +23,7 @@ from functools import partial
 from typing import Literal
 
 from mpkit.common.units import bytes_text, memory_text, percent, seconds
-from mpkit.views.drawing.ticks import levels, memory_levels, ticks
+from mpkit.views.drawing.sheet import levels, memory_levels, ticks
 
 __all__ = [
     "COUNT",

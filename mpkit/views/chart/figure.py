@@ -82,6 +82,12 @@ def _axis(axis: Axis, panel: Panel) -> dict[str, Any]:
         levels = axis.unit.levels(max(values, default=1.0), 4) if (axis.low or 0) == 0 else []
         found |= {"tickvals": [value for value, _ in levels], "ticktext": [words for _, words in levels]}
         found |= {"rangemode": "tozero"} if panel.kind != "lines" else {}
+    elif (
+        panel.kind == "lines" and axis is panel.x and axis.low == 0 and not axis.log
+    ):  # such as memory: GiB, not "20B"
+        far = [x for each in panel.series for x in each.at] + [panel.limit[0] if panel.limit else 0.0]
+        levels = axis.unit.levels(max(far, default=1.0), 5)
+        found |= {"tickvals": [value for value, _ in levels], "ticktext": [words for _, words in levels]}
     return found
 
 

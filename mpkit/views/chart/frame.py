@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpkit.common.safe_text import escape
 from mpkit.views.chart.chart import Axis, Ink, Panel, Series, Unit
-from mpkit.views.drawing.axes import legible_on
+from mpkit.views.drawing.colours import legible_on
 from mpkit.views.theme import SERIES, THEMES
 
 __all__ = [

@@ -29,7 +29,7 @@ from mpkit.views.chart.frame import (
     upright_axis,
     words_at,
 )  # fmt: skip
-from mpkit.views.drawing.axes import legible_on
+from mpkit.views.drawing.colours import legible_on
 from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.theme import MARGIN, wrap_words
 

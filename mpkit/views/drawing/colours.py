@@ -5,6 +5,7 @@ so that readers who do not see red and green apart tell the optimizer from commu
 colours: recomputation is a paler forward, and where a backward is split in two, its halves are the reds and yellows
 next to the orange of the whole one. Idle time is not a colour but a hatch on the background, so that a bubble is
 visible and yet looks like nothing being done. Memory has violets, and the causes of idle time teals.
+The axes of a mesh have colours of their own, with paler tints, shared by every picture of the mesh.
 
 A colour with less than 3:1 against the background is drawn with an outline (`outline`), as WCAG 1.4.11 asks of marks.
 `tests/views/test_colours.py` computes contrasts, and distances as deuteranopes see them.
@@ -19,10 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.plan.axes import TABLE
 from mpkit.trace import Kind
 from mpkit.views.theme import THEMES
 
 __all__ = [
+    "AXIS_INKS",
     "CATEGORY_INKS",
     "CAUSE_INKS",
     "DEVICE_INKS",
@@ -31,10 +34,46 @@ __all__ = [
     "Ink",
     "Key",
     "contrast",
+    "ink_of",
     "key_of",
+    "legible_on",
     "luminance",
     "outline",
+    "tint",
 ]
+
+AXIS_INKS = {axis.name: axis.ink for axis in TABLE}
+"""By the axis' name."""
+
+SEVERAL = "#8c6bb1"
+
+
+def ink_of(axis: str) -> str:
+    """Return the colour of an axis; all combinations of several axes share one colour."""
+    return AXIS_INKS.get(axis, SEVERAL)
+
+
+def tint(ink: str, share: float) -> str:
+    """Return a colour between a pale version of `ink` (share 0) and `ink` itself (share 1).
+
+    >>> tint("#0072b2", 1.0), tint("#0072b2", 0.0)
+    ('#0072b2', '#bfdcec')
+    """
+    strength = 0.25 + 0.75 * min(max(share, 0.0), 1.0)
+    return "#" + "".join(f"{round(255 - strength * (255 - part)):02x}" for part in _parts(ink))
+
+
+def legible_on(ink: str) -> str:
+    """Return black or white, whichever is more legible on a colour.
+
+    >>> legible_on("#0072b2"), legible_on("#ebf4f9")
+    ('#ffffff', '#000000')
+    """
+    return WHITE if luminance(ink) < 0.1791 else BLACK  # equally far from both
+
+
+def _parts(ink: str) -> list[int]:
+    return [int(ink[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 class Key(IntEnum):

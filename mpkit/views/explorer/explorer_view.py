@@ -17,18 +17,37 @@ from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.safe_text import escape
 from mpkit.plan.schedule.catalogue import SCHEDULES
 from mpkit.timeline.comparison import compare_timelines
-from mpkit.views.drawing.slider_names import SliderNames
+from mpkit.views.browser import slider_names
 from mpkit.views.explorer.exploration import Exploration, ExplorerSetting
 from mpkit.views.results.comparison import comparison_svg
 from mpkit.views.theme import STATUS, WHOLE_WORDS
 from mpkit.views.timeline.widget import TimelineView
 
+__all__ = ["Explorer", "SliderNames"]
+
 try:
+    import anywidget
     import ipywidgets
+    import traitlets
 except ImportError as error:
     raise needs_notebook("the schedule explorer", error) from error
 
-__all__ = ["Explorer"]
+
+class SliderNames(anywidget.AnyWidget):
+    """Words below the sliders in the same box; each slider is named by its tooltip, or else its description.
+
+    Without it, ipywidgets' sliders are read out as "slider, 8": their descriptions are not tied to them.
+
+    >>> SliderNames("Times are in seconds.").words
+    'Times are in seconds.'
+    """
+
+    _esm = slider_names()
+    words = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words=words)
+
 
 OWN = "your own"
 PER_MICROBATCH = "seconds per micro-batch on one rank"

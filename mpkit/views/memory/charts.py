@@ -11,8 +11,16 @@ from mpkit.trace import CATEGORIES
 from mpkit.views.chart.chart import SECONDS, Axis, Chart, Panel, Series, Unit, bytes_of_memory
 from mpkit.views.drawing.colours import CATEGORY_INKS, SPARE_INK
 from mpkit.views.drawing.lanes import short_label
-from mpkit.views.memory.peak import UNMEASURED, peak_words, repeated_from
-from mpkit.views.memory.series import device_memory, held_text, levels_of, memory_of, share_text
+from mpkit.views.memory.series import (
+    UNMEASURED,
+    device_memory,
+    held_text,
+    levels_of,
+    memory_of,
+    peak_words,
+    repeated_from,
+    share_text,
+)
 from mpkit.views.theme import ALARM
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from mpkit.views.memory.series import held_text
 from mpkit.views.page.trial import LINK, trial
 from mpkit.views.theme import THEMES, style_block, substitute_theme
 from mpkit.views.timeline.bubble_count import BubbleCounter
-from mpkit.views.timeline.path import MOST, has_path, path_of
+from mpkit.views.timeline.critical_path import MOST, has_path, path_of
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table

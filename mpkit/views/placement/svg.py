@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.strategies.placement.placed_ranks import Talk, brief
-from mpkit.views.drawing.axes import ink_of
+from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import faint_lines, sheet
-from mpkit.views.placement.text import divided_heading, divided_layers, groups_words, link_words, shape_words
-from mpkit.views.placement.zero import zero_svg
+from mpkit.views.placement.text import (
+    divided_heading,
+    divided_layers,
+    groups_words,
+    link_words,
+    shape_words,
+    zero_svg,
+)
 from mpkit.views.theme import MARGIN, THEMES, wrap_words
 
 if TYPE_CHECKING:

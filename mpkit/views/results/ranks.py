@@ -11,7 +11,7 @@ import numpy as np
 from mpkit.common.table import table_text
 from mpkit.common.units import bytes_text
 from mpkit.views.chart.chart import COUNT, Axis, Chart, Panel, Series
-from mpkit.views.drawing.axes import ink_of, tint
+from mpkit.views.drawing.colours import ink_of, tint
 from mpkit.views.theme import GREY
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpkit.common.table import table_text
-from mpkit.views.drawing.axes import ink_of
+from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import sheet
 from mpkit.views.theme import MARGIN
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpkit.common.safe_text import escape
 from mpkit.common.table import table_text
 from mpkit.common.units import bytes_text
-from mpkit.views.drawing.axes import ink_of
+from mpkit.views.drawing.colours import ink_of
 from mpkit.views.theme import STATUS
 
 if TYPE_CHECKING:

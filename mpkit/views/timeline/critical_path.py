@@ -1,4 +1,4 @@
-"""A critical path: as a table, and drawn over the timeline.
+"""A critical path: as a table, drawn over the timeline, and packed for the interactive one (`path.js`).
 
 outlines   around the operations that decide the step
 lines      from rank to rank, where one waited for the other
@@ -8,23 +8,88 @@ table      the path by kind and by rank, and its longest operations with what th
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
+from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Lane
 from mpkit.views.drawing.outlines import Outline, merge_outlines
-from mpkit.views.theme import FONT, THEMES, style_block
+from mpkit.views.theme import page_style
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
 
 if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical_path import CriticalPath, PathOp
 
-__all__ = ["critical_html", "critical_svg", "critical_text", "outline_path"]
+__all__ = [
+    "MOST",
+    "critical_html",
+    "critical_svg",
+    "critical_text",
+    "has_path",
+    "outline_path",
+    "pack_path",
+    "path_of",
+]
+
+MOST = 20_000
+"""The most operations of a step whose path is put into a page, in which no kernel could find it later."""
+
+GAINS = 200
+"""The longest operations of a path of which it is said what the step would be without them."""
+
+WHATS = {"gap": "gap", "before the step": "before"}
+
+
+def has_path(timeline: Timeline) -> bool:
+    """Return whether a timeline has a step to find the path of: operations, none of which waits in vain."""
+    return bool(len(metrics.work(timeline.spans))) and not timeline.meta.get("waiting")
+
+
+def path_of(timeline: Timeline, step: int | None = None) -> tuple[dict[str, Any], bytes]:
+    """Return the critical path of a step, packed; None: of the last complete one.
+
+    Raises:
+        ValueError: as for `Timeline.critical_path`.
+    """
+    path = timeline.critical_path(step)
+    whole = timeline.spans["step"] == path.step if path.step >= 0 else np.ones(len(timeline.spans), bool)
+    return pack_path(path, np.flatnonzero(whole), len(timeline.spans))
+
+
+def pack_path(
+    path: CriticalPath, rows: npt.NDArray[Any] | None = None, count: int | None = None
+) -> tuple[dict[str, Any], bytes]:
+    """Return what is in a path, as JSON, and the slack in seconds of all spans, (count,) float32; nan: it has none.
+
+    >>> import mpkit as mk
+    >>> head, slack = pack_path(mk.simulate(mk.Plan.gpipe(2, 1), forward=[1, 3]).critical_path())
+    >>> [(rank, start, end, what) for _, rank, start, end, what in head["ops"]][:2]
+    [(0, 0.0, 1.0, 'op'), (1, 1.0, 4.0, 'op')]
+
+    Args:
+        path: of a step.
+        rows: the rows of the step's spans among those that the view has; None: it has the step's only.
+        count: the number of spans that the view has.
+    """
+    step = path.timeline.spans
+    rows = np.arange(len(step)) if rows is None else rows
+    slack = np.full(len(step) if count is None else count, np.nan, "<f4")
+    slack[rows] = path.slack
+    begin = path.graph.begin
+    ops = [
+        [int(rows[op.row]), op.rank, begin + op.start, begin + op.end, WHATS.get(op.kind, "op")]
+        for op in path.ops
+    ]
+    longest = sorted((op for op in path.ops if op.kind not in WHATS), key=lambda op: -op.seconds)[:GAINS]
+    free = {int(rows[op.row]): path.if_free(rows=np.array([op.row])) for op in longest}
+    return {"step": path.step, "words": heading(path), "ops": ops, "free": free}, slack.tobytes()
+
 
 LONGEST = 10
 """How many operations of a path are listed."""
@@ -111,18 +176,14 @@ def critical_svg(path: CriticalPath, width: int = 960) -> str:
 
 def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot) -> str:
     """Return outlines around the path's operations, and lines from rank to rank."""
-    scale = plot.span / pic.duration if pic.duration else 0.0
-    late = path.graph.begin - pic.origin
-    rows = {(row.rank, row.part): number for number, row in enumerate(pic.rows)}
-    lanes = path.timeline.spans["lane"]
+    begin, lanes = path.graph.begin, path.timeline.spans["lane"]
     boxes = []
     for op in path.ops:
-        part = "compute" if op.kind in NO_OPERATION else PARTS.get(Lane(lanes[op.row]), "compute")
-        number = rows.get((op.rank, part))
-        if number is not None:
-            x, length = plot.left + (op.start + late) * scale, op.seconds * scale
-            words = f"critical: {op_words(path, op)}, {seconds(op.seconds)}"
-            boxes.append(Outline(x, length, tops[number], HEIGHTS[part], words, op.kind == "gap"))
+        part = "compute" if op.kind in NO_OPERATION else part_of(int(lanes[op.row]))
+        words = f"critical: {op_words(path, op)}, {seconds(op.seconds)}"
+        boxes += outline_span(
+            pic, tops, plot, op.rank, part, begin + op.start, begin + op.end, words, op.kind == "gap"
+        )
     outlines = merge_outlines(boxes)
     parts = [each.svg() for each in outlines]
     for before, after in pairwise(outlines):
@@ -133,6 +194,24 @@ def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot
                 f'<line class="path" x1="{before.end:.2f}" y1="{y1:g}" x2="{after.x:.2f}" y2="{y2:g}"/>'
             )
     return f'<g aria-label="critical path">{"".join(parts)}</g>'
+
+
+def part_of(lane: int) -> str:
+    """Return the part of a rank's lanes that a span of this lane is drawn in."""
+    return PARTS.get(Lane(lane), "compute")
+
+
+def outline_span(
+    pic: Picture, tops: list[float], plot: Plot, rank: int, part: str, start: float, end: float, words: str = "",
+    dashed: bool = False,
+) -> list[Outline]:  # fmt: skip
+    """Return the outline around what a rank did between two times; nothing where its lane is folded."""
+    number = pic.row_of.get((rank, part))
+    if number is None:
+        return []
+    scale = plot.span / pic.duration if pic.duration else 0.0
+    x = plot.left + (start - pic.origin) * scale
+    return [Outline(x, (end - start) * scale, tops[number], HEIGHTS[part], words, dashed)]
 
 
 def critical_html(path: CriticalPath) -> str:
@@ -153,9 +232,6 @@ def page(title: str, body: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>'
-        f"{style_block(lambda name: f':root{{--ground:{THEMES[name].ground};--text:{THEMES[name].text}}}')}"
-        f":root{{color-scheme:light dark}}body{{font:15px/1.5 {FONT};color:var(--text);background:var(--ground);"
-        "margin:1.5rem auto;padding:0 1rem;max-width:70rem}"
-        "td,th{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}svg{max-width:100%;height:auto}"
-        f"</style></head><body><main>{body}</main></body></html>\n"
+        f"{page_style()}td,th{{text-align:left;padding:.2rem .8rem .2rem 0;vertical-align:top}}"
+        f"svg{{max-width:100%;height:auto}}</style></head><body><main>{body}</main></body></html>\n"
     )

@@ -10,13 +10,12 @@ from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
-from mpkit.views.drawing.outlines import Outline, merge_outlines
-from mpkit.views.timeline.critical_path import critical_svg, critical_text, page
+from mpkit.views.drawing.outlines import merge_outlines
+from mpkit.views.timeline.critical_path import critical_svg, critical_text, outline_span, page, part_of
 from mpkit.views.timeline.picture import Picture
-from mpkit.views.timeline.svg import HEIGHTS, Plot, svg
+from mpkit.views.timeline.svg import Plot, svg
 
 if TYPE_CHECKING:
     from mpkit.timeline.findings import Diagnosis, Finding
@@ -28,8 +27,6 @@ PICTURES = 5
 
 OUTLINES = 2000
 """The most operations of a finding that are outlined."""
-
-PARTS = {Lane.COMM: "comm", Lane.HOST: "host", Lane.DATA: "data"}
 
 
 # ---- in words -----------------------------------------------------------------------------------------------------
@@ -100,17 +97,12 @@ def finding_svg(found: Diagnosis, each: Finding, width: int = 960) -> str:
 
 
 def _outlines(found: Diagnosis, each: Finding, pic: Picture, tops: list[float], plot: Plot) -> str:
-    scale = plot.span / pic.duration if pic.duration else 0.0
-    rows = {(row.rank, row.part): number for number, row in enumerate(pic.rows)}
     spans, boxes = found.path.timeline.spans, []
     for row in each.ops[:OUTLINES]:
-        span = spans[row]
-        part = PARTS.get(Lane(int(span["lane"])), "compute")
-        number = rows.get((int(span["rank"]), part))
-        if number is not None:
-            x = plot.left + (float(span["start"]) - pic.origin) * scale
-            length = float(span["end"] - span["start"]) * scale
-            boxes.append(Outline(x, length, tops[number], HEIGHTS[part]))
+        start, end = float(spans["start"][row]), float(spans["end"][row])
+        boxes += outline_span(
+            pic, tops, plot, int(spans["rank"][row]), part_of(int(spans["lane"][row])), start, end
+        )
     outlines = merge_outlines(sorted(boxes, key=lambda box: (box.y, box.x)))
     drawn = "".join(outline.svg() for outline in outlines)
     return f'<g aria-label="operations of the finding">{drawn}</g>'

@@ -24,8 +24,8 @@ from mpkit.trace import CATEGORIES, Kind, Lane
 from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.lanes import rank_label
 from mpkit.views.memory.series import memory_of
-from mpkit.views.timeline.device_samples import TRACKS, curve
 from mpkit.views.timeline.stages import layer_words, layers_of_span
+from mpkit.views.timeline.tracks import TRACKS, curve
 
 __all__ = ["perfetto"]
 

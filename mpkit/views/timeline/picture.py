@@ -8,7 +8,10 @@ A Picture has
     marks      where each step starts
     figures    the row under the picture: the clock in words, bubble, step time
 
-and computes `label(i)` and `hover(i)` of a box on demand, since in a picture of a million boxes few have room for text.
+Idle time is the part of a step that a rank's compute lane does not fill, waits included; time between steps does not
+belong to the bubble, and is left blank.
+
+A Picture computes `label(i)` and `hover(i)` of a box on demand, since of a million boxes few have room for text.
 The functions here are pure. The terminal, SVG and canvas views each draw what they return.
 """
 
@@ -28,7 +31,6 @@ from mpkit.trace import Kind, Lane
 from mpkit.views.drawing.clock_words import clock_words
 from mpkit.views.drawing.colours import Key, key_of
 from mpkit.views.drawing.lanes import groups_of, rank_label
-from mpkit.views.timeline.idle import idle_gaps, step_extents
 from mpkit.views.timeline.stages import layer_words, layers_of_span, stages_of
 from mpkit.views.timeline.waits_in_vain import Wait, length_with_waits, waits_in_vain
 
@@ -39,8 +41,67 @@ __all__ = [
     "PictureRow",
     "describe",
     "figures",
+    "idle_gaps",
     "picture",
+    "step_extents",
+    "subtract_spans",
 ]
+
+INTERVAL = np.dtype([("start", "<f8"), ("end", "<f8")])
+
+
+def step_extents(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return [start, end] of each step, merged where they overlap; (n, 2), sorted. Work outside any step is one."""
+    work = metrics.active(spans)
+    if np.any(work["step"] >= 0):
+        work = work[work["step"] >= 0]
+    _, where = np.unique(work["step"], return_inverse=True)
+    extents = np.empty(where.max() + 1 if len(work) else 0, INTERVAL)
+    extents["start"], extents["end"] = np.inf, -np.inf
+    np.minimum.at(extents["start"], where, work["start"])
+    np.maximum.at(extents["end"], where, work["end"])
+    return metrics.covered_times(extents)
+
+
+def subtract_spans(inner: npt.NDArray[Any], outer: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the parts of `outer` that are not in `inner`; both disjoint and sorted, as `metrics.covered` returns them.
+
+    >>> subtract_spans(np.array([[1.0, 2.0], [5.0, 9.0]]), np.array([[0.0, 3.0], [4.0, 6.0]])).tolist()
+    [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    """
+    # The gaps of inner, cut at the borders of outer: sort all borders and keep the pieces that are
+    # within outer and not within inner.
+    cuts = np.unique(np.concatenate([inner.ravel(), outer.ravel()]))
+    if len(cuts) < 2:
+        return np.empty((0, 2))
+    pieces = np.stack([cuts[:-1], cuts[1:]], axis=1)
+    middle = pieces.mean(axis=1)
+    keep = _spans_within(middle, outer) & ~_spans_within(middle, inner)
+    joined = np.empty(int(keep.sum()), INTERVAL)
+    joined["start"], joined["end"] = pieces[keep].T
+    return metrics.covered_times(joined)
+
+
+def idle_gaps(mine: npt.NDArray[Any], extents: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the [start, end] of a rank's idle times within steps, (n, 2) seconds, sorted.
+
+    Args:
+        mine: the rank's spans.
+        extents: those of the steps of all ranks, as `step_extents` returns them.
+    """
+    working = subtract_spans(
+        metrics.covered_times(metrics.waits_within(mine)), metrics.covered_times(metrics.work(mine))
+    )
+    return subtract_spans(working, extents)
+
+
+def _spans_within(times: npt.NDArray[Any], intervals: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if not len(intervals):
+        return np.zeros(len(times), bool)
+    at = np.searchsorted(intervals[:, 0], times, side="right") - 1
+    mask: npt.NDArray[Any] = (at >= 0) & (times < intervals[at, 1])
+    return mask
+
 
 BOX = np.dtype(
     [("row", "<i4"), ("key", "u1"), ("named", "?"), ("start", "<f8"), ("end", "<f8"), ("span", "<i4")]
@@ -88,6 +149,11 @@ class Picture:
         """The keys that the legend has to explain, in its order, idle last."""
         there = {Key(int(key)) for key in np.unique(self.boxes["key"])}
         return sorted(there, key=lambda key: (key == Key.IDLE, key))
+
+    @cached_property
+    def row_of(self) -> dict[tuple[int, str], int]:
+        """The number of each row, by its rank and part."""
+        return {(row.rank, row.part): number for number, row in enumerate(self.rows)}
 
     def of_row(self, row: int) -> npt.NDArray[Any]:
         """Return the boxes of one row, sorted by their start."""

@@ -5,31 +5,54 @@
     axis
     legend, and the row of figures: clock, bubble, step time
 
-Its size is bounded by its width: a row with more boxes than pixels is drawn by `coverage`.
+`static_bundle` is the output where no kernel runs: on GitHub, in a saved notebook, in a terminal. The SVG's size is
+bounded by its width: a row with more boxes than pixels is drawn by `coverage`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
+from mpkit.views.chart.svg import chart_svg
 from mpkit.views.drawing.colours import INKS, Key, outline
-from mpkit.views.drawing.sheet import faint_lines, keys
-from mpkit.views.drawing.ticks import ticks
+from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.drawing.sheet import faint_lines, keys, ticks
+from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.theme import FONT, HEADING, MARGIN, TEXT, THEMES, style_block, wrap_words
 from mpkit.views.timeline.coverage import coverage, runs, strongest
 from mpkit.views.timeline.picture import Picture, PictureRow, picture
 from mpkit.views.timeline.stages import bars, chunk_of
+from mpkit.views.timeline.text import text
 from mpkit.views.timeline.waits_in_vain import vain_svg
 
-__all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "summary", "svg", "timeline_svg"]
+__all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "static_bundle", "summary", "svg", "timeline_svg"]
+
+
+def static_bundle(timeline: Timeline, title: str = "", *, memory: bool = False) -> dict[str, str]:
+    """Return a MIME bundle of text/plain and text/html; with `memory`, what each rank held is drawn below.
+
+    >>> import mpkit as mk
+    >>> sorted(static_bundle(mk.simulate(mk.Plan.gpipe(2, 2))))
+    ['text/html', 'text/plain']
+    """
+    fold = timeline.world_size > FOLDED
+    drawn = partial(svg, timeline, title=title, fold=fold)
+    shown = image(drawn, summary(picture(timeline, fold=fold)))
+    if memory and len(timeline.held):
+        chart = memory_over_time(timeline)
+        shown += image(partial(chart_svg, chart), f"Memory by GPU over time. {chart.note}")
+    return {"text/plain": text(timeline, 100, fold=fold), "text/html": shown}
+
 
 HEIGHTS = {"compute": 26.0, "layers": 8.0, "comm": 7.0, "host": 5.0, "data": 7.0, "group": 14.0}
 GAP, BETWEEN, GUTTER = 2.0, 7.0, 96.0

@@ -23,8 +23,8 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key
 from mpkit.views.timeline.coverage import coverage, strongest
-from mpkit.views.timeline.device_samples import device_lines
 from mpkit.views.timeline.picture import Picture, picture
+from mpkit.views.timeline.tracks import device_lines
 
 __all__ = ["FILL", "FILL_ASCII", "Cells", "cells", "columns_of", "text"]
 

@@ -6,22 +6,166 @@ browser takes it.
             `repeats`, from when on it was not measured, and `told`, what there was at the peak
     bytes   of each track, rank by rank: times, (moments,) float64 seconds; levels, (moments, keys) float64
 
+A sample speaks for the time since the sample before it, and is drawn there; in a terminal samples are a table.
 All tracks of a timeline are sent together, as one trait, so a page that is loaded again has them at once.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from mpkit.common.units import bytes_text, memory_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
-from mpkit.views.drawing.colours import CATEGORY_INKS
-from mpkit.views.memory.peak import peak_words, repeated_from
-from mpkit.views.memory.series import device_memory, memory_of
-from mpkit.views.timeline.device_samples import TRACKS, device_tracks, head_of
+from mpkit.views.drawing.colours import CATEGORY_INKS, DEVICE_INKS
+from mpkit.views.drawing.lanes import rank_label
+from mpkit.views.memory.series import device_memory, fewer, memory_of, peak_words, repeated_from
 
-__all__ = ["MOMENTS", "expected_tracks", "has_tracks", "pack_tracks"]
+__all__ = [
+    "MOMENTS",
+    "TRACKS",
+    "DeviceTrack",
+    "curve",
+    "device_lines",
+    "device_tracks",
+    "expected_tracks",
+    "has_tracks",
+    "head_of",
+    "pack_tracks",
+]
+
+
+class DeviceTrack(NamedTuple):
+    """One track: columns of `DEVICE_SAMPLE` that are drawn on top of each other, with a word for each.
+
+    Attributes:
+        name, unit: its heading, and the unit of its values.
+        columns: the word of each column, in the order in which they are stacked.
+        most: what each lane reaches to at least; 0: to the highest value.
+    """
+
+    name: str
+    unit: str
+    columns: dict[str, str]
+    most: float = 0.0
+
+
+TRACKS = (
+    DeviceTrack("GPU utilisation", "%", {"utilisation": "a kernel runs"}, 100.0),
+    DeviceTrack("GPU memory in use", "B", {"memory": "in use"}),
+    DeviceTrack("PCIe traffic", "B/s", {"pcie_sent": "sent", "pcie_received": "received"}),
+    DeviceTrack("NVLink traffic", "B/s", {"nvlink_sent": "sent", "nvlink_received": "received"}),
+)
+"""All tracks; those that every GPU has come first, so that nothing moves when it turns out that there is NVLink."""
+
+
+def device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any], bytes]]:
+    """Return each track that any GPU tells something of: its head and its values, as `tracks.pack_tracks` has them.
+
+    Args:
+        timeline: whose GPUs.
+        points: the most moments per rank and track; of each stretch of time the highest is kept.
+    """
+    packed = []
+    for track in TRACKS:
+        curves = [curve(timeline, rank, track, points) for rank in range(timeline.world_size)]
+        if not any(len(times) for times, _ in curves):
+            continue
+        head = head_of(track)
+        head["ranks"] = [[rank, len(times)] for rank, (times, _) in enumerate(curves) if len(times)]
+        packed.append((head, b"".join(times.tobytes() + levels.tobytes() for times, levels in curves)))
+    return packed
+
+
+def head_of(track: DeviceTrack) -> dict[str, Any]:
+    """Return the head of a track of which nothing is known yet."""
+    inks = {word: DEVICE_INKS[column] for column, word in track.columns.items()}
+    keys = [{"word": word, "light": light, "dark": dark} for word, (light, dark) in inks.items()]
+    return {
+        "name": track.name, "unit": track.unit, "stacked": True, "most": track.most, "keys": keys, "ranks": [],
+    }  # fmt: skip
+
+
+def curve(
+    timeline: Timeline, rank: int, track: DeviceTrack, points: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return one rank's track as steps: times (n,) and, from each on, levels (n, columns); none if nothing is known.
+
+    Args:
+        timeline: whose samples.
+        rank: the rank.
+        track: what is drawn of it.
+        points: the most moments.
+    """
+    samples = _samples_of(timeline, rank)
+    levels = np.stack([samples[column] for column in track.columns], axis=1)
+    known = ~np.isnan(levels).any(axis=1)
+    times, levels = samples["time"][known], levels[known]
+    if not len(times):
+        return np.zeros(0), np.zeros((0, len(track.columns)))
+    # The first sample speaks for as long as the median one does.
+    length = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    times = np.concatenate([[max(times[0] - length, 0.0)], times])
+    levels = np.concatenate([levels, levels[-1:]])
+    keep = fewer(times, levels.sum(axis=1), points)
+    return times[keep], levels[keep]
+
+
+def device_lines(timeline: Timeline) -> list[str]:
+    """Return a table, a line per rank: mean and highest of what its GPU did; nothing without samples."""
+    ranks = np.unique(timeline.device_samples["rank"]).tolist()
+    if not ranks:
+        return []
+    tracks = [
+        track for track in TRACKS if any(not np.isnan(_total(timeline, rank, track)).all() for rank in ranks)
+    ]
+    where = " in all steps" * (len(timeline.steps) > 1)
+    rows = [
+        [
+            f"GPU{where}: mean (highest)",
+            *(f"{track.name.removeprefix('GPU ')}" for track in tracks),
+            "samples",
+        ]
+    ]
+    for rank in ranks:
+        cells = [_mean_and_most(_total(timeline, rank, track), track.unit) for track in tracks]
+        rows.append([rank_label(timeline, rank), *cells, str(len(_samples_of(timeline, rank)))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{cell:<{widths[0]}}" if at == 0 else f"{cell:>{widths[at]}}" for at, cell in enumerate(row)
+        )
+        for row in rows
+    ]
+
+
+def _samples_of(timeline: Timeline, rank: int) -> npt.NDArray[Any]:
+    samples = timeline.device_samples
+    mine: npt.NDArray[Any] = samples[samples["rank"] == rank]
+    return mine
+
+
+def _total(timeline: Timeline, rank: int, track: DeviceTrack) -> npt.NDArray[Any]:
+    """Return the sum of the track's columns in each sample of a rank's GPU."""
+    samples = _samples_of(timeline, rank)
+    return np.sum([samples[column] for column in track.columns], axis=0)  # type: ignore[no-any-return]
+
+
+def _mean_and_most(values: npt.NDArray[Any], unit: str) -> str:
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return "not told"
+    mean, most = float(values.mean()), float(values.max())
+    if unit == "%":
+        return f"{mean:.0f} % ({most:.0f} %)"
+    if unit == "B":
+        return f"{memory_text(mean)} ({memory_text(most)})"
+    return f"{bytes_text(mean)}/s ({bytes_text(most)}/s)"
+
 
 MOMENTS = 24_000
 """The most moments of all ranks together: 1.2 MB, some hundred moments per step and rank in a run of 50 steps."""
