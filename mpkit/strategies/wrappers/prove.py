@@ -69,8 +69,7 @@ def prove(
         steps: the number of steps that are compared, from the first on.
         group: all ranks that train the module: a communicator, torch's process group, or a DeviceMesh; None for all.
         tp: those of them that share a batch, as under tensor parallelism; None for those of `mk.tensor_parallel`.
-        dtype: the dtype of 16 bits in which the module computes by itself (`MixedPrecisionPolicy`); None for its own.
-            torch.autocast is heard, and needs none.
+        dtype: in which the module computes by FSDP's `MixedPrecisionPolicy`; None elsewhere, also in torch.autocast.
 
     Returns:
         The proof: `line` is what was found, and `compare()` compares where a loop has no optimizer of torch's.
