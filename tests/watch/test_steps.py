@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -242,3 +243,59 @@ def test_what_is_sent_after_the_optimizer_belongs_to_the_next_step(clusters: Clu
         ends = rank.ops["end"][rank.ops["kind"] == Kind.OPTIMIZER]
         assert (steps["start"][1:] >= ends[: len(steps) - 1]).all()
     assert clusters(2).timeline().steps == [0, 1, 2]  # the last call begins no step
+
+
+def a_pipeline(ctx: Any) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    part = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    schedule = Schedule1F1B(PipelineStage(part, ctx.rank, 2, torch.device("cpu")), 4, loss_fn=F.mse_loss)
+    optimizer = torch.optim.AdamW(part.parameters())
+    for _ in range(4):
+        schedule.step(
+            *([torch.ones(8, 8)] if ctx.rank == 0 else []),
+            **({"target": torch.ones(8, 8)} if ctx.rank else {}),
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def prefetched_shards(ctx: Any) -> None:
+    """FSDP2 that gathers a layer ahead, and a scheduler that communicates after each step."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for layer, following in zip([*model][:-1], [*model][1:], strict=True):
+        layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(torch.ones(5))
+
+
+@pytest.mark.parametrize("program", [a_pipeline, prefetched_shards], ids=lambda program: program.__name__)
+def test_a_step_is_what_lies_between_two_optimizer_steps(clusters: Clusters, program: Any) -> None:
+    clusters(2).run(program, watch=True)
+    trace = clusters(2).trace.check()
+    messages = []
+    for rank in trace.ranks:
+        ops = rank.ops[rank.ops["kind"] != Kind.STEP]
+        ends = ops["end"][(ops["kind"] == Kind.OPTIMIZER) & (ops["depth"] == 0)]
+        assert len(ends) == 4
+        began = (ops["kind"] != Kind.WAIT) & (
+            ops["step"] >= 0
+        )  # each op belongs to the step of the optimizer step that follows it
+        assert (ops["step"][began] == np.searchsorted(ends, ops["start"][began])).all()
+        messages.append(
+            {kind: ops[(ops["kind"] == kind) & (ops["step"] > 0)] for kind in (Kind.SEND, Kind.RECV)}
+        )
+    for sender, receiver in ((0, 1), (1, 0)):  # the first step exchanges shapes as well
+        sent, received = messages[sender][Kind.SEND], messages[receiver][Kind.RECV]
+        assert sent["step"].tolist() == received["step"].tolist()
+        assert (sent["number"] - received["number"] == 0).all()
+        assert len(sent) == (12 if program is a_pipeline else 0)
