@@ -4,7 +4,7 @@ Phases:
 
     known      the named schedules that fit: the best of them is the one to beat
     greedy     orders built by many policies while a simulated clock runs (`mpkit.plan.schedule.greedy`)
-    improve    small changes to the best of all of these (`mpkit.plan.schedule.improve`)
+    improve    small changes to the best of all of these (`mpkit.plan.schedule.greedy`)
 
 Nothing is run. With the times of a run (`timeline.stage_times()`), the result is for that run's model and machine.
 """
@@ -22,10 +22,9 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.kinds import every
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule, naive
-from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.action import live
 from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy
-from mpkit.plan.schedule.improve import improve, span
+from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy, improve, span
 from mpkit.plan.schedule.validate import each
 from mpkit.timeline.simulation import Times, by_stage, simulate, time_of, whole_backward
 from mpkit.timeline.timeline import Timeline

@@ -47,8 +47,7 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.plan.schedule.catalogue import ANY, SCHEDULES
 from mpkit.plan.synonyms import MEANT
-from mpkit.prediction.experiments.factors import Factors, last_step, with_starts
-from mpkit.prediction.experiments.played_training import PlayedTraining
+from mpkit.prediction.experiments.factors import Factors, PlayedTraining, last_step, with_starts
 from mpkit.prediction.what_if_result import PredictedStep, WhatIf
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import TIMED_BY_EVENTS, Kind, RankTrace, Trace

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from mpkit.plan.schedule import Action, Schedule, validate
-from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.action import live
 
 Rows = list[list[Action]]
 

@@ -14,8 +14,7 @@ from torch import nn
 import mpkit as mk
 from mpkit.plan.schedule import NAMES, Schedule, validate
 from mpkit.plan.schedule.catalogue import SCHEDULES
-from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy
-from mpkit.plan.schedule.improve import span
+from mpkit.plan.schedule.greedy import ActionCosts, Policy, greedy, span
 from mpkit.prediction.schedule_search import FoundSchedule
 
 UNEVEN: dict[str, Any] = {

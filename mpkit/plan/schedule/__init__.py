@@ -4,32 +4,37 @@ A schedule says, for each rank, which actions it does in which order; when they 
 Authors write compute only. `validate` says why a schedule cannot run, `lower` adds the sends and receives,
 `draw` shows it, and one runtime (`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
 
-    action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0
+    action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0; what is held between actions
     core, read   Schedule: a row of actions for each rank, and what an action needs; made from text, lists or a function
-    play, live   when each action can run, on paper, and what is held meanwhile
-    all_forward, one_f_one_b, zero_bubble, v_shaped
-                 the schedules of the literature, pure functions of (p, m) or (p, m, v)
-    placement    which rank holds which stage
+    play         when each action can run, on paper
+    schedules    those of the literature, pure functions of (p, m) or (p, m, v), and which rank holds which stage
     catalogue    the schedules by name
     summary      bubble, also according to the papers, what is held at most, and where the loss is, for a cost model
     validate     whether a schedule finishes, is complete and fits into memory
-    lower        adds sends and receives; joins forwards and backwards that run as one
-    grid         draws a schedule in text
-    greedy, improve
-                 orders found by a search (`mpkit.prediction.schedule_search`)
+    lowering     adds sends and receives; joins forwards and backwards that run as one
+    grid         draws a schedule in text;  torch_csv  reads and writes torch's files
+    greedy       orders found by a search (`mpkit.prediction.schedule_search`)
 """
 
 from mpkit.plan.schedule.action import Action
-from mpkit.plan.schedule.all_forward import gpipe, looped_bfs, naive
 from mpkit.plan.schedule.catalogue import NAMES, build_schedule
 from mpkit.plan.schedule.core import Schedule
 from mpkit.plan.schedule.grid import draw
 from mpkit.plan.schedule.lowering import lower
-from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
 from mpkit.plan.schedule.play import play
-from mpkit.plan.schedule.v_shaped import dualpipev, zbv
+from mpkit.plan.schedule.schedules import (
+    dualpipev,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 from mpkit.plan.schedule.validate import validate
-from mpkit.plan.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 __all__ = [
     "NAMES",

@@ -1,11 +1,18 @@
-"""Action: one step of one rank in a pipeline schedule, and how it is spelled."""
+"""An action, and the activations that are held between actions.
+
+Action: one step of one rank in a pipeline schedule, and how it is spelled.
+
+Live: the activations that a rank holds, computed from the order of its actions alone.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["COMMUNICATION", "COMPUTE", "Action"]
+__all__ = ["COMMUNICATION", "COMPUTE", "Action", "live"]
+
 
 COMPUTE = ("F", "B", "I", "W")
 """What an author writes. `F`: forward. `B`: backward, or split in two, `I`: gradients of the inputs, which
@@ -63,3 +70,28 @@ class Action(NamedTuple):
         named = int(match[1]) if match[1] else stage
         assert named is not None
         return cls(match[2], named, int(match[3]))
+
+
+def live(row: Iterable[Action], activation: Sequence[float] = ()) -> list[float]:
+    """Return what a rank holds while each action of its row runs.
+
+    A stage holds a micro-batch's activations from its F to its B, inclusive, or to its W if the backward is split: I
+    frees nothing, since W needs what the forward kept.
+
+    Args:
+        row: a rank's actions, in order.
+        activation: by stage, how much it holds per micro-batch; left out, 1 each.
+
+    >>> live(map(Action.parse, "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()))
+    [1, 2, 2, 3, 3, 2, 1]
+    """
+    held: list[float] = []
+    now = 0.0 if activation else 0
+    for kind, stage, _ in row:
+        size = activation[stage] if activation else 1
+        if kind == "F":
+            now += size
+        held.append(now)
+        if kind in ("B", "W"):
+            now -= size
+    return held

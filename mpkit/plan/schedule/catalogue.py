@@ -11,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mpkit.plan.schedule.all_forward import gpipe, looped_bfs, naive
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b, overlapped_1f1b
-from mpkit.plan.schedule.v_shaped import dualpipev, zbv
-from mpkit.plan.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from mpkit.plan.schedule.schedules import (
+    dualpipev,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    overlapped_1f1b,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
 
 __all__ = [
     "GPIPE",

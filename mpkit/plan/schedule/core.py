@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpkit.common.disk import write_whole
 from mpkit.common.tracebacks import public
-from mpkit.plan.schedule.action import Action
-from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.action import Action, live
 from mpkit.plan.schedule.play import Order, needs_of, order_of
 from mpkit.plan.schedule.read import Read, call_source, holders, read
 from mpkit.plan.schedule.torch_csv import lines_of, text_of

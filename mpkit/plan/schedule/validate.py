@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpkit.plan.schedule.action import COMPUTE, Action
-from mpkit.plan.schedule.activations import live
+from mpkit.plan.schedule.action import COMPUTE, Action, live
 from mpkit.plan.schedule.grid import draw_rows
 from mpkit.plan.schedule.play import time_actions
 

@@ -20,11 +20,18 @@ from mpkit.devices.hardware import Hardware
 from mpkit.plan.formats.write import unsaid
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
-from mpkit.prediction.advice.objective import TIME, Objective, objective_of
 from mpkit.prediction.advice.prices import LayoutPrices
 from mpkit.prediction.advice.reasons import RUNNING, SIMPLER, Family, families_of, summary_of, why_not
 from mpkit.prediction.advice.rules import Rule, rules_of
-from mpkit.prediction.advice.search import SHOWN, FoundLayout, figures_of, kinds_of
+from mpkit.prediction.advice.search import (
+    SHOWN,
+    TIME,
+    FoundLayout,
+    Objective,
+    figures_of,
+    kinds_of,
+    objective_of,
+)
 from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.check import check_length, check_trainable, checked_load
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked

@@ -33,8 +33,16 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ZB_H1
 from mpkit.prediction.experiments.action_times import action_times, whole_model
 from mpkit.prediction.experiments.busy_ranks import BusyRanks, measure_busy, overlapped_share
-from mpkit.prediction.experiments.factors import HALVES, LIKE, WHOLE, kinds_of, scale_trace, with_starts
-from mpkit.prediction.experiments.played_training import PlayedTraining, first_samples
+from mpkit.prediction.experiments.factors import (
+    HALVES,
+    LIKE,
+    WHOLE,
+    PlayedTraining,
+    first_samples,
+    kinds_of,
+    scale_trace,
+    with_starts,
+)
 from mpkit.timeline.answer import PROFILED
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import Kind, Trace
