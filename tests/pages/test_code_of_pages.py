@@ -16,7 +16,7 @@ PRINTED = {
     "README.md": {"bubble": 1},
     "docs/which-call.md": {"answer": 15},
     "docs/wrappers.md": {
-        "bubble": 4,
+        "bubble": 2,
         "mk.prove(DistributedDataParallel): equal": 1,
         "mk.prove(FSDPSequential): equal": 1,
     },
