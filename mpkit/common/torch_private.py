@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as _StorageInfo
     from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
     from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
     from torch.nn.modules.loss import _Loss as _Loss
@@ -108,8 +107,6 @@ NAMES = (
         "torch.distributed.distributed_c10d", ("_pickler", "_unpickler"),
         "sign objects that ranks send each other under a launcher",
     ),
-    PrivateNames("torch.distributed.checkpoint.filesystem", ("_StorageInfo",), "read a checkpoint's index"),
-    PrivateNames("torch.distributed.checkpoint.metadata", ("_MEM_FORMAT_ENCODING",), "read a checkpoint's index"),
     PrivateNames("torch.distributed.pipelining.stage", ("_PipelineStageBase",), "watch torch's own pipelines"),
     PrivateNames("torch.testing._internal.distributed.fake_pg", ("FakeStore",), "play ranks in one process"),
     PrivateNames("torch.utils.data.dataloader", ("_BaseDataLoaderIter",), "record data loading of watched programs"),

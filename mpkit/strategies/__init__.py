@@ -11,17 +11,17 @@ Where each strategy is read: in `reference`, then in the module that trains:
     split backward (I and W)    -                                stage/split_backward
     recomputation               -                                stage/recompute
     nn.DataParallel             reference/dp                     nn_dataparallel/dp
-    DDP                         reference/bucketed_ddp           data_parallel/ddp
-    ZeRO 1, 2, 3                reference/zero1, zero2, zero3    zero/zero1, zero2, zero3; zero/reducer, gather
-    hybrid shards               reference/hybrid_shards          data_parallel/replicated_part
+    DDP                         reference/bucketed_ddp           replicas/ddp, reducer
+    ZeRO 1, 2, 3                reference/zero1, zero2, zero3    replicas/zero, zero3; replicas/reducer, gather
+    hybrid shards               reference/hybrid_shards          replicas/part
     tensor, sequence parallel   reference/tensor/                tensor/operators, region, sequence
     divided vocabulary          reference/tensor/                tensor/vocabulary, logits
     ring attention              reference/ring_attention         context/ring, block
     Ulysses                     reference/ulysses                context/ulysses
     experts                     reference/experts/               experts/divided_experts
     balanced routing            reference/experts/balance        models/experts/routing, runtime/batch_routing
-    tied weights                -                                data_parallel/tied_weights
-    BatchNorm over replicas     -                                data_parallel/sync_batchnorm
+    tied weights                -                                replicas/tied
+    BatchNorm over replicas     -                                replicas/batchnorm
     mixed precision             reference/serial                 update/master_weights, loss_scaler
     checkpoints                 -                                checkpoint/, runtime/checkpoints
 

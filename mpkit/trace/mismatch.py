@@ -104,7 +104,7 @@ class IssuedCall:
     @property
     def is_sharding(self) -> bool:
         """Whether ZeRO made the call, for a layer."""
-        return "mpkit/strategies/zero/" in self.where
+        return "mpkit/strategies/replicas/" in self.where
 
     @property
     def line(self) -> str:

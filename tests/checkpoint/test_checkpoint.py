@@ -21,8 +21,7 @@ from torch.utils.data import TensorDataset
 import mpkit as mk
 from mpkit.launch.session.run import Run
 from mpkit.strategies.checkpoint.files import digest
-from mpkit.strategies.checkpoint.head import DamagedCheckpoint, seal
-from mpkit.strategies.checkpoint.index import read_index
+from mpkit.strategies.checkpoint.head import seal
 from mpkit.strategies.prepare.resume import find_checkpoint
 
 Clusters = Callable[[int], mk.Cluster]
@@ -212,12 +211,12 @@ def test_one_that_was_about_to_be_replaced_takes_its_name_back(clusters: Cluster
 
 
 def cut_short(folder: Path) -> None:
-    path = next(folder.glob("__0_*"))
+    path = next(folder.glob("rank-0*"))
     path.write_bytes(path.read_bytes()[:-7])
 
 
 def flip(folder: Path) -> None:
-    path = next(folder.glob("__1_*"))
+    path = next(folder.glob("rank-1*"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
@@ -226,15 +225,12 @@ def flip(folder: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     r"has \d+ bytes, and had": cut_short,
     "SHA-256 differs": flip,
-    "is missing": lambda folder: next(folder.glob("__1_*")).unlink(),
+    "is missing": lambda folder: next(folder.glob("rank-1*")).unlink(),
     "it has no mpkit.json": lambda folder: (folder / "mpkit.json").unlink(),
     "cannot be read": lambda folder: (folder / "mpkit.json").write_text('{"format": 1'),
-    r"before tensor parallelism wrote it \(format 1": lambda folder: (folder / "mpkit.json").write_text(
-        '{"format": 1}'
+    r"an earlier mpkit wrote it \(format 5": lambda folder: (folder / "mpkit.json").write_text(
+        '{"format": 5}'
     ),
-    r"before mpkit.json had a digest of its own wrote it \(format 2": lambda folder: (
-        folder / "mpkit.json"
-    ).write_text('{"format": 2}'),
     "a later mpkit wrote it": lambda folder: (folder / "mpkit.json").write_text('{"format": 99}'),
 }
 
@@ -270,51 +266,25 @@ def reseal(folder: Path) -> None:
     (folder / "mpkit.json").write_text(seal(head))
 
 
-def test_loading_runs_no_code_from_the_index(saved: Path, tmp_path: Path) -> None:
-    folder = saved / "step-00000004"
-    trap = tmp_path / "trap"
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    good = (folder / ".metadata").read_bytes()
-    index.planner_data = Malice(trap)
-    for bad in (pickle.dumps(Malice(trap)), pickle.dumps(index), b"cos\nsystem\n(S'true'\ntR.", good[:-20]):
-        (folder / ".metadata").write_bytes(bad)
+def test_loading_runs_no_code(saved: Path, tmp_path: Path) -> None:
+    folder, trap = saved / "step-00000004", tmp_path / "trap"
+    good = torch.load(folder / "rank-0.pt", weights_only=True)
+    name = next(iter(good))
+    bad: list[Any] = [
+        Malice(trap), {**good, "more": Malice(trap)}, {name: good[name]["tensor"]}, [1],
+        {name: {**good[name], "place": ((2, 2), ((0, ((0, 5),)),), 0)}},
+        {name: {**good[name], "place": ((2, 2), (), -1)}},
+    ]  # fmt: skip
+    for content in bad:
+        torch.save(content, folder / "rank-0.pt")
         reseal(folder)
-        with pytest.raises(DamagedCheckpoint):
-            read_index(folder)
-        with pytest.raises(ValueError, match=r"\.metadata"):
+        with pytest.raises(ValueError, match=r"damaged checkpoint: rank-0\.pt"):
             find_checkpoint(folder)
-    assert not trap.exists()
-    # objects instead of tensors, which DCP would unpickle; files elsewhere
-    index = pickle.loads(good)
-    index.state_dict_metadata["weight/0.weight"] = (
-        torch.distributed.checkpoint.metadata.BytesStorageMetadata()
-    )
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(DamagedCheckpoint, match="BytesStorageMetadata"):
-        read_index(folder)
-    index = pickle.loads(good)
-    next(iter(index.storage_data.values())).relative_path = "../../secret"
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(DamagedCheckpoint, match="not an index"):
-        read_index(folder)
-
-
-def test_loading_runs_no_code_from_the_tensors(clusters: Clusters, saved: Path, tmp_path: Path) -> None:
-    folder = saved / "step-00000004"
-    trap = tmp_path / "trap"
-    torch.save(
-        (Malice(trap), torch.zeros(10_000)), tmp_path / "bad"
-    )  # as large as what it takes the place of
-    bad = (tmp_path / "bad").read_bytes()
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    for place in index.storage_data.values():
-        place.offset, place.length = 0, len(bad)
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    for path in folder.glob("*.distcp"):
-        path.write_bytes(bad)
-    reseal(folder)
-    with pytest.raises(mk.RankFailed, match="could not be read"):
-        train(clusters, net(), batches(), mk.Plan.ddp(2), steps=5, resume_from=folder)
+    for data in (pickle.dumps(Malice(trap)), b"cos\nsystem\n(S'true'\ntR.", b""):
+        (folder / "rank-0.pt").write_bytes(data)
+        reseal(folder)
+        with pytest.raises(ValueError, match=r"damaged checkpoint: rank-0\.pt could not be read"):
+            find_checkpoint(folder)
     assert not trap.exists()
 
 

@@ -70,7 +70,7 @@ def edits() -> dict[str, Callable[[dict[str, Any]], Any]]:
     }
     cases |= {
         f"{name}={value!r}": put(name, value)
-        for name in ("facts", "scaler", "layout", "files", "plan")
+        for name in ("facts", "scaler", "files", "plan")
         for value in ("x", 3, None, [[]], {"a": 1})
     }
     cases |= {f"scale={value!r}": within("scaler", "scale", value) for value in ("x", 0.0, -1.0, 1, None)}
@@ -83,7 +83,6 @@ def edits() -> dict[str, Callable[[dict[str, Any]], Any]]:
     cases["a parameter more"] = lambda head: head["facts"]["trained"].__setitem__("9.weight", "[4] float32")
     cases["a buffer more"] = lambda head: head["facts"]["others"].__setitem__("9.mean", "[] float32")
     cases["states"] = within("facts", "states", [1])
-    cases["a layout of names that are not there"] = put("layout", ["0.weight", "nothing.weight"])
     cases["world_size=4"] = put("world_size", 4)
     cases["another number of ranks"] = lambda head: (
         head.__setitem__("world_size", 4),

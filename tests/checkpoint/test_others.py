@@ -44,28 +44,28 @@ def test_what_others_put_there_stays(clusters: Clusters, tmp_path: Path) -> None
     folder, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
     for name in (
         "dataset.partial/precious", "old.replaced/mine", "step-00000009/mine", "step-00000008.partial/notes",
-        "step-00000007.replaced/mine", "step-00000006.partial/__0_0.distcp/deep", "step-1.partial/__0_0.distcp",
+        "step-00000007.replaced/mine", "step-00000006.partial/rank-0.pt/deep", "step-1.partial/rank-0.pt",
     ):  # fmt: skip
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(name)
     (folder / "notes.partial").write_text("a file")
     elsewhere.mkdir()
-    (elsewhere / "__0_0.distcp").write_text("precious")
+    (elsewhere / "rank-0.pt").write_text("precious")
     (folder / "step-00000005.partial").symlink_to(elsewhere)
-    (folder / "in-use.partial").symlink_to(elsewhere / "__0_0.distcp")
+    (folder / "in-use.partial").symlink_to(elsewhere / "rank-0.pt")
     (folder / "step-00000004.partial").mkdir()  # what a save that was cut short leaves
-    (folder / "step-00000004.partial" / ".metadata.tmp").write_text("half")
+    (folder / "step-00000004.partial" / "rank-1.pt").write_text("half")
     before = contents(folder)
     train(clusters, folder, checkpoint_keep=1)
     after = contents(folder)
-    del before["step-00000004.partial/.metadata.tmp"]
+    del before["step-00000004.partial/rank-1.pt"]
     assert {name: after.get(name) for name in before} == before
     assert not {name for name in after if "0003" not in name} - set(before)
-    assert (elsewhere / "__0_0.distcp").read_text() == "precious"
+    assert (elsewhere / "rank-0.pt").read_text() == "precious"
 
 
 @pytest.mark.parametrize(
-    "name", ["step-00000002/mine", "step-00000002/.metadata", "step-00000002.partial/mine", "step-00000002"]
+    "name", ["step-00000002/mine", "step-00000002/rank-0.pt", "step-00000002.partial/mine", "step-00000002"]
 )
 def test_what_is_in_the_place_of_a_checkpoint_is_refused_beforehand(
     clusters: Clusters, tmp_path: Path, name: str

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mpkit as mk
-from mpkit.strategies.data_parallel.sync_batchnorm import Alone, over_whole_batch
+from mpkit.strategies.replicas.batchnorm import Alone, over_whole_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 NORMS: dict[str, Callable[[], nn.Module]] = {

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.experts import divided_experts
+from mpkit.strategies.replicas.part import ReplicatedPart
 from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.update.update import Update
 from tests.proof.planted import Planted

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import mpkit as mk
 from mpkit import Plan
@@ -28,7 +27,7 @@ from mpkit.errors import TraceError
 from mpkit.prediction.cost_model.known_models import architecture_of
 from mpkit.strategies.checkpoint.files import digest
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, seal
-from mpkit.strategies.checkpoint.planner import SavePlanner, Slice, Writer
+from mpkit.strategies.checkpoint.parts import HeldPart, write_rank
 from mpkit.strategies.prepare.resume import find_checkpoint
 from mpkit.timeline.foreign.open_trace import OpenedTrace
 from mpkit.timeline.timeline import Timeline
@@ -239,14 +238,14 @@ def checkpoint() -> list[bytes]:
     form, facts = "[4, 3] float32", {"others": {}, "optimizer": "AdamW", "states": ["step"]}
     with tempfile.TemporaryDirectory() as name:
         state = {
-            "weight/0.weight": Slice(torch.arange(12.0), (4, 3)),
-            "random/0": Slice(torch.zeros(16, dtype=torch.uint8), (16,)),
+            "weight/0.weight": HeldPart(torch.arange(12.0), (4, 3)),
+            "random/0": HeldPart(torch.zeros(16, dtype=torch.uint8), (16,)),
         }
-        save(state, storage_writer=Writer(name), planner=SavePlanner(), no_dist=True)
+        write_rank(Path(name, "rank-0.pt"), state)
         head = CheckpointHead(
             step=2, number=1, plan=json.loads(Plan.serial().to_json()), world_size=1,
             facts={"trained": {"0.weight": form}, **facts}, scaler={"scale": 1.0, "good": 0}, skipped=0,
-            layout=["0.weight"], training="0" * 32,
+            training="0" * 32,
         )  # fmt: skip
         head.files = {path.name: digest(path) for path in Path(name).iterdir()}
         head.write(Path(name))

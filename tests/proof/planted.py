@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.tied_weights import TiedWeights
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.models.randomness import Randomness
+from mpkit.strategies.replicas.ddp import DDP
+from mpkit.strategies.replicas.tied import TiedWeights
+from mpkit.strategies.replicas.zero import Zero
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.train import Training
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.partitioned_stage import PartitionedStage
 from mpkit.strategies.update.update import Update
-from mpkit.strategies.zero.zero import Zero
 
 __all__ = ["FAULTS", "Planted"]
 

@@ -18,9 +18,8 @@ from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.comm.process_group import FakeGroup
 from mpkit.strategies.stage.shard import evenly
 from mpkit.strategies.tensor import shard_model
-from mpkit.strategies.tensor.logits import DividedLogits
 from mpkit.strategies.tensor.operators import f, f_bar, g, g_bar, gather, scatter
-from mpkit.strategies.tensor.vocabulary import divide_embedding
+from mpkit.strategies.tensor.vocabulary import DividedLogits, divide_embedding
 from mpkit.trace import Kind
 
 Clusters = Callable[[int], mk.Cluster]

@@ -20,7 +20,7 @@ import mpkit as mk
 from mpkit.models import GPT
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import CompletedWork
-from mpkit.strategies.data_parallel.buffers import StatefulBuffers
+from mpkit.strategies.replicas.buffers import StatefulBuffers
 from mpkit.strategies.tensor import by_hand, operators
 from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.pipelined_module import PipelineParallel

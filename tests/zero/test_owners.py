@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.models import GPT, next_token_loss
-from mpkit.strategies.zero.flat import assign_owners
+from mpkit.strategies.replicas.flat import assign_owners
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal
 

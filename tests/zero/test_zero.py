@@ -15,8 +15,8 @@ import mpkit as mk
 from mpkit.data import text_batches
 from mpkit.devices.hardware import wire_factor
 from mpkit.models import GPT, next_token_loss
-from mpkit.strategies.zero import shard
-from mpkit.strategies.zero.flat import Flat
+from mpkit.strategies.replicas.flat import Flat
+from mpkit.strategies.replicas.shard import shard
 from mpkit.trace import Kind
 from tests.serial import Train, check_equal
 

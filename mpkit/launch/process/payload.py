@@ -16,9 +16,8 @@ from mpkit.common.exceptions import report
 from mpkit.common.launch_folder import Settings
 from mpkit.common.this_process import cores
 from mpkit.launch.process.log_settings import log_settings_here
-from mpkit.strategies.packing.edited_modules import edited_functions
 from mpkit.strategies.packing.packing import Packer
-from mpkit.strategies.packing.world import enter_world, pack_world
+from mpkit.strategies.packing.world import edited_functions, enter_world, pack_world
 
 __all__ = ["pack", "settings_here", "unpack"]
 

@@ -19,7 +19,7 @@ from mpkit.launch.launched_rank import LaunchedRank
 from mpkit.launch.session.execution import TICK, Execution
 from mpkit.launch.session.launched_cluster import ProgressLine, provable_here
 from mpkit.launch.session.run_list import keep
-from mpkit.strategies.checkpoint.foreign_files import lock_folder
+from mpkit.strategies.checkpoint.files import lock_folder
 from mpkit.strategies.checkpoint.lock import FolderLock
 from mpkit.strategies.data.digest import read_taken
 from mpkit.strategies.proof.proof_thread import ProofThread
@@ -74,7 +74,7 @@ class Run(Execution):
         self, cluster: Cluster, job: TrainJob, *, timeout: float | None = None, show: bool | None = None,
         board: Any = None,
     ) -> None:  # fmt: skip
-        from mpkit.strategies.packing.edited_modules import installed_modules
+        from mpkit.strategies.packing.world import installed_modules
         from mpkit.strategies.runtime.train import train
 
         self.plan, self.steps, self.first_step = job.plan, job.how.steps, job.how.first_step

@@ -25,10 +25,8 @@ from mpkit.plan.plan import Plan
 
 __all__ = ["FORMAT", "HEAD", "CheckpointHead", "DamagedCheckpoint", "open_plain", "read_told"]
 
-FORMAT = 5
-"""1: each parameter flattened, before tensor parallelism; 2: without a digest of its own; 3: without its training;
-4: with a parameter's first dimension alone as its rows."""
-OLDEST = 3  # that is read
+FORMAT = 6
+"""Up to 5, tensors lay in files of torch.distributed.checkpoint."""
 HEAD = "mpkit.json"
 LARGEST, MOST_VALUES = 256 * 2**20, 10_000_000
 """Largest mpkit.json, in bytes and in values of JSON: a parameter takes about a hundred and three."""
@@ -50,9 +48,8 @@ class CheckpointHead:
         facts: facts about model and optimizer: `mpkit.strategies.prepare.resume.facts_of`.
         scaler: the loss scale, and the number of steps since it changed.
         skipped: number of steps that all ranks skipped because of an overflow.
-        layout: names of the parameters in the order in which their gradients were sent, stage after stage.
         files: size in bytes and SHA-256 of each file, by name.
-        training: the training that wrote it, by a name drawn at random; "" before format 4.
+        training: the training that wrote it, by a name drawn at random.
         format: version of this format.
     """
 
@@ -63,7 +60,6 @@ class CheckpointHead:
     facts: dict[str, Any]
     scaler: dict[str, Any]
     skipped: int
-    layout: list[str]
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     training: str = ""
     format: int = FORMAT
@@ -126,7 +122,6 @@ def read_told(folder: Path) -> CheckpointHead:
         raise DamagedCheckpoint(
             f"its {HEAD} was changed or damaged after it was written: its SHA-256 differs"
         )
-    values.setdefault("training", "")
     _check_fields(values)
     return CheckpointHead(**values)
 
@@ -134,11 +129,10 @@ def read_told(folder: Path) -> CheckpointHead:
 def _check_format(number: int) -> None:
     if number > FORMAT:
         raise DamagedCheckpoint(f"a later mpkit wrote it (format {number}; this one reads format {FORMAT})")
-    if number < OLDEST:
-        before = "before tensor parallelism" if number < 2 else f"before {HEAD} had a digest of its own"
+    if number < FORMAT:
         raise DamagedCheckpoint(
-            f"an mpkit from {before} wrote it (format {number}; this one reads format {OLDEST} on). That one can go on "
-            "from it, and its run.state_dict() takes the weights here"
+            f"an earlier mpkit wrote it (format {number}; this one reads format {FORMAT}). That one can go on from it, "
+            "and its run.state_dict() takes the weights here"
         )
 
 
@@ -165,10 +159,6 @@ def _check_fields(values: dict[str, Any]) -> None:
     if values["skipped"] > values["step"]:
         raise DamagedCheckpoint(
             f"its {HEAD} says that {values['skipped']} of {values['step']} steps were skipped"
-        )
-    if unknown := [name for name in values["layout"] if name not in values["facts"]["trained"]]:
-        raise DamagedCheckpoint(
-            f"its {HEAD} has {unknown[0]!r:.100} in its layout, which is no parameter of its model"
         )
 
 
@@ -205,7 +195,6 @@ def _is_scaler(value: Any) -> bool:
 def _are_files(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and ".metadata" in value
         and all(Path(name).name == name for name in value)
         and all(isinstance(one, list) and len(one) == 2 and _is_count(one[0]) for one in value.values())
         and all(isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for _, sha in value.values())
@@ -220,7 +209,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "facts": (_are_facts, "the parameters' names with their shapes and dtypes, and the optimizer's states,"),
     "scaler": (_is_scaler, "a scale above 0 and a number of steps"),
     "skipped": (_is_count, "a whole number, 0 or more,"),
-    "layout": (_are_names, "a list of names"),
     "training": (lambda value: isinstance(value, str) and len(value) <= 64, "a name"),
-    "files": (_are_files, "a size and a SHA-256 for each file beside it, .metadata among them,"),
+    "files": (_are_files, "a size and a SHA-256 for each file beside it"),
 }

@@ -6,8 +6,7 @@ a rank that waits has an open WAIT, and a rank that never made the call has no o
 
 The methods are written as functions, by concept:
 
-    collectives     every rank of the group plays the same role
-    rooted_collectives   one rank of it sends or receives
+    collectives     every rank of the group plays the same role, or one rank of it sends or receives
     messages        from one rank to another
     groups          which ranks form a communicator
 
@@ -31,7 +30,7 @@ from copy import copy
 import torch.distributed as dist
 from torch import Tensor
 
-from mpkit.strategies.comm import collectives, groups, messages, rooted_collectives
+from mpkit.strategies.comm import collectives, groups, messages
 from mpkit.strategies.comm.wire import CallNumber, Wire
 from mpkit.trace import Kind
 
@@ -110,11 +109,10 @@ class Communicator:
     reduce_scatter = collectives.reduce_scatter
     all_to_all = collectives.all_to_all
     barrier = collectives.barrier
-    # ---- collectives with a root
-    broadcast = rooted_collectives.broadcast
-    reduce = rooted_collectives.reduce
-    gather = rooted_collectives.gather
-    scatter = rooted_collectives.scatter
+    broadcast = collectives.broadcast
+    reduce = collectives.reduce
+    gather = collectives.gather
+    scatter = collectives.scatter
     # ---- messages
     send = messages.send
     recv = messages.recv

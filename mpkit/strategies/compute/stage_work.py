@@ -7,12 +7,17 @@
     weight_grads   W   gradients of the weights alone
 
 What a forward keeps for its backward (`KeptForward`) is held here, by micro-batch, and released as soon as possible.
+
+What a forward keeps for its backward, in the order in which F, recomputation, I and W fill it and empty it.
+
+The record of what one stage computes: its FLOPs and bytes, and the activations that a forward saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from mpkit.strategies.compute.forward_state import KeptForward
+from mpkit.plan.schedule import Action
 from mpkit.strategies.compute.stage_forward import StageForward
-from mpkit.strategies.compute.stage_record import StageRecord
 from mpkit.strategies.data.microbatch import Value, leaves
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
@@ -31,14 +35,116 @@ from mpkit.strategies.models.step_facts import StepFacts
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.recompute import RecomputedCall, RecomputeScope, WrittenState
 from mpkit.strategies.stage.selective_recompute import AttentionAgain
-from mpkit.strategies.stage.split_backward import input_grads
-from mpkit.strategies.stage.stage import Stage
+from mpkit.strategies.stage.split_backward import WeightGrads, input_grads
+from mpkit.strategies.stage.stage import Stage, track
 from mpkit.trace import Kind
+from mpkit.trace.record.flops import Flops
+from mpkit.trace.record.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
 
-__all__ = ["StageWork"]
+__all__ = ["KeptForward", "StageRecord", "StageWork"]
+
+
+@dataclass
+class KeptForward:
+    """What the forward of one micro-batch keeps.
+
+    Attributes:
+        inputs: the stage's inputs, which are leaves.
+        outputs: the stage's outputs; of a stage that is recomputed as a whole, the edges of its graph.
+        call: the call of a stage that is recomputed as a whole.
+        weight_grads: what I leaves for W.
+    """
+
+    inputs: Value
+    outputs: tuple[Any, ...] = ()
+    call: RecomputedCall | None = None
+    weight_grads: WeightGrads | None = None
+
+    @property
+    def differentiable(self) -> list[Tensor]:
+        """The inputs that require a gradient."""
+        return [tensor for tensor in leaves(self.inputs) if tensor.requires_grad]
+
+    def roots(
+        self, gradients: dict[int, Tensor] | None, loss_scale: float
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """Return the outputs from which the backward starts, and their gradients.
+
+        Args:
+            gradients: gradients of the outputs, by the output's number; None if the outputs are a share of the loss.
+            loss_scale: gradient of the loss.
+        """
+        if gradients is None:
+            losses = [loss for loss in self.outputs if loss.requires_grad]
+            return losses, tuple(torch.full_like(loss, loss_scale) for loss in losses)
+        return [self.outputs[i] for i in gradients], tuple(gradients.values())
+
+
+LETTERS = {
+    Kind.FORWARD: "F",
+    Kind.RECOMPUTE: "F",
+    Kind.BACKWARD: "B",
+    Kind.INPUT_GRAD: "I",
+    Kind.WEIGHT_GRAD: "W",
+}
+"""The letters by which schedules name these computations."""
+
+
+class StageRecord:
+    """Records the computations of one stage.
+
+    Args:
+        recorder: the rank's recorder.
+        job: read for the FLOPs of blocks.
+        stage: the stage.
+        flops: FLOPs and bytes of the stage's forward and backward, by the signature of a micro-batch.
+    """
+
+    def __init__(
+        self, recorder: Recorder, job: TrainJob, stage: Stage, flops: Callable[[Hashable], Flops]
+    ) -> None:
+        self.recorder = recorder
+        self._job, self._stage, self._count = job, stage, flops
+        self._flops: dict[Hashable, Flops] = {}  # by signature
+
+    def begin(self, kind: Kind, m: int, key: Hashable) -> int:
+        """Record the beginning of a computation with its FLOPs and bytes, and return its number.
+
+        Args:
+            kind: forward, recomputation, backward, or one half of a backward.
+            m: the micro-batch.
+            key: its signature.
+        """
+        flops = self._flops.get(key)
+        if flops is None:
+            flops = self._flops[key] = self._count(key)
+        done, nbytes = flops.cost_of(kind)
+        if kind in (Kind.BACKWARD, Kind.INPUT_GRAD):  # including recomputed blocks
+            for block in self._stage.recomputed:
+                more = self.block_costs(key)(block.name)
+                done, nbytes = done + more[0], nbytes + more[1]
+        s = self._stage.number
+        name = str(Action(LETTERS[kind], s, m))
+        return self.recorder.begin(kind, name, stage=s, microbatch=m, flops=done, nbytes=nbytes)
+
+    def end(self, op: int) -> None:
+        """Record the end of a computation."""
+        self.recorder.end(op)
+
+    def track(self, made: Iterable[Tensor]) -> None:
+        """Count what a computation has made as activations, for as long as it lives."""
+        track(made, self.recorder)
+
+    def count_saved(self) -> AbstractContextManager[Any]:
+        """Return a context manager that counts what a forward saves for its backward."""
+        return self.recorder.memory.saving()
+
+    def block_costs(self, key: Hashable) -> Callable[[str], tuple[float, int]]:
+        """Return a function that returns the FLOPs and bytes of a block's forward, by its name."""
+        return lambda block: self._job.where.block_cost(key, self._stage.number, self._stage.names, block)
 
 
 class StageWork:

@@ -13,7 +13,7 @@ A batch goes through these phases, five of which are exchanges between rank 0 an
                 free parameters and gradients
 
 and then rank 0 steps. The loss, the optimizer and all outputs make rank 0 compute more and hold more than the others,
-which wait for it. Parameters are sent again for every batch. DDP (`mpkit.strategies.data_parallel.ddp`) avoids both,
+which wait for it. Parameters are sent again for every batch. DDP (`mpkit.strategies.replicas.ddp`) avoids both,
 with one exchange per batch.
 
 `mpkit.strategies.reference.dp` is the whole algorithm in 25 lines. This module adds outputs and inputs that are not
@@ -34,7 +34,6 @@ from torch import Tensor
 
 from mpkit.strategies.compute.stage_work import StageWork
 from mpkit.strategies.data.microbatch import Value, leaves, map_tensors
-from mpkit.strategies.data_parallel.unused_parameters import unused_error
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
@@ -49,6 +48,7 @@ from mpkit.strategies.nn_dataparallel.scatter_feed import (
     row_bytes,
     unpack_rows,
 )
+from mpkit.strategies.replicas.part import unused_error
 from mpkit.strategies.stage.gradient_sync import GradientSync
 from mpkit.strategies.stage.stage import Stage
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpkit.plan.plan import Plan
-from mpkit.strategies.data_parallel.bucket import Bucket
-from mpkit.strategies.data_parallel.buffers import unequal_buffers
+from mpkit.strategies.replicas.buffers import unequal_buffers
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context
@@ -51,7 +50,7 @@ class ReplicateParameters:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self._gradients: list[Bucket] = []
+        self._gradients: list[Tensor] = []  # those of a dtype side by side
         self.drop_replicas()
 
     # ---- parameters and buffers ---------------------------------------------------------------------------
@@ -82,15 +81,18 @@ class ReplicateParameters:
     def begin_gradients(self) -> None:
         """Allocate zero gradients, if there are none; the backward adds into them in place."""
         if not self._gradients:
-            self._gradients = [Bucket(parameters) for parameters in self._by_dtype.values()]
-            for bucket in self._gradients:
-                bucket.begin()
-                self._ledger.track(bucket.flat, "grads")
+            for dtype, parameters in self._by_dtype.items():
+                sizes = [parameter.numel() for parameter in parameters]
+                flat = torch.zeros(sum(sizes), dtype=dtype, device=self._flat.device)
+                for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+                    parameter.grad = part.view(parameter.shape)
+                self._gradients.append(flat)
+                self._ledger.track(flat, "grads")
 
     def reduce(self) -> None:
         """Sum all ranks' gradients on rank 0; the others free theirs."""
-        for bucket in self._gradients:
-            self._comm.reduce(bucket.flat, in_place=True)
+        for flat in self._gradients:
+            self._comm.reduce(flat, in_place=True)
         if not self._owns:
             self.drop_gradients()
 

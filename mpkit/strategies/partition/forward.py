@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.models.containers import bring_back
-from mpkit.strategies.models.nested_values import Shape, flatten, rebuild
+from mpkit.strategies.models.nested_values import Shape, bring_back, flatten, rebuild
+from mpkit.strategies.models.own_draws import spans_at
 from mpkit.strategies.models.randomness import Draws
-from mpkit.strategies.models.spans import spans_at
 from mpkit.strategies.partition.boundary import Spec
 from mpkit.strategies.partition.graph import CallNode, Constant, Division, Leaf, PassedArgument
 from mpkit.strategies.partition.value import Value, ValueLooked, spec_of

@@ -41,7 +41,7 @@ def sharded_states(zero: int) -> dict[str, bool]:
 
 
 def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
-    """Return which replica holds which elements of each parameter of a one-stage model, as `mpkit.strategies.zero`
+    """Return which replica holds which elements of each parameter of a one-stage model, as `mpkit.strategies.replicas`
     does.
 
     >>> from torch import nn
@@ -54,9 +54,9 @@ def shares_of(plan: Plan, model: nn.Module) -> tuple[Share, ...]:
     import torch
 
     from mpkit.strategies.models.chain import layers_of
+    from mpkit.strategies.replicas.flat import FlatLayout
+    from mpkit.strategies.replicas.units import by_bucket, by_site, sites_of
     from mpkit.strategies.stage.stage import Stage
-    from mpkit.strategies.zero.flat import FlatLayout
-    from mpkit.strategies.zero.units import by_bucket, by_site, sites_of
 
     n = plan.shards
     sites = sites_of({0: Stage(0, layers_of(model), torch.device("cpu"))})

@@ -8,11 +8,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkit.common.process_wide import LOCK
 from mpkit.strategies.data.microbatch import batch_size
-from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copies import copy_model
+from mpkit.strategies.replicas.batchnorm import batch_norms, has_own_forward
 
 __all__ = [
     "check_batchnorms",

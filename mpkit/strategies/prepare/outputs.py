@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from mpkit.common.exceptions import needs_content, one_line, report
 from mpkit.strategies.data.microbatch import map_tensors, part
-from mpkit.strategies.data_parallel.unused_parameters import unused_message
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.prepare.arguments.task import Rejection, Task
 from mpkit.strategies.prepare.dry_run.copies import without_content
+from mpkit.strategies.replicas.part import unused_message
 from mpkit.strategies.stage.stage import call
 from mpkit.trace.record.fake_mode import FakeMode
 

@@ -25,12 +25,12 @@ from torch import nn
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.common.units import memory_text
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.feed import BatchSource, WholeBatches
 from mpkit.strategies.job.job import Problem, Procedure
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.dry_run.copies import has_content
 from mpkit.strategies.prepare.loss_form import OneMean, copy_loss, find_mean
+from mpkit.strategies.replicas.batchnorm import batch_norms
 
 __all__ = ["SpecialValues", "check_verify", "telling_steps", "with_proof"]
 

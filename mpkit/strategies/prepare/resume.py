@@ -16,7 +16,7 @@ from torch import nn
 
 from mpkit.strategies.checkpoint.files import PARTIAL, CheckpointSaving, Resume, candidates, read_head
 from mpkit.strategies.checkpoint.head import HEAD, CheckpointHead, DamagedCheckpoint
-from mpkit.strategies.checkpoint.index import check_told, read_index
+from mpkit.strategies.checkpoint.parts import SavedParts, check_told
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.arguments.task import OptimizerTraits, Rejection, Task
 
@@ -94,7 +94,7 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
             f"resume_from={str(path)!r} is a checkpoint whose writing was cut short. The folder above it, "
             f"resume_from={str(path.parent)!r}, gives the newest whole one."
         )
-    if (path / HEAD).exists() or (path / ".metadata").exists():
+    if (path / HEAD).exists() or any(path.glob("rank-*.pt")):
         try:
             return _whole(path)
         except DamagedCheckpoint as damage:
@@ -119,7 +119,7 @@ def find_checkpoint(resume_from: Any, say: Callable[[str], None] = print) -> Res
 
 def _whole(path: Path) -> Resume:
     head = read_head(path)
-    check_told(head, read_index(path))
+    check_told(head, SavedParts(path, head.files))
     return Resume(str(path), head)
 
 

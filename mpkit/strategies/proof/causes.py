@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import leaves, part
-from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.parts import explain_parts
 from mpkit.strategies.proof.rounding import coarsest, distance, largest
 from mpkit.strategies.proof.suspects import find_suspects
+from mpkit.strategies.replicas.batchnorm import batch_norms
 
 __all__ = ["cause_of", "cause_of_update"]
 

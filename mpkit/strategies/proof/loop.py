@@ -31,7 +31,7 @@ from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.proof.rounding import FEW, coarsest, distance, largest
 from mpkit.strategies.proof.step_gradients import StepGradients, compare_step, largest_difference
 from mpkit.strategies.runtime.evidence import digest_of
-from mpkit.strategies.tensor.logits import DividedLogits
+from mpkit.strategies.tensor.vocabulary import DividedLogits
 from mpkit.trace.proof import number_steps, power
 
 __all__ = ["LoopProof"]

@@ -21,19 +21,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.checkpoint.planner import Slice
+from mpkit.strategies.checkpoint.parts import HeldPart, SavedParts
 from mpkit.strategies.models.chain import prefix_of
 from mpkit.strategies.stage.gradient_sync import Piece
 
 if TYPE_CHECKING:
     from mpkit.strategies.runtime.train import Training
 
-__all__ = ["held_entries", "put_back", "random_states", "room_for", "set_random_states", "tensor_in"]
+__all__ = ["held_entries", "put_back", "random_states", "room_for", "set_random_states"]
 
-State = dict[str, Slice]
+State = dict[str, HeldPart]
 
 
 # ---- to save -------------------------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ def held_entries(training: Training, *, first: bool, leads: Callable[[str], bool
             state[f"model/{piece.name}"] = _slice(piece, piece.held)
     if first:
         for name, tensor in buffers(training):
-            state[f"model/{name}"] = Slice(_flat(tensor), tensor.shape)
+            state[f"model/{name}"] = HeldPart(_flat(tensor), tuple(tensor.shape))
     return state
 
 
@@ -72,11 +71,11 @@ def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
         return {}
     if isinstance(value, (bool, int, float)):
         dtype = torch.float64 if isinstance(value, float) else None  # bool and int have their own
-        return {f"number/{key}/{piece.name}": Slice(torch.tensor([value], dtype=dtype), (1,))}
+        return {f"number/{key}/{piece.name}": HeldPart(torch.tensor([value], dtype=dtype), (1,))}
     if isinstance(value, Tensor) and value.shape == master.shape and key != "step":
         return {f"state/{key}/{piece.name}": _slice(piece, value)}
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {f"single/{key}/{piece.name}": Slice(_flat(value), (1,))}
+        return {f"single/{key}/{piece.name}": HeldPart(_flat(value), (1,))}
     shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
     raise MpkitError(
         f"The optimizer keeps a {key} of {shape} for {piece.name}, of which this rank has {list(master.shape)}: such a "
@@ -85,9 +84,9 @@ def _state(piece: Piece, master: nn.Parameter, key: str, value: Any) -> State:
     )
 
 
-def _slice(piece: Piece, tensor: Tensor) -> Slice:
-    whole = piece.shard.whole if piece.shard else piece.shape
-    return Slice(_flat(tensor), whole, piece.start, piece.shard)
+def _slice(piece: Piece, tensor: Tensor) -> HeldPart:
+    whole = piece.shard.whole if piece.shard else tuple(piece.shape)
+    return HeldPart(_flat(tensor), whole, piece.start, piece.shard)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -109,12 +108,11 @@ def buffers(training: Training) -> Iterator[tuple[str, Tensor]]:
 # ---- to load -------------------------------------------------------------------------------------------------
 
 
-def room_for(training: Training, index: Metadata) -> State:
+def room_for(training: Training, saved: SavedParts) -> State:
     """Allocate tensors for all that this rank needs of a checkpoint."""
     state: State = {}
-    tensors = index.state_dict_metadata
     keys: dict[str, list[str]] = {}  # names of the states of each parameter
-    for name in tensors:
+    for name in saved.names:
         if name.startswith(("state/", "single/", "number/")):
             keys.setdefault(name.split("/", 2)[2], []).append(name)
     for piece in training.sync.pieces:
@@ -123,26 +121,21 @@ def room_for(training: Training, index: Metadata) -> State:
         master = training.update.masters.master_of(piece)
         state[f"weight/{piece.name}"] = _room(piece, master.dtype)
         for name in keys.get(piece.name, []):
-            dtype = tensor_in(index, name).properties.dtype
+            dtype = saved.dtype(name)
             divided = name.startswith("state/")
-            state[name] = _room(piece, dtype) if divided else Slice(torch.empty(1, dtype=dtype), (1,))
+            state[name] = _room(piece, dtype) if divided else HeldPart(torch.empty(1, dtype=dtype), (1,))
     for piece in training.sync.frozen:
         if piece.start < piece.end:
             state[f"model/{piece.name}"] = _room(piece, piece.held.dtype)
     for name, tensor in buffers(training):
-        state[f"model/{name}"] = Slice(torch.empty(tensor.numel(), dtype=tensor.dtype), tensor.shape)
+        state[f"model/{name}"] = HeldPart(
+            torch.empty(tensor.numel(), dtype=tensor.dtype), tuple(tensor.shape)
+        )
     return state
 
 
-def _room(piece: Piece, dtype: torch.dtype) -> Slice:
+def _room(piece: Piece, dtype: torch.dtype) -> HeldPart:
     return _slice(piece, torch.empty(piece.end - piece.start, dtype=dtype))
-
-
-def tensor_in(index: Metadata, name: str) -> TensorStorageMetadata:
-    """Return what the index says about a tensor."""
-    metadata = index.state_dict_metadata[name]
-    assert isinstance(metadata, TensorStorageMetadata)
-    return metadata
 
 
 @torch.no_grad()
@@ -155,17 +148,17 @@ def put_back(training: Training, state: State) -> None:
         if piece.start < piece.end
     }
     for name, master in masters.items():
-        master.copy_(state[f"weight/{name}"].held.view(master.shape))
+        master.copy_(state[f"weight/{name}"].tensor.view(master.shape))
     for name, loaded in state.items():
         kind, *rest = name.split("/", 2)
         if kind in ("state", "single", "number"):
             assert update.optimizer is not None
-            _put_state(update.optimizer, masters[rest[1]], kind, rest[0], loaded.held)
+            _put_state(update.optimizer, masters[rest[1]], kind, rest[0], loaded.tensor)
     for piece in training.sync.frozen:
         if piece.start < piece.end:
-            piece.held.copy_(state[f"model/{piece.name}"].held.view(piece.held.shape))
+            piece.held.copy_(state[f"model/{piece.name}"].tensor.view(piece.held.shape))
     for name, tensor in buffers(training):
-        tensor.copy_(state[f"model/{name}"].held.view(tensor.shape))
+        tensor.copy_(state[f"model/{name}"].tensor.view(tuple(tensor.shape)))
     update.masters.renew()
     training.tied.send_weights()
     training.sync.renew()

@@ -3,36 +3,40 @@
 Saving, after every k-th step:
 
     collect    what this rank holds (`checkpoint_state`); nothing is gathered
-    write      torch.distributed.checkpoint writes one file per rank; what several ranks hold is written once
+    write      one file per rank (`mpkit.strategies.checkpoint.parts`); what several ranks hold one of them writes
     seal       each rank reads its file back for a digest, and rank 0 collects the digests
     publish    rank 0 gives the checkpoint its name (`mpkit.strategies.checkpoint.files`) and deletes the oldest one
 
 Resuming from one:
 
     room       allocate tensors for what this rank needs: other pieces, if the plan is another
-    read       DCP finds the parts of files that hold those elements
-    put back   weights, optimizer, loss scale, order of the gradients; random states if there are as many ranks
+    read       its parts of the files, or of the whole that all parts make
+    put back   weights, optimizer, loss scale; random states if there are as many ranks
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from mpkit.errors import MpkitError
-from mpkit.strategies.checkpoint.files import CheckpointSaving, Resume, digest
-from mpkit.strategies.checkpoint.head import CheckpointHead
-from mpkit.strategies.checkpoint.index import read_index
+from mpkit.strategies.checkpoint.files import (
+    CheckpointSaving,
+    Resume,
+    clean,
+    digest,
+    next_number,
+    partial_of,
+    publish,
+)
+from mpkit.strategies.checkpoint.head import CheckpointHead, DamagedCheckpoint
 from mpkit.strategies.checkpoint.lock import FolderLock
-from mpkit.strategies.checkpoint.planner import LoadPlanner, Reader, SavePlanner, Slice, Writer
-from mpkit.strategies.checkpoint.publish import clean, next_number, partial_of, publish
+from mpkit.strategies.checkpoint.parts import HeldPart, SavedParts, name_of, write_rank
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.randomness import seed_all
@@ -42,7 +46,6 @@ from mpkit.strategies.runtime.checkpoint_state import (
     random_states,
     room_for,
     set_random_states,
-    tensor_in,
 )
 from mpkit.trace import Kind
 
@@ -108,41 +111,49 @@ class Checkpoints:
         # ---- collect
         state = held_entries(self._training, first=self._first, leads=self._leads)
         drawn = random_states(context.device)
-        state[f"random/{context.rank}"] = Slice(drawn, drawn.shape)
+        state[f"random/{context.rank}"] = HeldPart(drawn, tuple(drawn.shape))
         if self._training.after.state:
             kept = pack_kept(self._training.after.state)
-            state[f"callback/{context.rank}"] = Slice(kept, kept.shape)
+            state[f"callback/{context.rank}"] = HeldPart(kept, tuple(kept.shape))
         # ---- write
+        file = partial / name_of(context.rank)
         try:
-            if context.rank == 0:  # no rank writes before DCP has heard from this one
+            if context.rank == 0:  # no rank writes before it has heard from this one
                 partial.mkdir()
-            save(state, storage_writer=Writer(partial), planner=SavePlanner(), process_group=self._group)
-        except FileExistsError as error:
+            write_rank(file, self._share_writing(state))
+        except OSError as error:
+            with suppress(OSError):
+                file.unlink()  # its space is wanted
             raise MpkitError(
-                f"The checkpoint of step {step} could not be written to {partial}: {error!r}"
-            ) from None
-        except CheckpointException as error:
-            for path in partial.glob(f"__{context.rank}_*"):  # its space is wanted
-                path.unlink()
-            raise _explain(
-                error, f"The checkpoint of step {step} could not be written to {partial}"
+                f"The checkpoint of step {step} could not be written to {partial}: on rank {context.rank}, {error!r}"
             ) from None
         # ---- seal
-        mine = [path for path in partial.glob(f"__{context.rank}_*")]
-        digests = {path.name: digest(path) for path in mine}
-        first_names = self._training.first_names
-        layout = [first_names[name] for name in self._training.sync.layout] if self._first else []
-        everybody: list[tuple[dict[str, tuple[int, str]], list[str]]] = [({}, [])] * context.world_size
-        dist.gather_object((digests, layout), everybody if context.rank == 0 else None, group=self._group)
+        digests = {file.name: digest(file)}
+        everybody: list[dict[str, tuple[int, str]]] = [{}] * context.world_size
+        dist.gather_object(digests, everybody if context.rank == 0 else None, group=self._group)
         # ---- publish
         if context.rank == 0:
             head = self._head(next_number(partial.parent), step, saving.training)
-            for files, _ in everybody:
+            for files in everybody:
                 head.files |= files
-            head.layout = list(dict.fromkeys(name for _, names in everybody for name in names))
-            head.files[".metadata"] = digest(partial / ".metadata")
             publish(partial, head, saving)
         return sum(nbytes for nbytes, _ in digests.values())
+
+    def _share_writing(self, state: dict[str, HeldPart]) -> dict[str, HeldPart]:
+        """Return what this rank writes: of what several ranks hold, each of them writes as much as the others."""
+        mine = [(name, part.place, part.tensor.numel()) for name, part in state.items()]
+        everybody: list[list[Any]] = [[]] * self._context.world_size
+        dist.all_gather_object(everybody, mine, group=self._group)
+        holders: dict[Any, list[int]] = {}
+        for rank, held in enumerate(everybody):
+            for key in held:
+                holders.setdefault(key, []).append(rank)
+        writer = {key: ranks[i % len(ranks)] for i, (key, ranks) in enumerate(holders.items())}
+        return {
+            key[0]: part
+            for key, part in zip(mine, state.values(), strict=True)
+            if writer[key] == self._context.rank
+        }
 
     def _head(self, number: int, step: int, training: str) -> CheckpointHead:
         update = self._training.update
@@ -154,7 +165,6 @@ class Checkpoints:
             facts=self._job.how.facts,
             scaler={"scale": update.scaler.scale, "good": update.scaler.good},
             skipped=update.skipped,
-            layout=[],
             training=training,
         )
 
@@ -164,38 +174,28 @@ class Checkpoints:
         context, head, update = self._context, resume.head, self._training.update
         op = self._record.begin(Kind.COMPUTE, "resume")
         # ---- room
-        index = read_index(Path(resume.path))
-        state = room_for(self._training, index)
         same_ranks = head.world_size == context.world_size
-        if same_ranks:
-            name = f"random/{context.rank}"
-            numel, _ = tensor_in(index, name).size
-            state[name] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
-        callback = f"callback/{context.rank if same_ranks else 0}"
-        if callback in index.state_dict_metadata:
-            numel, _ = tensor_in(index, callback).size
-            state[callback] = Slice(torch.empty(numel, dtype=torch.uint8), (numel,))
-        # ---- read
+        random, callback = f"random/{context.rank}", f"callback/{context.rank if same_ranks else 0}"
         try:
-            load(
-                dict(state),
-                storage_reader=Reader(resume.path),
-                planner=LoadPlanner(),
-                process_group=self._group,
-            )
-        except CheckpointException as error:
-            raise _explain(error, f"The checkpoint {resume.path} could not be read") from None
+            saved = SavedParts(Path(resume.path), head.files)
+            state = room_for(self._training, saved)
+            for name in (*([random] if same_ranks else ()), *([callback] if callback in saved else ())):
+                numel = saved.numel(name)
+                state[name] = HeldPart(torch.empty(numel, dtype=torch.uint8), (numel,))
+            # ---- read
+            for name, part in state.items():
+                saved.read(name, part)
+        except DamagedCheckpoint as damage:
+            raise MpkitError(f"The checkpoint {resume.path} could not be read: {damage}") from None
         # ---- put back
         put_back(self._training, state)
         if callback in state:
-            self._training.after.state.update(json.loads(bytes(state[callback].held.tolist())))
+            self._training.after.state.update(json.loads(bytes(state[callback].tensor.tolist())))
         if update.scaler.enabled and head.scaler["scale"] != 1.0:
             update.scaler.scale, update.scaler.good = head.scaler["scale"], head.scaler["good"]
         update.skipped = head.skipped
-        names_here = {self._training.first_names[name]: name for name in self._training.sync.layout}
-        self._training.sync.lay_out([names_here.get(name, name) for name in head.layout])
         if same_ranks:
-            set_random_states(state[f"random/{context.rank}"].held, context.device)
+            set_random_states(state[random].tensor, context.device)
         else:
             seed_all(self._job.how.seed + context.rank + OTHER_DRAWS * head.step)
         self._record.end(op)
@@ -215,9 +215,3 @@ def pack_kept(kept: dict[str, Any]) -> torch.Tensor:
             "be kept there, such as float(tensor)"
         ) from None
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _explain(error: CheckpointException, what: str) -> MpkitError:
-    """Return an error with the first rank's reason, without DCP's traceback around it."""
-    rank, (reason, _) = min(error.failures.items())
-    return MpkitError(f"{what}: on rank {rank}, {type(reason).__name__}: {reason}")

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from mpkit.strategies.compute.scores import ScoredForward, ScoredPartForward
 from mpkit.strategies.compute.stage_forward import StageForward
-from mpkit.strategies.compute.stage_record import StageRecord
+from mpkit.strategies.compute.stage_work import StageRecord
 from mpkit.strategies.data.microbatch import Value
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.runtime.local_model import attention_over

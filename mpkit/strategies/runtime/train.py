@@ -15,17 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mpkit.plan.kinds import every
 from mpkit.strategies.comm.call_checks import CallChecks
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.data_parallel.ddp import DDP
-from mpkit.strategies.data_parallel.replicated_part import (
-    ReplicatedPart,
-    expert_replicas,
-    shard_groups,
-)
-from mpkit.strategies.data_parallel.sync_batchnorm import announce_sync, over_whole_batch
-from mpkit.strategies.data_parallel.tied_weights import TiedWeights, tied_parameters
 from mpkit.strategies.experts.known_experts import find_experts
 from mpkit.strategies.job.feed import Feed
 from mpkit.strategies.job.job import TrainJob
@@ -34,11 +25,20 @@ from mpkit.strategies.loss.whole_batch import WholeBatchLoss
 from mpkit.strategies.models.blocks import repeated_blocks
 from mpkit.strategies.models.chain import layers_of, prefix_of
 from mpkit.strategies.models.hooks import register
+from mpkit.strategies.models.own_draws import spans_at
 from mpkit.strategies.models.randomness import seed_all
-from mpkit.strategies.models.spans import spans_at
 from mpkit.strategies.nn_dataparallel.dp import DP
 from mpkit.strategies.nn_dataparallel.scatter_feed import ScatterFeed
 from mpkit.strategies.program_calls.comparison import compare_calls
+from mpkit.strategies.replicas.batchnorm import announce_sync, over_whole_batch
+from mpkit.strategies.replicas.ddp import DDP
+from mpkit.strategies.replicas.part import (
+    ReplicatedPart,
+    expert_replicas,
+    shard_groups,
+)
+from mpkit.strategies.replicas.tied import TiedWeights, tied_parameters
+from mpkit.strategies.replicas.zero3 import zero_sync
 from mpkit.strategies.runtime.after_step import AfterStep
 from mpkit.strategies.runtime.batch_routing import BatchRouting
 from mpkit.strategies.runtime.checkpoints import Checkpoints
@@ -54,7 +54,6 @@ from mpkit.strategies.stage.stage import PRECISIONS, Stage
 from mpkit.strategies.update.master_weights import narrow
 from mpkit.strategies.update.update import Update
 from mpkit.strategies.update.whole_model import free, trained_parameters
-from mpkit.strategies.zero import zero_sync
 from mpkit.trace.record.hooks import watch
 
 if TYPE_CHECKING:
@@ -211,7 +210,6 @@ def assemble(
         groups=shard_groups(plan, axes),
         experts=expert_replicas(plan, axes),
         by_owner=job.how.by_owner,
-        arrive_once=not every(plan.recompute) and not job.where.schedule.splits_backward,
     )
     if plan.zero:
         sync: GradientSync = zero_sync(held)

@@ -4,7 +4,7 @@ This class synchronizes with nobody: it is for serial training and a pipeline's 
 
     ddp      every replica holds everything; gradients are summed
     dp       rank 0 holds everything, and replicates it to the others for each batch
-    zero     what all replicas would hold is sharded (`mpkit.strategies.zero`)
+    zero     what all replicas would hold is sharded (`mpkit.strategies.replicas`)
 
 A step goes through these phases, each a method:
 
@@ -13,8 +13,7 @@ A step goes through these phases, each a method:
     finish        wait until the gradients of `pieces` are those of the whole batch
     renew         after the update of `pieces`: bring the model's parameters up to date
 
-`layout` and `lay_out` make a resumed training add gradients in the same order; `gathered` and `state_dict` give access
-to whole parameters.
+`gathered` and `state_dict` give access to whole parameters.
 """
 
 from __future__ import annotations
@@ -99,17 +98,6 @@ class GradientSync:
         shard, partial = sharded.shards.get(name), name in sharded.partial
         axis = sharded.axis_of(name)
         return Piece(name, parameter, parameter.shape, start, end, held, shard, partial, axis)
-
-    @property
-    def layout(self) -> list[str]:
-        """The names of the parameters in the order in which their gradients are sent; empty if none are sent.
-
-        The order in which ranks' gradients are added up depends on it, and so does the last bit of a sum.
-        """
-        return []
-
-    def lay_out(self, names: list[str]) -> None:
-        """Restore the `layout` of an earlier training, as far as it fits; every rank calls it."""
 
     def begin_step(self) -> None:
         """Take the first replica's buffers where they changed, and drop the gradients of the previous step."""

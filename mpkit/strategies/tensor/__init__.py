@@ -16,7 +16,7 @@ from mpkit.plan.tensor_plan import Region, TensorPlan
 from mpkit.strategies.tensor.by_hand import tensor_parallel
 from mpkit.strategies.tensor.known_plans import find_tensor_plan
 from mpkit.strategies.tensor.resolve import check
-from mpkit.strategies.tensor.sharding import ShardedModel, shard_model
+from mpkit.strategies.tensor.shards import ShardedModel, shard_model
 
 __all__ = [
     "Region",

@@ -15,7 +15,7 @@ from mpkit.strategies.comm.process_group import ProcessGroup
 from mpkit.strategies.models.own_draws import OwnDraws
 from mpkit.strategies.models.randomness import may_draw
 from mpkit.strategies.models.token_draws import TokenDraws
-from mpkit.strategies.tensor.sharding import shard_model
+from mpkit.strategies.tensor.shards import shard_model
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context

@@ -10,10 +10,22 @@
 vocabularies that the number of ranks does not divide, ignored targets, and losses per token.
 
 Source: Shoeybi et al. 2019, end of section 3.
+
+Logits whose vocabulary is divided over ranks, behind the interface of whole logits.
+
+The user's loss is called unchanged, with the model's output. To avoid whole logits, [b, s, V], on every rank, the
+output is a tensor that reports that shape and holds this rank's part:
+
+    shape, dtype, device               those of the whole logits
+    view, reshape, flatten, [:, :-1]   still divided, as long as the vocabulary stays the last dimension
+    float, to, contiguous, clone       still divided
+    F.cross_entropy                    on the parts: `vocabulary.cross_entropy`
+    anything else                      gathers the whole first: exact, with gradients, and expensive
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,11 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpkit.common.torch_private import FakeTensor, _assert_async
+from mpkit.common.torch_private import DisableTorchFunctionSubclass, FakeTensor, _assert_async
 from mpkit.strategies.comm.process_group import ProcessGroup
-from mpkit.strategies.tensor.operators import g
+from mpkit.strategies.tensor.operators import g, gather_features
 
-__all__ = ["cross_entropy", "divide_embedding"]
+__all__ = ["DividedLogits", "cross_entropy", "divide_embedding"]
 
 
 def divide_embedding(group: ProcessGroup, embedding: nn.Embedding, mine: range, vocabulary: int) -> None:
@@ -128,3 +140,171 @@ class _CrossEntropy(torch.autograd.Function):
         dz = softmax * dloss[:, None]
         dz.scatter_add_(-1, place, torch.where(here, -dloss, 0)[:, None])
         return None, dz.to(ctx.dtype), None, None
+
+
+OF_THE_WHOLE = {
+    "shape", "size", "dtype", "device", "dim", "ndim", "ndimension", "numel", "nelement", "layout", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_floating_point", "is_complex", "__len__",
+    "itemsize", "element_size", "get_device",
+}  # fmt: skip
+"""Attributes that the wrapper answers itself."""
+
+OF_THE_PART = {
+    "requires_grad", "grad_fn", "is_leaf", "_version", "untyped_storage", "nbytes", "data_ptr", "register_hook",
+    "retain_grad", "grad", "is_contiguous", "_backward_hooks", "output_nr", "requires_grad_", "retains_grad",
+}  # fmt: skip
+"""Attributes and methods that refer to this rank's part."""
+
+ELEMENTWISE = {
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "type",
+    "contiguous",
+    "clone",
+    "detach",
+    "cpu",
+    "cuda",
+}
+SHAPING = {"view", "reshape", "flatten", "__getitem__"}
+REBINDING = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+
+
+class DividedLogits(Tensor):
+    """Logits [..., V], of which this rank holds [..., V_i].
+
+    Attributes:
+        part: [..., V_i], in autograd's graph.
+        group: the ranks that share the vocabulary.
+        parts: each rank's range of the vocabulary.
+    """
+
+    part: Tensor
+    group: ProcessGroup
+    parts: tuple[range, ...]
+
+    @staticmethod
+    def make(group: ProcessGroup, parts: tuple[range, ...], part: Tensor) -> DividedLogits:
+        """Wrap a rank's part as the logits that it belongs to."""
+        whole = (*part.shape[:-1], parts[-1].stop)
+        made = Tensor._make_wrapper_subclass(DividedLogits, whole, dtype=part.dtype, device=part.device)
+        made.part, made.group, made.parts = part, group, parts
+        return made
+
+    def __new__(cls, *_: Any) -> DividedLogits:
+        """Refuse direct construction."""
+        raise AssertionError("DividedLogits.make makes them")
+
+    def whole(self) -> Tensor:
+        """Gather the whole logits, [..., V]."""
+        return gather_features(self.group, self.part, [len(part) for part in self.parts])
+
+    def _wrap(self, part: Tensor) -> DividedLogits:
+        return DividedLogits.make(self.group, self.parts, part)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        mine = self.parts[self.group.index]
+        return f"<logits of shape {list(self.shape)}, here those of tokens {mine.start} to {mine.stop - 1}>"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a function on the part where that is possible, and else on the gathered logits."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in ("__get__", "__set__"):
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        own = args[0] if args and isinstance(args[0], cls) else None
+        if own is not None:
+            if name in OF_THE_WHOLE:
+                with DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if name in OF_THE_PART:
+                result = func(own.part, *args[1:], **kwargs)
+                return own if result is own.part else result
+            if name in ELEMENTWISE and not any(isinstance(arg, cls) for arg in args[1:]):
+                return own._wrap(func(own.part, *args[1:], **kwargs))
+            if name in SHAPING:
+                shaped = _reshape_part(own, func, name, args[1:], kwargs)
+                if shaped is not None:
+                    return own._wrap(shaped)
+            if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                raise ValueError(_cannot_write(name))
+        logits = kwargs.get("input", own)
+        if func is F.cross_entropy and isinstance(logits, cls):
+            result = _cross_entropy(logits, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+            if result is not None:
+                return result
+        with DisableTorchFunctionSubclass():
+            return func(*_whole(args), **{key: _whole(value) for key, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run operations that bypass `__torch_function__` on the gathered logits."""
+        return func(*_whole(args), **{key: _whole(value) for key, value in (kwargs or {}).items()})
+
+
+def _whole(value: Any) -> Any:
+    """Return the value with all divided logits in it gathered."""
+    if isinstance(value, DividedLogits):
+        return value.whole()
+    if type(value) in (tuple, list):
+        return type(value)(map(_whole, value))
+    return value
+
+
+def _reshape_part(logits: DividedLogits, func: Any, name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """Return the part in another shape, or None if that shape splits the vocabulary."""
+    part = logits.part
+    if name == "__getitem__":
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        plain = all(isinstance(one, (int, slice)) and not isinstance(one, bool) for one in index)
+        whole_rows = len(index) < part.dim() or (len(index) == part.dim() and index[-1] == slice(None))
+        return part[args[0]] if plain and whole_rows else None
+    stand_in = torch.empty(logits.shape, device="meta")
+    if any(isinstance(one, torch.dtype) for one in args):  # view(dtype) reinterprets the values
+        return None
+    shape = func(stand_in, *args, **kwargs).shape
+    # The vocabulary stays the last dimension if that keeps its size.
+    if not shape or shape[-1] != logits.shape[-1]:
+        return None
+    local = (*shape[:-1], part.shape[-1])
+    return part.view(local) if name == "view" else part.reshape(local)
+
+
+def _cross_entropy(
+    logits: DividedLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Compute the loss from the parts; return None for options that this does not support."""
+    rows = logits.dim() == 2 and target.dim() == 1 and target.shape[0] == logits.shape[0]
+    special = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
+    if not rows or special or target.is_floating_point() or reduction not in ("mean", "sum", "none"):
+        return None
+    mine = logits.parts[logits.group.index]
+    V = logits.shape[-1]
+    return cross_entropy(
+        logits.group, logits.part, target, mine, V, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def _cannot_write(name: str) -> str:
+    return (
+        f"{name} writes into the logits, of which each rank of a tensor-parallel group holds a part of the vocabulary: "
+        "it would be lost. Make new ones: logits = logits.masked_fill(...), logits / temperature, torch.where(...)"
+    )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.data_parallel.tied_weights import TiedWeights
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.stage.gradient_sync import GradientSync, Piece
 from mpkit.strategies.update.average import KEY
 from mpkit.strategies.update.loss_scaler import LossScaler

@@ -17,7 +17,6 @@ from torch import nn
 from mpkit.common.tracebacks import public
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.layers import find_wrong_embedding
@@ -25,6 +24,7 @@ from mpkit.strategies.proof.held_tensors import HeldTensors
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule
 from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.replicas.part import ReplicatedPart
 from mpkit.strategies.stage.stage import Stage
 from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.backward import ModuleBackwards

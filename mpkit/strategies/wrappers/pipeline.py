@@ -13,12 +13,12 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.schedule import Schedule
 from mpkit.plan.schedule.catalogue import ONE_F_ONE_B
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule
 from mpkit.strategies.proof.ranks import Ranks
+from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
 from mpkit.strategies.wrappers.replicas import check_module, context_for
 from mpkit.strategies.wrappers.wrapper import checked_prove

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from mpkit.common.torch_private import _IncompatibleKeys
 from mpkit.strategies.comm.mesh_axes import MeshAxes
 from mpkit.strategies.data.microbatch import batch_size, part, signature, split
-from mpkit.strategies.data_parallel.tied_weights import TiedWeights
 from mpkit.strategies.job.feed import MicroBatch
 from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.models.heard_draws import ForwardDraws
@@ -31,6 +30,7 @@ from mpkit.strategies.proof.held_tensors import HeldTensors
 from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.whole_step import Elements
 from mpkit.strategies.rank_context import Context
+from mpkit.strategies.replicas.tied import TiedWeights
 from mpkit.strategies.runtime.pipeline import Pipeline
 from mpkit.strategies.runtime.train import place_stages, watch_stages
 from mpkit.strategies.stage.gradient_sync import GradientSync, named_parameters

@@ -18,7 +18,6 @@ from mpkit.common.tracebacks import public
 from mpkit.plan.tensor_plan import TensorPlan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.process_group import FakeGroup, ProcessGroup
-from mpkit.strategies.data_parallel.broadcast import broadcast_all
 from mpkit.strategies.prepare.arguments.task import raise_rejection
 from mpkit.strategies.prepare.dry_run.copies import copy_model
 from mpkit.strategies.prepare.layers import find_wrong_embedding
@@ -28,6 +27,7 @@ from mpkit.strategies.proof.loop import LoopProof
 from mpkit.strategies.proof.plain_module import PlainModule
 from mpkit.strategies.proof.ranks import Ranks
 from mpkit.strategies.proof.whole_step import Elements
+from mpkit.strategies.replicas.buffers import broadcast_all
 from mpkit.strategies.stage.shard import Shard, put_together
 from mpkit.strategies.tensor import by_hand
 from mpkit.strategies.tensor.known_plans import find_tensor_plan

@@ -1,7 +1,7 @@
 """A mixture of experts: the layer (`mixture`), what keeps experts busy (`routing`), and where they are (`order`)."""
 
 from mpkit.strategies.models.experts.mixture import Experts, MixtureOfExperts, SharedExperts, count_rows
-from mpkit.strategies.models.experts.order import (
+from mpkit.strategies.models.experts.routing import (
     order_of_experts,
     place_experts,
     placed_experts,

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from mpkit.plan.kinds import whole
 from mpkit.plan.plan import Plan
 from mpkit.strategies.data.batches import Batches
+from mpkit.strategies.data.datasets import WANTED, checked_batch
 from mpkit.strategies.data.microbatch import Value, batch_size, part
-from mpkit.strategies.data.pairs import WANTED, checked_batch
 from mpkit.strategies.job.feed import WholeBatches
 from mpkit.strategies.models.nested_values import flatten
 

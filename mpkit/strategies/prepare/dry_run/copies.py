@@ -24,9 +24,9 @@ from mpkit.common.torch_private import (
     _TorchDispatchModeKey,
 )
 from mpkit.strategies.data.microbatch import Value, leaves
-from mpkit.strategies.data_parallel.sync_batchnorm import batch_norms, has_own_forward
 from mpkit.strategies.models.nested_values import flatten
 from mpkit.strategies.partition.walk import HOOKS
+from mpkit.strategies.replicas.batchnorm import batch_norms, has_own_forward
 
 __all__ = [
     "copy_model",

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mpkit.common.exceptions import fakes_or_real, one_line
 from mpkit.common.torch_private import TorchDispatchMode
 from mpkit.strategies.data.microbatch import Value, map_tensors
-from mpkit.strategies.data_parallel.sync_batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.strategies.models.chain import layers_of
 from mpkit.strategies.models.heard_draws import draws_numbers
 from mpkit.strategies.models.randomness import SEEDED
@@ -27,6 +26,7 @@ from mpkit.strategies.prepare.arguments.arguments import CROSS_ENTROPY
 from mpkit.strategies.prepare.dry_run.copies import copy_model, without_content
 from mpkit.strategies.prepare.dry_run.count import LayerOutput, count_layers
 from mpkit.strategies.prepare.dry_run.isolation import quiet
+from mpkit.strategies.replicas.batchnorm import Alone, batch_norms, over_whole_batch
 from mpkit.strategies.stage.stage import PRECISIONS, call, cast
 from mpkit.trace.record.fake_mode import FakeMode
 from mpkit.trace.record.flops import Flops

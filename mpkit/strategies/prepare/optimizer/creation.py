@@ -14,8 +14,7 @@ from mpkit.strategies.prepare.arguments.arguments import ADAM, a_kind_of
 from mpkit.strategies.prepare.arguments.task import Rejection
 from mpkit.strategies.prepare.optimizer.groups import as_sent, check_grouped
 from mpkit.strategies.update.average import Average
-from mpkit.strategies.update.optimizer import describe_optimizer
-from mpkit.strategies.update.optimizers import SeveralOptimizers, kind_of, parts_of
+from mpkit.strategies.update.optimizer import SeveralOptimizers, describe_optimizer, kind_of, parts_of
 from mpkit.strategies.update.whole_model import stand_in, trained_parameters
 
 __all__ = ["create_optimizer", "is_elementwise"]

@@ -32,8 +32,7 @@ from mpkit.strategies.prepare.dry_run.isolation import quiet
 from mpkit.strategies.prepare.optimizer.creation import create_optimizer, is_elementwise
 from mpkit.strategies.prepare.optimizer.trial import SCALES, Division, OptimizerTrial
 from mpkit.strategies.stage.shard import Shard
-from mpkit.strategies.update.optimizer import OptimizerFunction, describe_optimizer
-from mpkit.strategies.update.optimizers import kind_of
+from mpkit.strategies.update.optimizer import OptimizerFunction, describe_optimizer, kind_of
 from mpkit.strategies.update.whole_model import stand_in, trained_parameters
 
 __all__ = ["check_optimizer"]

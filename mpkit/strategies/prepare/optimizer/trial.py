@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from mpkit.strategies.prepare.arguments.task import OptimizerTraits
-from mpkit.strategies.update.optimizer import OptimizerFunction, Take, UpdatedPart, make_optimizer
-from mpkit.strategies.update.optimizers import SeveralOptimizers, kind_of
+from mpkit.strategies.update.optimizer import (
+    OptimizerFunction,
+    SeveralOptimizers,
+    Take,
+    UpdatedPart,
+    kind_of,
+    make_optimizer,
+)
 from mpkit.strategies.update.whole_model import WholeParameter, make_like
 
 __all__ = ["SCALES", "Division", "OptimizerTrial", "plain"]

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from mpkit.common.torch_private import TorchDispatchMode, peek_interpreter_stack
 from mpkit.strategies.data.microbatch import Value as Data
-from mpkit.strategies.models.containers import Containers, bring_back
-from mpkit.strategies.models.nested_values import flatten, rebuild
+from mpkit.strategies.models.nested_values import Containers, bring_back, flatten, rebuild
 from mpkit.strategies.partition.graph import CallNode, Constant, Graph, Leaf, New, PassedArgument
 from mpkit.strategies.partition.value import Value, ValueLooked, spec_of
 from mpkit.strategies.partition.walk import ForwardWalk, OriginalForward

@@ -14,9 +14,9 @@ from mpkit.strategies.data.microbatch import Value, batch_size, leaves, shares
 from mpkit.strategies.job.resolved_plan import ResolvedPlan
 from mpkit.strategies.prepare.resolve.attentions import attention_sizes
 from mpkit.strategies.prepare.resolve.routed_rows import routed_rows, routing_bytes
+from mpkit.strategies.replicas.flat import assign_owners
 from mpkit.strategies.stage.shard import ShardedModel
 from mpkit.strategies.stage.stage import PRECISIONS
-from mpkit.strategies.zero.flat import assign_owners
 
 __all__ = ["describe_run"]
 

@@ -1,5 +1,6 @@
 """Units: which parameters share a flat tensor, and the layers that use them.
 
+    fill_buckets DDP: the last layer's first, up to `bucket_mb`, as in PyTorch
     by_bucket    P_os, P_os+g: those of one layer, so that its gradients are reduced, and possibly freed, while the next
                  layer's arrive; small layers are merged, up to 1 MiB, and large ones split into parts of at most
                  `bucket_mb`
@@ -12,7 +13,7 @@ A parameter that several layers share belongs to the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
@@ -20,11 +21,13 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from mpkit.strategies.data_parallel.bucket import FIRST_BYTES
 from mpkit.strategies.stage.partitioned_stage import LooseParameters
 from mpkit.strategies.stage.stage import Stage
 
-__all__ = ["Site", "Unit", "by_bucket", "by_site", "by_stage", "sites_of"]
+__all__ = ["FIRST_BYTES", "Site", "Unit", "by_bucket", "by_site", "by_stage", "fill_buckets", "sites_of"]
+
+FIRST_BYTES = 2**20
+"""The first bucket is small, so that communication begins early; PyTorch's DDP does the same."""
 
 NO_KINDS: Mapping[nn.Parameter, str] = MappingProxyType({})
 
@@ -208,3 +211,35 @@ def _group(
 
 def _nbytes(parameters: list[nn.Parameter]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
+
+
+def fill_buckets(
+    parameters: Iterable[nn.Parameter],
+    nbytes: int,
+    apart: Mapping[nn.Parameter, str] = NO_KINDS,
+) -> list[list[nn.Parameter]]:
+    """Divide parameters into buckets of `nbytes` each, the first of each dtype of 1 MiB, as in PyTorch's DDP.
+
+    Args:
+        parameters: in the order in which their gradients arrive.
+        nbytes: size at which a bucket is full.
+        apart: the kinds of parameters that share no bucket with those of another kind. Those that other ranks hold
+            beside shards of other sizes are summed in the same order everywhere so, and agree to the last bit; experts
+            are sent among fewer ranks.
+
+    >>> layers = [nn.Parameter(torch.empty(n)) for n in (100_000, 200_000, 300_000, 500_000, 1)]
+    >>> [len(bucket) for bucket in fill_buckets(layers, nbytes=3_000_000)]
+    [2, 2, 1]
+    """
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[
+        tuple[torch.dtype, str], tuple[list[nn.Parameter], int]
+    ] = {}  # with the size at which it is full
+    for parameter in parameters:
+        kind = parameter.dtype, apart.get(parameter, "")
+        bucket, limit = filling.get(kind, ([], min(FIRST_BYTES, nbytes)))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = ([], nbytes) if _nbytes(bucket) >= limit else (bucket, limit)
+    return buckets

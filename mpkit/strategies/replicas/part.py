@@ -1,4 +1,7 @@
-"""ReplicatedPart: the part of the model that several ranks would hold alike. DDP keeps it equal, ZeRO shards it."""
+"""ReplicatedPart: the part of the model that several ranks would hold alike. DDP keeps it equal, ZeRO shards it.
+
+What is said of parameters that get no gradient, or several in one backward.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
+from mpkit.errors import MpkitError
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.mesh_axes import MeshAxes
@@ -22,9 +26,41 @@ __all__ = [
     "ExpertReplicas",
     "ReplicatedPart",
     "ShardGroups",
+    "arrived_late",
     "expert_replicas",
     "shard_groups",
+    "unused_error",
+    "unused_message",
 ]
+
+
+def unused_error(names: list[str], allow: str = "unused='allow' in the Plan") -> MpkitError:
+    """Return the error for parameters without a gradient, with what would allow that."""
+    return MpkitError(unused_message(names, "in this step", "on this rank", allow))
+
+
+def unused_message(
+    names: list[str],
+    when: str = "in any step",
+    where: str = "for any sample",
+    allow: str = "unused='allow' in the Plan",
+) -> str:
+    """Return the message about parameters without a gradient."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"No gradient came for {shown} {when}: the loss does not depend on "
+        f"{'it' if len(names) == 1 else 'them'} {where}, and the other ranks wait for the sum. If that is meant, "
+        f"{allow}; if not, use them in the forward, or freeze them: parameter.requires_grad_(False)."
+    )
+
+
+def arrived_late(name: str) -> MpkitError:
+    """Return the error for a parameter that got another gradient when the sum over ranks was under way."""
+    return MpkitError(
+        f"{name} got another gradient in the same backward, when its first one was being summed over ranks already. A "
+        "checkpoint that runs a backward within the backward does that, around a block that is used several times: "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or Plan(recompute='full') in its place"
+    )
 
 
 class ShardGroups(NamedTuple):
@@ -89,8 +125,6 @@ class ReplicatedPart:
         allow_unused: what lets a parameter have no gradient, for the error that asks for it.
         experts: the ranks that hold the same experts; None if all replicas do.
         by_owner: whether ZeRO-1 gives each parameter whole to one rank.
-        arrive_once: whether autograd makes each gradient once per backward: not where recomputation runs backwards
-            within the backward, backwards have two halves, or the loop is the user's.
     """
 
     context: Context
@@ -103,7 +137,6 @@ class ReplicatedPart:
     groups: ShardGroups | None = None
     experts: ExpertReplicas | None = None
     by_owner: bool = False
-    arrive_once: bool = False
 
     @cached_property
     def expert_parameters(self) -> set[nn.Parameter]:

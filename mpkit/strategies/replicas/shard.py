@@ -8,11 +8,11 @@ from torch import nn
 
 from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.mesh_axes import MeshAxes
-from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart, shard_groups
 from mpkit.strategies.models.chain import layers_of
+from mpkit.strategies.replicas.part import ReplicatedPart, shard_groups
+from mpkit.strategies.replicas.zero import Zero
+from mpkit.strategies.replicas.zero3 import zero_sync
 from mpkit.strategies.stage.stage import Stage
-from mpkit.strategies.zero.stages import zero_sync
-from mpkit.strategies.zero.zero import Zero
 
 if TYPE_CHECKING:
     from mpkit.strategies.rank_context import Context

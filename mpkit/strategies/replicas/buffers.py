@@ -1,4 +1,6 @@
-"""Buffers that the forward pass writes into, such as BatchNorm's running means, are kept equal on all ranks.
+"""Replicas begin alike, and stay so: broadcasts of the first one's parameters and buffers.
+
+Buffers that the forward pass writes into, such as BatchNorm's running means, are kept equal on all ranks.
 
 A buffer's version counter shows whether it has been written into. torch's kernel of BatchNorm moves the running
 statistics without counting, but not the number of batches, so a module's buffers count as written into together.
@@ -8,6 +10,9 @@ with statistics over the whole batch are equal anyway, and are not sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import Tensor, nn
 
 from mpkit.common.torch_private import _BatchNorm
@@ -15,7 +20,7 @@ from mpkit.plan.plan import Plan
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.models.experts import MixtureOfExperts
 
-__all__ = ["StatefulBuffers", "unequal_buffers"]
+__all__ = ["StatefulBuffers", "broadcast_all", "broadcast_tensors", "unequal_buffers"]
 
 
 def unequal_buffers(plan: Plan, module: nn.Module) -> list[Tensor]:
@@ -58,3 +63,30 @@ class StatefulBuffers:
 
 def _versions(buffers: list[Tensor]) -> list[int]:
     return [buffer._version for buffer in buffers]
+
+
+AT_ONCE = 8 * 2**20
+"""Bytes per broadcast at the start: large enough to use the link well, and small beside a model."""
+
+
+def broadcast_all(replicas: Communicator, module: nn.Module) -> None:
+    """Broadcast the first replica's parameters and buffers."""
+    broadcast_tensors(replicas, (*module.parameters(), *module.buffers()))
+
+
+@torch.no_grad()
+def broadcast_tensors(replicas: Communicator, tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Broadcast one replica's tensors to the others, in few broadcasts, none of which needs much memory."""
+    groups: list[list[Tensor]] = []
+    open_groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        group = open_groups.get(tensor.dtype, [])
+        if not group or sum(t.nbytes for t in group) + tensor.nbytes > AT_ONCE:
+            group = open_groups[tensor.dtype] = []
+            groups.append(group)
+        group.append(tensor.detach())
+    for group in groups:
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        replicas.broadcast(flat, source)
+        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(part.view_as(tensor))

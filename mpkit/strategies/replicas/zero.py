@@ -1,4 +1,4 @@
-"""What the three stages of ZeRO share: states in flat tensors, of which each replica keeps and updates its shard.
+"""ZeRO: states in flat tensors, of which each replica keeps and updates its shard.
 
 Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020, section 5. With psi parameters in mixed precision with Adam, each of n ranks holds, in bytes:
@@ -9,18 +9,18 @@ SC 2020, section 5. With psi parameters in mixed precision with Adam, each of n 
     Zero2  P_os+g            2 psi        2 psi / n     12 psi / n
     Zero3  P_os+g+p          2 psi / n    2 psi / n     12 psi / n
 
-Each stage is a class, which says in this order what it does in a step; this module has what they have in common:
+Each stage is a class, `Zero1` and `Zero2` below and `Zero3` in `zero3`, which says what it does in a step:
 
     flatten       parameters and their gradients lie in flat tensors, cut into one shard per rank (`units`, `flat`)
     begin_step    gradients are dropped
-    backward      gradients are reduced to the rank that keeps their shard (`gradients`, `reducer`)
+    backward      gradients are reduced to the rank that keeps their shard (`reducer`)
     finish        each of this rank's pieces has its gradient
     update        these pieces, with the optimizer (`mpkit.strategies.update`)
     renew         every rank's parameters are up to date again
 
 Hybrid sharding (HSDP) divides the replicas into groups, such as nodes, of dp_shard ranks. ZeRO shards within each
 group: above, n is dp_shard, and gathers and reduce-scatters stay inside. Ranks of different groups hold the same
-shards, and sum their gradients by an all-reduce of the shard once per step (`gradients`).
+shards, and sum their gradients by an all-reduce of the shard once per step.
 
 `mpkit.strategies.reference.hybrid_shards` is the algorithm in 30 lines.
 
@@ -38,15 +38,14 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.data_parallel.buffers import StatefulBuffers
-from mpkit.strategies.data_parallel.replicated_part import ReplicatedPart
-from mpkit.strategies.stage.gradient_sync import GradientSync, Piece, named_parameters
-from mpkit.strategies.zero.flat import Flat, FlatLayout
-from mpkit.strategies.zero.gradients import AccumulatedGradients, Gradients
-from mpkit.strategies.zero.reducer import Reducer
-from mpkit.strategies.zero.units import Unit
+from mpkit.strategies.replicas.buffers import StatefulBuffers
+from mpkit.strategies.replicas.flat import Flat, FlatLayout
+from mpkit.strategies.replicas.part import ReplicatedPart
+from mpkit.strategies.replicas.reducer import AccumulatedGradients, Gradients, Reducer, ShardedGradients
+from mpkit.strategies.replicas.units import Unit, by_bucket, by_stage, sites_of
+from mpkit.strategies.stage.gradient_sync import GradientSync, Half, Piece, named_parameters
 
-__all__ = ["Zero"]
+__all__ = ["Zero", "Zero1", "Zero2"]
 
 
 class Zero(GradientSync):
@@ -91,7 +90,7 @@ class Zero(GradientSync):
         names = {piece.parameter: piece.name for piece, _ in self._gradient_of}
         self._reducer = Reducer(
             held.replicas, self._grads, names,
-            allows_unused=held.allows_unused, allow_unused=held.allow_unused, arrive_once=held.arrive_once,
+            allows_unused=held.allows_unused, allow_unused=held.allow_unused,
         )  # fmt: skip
 
     def _flatten(self, unit: Unit, held: ReplicatedPart) -> Flat:
@@ -168,13 +167,20 @@ class Zero(GradientSync):
         self._stateful.synchronize()
         yield
 
-    def _assign(self, unused: set[nn.Parameter]) -> None:
-        """Set the gradients of this rank's pieces; those of unused parameters have none."""
+    def finish(self) -> None:
+        """Wait for the gradients of this rank's pieces; those of parameters that no rank used are None.
+
+        Raises:
+            MpkitError: a parameter has no gradient, and the plan does not allow that.
+        """
+        unused = self._reducer.finish()
         for piece, gradient in self._gradient_of:
             piece.held.grad = None if piece.parameter in unused else gradient
 
-    def _all_gather(self) -> None:
-        """Gather the updated shards into every rank's parameters."""
+    # The optimizer updates the pieces here.
+
+    def renew(self) -> None:
+        """All-gather the updated shards into every rank's parameters."""
         works = []
         for flat in self._params:
             with flat.shard_group.wire.sending_for(flat.layer):
@@ -202,3 +208,78 @@ def _layer_of(names: list[str]) -> str:
     paths = [name.split(".")[:-1] for name in names]
     common = zip(*paths, strict=False)
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, common))
+
+
+# ---------------------------------------------------------------- stages 1 and 2
+
+
+class Zero1(Zero):
+    """P_os: parameters and gradients stay whole; each of n replicas keeps the optimizer states of its n-th.
+
+        backward          gradients accumulate, whole, until the last micro-batch
+        reduce-scatter    in the last backward, as soon as a flat tensor is full: rank r gets the sum of its shard
+        update            the shard, with this rank's optimizer states (`mpkit.strategies.update`)
+        all-gather        the updated shards, into everybody's parameters
+
+    The volume is DDP's, 2 psi. `mpkit.strategies.reference.zero1` is the algorithm in 20 lines. This class adds
+    micro-batches, buckets, overlap with the backward, parameters whose size is no multiple of n, several stages per
+    rank, and tied, frozen and unused parameters.
+
+    An optimizer that needs whole parameters, such as Muon, gets them: each parameter's states are on one rank, its
+    owner (`FlatLayout`). Then a stage's gradients are one flat tensor, so that owners have about equally much, and are
+    reduced at the end of the backward.
+
+    Source: section 5.1.
+
+    Args:
+        held: this rank's part of the model, and its replicas.
+    """
+
+    flat_params = Flat
+    flat_grads = AccumulatedGradients
+
+    def __init__(self, held: ReplicatedPart) -> None:
+        sites = sites_of(held.stages, held.whole)
+        units = (
+            by_stage(sites, held.tied, held.unit_kinds)
+            if held.by_owner
+            else by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds)
+        )
+        super().__init__(held, units)
+
+    @contextmanager
+    def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
+        """Reduce-scatter gradients in a stage's last backward; in the others they accumulate."""
+        with self._reducer.backward(last, half):
+            yield
+
+
+class Zero2(Zero):
+    """P_os+g: as ZeRO-1, and each rank keeps the gradients of its shards only.
+
+        backward      as soon as a flat tensor of gradients is full: reduce-scatter it, add to the shard, free the rest
+        update        the shard, with this rank's optimizer states (`mpkit.strategies.update`)
+        all-gather    the updated shards, into everybody's parameters
+
+    The volume is DDP's, 2 psi, where a step has one micro-batch; with m of them, every backward reduces: (m + 1) psi.
+    Of the gradients a rank holds 2 psi / n bytes, and what is being reduced. `mpkit.strategies.reference.zero2` is the
+    algorithm in 20 lines.
+
+    Source: section 5.2.
+
+    Args:
+        held: this rank's part of the model, and its replicas.
+    """
+
+    flat_params = Flat
+    flat_grads = ShardedGradients
+
+    def __init__(self, held: ReplicatedPart) -> None:
+        sites = sites_of(held.stages, held.whole)
+        super().__init__(held, by_bucket(sites, held.bucket_bytes, held.tied, held.unit_kinds))
+
+    @contextmanager
+    def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
+        """Reduce-scatter the gradients of every backward; their sums accumulate in the shards."""
+        with self._reducer.backward_of(stage, last, half):
+            yield

@@ -1,1 +1,0 @@
-"""Data parallelism: gradients averaged in buckets, BatchNorm over all ranks, tied weights."""

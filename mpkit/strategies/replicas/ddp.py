@@ -1,0 +1,101 @@
+"""DDP: every rank holds the whole model and a part of the batch; gradients are summed while the backward pass runs.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
+`mpkit.strategies.reference.bucketed_ddp` is the whole algorithm in 30 lines. This module adds shares of unequal size,
+micro-batches, parameters that get no gradient, frozen and tied parameters, and the state of BatchNorm.
+
+    broadcast   at the start every rank takes the first replica's parameters and buffers
+    buckets     gradients lie in buckets of `bucket_mb`, in reverse order of use: the last layer's arrive first
+    reduce      as soon as a bucket is full, its sum over ranks starts, while the backward goes on (`reducer`)
+    wait        the step waits for the sums that are still pending: communication that the backward could not hide
+
+Each rank's loss is its share of the mean over the batch (`mpkit.strategies.runtime.pipeline`), so a sum over ranks is
+correct even where shares differ in size. While gradients accumulate (in all micro-batches but the last), nothing is
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from mpkit.strategies.replicas.buffers import StatefulBuffers, broadcast_tensors
+from mpkit.strategies.replicas.flat import FlatLayout
+from mpkit.strategies.replicas.part import ReplicatedPart
+from mpkit.strategies.replicas.reducer import Reducer, SummedGradients
+from mpkit.strategies.replicas.units import fill_buckets
+from mpkit.strategies.stage.gradient_sync import GradientSync, Half
+
+__all__ = ["DDP"]
+
+
+class DDP(GradientSync):
+    """Gradients summed over replicas, in buckets, while the backward pass runs.
+
+    Args:
+        held: this rank's part of the model, and its replicas.
+    """
+
+    reduction: str = "sum"
+
+    def __init__(self, held: ReplicatedPart) -> None:
+        super().__init__(held.stages)
+        self._replicas, self._first_of_replicas = held.replicas, held.first_of_replicas
+        # ---- broadcast
+        for replicas, tensors in held.by_replicas():
+            broadcast_tensors(replicas, tensors)
+        self._stateful = StatefulBuffers(held.replicas, held.plan, held.module)
+        # ---- buckets, but for experts that no other rank holds: their gradients are complete after the backward
+        shared = [p.parameter for p in reversed(self.pieces) if held.replicas_of(p.parameter).size > 1]
+        tied, kinds = set(held.tied), held.unit_kinds
+        of_one, of_several = [p for p in shared if p not in tied], [p for p in shared if p in tied]
+        self._buckets = [
+            SummedGradients(
+                FlatLayout(bucket, 0, 1), held.context.record, held.replicas_of(bucket[0]), stage, self.reduction
+            )
+            for parameters, stage in ((of_one, 0), (of_several, None))
+            for bucket in fill_buckets(parameters, held.bucket_bytes, kinds)
+        ]  # fmt: skip
+        self._reducer = Reducer(
+            held.replicas, self._buckets, {piece.parameter: piece.name for piece in self.pieces},
+            allows_unused=held.allows_unused, allow_unused=held.allow_unused,
+        )  # fmt: skip
+
+    def synchronize_buffers(self) -> None:
+        """Take the first replica's buffers where they changed."""
+        self._stateful.synchronize()
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients; their memory stays."""
+        super().drop_gradients()
+        self._reducer.begin_step()
+
+    @contextmanager
+    def backward(self, stage: int = 0, last: bool = True, half: Half = "") -> Iterator[None]:
+        """Reduce the gradients in a stage's last backward, and in no other."""
+        with self._reducer.backward(last, half):
+            yield
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Take the first replica's buffers, with which all replicas evaluate."""
+        self._stateful.synchronize()
+        yield
+
+    def finish(self) -> None:
+        """Reduce the remaining buckets and wait for all sums. What no rank used has no gradient, as in serial training.
+
+        Raises:
+            MpkitError: a parameter has no gradient, and the plan does not allow that.
+        """
+        unused = self._reducer.finish()
+        for bucket in self._buckets:
+            for parameter in bucket.zeroed & unused:
+                parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state on the first replica of each part, and nothing on the others, which hold the same."""
+        self._stateful.synchronize()
+        return self._first_of_replicas(super().state_dict())

@@ -1,0 +1,418 @@
+"""Replicas' gradients: one reducer for DDP and all stages of ZeRO.
+
+    unit         parameters side by side in one flat tensor (`flat`), in the order in which their gradients arrive
+    ready        autograd has made a gradient: it is copied to its place
+    reduce       the units that are full, in their order, which is the same on every rank, while the backward goes on
+    finish       a gradient that never came counts as 0; tied weights, whose gradients are complete only when all stages
+                 are done, come last
+    replicate    in hybrid sharding each shard is also summed over the groups, once it holds the whole step's gradients
+
+Strategies differ in what they keep:
+
+                 which sum                  reduced                           stays
+    Summed       all of it: all-reduce      in the step's last backward       the flat tensor, as in PyTorch's DDP
+    Accumulated  a shard: reduce-scatter    in the step's last backward       the flat tensor, until the next step
+    Sharded      a shard: reduce-scatter    in every backward, as DeepSpeed   the shard, in which sums accumulate
+
+DDP is the first, ZeRO-1 the second, ZeRO-2 and 3 the third. Where gradients are sharded, at most one reduce-scatter is
+pending while the next unit fills, so at most two units are whole at a time.
+
+Source: Rajbhandari et al. 2020, section 5.2: "as each gradient ... becomes available, we only reduce them on the data
+parallel process responsible for updating the corresponding parameters. After the reduction we no longer need the
+gradients and their memory can be released."
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mpkit.strategies.comm.communicator import Communicator
+from mpkit.strategies.comm.process_group import PendingWork
+from mpkit.strategies.replicas.flat import Flat, FlatLayout, ShardedFlat
+from mpkit.strategies.replicas.part import arrived_late, unused_error
+from mpkit.strategies.stage.gradient_sync import Half
+from mpkit.trace.record.recorder import Recorder
+
+__all__ = ["AccumulatedGradients", "Gradients", "Reducer", "ShardedGradients", "SummedGradients"]
+
+
+# ---------------------------------------------------------------- one unit
+
+
+class Gradients(ABC):
+    """The gradients of a unit's parameters, in a flat tensor.
+
+    Args:
+        layout: that of the unit's parameters.
+        record: this rank's recorder.
+        shard_group: the ranks that share the work.
+        stage: the model's stage whose backwards produce the gradients; None if several do, which share a tied weight.
+        replicate_group: the ranks of other groups that keep the same shard; None if there are none.
+
+    Attributes:
+        layout, stage: as given.
+        flat: the flat tensor; after `complete` its shard is this rank's shard of the sum, (k,).
+        ready: parameters that have had a gradient in this step.
+        missing: parameters whose gradient has not arrived yet, of those that `Reducer` waits for.
+        is_urgent: whether the reduction is completed before the one after the next begins.
+    """
+
+    flat: Flat
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        record: Recorder,
+        shard_group: Communicator,
+        stage: int | None,
+        replicate_group: Communicator | None = None,
+    ) -> None:
+        self.layout, self.stage = layout, stage
+        self._shard_group, self._replicate_group = shard_group, replicate_group
+        self.is_urgent = replicate_group is not None
+        self.ready: set[nn.Parameter] = set()
+        self.missing: set[nn.Parameter] = set()
+        self._work: PendingWork | None = None
+        self._is_replicated = False  # whether the sum over the groups has been started in this step
+        self._replicating: PendingWork | None = None
+        self.flat = self._new_flat(record)
+        self._views = dict(zip(layout.parameters, self.flat.views, strict=True))
+
+    def _new_flat(self, record: Recorder) -> Flat:
+        """Return a new flat tensor."""
+        flat = Flat(self.layout, record, "grads", self._shard_group)
+        flat.drop()
+        return flat
+
+    def begin_step(self) -> None:
+        """Drop all gradients and their memory; the backward allocates it as the forward's activations go."""
+        if self._work is not None:  # of a backward that failed
+            self._work.wait()
+            self._work = None
+        self.finish_replicate()
+        self._is_replicated = False
+        self.ready.clear()
+        self._drop()
+
+    def _drop(self) -> None:
+        self.flat.drop()
+
+    @abstractmethod
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Take the gradient that autograd has made or added to."""
+
+    @abstractmethod
+    def start_reduce(self) -> None:
+        """Start the sum over ranks; a parameter without a gradient counts as 0."""
+
+    def complete(self) -> None:
+        """Wait for the sum, if it has been started, and free what does not stay."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def start_replicate(self) -> None:
+        """Start the sum of the step's shard over the groups, if there are several and it has not been started yet."""
+        if self._replicate_group is not None and not self._is_replicated:
+            self._is_replicated = True
+            self._replicating = self._replicate_group.all_reduce(self.flat.shard, async_op=True)
+
+    def finish_replicate(self) -> None:
+        """Wait for the sum over the groups, if it has been started."""
+        if self._replicating is not None:
+            self._replicating.wait()
+            self._replicating = None
+
+
+class AccumulatedGradients(Gradients):
+    """Whole gradients that accumulate in the flat tensor, and are reduced once per step."""
+
+    def _drop(self) -> None:
+        self.flat.drop()
+        for parameter in self.layout.parameters:
+            parameter.grad = None
+
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Copy the step's first gradient to its place, where autograd adds the others."""
+        view = self._views[parameter]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            self.flat.allocate()
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self.ready.add(parameter)
+
+    def start_reduce(self) -> None:
+        """Start the reduce-scatter of the step's gradients; the shard is a view of the flat tensor."""
+        self.flat.allocate()
+        for parameter, view in self._views.items():
+            if parameter not in self.ready:
+                view.zero_()
+        self._work = self._shard_group.reduce_scatter(self.flat.whole, async_op=True, out=self.flat.shard)
+
+
+class SummedGradients(AccumulatedGradients):
+    """Whole gradients that every rank wants the sum of. The memory stays, since a backend's thread may hold it.
+
+    Args:
+        layout, record, stage: as above.
+        replicas: the ranks whose gradients are summed.
+        reduction: "sum" or "mean".
+
+    Attributes:
+        zeroed: parameters whose gradient is 0 because none had come when it was reduced.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        record: Recorder,
+        replicas: Communicator,
+        stage: int | None,
+        reduction: str = "sum",
+    ) -> None:
+        super().__init__(layout, record, replicas, stage)
+        self._reduction = reduction
+        self.zeroed: set[nn.Parameter] = set()
+
+    def _new_flat(self, record: Recorder) -> Flat:
+        return Flat(self.layout, record, "grads", self._shard_group)
+
+    def _drop(self) -> None:
+        for parameter in self.layout.parameters:
+            parameter.grad = None
+
+    def start_reduce(self) -> None:
+        """Start the all-reduce. In a loop of the user's own, gradients of earlier backwards may be elsewhere."""
+        self.zeroed.clear()
+        for parameter, view in self._views.items():
+            gradient = parameter.grad
+            if gradient is not view:
+                if gradient is None:
+                    view.zero_()
+                    self.zeroed.add(parameter)
+                else:
+                    view.copy_(gradient)
+                parameter.grad = view
+        self._work = self._shard_group.all_reduce(self.flat.whole, async_op=True, op=self._reduction)
+
+
+class ShardedGradients(Gradients):
+    """Gradients of one backward, reduced at once; their sums accumulate in the shard."""
+
+    flat: ShardedFlat
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        record: Recorder,
+        shard_group: Communicator,
+        stage: int | None,
+        replicate_group: Communicator | None = None,
+    ) -> None:
+        super().__init__(layout, record, shard_group, stage, replicate_group)
+        self.is_urgent = True
+        self._has_sum = False  # whether the shard holds the sum of an earlier backward
+        self._more: Tensor | None = None  # (k,), where the next sum is written if it does
+
+    def _new_flat(self, record: Recorder) -> ShardedFlat:
+        flat = ShardedFlat(self.layout, record, "grads", self._shard_group)
+        flat.drop()
+        return flat
+
+    def _drop(self) -> None:
+        self.flat.drop()
+        self._has_sum = False
+
+    def copy(self, parameter: nn.Parameter) -> None:
+        """Copy the gradient to its place, or add it to an earlier one of this backward, and drop what autograd made."""
+        assert parameter.grad is not None
+        self.flat.allocate()
+        view = self._views[parameter]
+        _ = view.copy_(parameter.grad) if parameter in self.missing else view.add_(parameter.grad)
+        parameter.grad = None
+        self.ready.add(parameter)
+
+    def start_reduce(self) -> None:
+        """Start the reduce-scatter of this backward's gradients, into the shard or beside the sum that it holds."""
+        self.flat.allocate()
+        for parameter in self.missing:
+            self._views[parameter].zero_()
+        if not self._has_sum:
+            self.flat.allocate_shard()
+        self._more = torch.empty_like(self.flat.shard) if self._has_sum else None
+        out = self.flat.shard if self._more is None else self._more
+        self._work = self._shard_group.reduce_scatter(self.flat.whole, async_op=True, out=out)
+
+    def complete(self) -> None:
+        """Wait for the reduce-scatter, if it has been started; add it to the shard, and free the flat tensor."""
+        if self._work is not None:
+            super().complete()
+            if self._more is not None:
+                if self._is_replicated and self._replicate_group is not None:  # by a loop of the user's own
+                    self.finish_replicate()
+                    self._replicate_group.all_reduce(self._more)
+                self.flat.shard.add_(self._more)
+                self._more = None
+            self._has_sum = True
+            self.flat.free()
+
+
+# ---------------------------------------------------------------- all units
+
+
+class Reducer:
+    """The units of gradients, on their way to their sums.
+
+    Args:
+        replicas: all ranks that share the batch.
+        units: all of them, in the order in which they fill.
+        names: the names of all trained parameters, for errors; one that is in no unit has no replica.
+        allows_unused: whether a parameter may have no gradient.
+        allow_unused: what would allow that, for the error.
+    """
+
+    def __init__(
+        self,
+        replicas: Communicator,
+        units: Sequence[Gradients],
+        names: Mapping[nn.Parameter, str],
+        *,
+        allows_unused: bool,
+        allow_unused: str,
+    ) -> None:
+        self._replicas, self._units = replicas, units
+        self._names, self._allows_unused, self._allow_unused = names, allows_unused, allow_unused
+        self._unit_of = {parameter: unit for unit in units for parameter in unit.layout.parameters}
+        self._alone: set[nn.Parameter] = set()  # of those in no unit, which have had a gradient
+        self._queue: list[Gradients] = []  # to be reduced, in this order
+        self._next = 0  # the next unit of the queue to reduce
+        self._reducing = False
+        self._arrive_once = True  # whether each gradient arrives once in the backward that is running
+        self._last = True  # whether the sums are complete for this step when the queue has been reduced
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._on_grad_ready)
+
+    def begin_step(self) -> None:
+        """Drop all gradients, and expect those of the whole step."""
+        self._alone.clear()
+        for unit in self._units:
+            unit.begin_step()
+        self.expect()
+
+    def expect(self, stage: int | None = None) -> None:
+        """Queue the units of a stage, or of all stages, to be reduced next, with all gradients missing."""
+        self._queue = [u for u in self._units if u.stage is not None and (stage is None or u.stage == stage)]
+        self._next = 0
+        for unit in self._queue:
+            unit.missing = set(unit.layout.parameters)
+
+    # ---- a backward
+
+    @contextmanager
+    def backward(self, last: bool, half: Half) -> Iterator[None]:
+        """Within the block, the step's last backward of a stage, reduce units as they fill; in others they accumulate.
+
+        Args:
+            last: whether it is the last one.
+            half: "W" of a split backward makes a gradient in several parts, and "I" none.
+        """
+        self._reducing, self._arrive_once = last and half != "I", half != "W"
+        yield
+        if self._reducing:
+            self._reduce_full()
+        self._reducing = False
+
+    @contextmanager
+    def backward_of(self, stage: int, last: bool, half: Half) -> Iterator[None]:
+        """Within the block, any backward of a stage, reduce its units as they fill; at its end, those that did not."""
+        if half == "I":
+            yield
+            return
+        self.expect(stage)
+        self._last = last
+        with self.backward(True, half):
+            yield
+        self._reduce_rest()
+
+    @torch.no_grad()
+    def _on_grad_ready(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        unit = self._unit_of.get(parameter)
+        if unit is None:
+            self._alone.add(parameter)
+            return
+        if not (self._reducing and unit.stage is not None):
+            unit.copy(parameter)
+            return
+        if self._arrive_once and parameter not in unit.missing:
+            raise arrived_late(self._names[parameter])
+        unit.copy(parameter)
+        unit.missing.discard(parameter)
+        if self._arrive_once and not unit.missing:
+            self._reduce_full()
+
+    def _reduce_full(self) -> None:
+        while self._next < len(self._queue) and not self._queue[self._next].missing:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Start the next unit's reduction, and complete the one before where its memory is wanted."""
+        unit = self._queue[self._next]
+        with self._replicas.wire.sending_for(unit.flat.layer, unit.flat.names):
+            unit.start_reduce()
+        self._next += 1
+        if self._next > 1 and self._queue[self._next - 2].is_urgent:
+            self._complete(self._queue[self._next - 2])
+
+    def _complete(self, unit: Gradients) -> None:
+        unit.complete()
+        if self._last:
+            with self._replicas.wire.sending_for(unit.flat.layer):
+                unit.start_replicate()
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
+        """Reduce the units that are still queued, and wait for all of them."""
+        while self._next < len(self._queue):
+            self._reduce()
+        for unit in self._queue:
+            self._complete(unit)
+
+    # ---- finish
+
+    @torch.no_grad()
+    def finish(self) -> set[nn.Parameter]:
+        """Wait until all sums hold the whole batch's gradients; return the parameters that no rank used.
+
+        Raises:
+            MpkitError: a parameter has no gradient, and the plan does not allow that.
+        """
+        unused = [name for parameter, name in self._names.items() if not self._is_ready(parameter)]
+        if unused and not self._allows_unused:
+            raise unused_error(unused, self._allow_unused)
+        self._reduce_rest()
+        self._last = True
+        self._queue, self._next = [unit for unit in self._units if unit.stage is None], 0
+        for unit in self._queue:
+            unit.missing = {p for p in unit.layout.parameters if not self._is_ready(p)}
+        self._reduce_rest()
+        for unit in self._units:
+            unit.finish_replicate()
+        if not (self._allows_unused and self._units):
+            return set()
+        # A parameter that no rank used has no gradient, as in serial training.
+        used = torch.tensor([self._is_ready(parameter) for parameter in self._unit_of], dtype=torch.int32)
+        used = self._replicas.all_reduce(used.to(self._units[0].flat.whole.device))
+        return {
+            parameter for parameter, count in zip(self._unit_of, used.tolist(), strict=True) if count == 0
+        }
+
+    def _is_ready(self, parameter: nn.Parameter) -> bool:
+        unit = self._unit_of.get(parameter)
+        return parameter in (self._alone if unit is None else unit.ready)
