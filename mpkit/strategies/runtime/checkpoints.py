@@ -81,6 +81,7 @@ class Checkpoints:
         if job.how.resume is not None:
             self._resume(job.how.resume)
         if job.how.saving is not None:
+            context.comm.barrier()  # every rank has read what is renamed or deleted now
             if context.rank == 0:
                 self._lock = FolderLock(
                     Path(job.how.saving.folder), joins=True
