@@ -210,7 +210,7 @@ class _IdleStep:
 
     @cached_property
     def hidden_seconds(self) -> float:
-        """Seconds by which the step is longer than its pieces: loading at its end, beside a wait."""
+        """Seconds by which the step is longer than its pieces: loading or a copy at its end, beside a wait."""
         graph = self.graph
         end = metrics.extent(metrics.active(self.spans))[1] - graph.begin
         return end - float(graph.ends[self.active].max(initial=0.0))
@@ -223,9 +223,7 @@ class _IdleStep:
         """
         graph, causes = self.graph, np.zeros((self.graph.world_size, len(CAUSES)))
         ends = graph.play(took)
-        if not self.active.any():
-            return causes
-        end = float(ends[self.active].max()) + self.hidden_seconds
+        end = float(ends[self.active].max(initial=0.0)) + self.hidden_seconds
         on_lane = np.isin(graph.kind, (Node.WORK, Node.WAIT, Node.GAP, Node.BEFORE))
         for rank in range(graph.world_size):
             pieces = np.flatnonzero(on_lane & (graph.rank == rank))

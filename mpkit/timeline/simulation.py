@@ -96,6 +96,7 @@ def simulate(
     player.finish()
     played = player.collect()
     played.clock, played.notes = "simulated", []
+    played.spans["flops"] = 0.0  # those of the device that does one per second
     played.meta = {"plan": plan.to_json(), "schedule": schedule.name}
     return Timeline.from_replay(played)
 

@@ -39,9 +39,9 @@ RENDERERS = {
         "widget": f"{RESULTS}.comparison:comparison_view",
     },
     "WhatIf": {
-        "text": f"{RESULTS}.what_if:what_if_text",
-        "svg": f"{RESULTS}.what_if:what_if_svg",
-        "widget": f"{RESULTS}.what_if:what_if_view",
+        "text": f"{RESULTS}.comparison:what_if_text",
+        "svg": f"{RESULTS}.comparison:what_if_svg",
+        "widget": f"{RESULTS}.comparison:what_if_view",
     },
     "RunList": {
         "text": f"{RESULTS}.run_list:run_list_text",
