@@ -161,7 +161,9 @@ def test_callbacks_log_and_any_rank_may_end_the_training(
     )
     assert run.status == "finished" and len(run.losses) == 4
     assert run.stopped_early == (3, 1, "on_step returned True")
-    assert "finished, step 4 of 9" in repr(run) and "ended by on_step on rank 1: on_step returned True" in repr(run)
+    assert "finished, step 4 of 9" in repr(
+        run
+    ) and "ended by on_step on rank 1: on_step returned True" in repr(run)
     assert list(run.metrics["loss again"].values()) == pytest.approx(run.losses)
     assert list(run.metrics["eval loss"]) == [1, 3]
     assert len(run.metrics.by_rank("norm here")) == run.plan.ranks

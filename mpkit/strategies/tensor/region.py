@@ -199,7 +199,9 @@ class RegionAtWork:
             self._draws.begin(self._name, x.device)
         # An opened entry's column layers may be in another stage, which would then share their weights with this one.
         overlap = self._overlap and type(x) is not Value
-        if "forward" in vars(entry) and entry not in self._columns:  # recomputed: its forward runs again without this
+        if (
+            "forward" in vars(entry) and entry not in self._columns
+        ):  # recomputed: its forward runs again without this
             overlap = False
         weights = [(layer, _weights(layer)) for layer in self._columns] if overlap else []
         wanted = x.requires_grad or any(w.weight.requires_grad for _, w in weights)
