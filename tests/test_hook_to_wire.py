@@ -49,14 +49,15 @@ def hook_to_torch(ctx: Any, model: nn.Module, data: Any, plan: mk.Plan, function
     return [frames for frames in found if frames]
 
 
-def test_four_calls_from_the_hook_to_torch(clusters: Callable[[int], mk.Cluster]) -> None:
+def test_six_calls_from_the_hook_to_torch(clusters: Callable[[int], mk.Cluster]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     plan = mk.Plan.ddp(2, bucket_mb=1e-4)
     data = torch.randn(6, 8), torch.randn(6, 4)
     for calls in clusters(2).run(hook_to_torch, model, data, plan, "all_reduce"):
         assert calls  # each bucket's
-        assert all(frames == ["_on_grad_ready", "_reduce", "all_reduce", "issue"] for frames in calls), calls
+        path = ["_on_grad_ready", "_reduce_full", "_reduce", "start_reduce", "all_reduce", "issue"]
+        assert all(frames == path for frames in calls), calls
 
 
 # ---------------------------------------------------------------- communicators of some of the ranks

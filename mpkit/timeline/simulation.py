@@ -95,8 +95,11 @@ def simulate(
         player.feed(rank, ops, names, memory)
     player.finish()
     played = player.collect()
-    played.clock, played.notes = "simulated", []
-    played.spans["flops"] = 0.0  # those of the device that does one per second
+    played.clock, played.notes, played.spans["flops"] = (
+        "simulated",
+        [],
+        0.0,
+    )  # one FLOP per second is no figure
     played.meta = {"plan": plan.to_json(), "schedule": schedule.name}
     return Timeline.from_replay(played)
 
