@@ -93,14 +93,15 @@ def simulate(
     for rank, row in enumerate(lower(schedule).rows):
         ops, memory, names = _records(schedule, rank, row, took, again, steps)
         player.feed(rank, ops, names, memory)
+    return _simulated(player, {"plan": plan.to_json(), "schedule": schedule.name})
+
+
+def _simulated(player: Replay, meta: dict[str, Any]) -> Timeline:
+    """Return the timeline of what was played, without the FLOPs of a device that does one per second."""
     player.finish()
     played = player.collect()
-    played.clock, played.notes, played.spans["flops"] = (
-        "simulated",
-        [],
-        0.0,
-    )  # one FLOP per second is no figure
-    played.meta = {"plan": plan.to_json(), "schedule": schedule.name}
+    played.clock, played.notes, played.meta = "simulated", [], meta
+    played.spans["flops"] = 0.0
     return Timeline.from_replay(played)
 
 
