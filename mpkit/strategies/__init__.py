@@ -14,8 +14,8 @@ Where each strategy is read: in `reference`, then in the module that trains:
     DDP                         reference/bucketed_ddp           replicas/ddp, reducer
     ZeRO 1, 2, 3                reference/zero1, zero2, zero3    replicas/zero, zero3; replicas/reducer, gather
     hybrid shards               reference/hybrid_shards          replicas/part
-    tensor, sequence parallel   reference/tensor/                tensor/operators, region, sequence
-    divided vocabulary          reference/tensor/                tensor/vocabulary, logits
+    tensor, sequence parallel   reference/tensor/                tensor/operators, region
+    divided vocabulary          reference/tensor/                tensor/vocabulary
     ring attention              reference/ring_attention         context/ring, block
     Ulysses                     reference/ulysses                context/ulysses
     experts                     reference/experts/               experts/divided_experts

@@ -2,7 +2,6 @@
 
 exact       an estimate, its causes, its timeline; a simulation of its stage times; that timeline's critical path,
             causes of idle time; the same of a dry run, and of its trace replayed
-within 2 %  an estimate and a dry run: `tests/cost_model/test_agreement.py`, which names what differs
 """
 
 from __future__ import annotations

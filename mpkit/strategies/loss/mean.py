@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class SummedMeans(TorchFunctionMode):
         """Handle one call of a torch function."""
         if func not in INDEXED and func not in ELEMENTWISE:
             return func(*args, **(kwargs or {}))
-        bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+        bound = _signature(func).bind(*args, **(kwargs or {}))
         bound.apply_defaults()
         given = bound.arguments
         deprecated = given.get("size_average") is not None or given.get("reduce") is not None
@@ -187,6 +188,9 @@ class SummedMeans(TorchFunctionMode):
             )
         valid = targets != self._ignore
         return each.where(valid, 0).sum(), valid.sum()
+
+
+_signature = cache(inspect.signature)  # each micro-batch asks for it
 
 
 def _name(fn: Any) -> str:

@@ -142,8 +142,7 @@ def by_bucket(
     >>> [len(unit.parameters) for unit in by_bucket(sites, 10**6)]
     [4]
     """
-    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
-    return _group(trained, FIRST_BYTES, bucket_bytes, tied, apart)
+    return _group(_trained(sites), FIRST_BYTES, bucket_bytes, tied, apart)
 
 
 def by_stage(
@@ -156,8 +155,7 @@ def by_stage(
     >>> [len(unit.parameters) for unit in by_stage(sites)]
     [4]
     """
-    trained = [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
-    return _group(trained, inf, inf, tied, apart)
+    return _group(_trained(sites), inf, inf, tied, apart)
 
 
 def by_site(
@@ -172,6 +170,11 @@ def by_site(
     [2, 2]
     """
     return _group(sites, 0, inf, tied, apart)
+
+
+def _trained(sites: list[Site]) -> list[Site]:
+    """Return the sites with their trained parameters only."""
+    return [replace(site, own=[p for p in site.own if p.requires_grad]) for site in sites]
 
 
 def _group(
