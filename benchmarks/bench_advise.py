@@ -16,9 +16,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mpkit as mk
+from benchmarks.pairing import Row, row
 from benchmarks.published import key_of
 from benchmarks.published_rows import read_folder
 from mpkit.prediction.advice.prices import LayoutPrices
@@ -49,7 +49,7 @@ print(time.perf_counter() - begun, found.considered)
 """
 
 
-def measure() -> list[dict[str, Any]]:
+def measure() -> list[Row]:
     """Measure each case."""
     rows = []
     for title, (model, machine, batch) in CASES.items():
@@ -65,15 +65,9 @@ def measure() -> list[dict[str, Any]]:
             guess = mk.estimate(model, plan, hardware, global_batch=batch, sequence=8192)
             _ = guess.step_time, guess.peak_memory
         each = (time.perf_counter() - begun) / len(advice.plans)
-        rows.append(
-            {
-                "name": f"advise: {title}, {considered:,.0f} plans, from cold",
-                "value": cold,
-                "unit": "s",
-                "ratio": cold / considered / each,
-                "against": f"per plan, of mk.estimate: {each * 1e3:.3f} ms",
-            }
-        )
+        name = f"advise: {title}, {considered:,.0f} plans, from cold"
+        against = f"per plan, of mk.estimate: {each * 1e3:.3f} ms"
+        rows.append(row(name, cold, "s", cold / considered / each, against))
     return [*rows, *_published()]
 
 
@@ -110,7 +104,7 @@ def published_beside_found(folder: Path) -> list[Beside]:
     return out
 
 
-def _published() -> list[dict[str, Any]]:
+def _published() -> list[Row]:
     """Compare published configurations with the best that is found, by source."""
     rows = []
     began = time.perf_counter()
@@ -125,13 +119,6 @@ def _published() -> list[dict[str, Any]]:
                 f", {sum(each.searched <= 1.1 for each in some)} of the best with tp as its authors set it"
             )
         ratios = [each.found for each in some]
-        rows.append(
-            {
-                "name": name,
-                "value": took * len(some),
-                "unit": "s",
-                "ratio": statistics.median(ratios),
-                "against": "the best plan found; the largest " + f"{max(ratios):.2f}",
-            }
-        )
+        against = f"the best plan found; the largest {max(ratios):.2f}"
+        rows.append(row(name, took * len(some), "s", statistics.median(ratios), against))
     return rows

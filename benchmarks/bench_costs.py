@@ -31,18 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import mpkit as mk
-from benchmarks.pairing import compared, pairs
+from benchmarks.pairing import Row, compared, pairs, row
 from mpkit.data import text_batches
 from mpkit.models import GPT, MLP, next_token_loss
 from mpkit.strategies.comm.communicator import Communicator
 from mpkit.strategies.comm.wire import Wire
 from mpkit.timeline.replay import replay
-
-Row = dict[str, Any]
-
-
-def _row(name: str, value: float, unit: str, ratio: float | None = None, against: str = "") -> Row:
-    return {"name": name, "value": value, "unit": unit, "ratio": ratio, "against": against}
 
 
 def _seconds(act: Callable[[], object]) -> float:
@@ -96,7 +90,7 @@ def estimate() -> Iterator[Row]:
         every()
         warm = _seconds(every) / len(plans)
         against = f"of the first in a fresh process, imports included: {cold:.2f} s"
-        yield _row(f"estimate: {title} ranks, a further plan", 1e3 * warm, "ms", warm / cold, against)
+        yield row(f"estimate: {title} ranks, a further plan", 1e3 * warm, "ms", warm / cold, against)
 
 
 STEPS, ROUNDS, WITHIN = 8, 3, 0.15
@@ -143,9 +137,9 @@ def predicted() -> Iterator[Row]:
         ratios.append(statistics.median(a / b for a, b in found))
         words = ", ".join(f"{name}={value}" for name, value in change.items())
         against = f"of the changed plan's run: {took * 1e3:.3g} ms"
-        yield _row(f"what if {words}: {plan!r}", guess, "s", ratios[-1], against)
+        yield row(f"what if {words}: {plan!r}", guess, "s", ratios[-1], against)
     within = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
-    yield _row(f"what if: within {WITHIN:.0%} of the run", within, f"of {len(ratios)}")
+    yield row(f"what if: within {WITHIN:.0%} of the run", within, f"of {len(ratios)}")
 
 
 # ---------------------------------------------------------------- timelines
@@ -167,10 +161,10 @@ def replays() -> Iterator[Row]:
         how: dict[str, Any] = {"loss": next_token_loss, "optimizer": _adamw, "steps": 20, "show": False}
         trace = cluster.train(model, data, mk.Plan.gpipe(4, 64), **how).wait().trace
     rate = len(trace) / best(lambda: replay(trace))
-    yield _row("replay: a run of GPipe, 4 ranks x 64 micro-batches", rate, "ops/s", rate / 2e5, "of 200,000")
+    yield row("replay: a run of GPipe, 4 ranks x 64 micro-batches", rate, "ops/s", rate / 2e5, "of 200,000")
     plan = mk.Plan.gpipe(8, 512)
     rate = 2 * 8 * 512 / best(lambda: mk.simulate(plan))
-    yield _row("simulate: GPipe of 8 stages and 512 micro-batches", rate, "actions/s")
+    yield row("simulate: GPipe of 8 stages and 512 micro-batches", rate, "actions/s")
 
 
 MEGABYTES = 200
@@ -221,8 +215,8 @@ def read() -> Iterator[Row]:
         ops, took, peak = (float(word) for word in done.split())
         size = many.stat().st_size
     name = f"import: {size / 1e6:,.0f} MB of JSON, {ops:,.0f} ops"
-    yield _row(name, size / 1e6 / took, "MB/s", took / plain, f"json.loads of each event: {plain:.1f} s")
-    yield _row("import: memory at the peak", peak / 1e9, "GB", peak / size, "the file")
+    yield row(name, size / 1e6 / took, "MB/s", took / plain, f"json.loads of each event: {plain:.1f} s")
+    yield row("import: memory at the peak", peak / 1e9, "GB", peak / size, "the file")
 
 
 # ---------------------------------------------------------------- runs
@@ -255,7 +249,7 @@ def proof() -> Iterator[Row]:
             ours, plain = times["first"][1:], times[False][1:]
             ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
             against = f"of verify=False: {statistics.median(plain):.3g} s"
-            yield _row(
+            yield row(
                 f"proof: {name}, {steps} of 50 steps verified", statistics.median(ours), "s", ratio, against
             )
 
@@ -284,7 +278,7 @@ def watch() -> Iterator[Row]:
         steps = [[max(cluster.run(_ddp_step, watch=watch)) for watch in (True, False)] for _ in range(11)]
     ratio = statistics.median(watched / plain for watched, plain in steps)
     against = f"of the same unwatched: {statistics.median(plain for _, plain in steps) * 1e3:.3g} ms"
-    yield _row(
+    yield row(
         "watch: a DDP step, 2 ranks", statistics.median(watched for watched, _ in steps), "s", ratio, against
     )
 

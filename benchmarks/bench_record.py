@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.pairing import Row, row
 from mpkit.models import GPT
 from mpkit.trace import Kind
 from mpkit.trace.record.hooks import watch
@@ -28,7 +28,7 @@ PAIRS, WARM_UP, STEPS = 20, 3, 15
 BUSY = 500_000  # ns
 
 
-def measure() -> list[dict[str, Any]]:
+def measure() -> list[Row]:
     """Measure medians: microseconds per op, and the fraction by which a step takes longer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def measure() -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- an op
 
 
-def _ops(folder: Path) -> Iterator[dict[str, Any]]:
+def _ops(folder: Path) -> Iterator[Row]:
     record = Recorder(folder, 0)
 
     def compute() -> Callable[[], None]:
@@ -56,7 +56,7 @@ def _ops(folder: Path) -> Iterator[dict[str, Any]]:
     def profiled() -> Callable[[], None]:
         region = record_function("F")
         region.__enter__()
-        return lambda: region.__exit__(None, None, None)
+        return lambda: region.__exit__(None)
 
     ops = {
         "an op of no length": _cost(compute, busy=0),
@@ -66,9 +66,9 @@ def _ops(folder: Path) -> Iterator[dict[str, Any]]:
     with profile(activities=[ProfilerActivity.CPU]):
         profiler = _cost(profiled, busy=0)
     for name, cost in ops.items():
-        yield _row(f"record: begin and end of {name}", cost / 1e3, "us", cost / 2000, "of the limit of 2 us")
+        yield row(f"record: begin and end of {name}", cost / 1e3, "us", cost / 2000, "of the limit of 2 us")
     first = next(iter(ops.values()))
-    yield _row("record: the same by torch.profiler", profiler / 1e3, "us", profiler / first, "times mpkit's")
+    yield row("record: the same by torch.profiler", profiler / 1e3, "us", profiler / first, "times mpkit's")
 
 
 def _cost(begin: Callable[[], Callable[[], None]], *, busy: int) -> float:
@@ -136,7 +136,7 @@ class _Training:
         record.end(index)
 
 
-def _steps(folder: Path) -> Iterator[dict[str, Any]]:
+def _steps(folder: Path) -> Iterator[Row]:
     for microbatches, layers in ((1, False), (4, False), (1, True)):
         training = _Training(microbatches)
         place = folder / f"{microbatches}{layers}"
@@ -145,14 +145,12 @@ def _steps(folder: Path) -> Iterator[dict[str, Any]]:
         what = f"{microbatches} micro-batch{'es' * (microbatches > 1)}{', every layer too' * layers}"
         name = f"record: a step of {base * 1e3:.0f} ms, {what}"
         if layers:  # some dozen layers of a fraction of a millisecond each
-            yield _row(name, 100 * share, "% longer", None, "off unless asked for")
+            yield row(name, 100 * share, "% longer", None, "off unless asked for")
         else:
-            yield _row(name, 100 * share, "% longer", 50 * share, "of the limit of 2 %")
+            yield row(name, 100 * share, "% longer", 50 * share, "of the limit of 2 %")
     training = _Training(1)
     base, share = _pairs(training, _profiling, pairs=2)
-    yield _row(
-        f"record: a step of {base * 1e3:.0f} ms by torch.profiler", 100 * share, "% longer", None, None
-    )
+    yield row(f"record: a step of {base * 1e3:.0f} ms by torch.profiler", 100 * share, "% longer", None, "")
 
 
 def _recording(training: _Training, record: Recorder) -> Callable[[], AbstractContextManager[None]]:
@@ -197,7 +195,3 @@ def _time(step: Callable[[], None]) -> float:
     begin = time.thread_time()
     step()
     return time.thread_time() - begin
-
-
-def _row(name: str, value: float, unit: str, ratio: float | None, against: str | None) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "ratio": ratio, "against": against}

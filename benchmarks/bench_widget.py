@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import mpkit as mk
+from benchmarks.pairing import Row, row
 from mpkit.views.browser import css, esm
 from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.wire import SpanBatches, look
@@ -102,7 +103,7 @@ def _milliseconds(page: Any, count: int) -> float:
     return statistics.median(times)
 
 
-def measure() -> list[dict[str, Any]]:
+def measure() -> list[Row]:
     """Measure the updates per second at each size, beside the ten per second that a run sends."""
     from playwright.sync_api import sync_playwright
 
@@ -118,19 +119,8 @@ def measure() -> list[dict[str, Any]]:
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         for count in SIZES:
             rate = 1000 / _milliseconds(page, count)
-            rows.append(
-                {
-                    "name": f"live timeline, updates a second at {count:,} spans",
-                    "value": rate,
-                    "unit": "1/s",
-                    "ratio": rate / SENT_HZ,
-                    "against": "10 a second sent; batches of 1 %, headless Chromium",
-                }
-            )
+            name = f"live timeline, updates a second at {count:,} spans"
+            against = "10 a second sent; batches of 1 %, headless Chromium"
+            rows.append(row(name, rate, "1/s", rate / SENT_HZ, against))
         browser.close()
     return rows
-
-
-if __name__ == "__main__":
-    for row in measure():
-        print(row)

@@ -1,6 +1,6 @@
-"""Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts [FOLDER]`.
+"""Published steps of mixtures of experts beside their estimates: `python -m benchmarks.experts`.
 
-FOLDER, or `expert_rows/`, has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the
+`expert_rows/` has `moe_folding_T3.csv` (Liu et al. 2025, arXiv 2504.14960, table 3: utilization of the
 peak by Megatron-Core on H100) and `moe_layer_h100.csv` (Megatron-LM's `moe_perf` at d98e8a6: forward and backward of
 one layer on 8 H100). Nothing is fitted to either. The first does not tell micro-batches and recomputation: it is read
 with one sample per micro-batch, and as many stages per rank and as little recomputation as is fastest and fits.
@@ -9,10 +9,9 @@ with one sample per micro-batch, and as many stages per rank and as little recom
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +34,7 @@ from mpkit.prediction.cost_model.step import step_time
 __all__ = ["EXPERT_ROWS", "FoldingRow", "advised_for", "main", "read_rows", "seconds_of_layer"]
 
 EXPERT_ROWS = Path(__file__).with_name("expert_rows")
-FOLDING, LAYER = "moe_folding_T3.csv", "moe_layer_h100.csv"
+FOLDING = "moe_folding_T3.csv"
 MIXTRAL = Architecture(56, 6144, 48, kv_heads=8, ffn=16384, vocabulary=32768, gated=True, experts=8, top_k=2)
 MODELS = {
     "Mixtral-8x22B": MIXTRAL,
@@ -149,33 +148,18 @@ def seconds_of_layer(row: Mapping[str, str]) -> tuple[float, float]:
     return sum(both.forward) - sum(without.forward), sum(both.backward) - sum(without.backward)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return the exit code."""
-    folders = [Path(each) for each in (sys.argv[1:] if argv is None else argv)] or [EXPERT_ROWS]
-    if len(folders) != 1 or not (folders[0] / FOLDING).is_file():
-        print(__doc__)
-        return 2
-    console, rows = Console(width=120), read_rows(folders[0] / FOLDING)
-    predicted = [row.predicted for row in rows]
+def main() -> None:
+    """Print the report."""
+    rows = read_rows(EXPERT_ROWS / FOLDING)
     table = Table(title="Utilization of the peak", title_justify="left")
     for name in ("model", "method", "measured", "predicted"):
         table.add_column(name, justify="left" if name in ("model", "method") else "right")
-    for row, share in zip(rows, predicted, strict=True):
-        table.add_row(row.model, row.method, f"{row.utilization:.1%}", f"{share:.1%}")
-    console.print(table, _pairs(rows, predicted), _advised(rows), _layers(folders[0] / LAYER))
-    return 0
-
-
-def _pairs(rows: Sequence[FoldingRow], predicted: Sequence[float]) -> str:
-    """Say how many pairs of methods of a model are in the right order, and which are not."""
-    right, wrong = 0, []
-    for (row, share), (other, others) in combinations(zip(rows, predicted, strict=True), 2):
-        if row.model == other.model and row.utilization != other.utilization:
-            if (share > others) == (row.utilization > other.utilization) and share != others:
-                right += 1
-            else:
-                wrong.append(f"{row.model}: {row.method}, {other.method}")
-    return f"{right} of {right + len(wrong)} pairs are in the right order. Not: {'; '.join(wrong) or 'none'}"
+    for row in rows:
+        table.add_row(row.model, row.method, f"{row.utilization:.1%}", f"{row.predicted:.1%}")
+    for model in MODELS:
+        advice = advised_for(next(row for row in rows if row.model == model))
+        table.add_row(model, f"advised: {advice.best!r}", "", f"{advice.answer.mfu:.1%}")
+    Console(width=160).print(table)
 
 
 def advised_for(row: FoldingRow) -> Advice:
@@ -189,40 +173,5 @@ def advised_for(row: FoldingRow) -> Advice:
     )  # fmt: skip
 
 
-def _advised(rows: Sequence[FoldingRow]) -> Table:
-    """Return the best plan of a search beside the best published row."""
-    table = Table(
-        title="The best plan of mk.advise for Megatron beside the best published row", title_justify="left"
-    )
-    for name in ("model", "published", "its estimate", "advised", "plan"):
-        table.add_column(name, justify="left" if name in ("model", "plan") else "right")
-    for model in dict.fromkeys(row.model for row in rows):
-        best = max((row for row in rows if row.model == model), key=lambda row: row.utilization)
-        advice = advised_for(best)
-        table.add_row(
-            model,
-            f"{best.utilization:.1%}",
-            f"{best.predicted:.1%}",
-            f"{advice.answer.mfu:.1%}",
-            repr(advice.best),
-        )
-    return table
-
-
-def _layers(path: Path) -> Table:
-    """Return one layer's forward and backward, measured and predicted."""
-    table = Table(title="One layer on 8 H100, milliseconds", title_justify="left")
-    for name in ("case", "forward", "predicted", "error", "backward", "predicted", "error"):
-        table.add_column(name, justify="left" if name == "case" else "right")
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            cells = []
-            for name, seconds in zip(("forward_ms", "backward_ms"), seconds_of_layer(row), strict=True):
-                measured = float(row[name])
-                cells += [f"{measured:.2f}", f"{1e3 * seconds:.2f}", f"{1e3 * seconds / measured - 1:+.0%}"]
-            table.add_row(row["case"], *cells)
-    return table
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

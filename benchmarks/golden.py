@@ -1,25 +1,19 @@
-"""What a flag of Megatron buys: `python -m benchmarks.golden FOLDER`.
+"""Memory of Megatron's published cases: `python -m benchmarks.golden FOLDER`.
 
 FOLDER has `megatron_golden.csv`: Megatron-LM's golden values (tests/functional_tests/test_cases at d98e8a6), with the
-options of each case. Of dense models, the peak that the last rank has allocated is predicted, and compared by switch;
-pairs of cases that differ in one switch show what it costs, measured and predicted. The models are small, so that
-their times are those of launches: they are shown, and not predicted.
+options of each case. Of dense models, the peak that the last rank has allocated is predicted beside the recorded one.
+The models are small, so that their times are those of launches, and not predicted.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
-from statistics import mean, median
-
-from rich.console import Console
-from rich.table import Table
+from statistics import median
 
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
@@ -35,22 +29,8 @@ TABLE = "megatron_golden.csv"
 MIB = 2**20
 GPT2_TOKENS = 50257
 LARGE = 0.05
-NAMED = (
-    "average_in_collective", "decoupled_lr", "defer_embedding", "disable_bias", "frozen", "loss_fusion", "mla",
-    "multi_dist_optimizer", "nondeterministic", "per_token_loss", "qk_layernorm", "reruns", "reshard", "rope", "swiglu",
-    "tunable_overlap", "uneven_pipeline", "uninstall_te", "untie",
-)  # fmt: skip
-"""Switches that only the names of cases tell."""
 OLDER = "dracooci"
 """Files of software that did not fuse attention where cases leave the choice to it."""
-OLD = "a recording of software that did not fuse attention, as the peak shows"
-CAUSES = {
-    "reruns": "the peak that was recorded is what the case holds between steps",
-    "context parallel": "deterministic attention keeps 48 MiB more on GB200, also between steps; not modelled",
-    "uninstall_te": "torch's own LayerNorm in place of Apex's keeps more; not modelled",
-    "frozen": OLD, "sequence parallel": OLD,
-}  # fmt: skip
-"""Why predictions of runs with a switch are off."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +40,7 @@ class Case:
     Attributes:
         name, device: the case and where it ran.
         model, layout, sequence, stack: what it asked for.
-        switches: what it asked for, in words.
-        resident, peak: bytes that the last rank has allocated between steps and at its peak.
-        seconds: of a step, the median; 0 where it was not recorded.
+        peak: bytes that the last rank has allocated at its peak.
     """
 
     name: str
@@ -71,10 +49,7 @@ class Case:
     layout: Layout
     sequence: int
     stack: Stack
-    switches: frozenset[str]
-    resident: float
     peak: float
-    seconds: float
 
     @cached_property
     def predicted(self) -> float:
@@ -88,11 +63,6 @@ class Case:
         """The relative error of the predicted peak."""
         return self.predicted / self.peak - 1
 
-    @property
-    def cause(self) -> str:
-        """Why the prediction is off, as far as it is known."""
-        return next((why for switch, why in CAUSES.items() if switch in self.switches), "not known")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
@@ -101,67 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 2
     cases = read_cases(Path(folders[0]))
-    console = Console(width=130)
-    console.print(_by_switch(cases), _bought(cases))
     errors = [abs(case.error) for case in cases]
-    console.print(f"{len(cases)} runs: median {median(errors):.1%}, mean {mean(errors):.1%}", highlight=False)
-    for case in {(case.name, case.device.name): case for case in cases if abs(case.error) > LARGE}.values():
-        console.print(f"{case.error:+.1%} {case.name} on {case.device.name}: {case.cause}", highlight=False)
+    print(f"{len(cases)} runs: median {median(errors):.1%}, worst {max(errors):.1%}; above {LARGE:.0%}:")
+    for case in cases:
+        if abs(case.error) > LARGE:
+            print(f"{case.error:+6.1%} {case.name} on {case.device.name}")
     return 0
-
-
-def _by_switch(cases: Sequence[Case]) -> Table:
-    """Return the errors of the predicted peaks of all runs with a switch."""
-    table = Table(title="Predicted peak memory against measured, by switch", title_justify="left")
-    for name in ("switch", "runs", "median", "mean", "bias", "worst"):
-        table.add_column(name, justify="left" if name == "switch" else "right")
-    groups = {"all": list(cases)} | {
-        switch: [case for case in cases if switch in case.switches]
-        for switch in sorted({switch for case in cases for switch in case.switches})
-    }
-    for switch, group in groups.items():
-        errors = [case.error for case in group]
-        sizes = [abs(error) for error in errors]
-        table.add_row(
-            switch, str(len(group)), f"{median(sizes):.1%}", f"{mean(sizes):.1%}", f"{mean(errors):+.1%}",
-            f"{max(errors, key=abs):+.1%}",
-        )  # fmt: skip
-    return table
-
-
-def _bought(cases: Sequence[Case]) -> Table:
-    """Return what a switch costs or saves: runs of one device that differ in nothing else."""
-    table = Table(title="What a switch buys: the same run with it", title_justify="left")
-    for name in ("switch", "pairs", "measured MiB", "predicted MiB", "measured time"):
-        table.add_column(name, justify="left" if name == "switch" else "right")
-    pairs = defaultdict(list)
-    for without, with_it in product(cases, cases):
-        more = with_it.switches - without.switches
-        if len(more) == 1 and without.switches < with_it.switches and _shape(without) == _shape(with_it):
-            pairs[next(iter(more))].append((without, with_it))
-    for switch, found in sorted(pairs.items()):
-        measured = median(after.peak - before.peak for before, after in found) / MIB
-        predicted = median(after.predicted - before.predicted for before, after in found) / MIB
-        times = [
-            after.seconds / before.seconds - 1 for before, after in found if before.seconds and after.seconds
-        ]
-        time = f"{median(times):+.0%}" if times else ""
-        table.add_row(switch, str(len(found)), f"{measured:+,.0f}", f"{predicted:+,.0f}", time)
-    return table
-
-
-def _shape(case: Case) -> tuple[object, ...]:
-    """Return what two runs share that differ in one switch: device, degrees and batch."""
-    layout = case.layout
-    return (
-        case.device.name,
-        layout.pp,
-        layout.tp,
-        layout.cp,
-        layout.dp,
-        layout.microbatch,
-        layout.microbatches,
-    )
 
 
 def read_cases(folder: Path) -> list[Case]:
@@ -200,17 +115,9 @@ def _case(row: Mapping[str, str]) -> Case | None:
         sharded=dp * cp // 2 if "multi_dist_optimizer_instances" in name else 0,
     )  # fmt: skip
     stack = _stack(row, name)
-    switches = {
-        "context parallel": cp > 1, "distributed optimizer": sharded, "fp16": row["fp16"] == "true",
-        "full recomputation": layout.recompute == "full", "interleaved": chunks > 1, "no Transformer Engine":
-        not stack.transformer_engine, "overlap of reduction": "overlap-grad-reduce" in on, "pipeline": pp > 1,
-        "older software": OLDER in row["file"],
-        "sequence parallel": layout.sequence_parallel, "tensor parallel": tp > 1, "unfused attention": not stack.fused,
-    } | {named: named in name for named in NAMED}  # fmt: skip
     return Case(
         name, build_machine(_device(row)).device, model, layout, int(row["seq-length"]), stack,
-        frozenset(switch for switch, given in switches.items() if given), float(row["mem"]), float(row["mem_max"]),
-        float(row["t_med"] or 0),
+        float(row["mem_max"]),
     )  # fmt: skip
 
 

@@ -18,9 +18,6 @@ from pathlib import Path
 from statistics import median
 from zlib import crc32
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.experts import EXPERT_ROWS
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
@@ -33,7 +30,6 @@ from mpkit.prediction.cost_model.stack import MIB, Stack, stack_of
 __all__ = ["ExpertCase", "main", "read_expert_cases"]
 
 GPT2_TOKENS = 50257
-LARGE = 0.05
 NOT_MODELLED = {
     "cuda-graph-impl": "the memory pools of CUDA graphs",
     "fine-grained-activation-offloading": "activations that wait on the host",
@@ -211,35 +207,22 @@ def _read_options(line: str) -> dict[str, str]:
 
 def main() -> int:
     """Print the report; return the exit code."""
-    console, cases = Console(width=130), read_expert_cases()
-    predicted = [case for case in cases if not case.lacking]
-    table = Table(title="Predicted memory against Megatron's recordings", title_justify="left")
-    for name in ("cases", "recordings", "resident: median", "worst", "recordings", "peak: median", "worst"):
-        table.add_column(name, justify="left" if name == "cases" else "right")
-    for apart in (False, True):
-        half = [case for case in predicted if case.apart == apart]
-        resident = [case.errors[0] for case in half]
-        peak = [case.errors[1] for case in half if not case.resumed]
-        table.add_row("kept apart" if apart else "at hand", *_summary(resident), *_summary(peak))
-    console.print(table)
-    for case in predicted:
-        if not case.resumed and max(map(abs, case.errors)) > LARGE:
-            of_resident, of_peak = case.errors
-            console.print(
-                f"{case.name}, {case.recording}: {of_resident:+.1%}, {of_peak:+.1%}", highlight=False
-            )
-    resumed = [case.errors[1] for case in predicted if case.resumed]
-    console.print(
-        f"Peaks of {len(resumed)} resumed runs, which can be those of loading: worst {_summary(resumed)[2]}"
-    )
+    cases = read_expert_cases()
+    for title, apart in (("at hand", False), ("kept apart", True)):
+        half = [case for case in cases if not case.lacking and case.apart == apart]
+        resident = _summary([case.errors[0] for case in half])
+        peak = _summary([case.errors[1] for case in half if not case.resumed])
+        print(f"{title}: resident {resident}; peak {peak}")
     for why, count in Counter(case.lacking for case in cases if case.lacking).items():
-        console.print(f"Not predicted: {count} recordings, for {why}", highlight=False)
+        print(f"not predicted: {count} recordings, for {why}")
     return 0
 
 
-def _summary(errors: Sequence[float]) -> tuple[str, str, str]:
-    """Return how many there are, their median size and the worst."""
-    return str(len(errors)), f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}"
+def _summary(errors: Sequence[float]) -> str:
+    """Say how many there are, their median size and the worst."""
+    return (
+        f"{len(errors)} recordings, median {median(map(abs, errors)):.1%}, worst {max(errors, key=abs):+.1%}"
+    )
 
 
 if __name__ == "__main__":

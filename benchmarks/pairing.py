@@ -16,9 +16,15 @@ import torch.distributed as dist
 import mpkit as mk
 from benchmarks.allocator import peak_of
 
-__all__ = ["Step", "compared", "compared_peaks", "pairs", "peak_memory"]
+__all__ = ["Row", "Step", "compared", "compared_peaks", "pairs", "peak_memory", "row"]
 
 Step = Callable[[int], None]
+Row = dict[str, Any]
+
+
+def row(name: str, value: float, unit: str, ratio: float | None = None, against: str = "") -> Row:
+    """Return a row of the table: what was measured, and its ratio to what it is measured against."""
+    return {"name": name, "value": value, "unit": unit, "ratio": ratio, "against": against}
 
 
 def pairs(ours: Step, theirs: Step, rounds: int, warm_up: int) -> list[tuple[float, float]]:
@@ -36,7 +42,7 @@ def pairs(ours: Step, theirs: Step, rounds: int, warm_up: int) -> list[tuple[flo
     return found[warm_up:]
 
 
-def compared(name: str, against: str, by_rank: list[list[tuple[float, float]]]) -> dict[str, Any]:
+def compared(name: str, against: str, by_rank: list[list[tuple[float, float]]]) -> Row:
     """Return a row of the table: the median of the slowest rank's times, and the median of the pairs' ratios.
 
     Args:
@@ -46,13 +52,8 @@ def compared(name: str, against: str, by_rank: list[list[tuple[float, float]]]) 
     """
     rounds = range(len(by_rank[0]))
     ours, theirs = ([max(rank[i][side] for rank in by_rank) for i in rounds] for side in (0, 1))
-    return {
-        "name": name,
-        "value": statistics.median(ours),
-        "unit": "s",
-        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-        "against": f"of {against}: {statistics.median(theirs):.3g} s",
-    }
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    return row(name, statistics.median(ours), "s", ratio, f"of {against}: {statistics.median(theirs):.3g} s")
 
 
 def peak_memory(make: Callable[[], Step]) -> int:
@@ -66,9 +67,7 @@ def peak_memory(make: Callable[[], Step]) -> int:
     return peak_of(run).most
 
 
-def compared_peaks(
-    name: str, against: str, cluster: mk.Cluster, peak: Callable[..., int], which: Any
-) -> dict[str, Any]:
+def compared_peaks(name: str, against: str, cluster: mk.Cluster, peak: Callable[..., int], which: Any) -> Row:
     """Return a row of the table: the peak memory of the rank that holds the most, for both sides.
 
     Args:
@@ -82,10 +81,4 @@ def compared_peaks(
         statistics.median(max(cluster.run(peak, which, side)) for _ in range(5))
         for side in ("ours", "theirs")
     )
-    return {
-        "name": name,
-        "value": mine / 1e6,
-        "unit": "MB",
-        "ratio": mine / other,
-        "against": f"of {against}: {other / 1e6:.4g} MB",
-    }
+    return row(name, mine / 1e6, "MB", mine / other, f"of {against}: {other / 1e6:.4g} MB")

@@ -1,8 +1,8 @@
 """Predictions beside published training steps: `python -m benchmarks.published FOLDER [--write] [--page]`.
 
 For each table and each preset: the error of the presets that ship, the error where each row is left out of the fit, the
-share of rows within 10 % and within the band, the order of efficiencies, and the peak memory where it was measured;
-then the error of the prior, by which a stack is priced that is not known, with each stack left out.
+share of rows within 10 % and within the band, and the peak memory where it was measured; then the error of the prior,
+by which a stack is priced that is not known, with each stack left out.
 `--write` fits the presets anew to the rows in FOLDER and writes `mpkit/prediction/cost_model/presets.csv`; `--page`
 writes the table of docs/accuracy.md.
 """
@@ -138,16 +138,7 @@ def _report(steps: list[Observation], left: list[str]) -> None:
         out.update({id(row): error for row, error in zip(rows, errors, strict=True)})
 
     table = Table(title="Predicted step time against measured", title_justify="left")
-    for name in (
-        "rows of",
-        "n",
-        "presets: error",
-        "bias",
-        "within 10 %",
-        "in the band",
-        "left out: error",
-        "order",
-    ):
+    for name in ("rows of", "n", "presets: error", "bias", "within 10 %", "in the band", "left out: error"):
         table.add_column(name, justify="left" if name == "rows of" else "right")
 
     def add(name: str, rows: list[Observation]) -> None:
@@ -156,7 +147,7 @@ def _report(steps: list[Observation], left: list[str]) -> None:
         table.add_row(
             name, str(len(rows)), f"{np.abs(errors).mean():.1%}", f"{errors.mean():+.1%}",
             f"{np.mean(np.abs(errors) <= 0.1):.0%}", f"{covered:.0%}",
-            f"{np.mean([abs(out[id(row)]) for row in rows]):.1%}", _order(rows, shipped),
+            f"{np.mean([abs(out[id(row)]) for row in rows]):.1%}",
         )  # fmt: skip
 
     for source in dict.fromkeys(step.source for step in steps):
@@ -165,12 +156,8 @@ def _report(steps: list[Observation], left: list[str]) -> None:
     for key, rows in groups.items():
         add(f"{key[1]} on {key[0]}", rows)
     table.add_section()
-    add("up to 128 devices", [step for step in steps if step.layout.ranks <= 128])
-    if beyond := [step for step in steps if step.layout.ranks > 128]:
-        add("more than 128", beyond)
     add("all", steps)
     console.print(table)
-    _worst(console, steps, shipped)
     memory_table(console, steps)
     errors = stacks_left_out(steps)
     console.print(
@@ -178,9 +165,6 @@ def _report(steps: list[Observation], left: list[str]) -> None:
         f"{np.quantile(errors, 0.9):.0%}; {np.mean(errors <= UNFITTED):.0%} within the band of {UNFITTED:.0%}",
         highlight=False,
     )
-    console.print("Presets:")
-    for key in groups:
-        console.print("  " + str(preset_for(*key)), highlight=False)
     files: dict[str, list[str]] = defaultdict(list)
     for each in left:
         files[each.partition(",")[0]].append(each.partition(": ")[2])
@@ -199,28 +183,6 @@ def stacks_left_out(steps: list[Observation]) -> np.ndarray:
 
 def _family(stack: str) -> str:
     return stack.partition("-")[0]
-
-
-def _worst(console: Console, steps: list[Observation], errors: dict[int, float]) -> None:
-    worst = sorted(steps, key=lambda step: -abs(errors[id(step)]))[:8]
-    console.print(
-        "Furthest off: " + "; ".join(f"{step.name} {errors[id(step)]:+.0%}" for step in worst),
-        highlight=False,
-    )
-
-
-def _order(rows: list[Observation], errors: dict[int, float]) -> str:
-    """Return the rank correlation of efficiency: model FLOPs per second and device, predicted and measured."""
-    if len(rows) < 3:
-        return ""
-    flops = [
-        3 * row.layout.global_batch * row.model.forward_flops(row.sequence, causal=False) / row.layout.ranks
-        for row in rows
-    ]
-    measured = [each / row.seconds for each, row in zip(flops, rows, strict=True)]
-    predicted = [each / (row.seconds * (1 + errors[id(row)])) for each, row in zip(flops, rows, strict=True)]
-    a, b = (np.argsort(np.argsort(values)) for values in (measured, predicted))
-    return f"{np.corrcoef(a, b)[0, 1]:.2f}"
 
 
 def allocated(step: Observation) -> float:
