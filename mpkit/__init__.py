@@ -70,4 +70,5 @@ def _unknown_name(name: str) -> Exception:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *homes()])
+    """Return what Tab completes: public names, without what this module itself imports."""
+    return sorted({*homes(), *(name for name in globals() if name.startswith("__"))})
