@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 import mpkit as mk
+from mpkit.cli.demo import find_strategy, strategies
 from mpkit.common.display import draw, image
 from mpkit.common.safe_text import escape
 from mpkit.data import text_batches
 from mpkit.models import GPT, next_token_loss
-from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
 from mpkit.views.page.html import html
 from mpkit.views.theme import THEMES
 
@@ -89,9 +89,7 @@ def record(runs: Mapping[str, int] = RUNS) -> dict[str, tuple[str, mk.Run]]:
     model, data = GPT(layers=8, width=96, length=64), text_batches(batch=32, length=64, steps=STEPS)
     found = {}
     for name, ranks in runs.items():
-        title, plan = (
-            ("serial", mk.Plan.serial()) if name == "serial" else STRATEGIES[name](ranks, MICROBATCHES)
-        )
+        title, plan, _ = find_strategy(name, ranks, MICROBATCHES)
         with mk.Cluster(ranks=ranks, device="cpu") as cluster:
             run = cluster.train(
                 model, data, plan, loss=next_token_loss, optimizer=torch.optim.AdamW, steps=STEPS, show=False
@@ -112,7 +110,7 @@ def write(folder: Path, runs: Mapping[str, tuple[str, mk.Run]]) -> None:
         ranks = timeline.world_size
         here = {"on the virtual clock": timeline}
         here |= {words: run.timeline(hardware=machine) for words, machine in LINKS.items() if ranks > 1}
-        intro = f"{SEEN[name]}\n\n{REPLAYED if ranks > 1 else ALONE}"
+        intro = f"{strategies()[name]['seen']}\n\n{REPLAYED if ranks > 1 else ALONE}"
         page = html(here, f"{title} on {ranks} rank{'s' * (ranks > 1)}", intro=intro)
         (folder / "runs" / f"{name}.html").write_text(page, encoding="utf-8")
     (folder / "gallery.html").write_text(_page("Gallery", _gallery()), encoding="utf-8")
@@ -138,7 +136,7 @@ ALONE = (
 def _index(runs: Mapping[str, tuple[str, mk.Run]]) -> str:
     listed = "".join(
         f'<li><a href="runs/{name}.html">{escape(title)}</a>, {run.trace.world_size} '
-        f"rank{'s' * (run.trace.world_size != 1)}: {escape(SEEN[name])}</li>"
+        f"rank{'s' * (run.trace.world_size != 1)}: {escape(strategies()[name]['seen'])}</li>"
         for name, (title, run) in runs.items()
     )
     return (

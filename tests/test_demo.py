@@ -14,10 +14,9 @@ import pytest
 from rich.console import Console
 
 import mpkit as mk
+from mpkit.cli.demo import Demo, Outcome, strategies
 from mpkit.common.units import percent, seconds
 from mpkit.trace.proof import Proof
-from mpkit.views.commands.demo import Demo, Outcome
-from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
 
 
 @pytest.fixture
@@ -25,9 +24,7 @@ def demo(
     tmp_path: Path, clusters: Callable[[int], mk.Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Demo]:
     """Make a small demo on the shared clusters."""
-    monkeypatch.setattr(
-        "mpkit.views.commands.demo.Cluster", lambda ranks, device: nullcontext(clusters(ranks))
-    )
+    monkeypatch.setattr("mpkit.cli.demo.Cluster", lambda ranks, device: nullcontext(clusters(ranks)))
     small: dict[str, Any] = {
         "device": "cpu",
         "layers": 4,
@@ -78,7 +75,7 @@ def test_it_compares_the_strategies_and_keeps_the_timelines(demo: Callable[..., 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("names", [set(STRATEGIES) - {"3d"}, {"3d"}], ids=["all but 3d", "3d"])
+@pytest.mark.parametrize("names", [set(strategies()) - {"serial", "3d"}, {"3d"}], ids=["all but 3d", "3d"])
 def test_every_strategy_that_it_knows(demo: Callable[..., Demo], names: set[str]) -> None:
     made = demo(ranks=8 if names == {"3d"} else 4, steps=2, strategies=tuple(sorted(names)))
     outcomes = made.run()
@@ -96,7 +93,9 @@ def simulated_outcomes() -> list[Outcome]:
         late = timeline.spans["step"] == 2
         timeline.spans["end"][late & (timeline.spans["kind"] == 1)] += 2e-4
         timeline.held["total"][timeline.held["time"] > timeline.spans["start"][late].min()] *= 2
-        outcomes.append(Outcome(name, timeline, [4.0, 3.0, 2.71828], Proof((1, 2)), 3 / 11, SEEN["gpipe"]))
+        outcomes.append(
+            Outcome(name, timeline, [4.0, 3.0, 2.71828], Proof((1, 2)), 3 / 11, strategies()["gpipe"]["seen"])
+        )
     return outcomes
 
 

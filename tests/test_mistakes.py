@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import mpkit as mk
 from mpkit.cli import main
+from mpkit.cli.predict import plan_of
 from mpkit.common.tracebacks import show_internals
-from mpkit.views.commands.predict import plan_of
 from tests.recipes import sgd
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)

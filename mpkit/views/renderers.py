@@ -61,9 +61,9 @@ RENDERERS = {
     },
     "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
     "CheckupReport": {
-        "text": "mpkit.views.commands.doctor:report_text",
-        "html": "mpkit.views.commands.doctor:report_html",
-        "terminal": "mpkit.views.commands.doctor:print_report",
+        "text": f"{RESULTS}.checkup:report_text",
+        "html": f"{RESULTS}.checkup:report_html",
+        "terminal": f"{RESULTS}.checkup:print_report",
     },
     # ---- charts
     "Chart": {

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import mpkit as mk
+from mpkit.cli.launch import LaunchPlan, commands
+from mpkit.cli.watch import CommandProgram
 from mpkit.launch.launched_rank import LaunchedRank
 from mpkit.launch.place import place_here
 from mpkit.trace import Kind
 from mpkit.trace.files import read_rank
 from mpkit.trace.record.recorder import Recorder
-from mpkit.views.commands.launch_commands import LaunchPlan, commands
-from mpkit.views.commands.watch import CommandProgram
 
 # ---- the environment -----------------------------------------------------------------------------------------
 

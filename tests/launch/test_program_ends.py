@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mpkit as mk
-from mpkit.views.commands.watch import CommandProgram
+from mpkit.cli.watch import CommandProgram
 
 
 def test_bytes_and_files_of_the_standard_output(

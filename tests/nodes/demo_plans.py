@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import mpkit as mk
+from mpkit.cli.demo import find_strategy, strategies
 from mpkit.models import GPT, next_token_loss
 from mpkit.strategies.data.datasets import text_batches
-from mpkit.views.commands.demo import STRATEGIES
 
 
 def job() -> dict:
@@ -48,7 +48,9 @@ if __name__ == "__main__":
     cluster = mk.Cluster.from_env(device="cpu")
     told["too_many_devices"] = refusal(lambda: mk.Cluster(devices=["cpu"] * 5))
     told["results"] = cluster.run(lambda ctx, x: (ctx.rank, ctx.comm.all_reduce(torch.ones(1)).item() * x), 2)
-    plans = {name: make(4, 4)[1] for name, make in STRATEGIES.items() if name != "3d"}  # which takes 8 ranks
+    plans = {
+        name: find_strategy(name, 4, 4).plan for name in strategies() if name != "3d"
+    }  # which takes 8 ranks
     plans["3d"] = mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=4)
     for name in names:
         plan = plans[name]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
+from mpkit.cli.watch import CommandProgram
 from mpkit.timeline.timeline import Timeline
-from mpkit.views.commands.watch import CommandProgram
 from tests.systems.systems import Sizes, System
 
 FOLDER = Path(__file__).parents[2] / "examples" / "systems"

@@ -141,7 +141,7 @@ def from_env() -> None:
 
 
 def watched() -> None:
-    from mpkit.views.commands.watch import CommandProgram, watch
+    from mpkit.cli.watch import CommandProgram, watch
 
     watch(CommandProgram(__file__, ("torch_ddp",)), device="cpu")
 

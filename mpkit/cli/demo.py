@@ -1,7 +1,7 @@
 """The main demonstration: train one model on one batch of text with each strategy in turn, and compare the costs.
 
 serial     one process: the losses and the time that the others are compared with
-each       the strategy on all ranks, its typical step drawn as text
+each       the strategy on all ranks (`demo.toml`), its typical step drawn as text
 compare    a table
 keep       the interactive timelines in one HTML file
 """
@@ -9,8 +9,12 @@ keep       the interactive timelines in one HTML file
 from __future__ import annotations
 
 import time
+import tomllib
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -23,18 +27,17 @@ from mpkit.common.units import bytes_text, memory_text, percent, seconds
 from mpkit.launch.session.cluster import Cluster
 from mpkit.launch.session.run import Run
 from mpkit.plan.plan import Plan
-from mpkit.plan.schedule.catalogue import GPIPE, NAIVE
 from mpkit.strategies.data.datasets import text_batches
 from mpkit.strategies.models import GPT, next_token_loss
 from mpkit.timeline.notes import proof_notes
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.trace.proof import Proof
-from mpkit.views.commands.demo_strategies import SEEN, STRATEGIES
 from mpkit.views.drawing.lanes import FOLDED
+from mpkit.views.page.html import html
 from mpkit.views.timeline.text import text
 
-__all__ = ["Demo", "Outcome"]
+__all__ = ["Demo", "DemoStrategy", "Outcome", "find_strategy", "strategies"]
 
 EQUAL = "equal to serial"
 
@@ -47,6 +50,48 @@ LOOK_FOR = (
     "bubble. All strategies reach the same losses: compare what they cost in time, memory and messages."
 )
 """What the page tells its readers to look for."""
+
+
+@cache
+def strategies() -> dict[str, dict[str, Any]]:
+    """Return the rows of `demo.toml`: serial training, and the strategies by the option's value."""
+    return tomllib.loads((files(__package__) / "demo.toml").read_text(encoding="utf-8"))
+
+
+class DemoStrategy(NamedTuple):
+    """A strategy of the demo: its name in the table, its plan, and what there is to be seen in its picture."""
+
+    title: str
+    plan: Plan
+    seen: str
+
+
+def find_strategy(name: str, ranks: int, microbatches: int) -> DemoStrategy:
+    """Return a strategy on so many ranks, with so many micro-batches if it is a pipeline.
+
+    >>> find_strategy("gpipe", 4, 8)[:2]
+    ('GPipe, m=8', Plan(pp=4, schedule='gpipe', microbatches=8))
+
+    Raises:
+        ValueError: there is none of this name, or it cannot use this many ranks.
+    """
+    rows = strategies()
+    if name not in rows:
+        known = ", ".join(each for each in rows if each != "serial")
+        raise ValueError(f"--strategies {name}: there are {known}; for example --strategies naive,gpipe")
+    fields = dict(rows[name]["plan"])
+    for field_name, value in fields.items():
+        if isinstance(value, str) and value.startswith("n/"):
+            each = int(value[2:])
+            if ranks < 2 * each or ranks % each:
+                raise ValueError(
+                    f"--ranks {ranks}: this strategy takes two replicas or more, of {each} ranks each: "
+                    f"--ranks {2 * each}"
+                )
+            fields[field_name] = ranks // each
+        elif value in ("n", "m"):
+            fields[field_name] = {"n": ranks, "m": microbatches}[value]
+    return DemoStrategy(rows[name]["title"].format(m=microbatches), Plan(**fields), rows[name]["seen"])
 
 
 @dataclass
@@ -96,32 +141,22 @@ class Demo:
     length: int = 64
     batch: int = 32
     steps: int = 6
-    strategies: tuple[str, ...] = (NAIVE, GPIPE, "ddp", "zero3")
+    strategies: tuple[str, ...] = ("naive", "gpipe", "ddp", "zero3")
     device: str = "auto"
     html: str = "mpkit-demo.html"
     seed: int = 0
     plain: bool = False
     console: Console = field(default_factory=Console)
 
-    def plans(self) -> dict[str, Plan]:
-        """Return the Plans to run, by the name in the table.
+    def run(self) -> list[Outcome]:
+        """Run the whole demonstration; returns the entries of the table.
 
         Raises:
             ValueError: there is no such strategy, or it cannot use this many ranks.
         """
-        plans = {}
-        for name in self.strategies:
-            if name not in STRATEGIES:
-                raise ValueError(
-                    f"--strategies {name}: there are {', '.join(STRATEGIES)}; for example --strategies naive,gpipe"
-                )
-            title, plan = STRATEGIES[name](self.ranks, self.microbatches)
-            plans[title] = plan
-        return plans
-
-    def run(self) -> list[Outcome]:
-        """Run the whole demonstration; returns the entries of the table."""
-        plans = self.plans()
+        names = dict.fromkeys(self.strategies)
+        chosen = [find_strategy(name, self.ranks, self.microbatches) for name in names]
+        serial = find_strategy("serial", 1, 1)
         torch.manual_seed(self.seed)
         model = GPT(layers=self.layers, width=self.width, length=self.length)
         data = text_batches(self.batch, self.length, self.steps, seed=self.seed)
@@ -132,10 +167,10 @@ class Demo:
         )
         self.console.print(f"[bold]mpkit[/bold] {what}", highlight=False)
         with Cluster(self.ranks, self.device) as all_ranks:
-            alone = all_ranks.resized(1)
-            outcomes = [self._train("serial", Plan.serial(), SEEN["serial"], alone, model, data)]
-            for option, (name, plan) in zip(dict.fromkeys(self.strategies), plans.items(), strict=True):
-                outcomes.append(self._train(name, plan, SEEN[option], all_ranks, model, data))
+            outcomes = [
+                self._train(each, all_ranks.resized(1) if each is serial else all_ranks, model, data)
+                for each in (serial, *chosen)
+            ]
         self.console.print()
         self.console.print(self.table(outcomes))
         proofs = {
@@ -149,28 +184,16 @@ class Demo:
         return outcomes
 
     def _train(
-        self,
-        name: str,
-        plan: Plan,
-        seen: str,
-        cluster: Cluster,
-        model: GPT,
-        data: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> Outcome:
+        self, strategy: DemoStrategy, cluster: Cluster, model: GPT, data: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Outcome:  # fmt: skip
         self.console.print()
+        name, plan, seen = strategy
         run = cluster.train(
-            model,
-            data,
-            plan,
-            loss=next_token_loss,
-            optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
-            steps=self.steps,
-            seed=self.seed,
-            show=False,
-        )
+            model, data, plan, loss=next_token_loss, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
+            steps=self.steps, seed=self.seed, show=False,
+        )  # fmt: skip
         self._follow(run, name)
-        exact = plan.bubble_in_theory
-        theory = None if exact is None else float(exact)
+        theory = float(plan.bubble_in_theory or 0) or None
         return Outcome(name, run.timeline(), run.losses, run.proof, theory, f"{plan.describe()} {seen}")
 
     def _follow(self, run: Run, name: str) -> None:
@@ -195,29 +218,27 @@ class Demo:
     def table(self, outcomes: list[Outcome]) -> Table:
         """Return a table of what each strategy cost, with a column per strategy."""
         serial = outcomes[0]
-        title = "What it cost (a typical step)"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title="What it cost (a typical step)", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+        )
         table.add_column("", style="dim", no_wrap=True)
         for outcome in outcomes:
             table.add_column(outcome.name, justify="right")
 
-        def row(label: str, values: list[str]) -> None:
-            table.add_row(label, *values)
-
         each = [outcome.typical for outcome in outcomes]
-        row("bubble measured", [percent(t.bubble) for t in each])
-        row("bubble in theory", [percent(o.theory) if o.theory else "-" for o in outcomes])
-        row("step time", [seconds(t.step_time) for t in each])
-        row("speed-up", [f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
+        table.add_row("bubble measured", *[percent(t.bubble) for t in each])
+        table.add_row("bubble in theory", *[percent(o.theory) if o.theory else "-" for o in outcomes])
+        table.add_row("step time", *[seconds(t.step_time) for t in each])
+        table.add_row("speed-up", *[f"{serial.typical.step_time / t.step_time:.2f} x" for t in each])
         table.add_section()
         fullest = [_fullest(t) for t in each]
         most = max(held["total"] for held in fullest)
         for category, label in {"total": "peak memory", **{each: f"  {each}" for each in CATEGORIES}}.items():
-            row(label, [memory_text(held.get(category, 0), most) for held in fullest])
-        row("bytes sent", [bytes_text(_sent_bytes(t)) for t in each])
+            table.add_row(label, *[memory_text(held.get(category, 0), most) for held in fullest])
+        table.add_row("bytes sent", *[bytes_text(_sent_bytes(t)) for t in each])
         table.add_section()
-        row("last loss", [f"{o.losses[-1]:.4f}" for o in outcomes])
-        row(EQUAL, [_equal(o) for o in outcomes])
+        table.add_row("last loss", *[f"{o.losses[-1]:.4f}" for o in outcomes])
+        table.add_row(EQUAL, *[_equal(o) for o in outcomes])
         return table
 
     def _explain(self, outcomes: list[Outcome]) -> list[str]:
@@ -232,8 +253,6 @@ class Demo:
         ]
 
     def _keep(self, outcomes: list[Outcome], what: str) -> None:
-        from mpkit.views.page.html import html
-
         facts = {
             o.name: {
                 "bubble in theory": "-" if not o.theory else percent(o.theory),

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from mpkit.common.command_line import Commands, add_command
+from mpkit.cli.parser import Commands, add_command
 from mpkit.plan.kinds import ORDERS
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.architecture import Architecture
 
-__all__ = ["add_advise", "add_predict", "plan_of"]
+__all__ = ["add_predict", "plan_of"]
 
 PLANS = (
     "words joined by +, such as ddp, zero3+bf16, pp4+zb_h1, zero2+full (recomputation) or tp8+pp4+zero1+m32+bf16; or a "
@@ -60,10 +60,10 @@ def add_predict(commands: Commands) -> None:
             help="samples per step, over all replicas (default: one per replica and micro-batch)",
         )  # fmt: skip
         command.set_defaults(what=name)
+    _add_advise(commands)
 
 
-def add_advise(commands: Commands) -> None:
-    """Add the command to the parser."""
+def _add_advise(commands: Commands) -> None:
     command = add_command(
         commands, "advise", "say which plan is the fastest that fits a machine, and why",
         "It considers every mesh, schedule, stage of ZeRO and kind of recomputation and offload. Nothing is run.",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mpkit.common.command_line import Commands, add_command
+from mpkit.cli.parser import Commands, add_command
 
 __all__ = ["add_classroom"]
 

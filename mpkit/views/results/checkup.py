@@ -1,12 +1,7 @@
-"""The command `mpkit doctor`, and its report.
-
-text    in a terminal with colours and as wide as it is
-HTML    the steps of a topic, and a table of findings
-"""
+"""The doctor's report: as text, in a terminal with colours and as wide as it is, and as HTML."""
 
 from __future__ import annotations
 
-import argparse
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -14,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mpkit.common.command_line import Commands, add_command
 from mpkit.common.safe_text import escape, visible
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural
 from mpkit.views.theme import ACCENT, STATUS
@@ -22,7 +16,7 @@ from mpkit.views.theme import ACCENT, STATUS
 if TYPE_CHECKING:
     from mpkit.launch.doctor.report import CheckupReport
 
-__all__ = ["add_doctor", "print_report", "report_html", "report_text", "verdict"]
+__all__ = ["print_report", "report_html", "report_text", "verdict"]
 
 
 MARKS = {
@@ -144,35 +138,3 @@ def _head(*words: str) -> str:
 
 def _cell(html: str) -> str:
     return f"<td style='text-align:left;vertical-align:top;white-space:normal'>{html}</td>"
-
-
-def add_doctor(commands: Commands) -> None:
-    """Add the command to the parser."""
-    doctor = add_command(
-        commands, "doctor", "examine this machine: devices, links, host and variables",
-        "It looks at GPUs and whether they are alike, NVLink, PCI Express, P2P, RAM per GPU, CPUs, shared memory, "
-        "limits, ports, NCCL's variables, the driver and torch, and measures two ranks. Each finding has its "
-        "evidence, what it costs and what fixes it. The exit status is 1 if something costs.",
-        example="mpkit doctor out of memory", run=_doctor,
-    )  # fmt: skip
-    doctor.add_argument(
-        "topic", nargs="*",
-        help="a common problem (gpus not found, gpu 0 busier, out of memory, slow scaling, nccl time-outs), or "
-        "`variables` for an explanation of NCCL's",
-    )  # fmt: skip
-    doctor.add_argument("--quick", action="store_true", help="measure nothing on ranks")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _doctor(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from mpkit.common.display import draw
-    from mpkit.launch.doctor.doctor import doctor
-
-    report = doctor(" ".join(options.topic) or None, quick=options.quick)
-    if options.json:
-        print(report.to_json())
-    else:
-        draw(report, "terminal", Console(highlight=False))
-    raise SystemExit(0 if report.ok else 1)

@@ -1,64 +1,20 @@
-"""The command line: `mpkit demo`, or `python -m mpkit demo`, and ten more commands."""
+"""The commands that train and watch: `mpkit demo`, `mpkit watch` and `mpkit launch`."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
 
-from mpkit.common.command_line import CommandParser, Commands, add_command
-from mpkit.course.grading.commands import add_classroom
-from mpkit.errors import MpkitError
-from mpkit.views.commands.diagnose import add_diagnose
-from mpkit.views.commands.doctor import add_doctor
-from mpkit.views.commands.open import add_open
-from mpkit.views.commands.predict import add_advise, add_predict
+from mpkit.cli.parser import Commands, add_command
 
-__all__ = ["main"]
+__all__ = ["add_train"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the arguments and run; a user's mistake ends with one message and exit code 2, a failed run with 1."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        options = _parser().parse_args(given)
-        options.run(options)
-    except ValueError as error:
-        _leave(str(error), 2)
-    except MpkitError as error:
-        _leave(str(error), 1)
-    except KeyboardInterrupt:
-        _leave("interrupted; the ranks are gone", 130)
-    except BrokenPipeError:  # as in `mpkit diagnose trace | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _leave(message: str, code: int) -> None:
-    print(f"mpkit: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="mpkit", description="Learn, try out and plan parallel training in PyTorch.",
-        epilog="`mpkit COMMAND --help` describes a command's options.",
-    )  # fmt: skip
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    # ---- train and watch
+def add_train(commands: Commands) -> None:
+    """Add the commands."""
     _add_demo(commands)
     _add_watch(commands)
     _add_launch(commands)
-    # ---- understand what ran, and where
-    add_open(commands)
-    add_diagnose(commands)
-    add_doctor(commands)
-    # ---- plan
-    add_predict(commands)
-    add_advise(commands)
-    # ---- teach
-    add_classroom(commands)
-    return parser
 
 
 def _add_demo(commands: Commands) -> None:
@@ -115,13 +71,7 @@ def _add_watch(commands: Commands) -> None:
     )
     watch.add_argument("--html", metavar="FILE", help="file for the interactive timeline")
     watch.add_argument("--trace", metavar="FILE", help="file for the trace, which `mpkit open` reads")
-    watch.add_argument(
-        "-m", dest="module", action="store_true", help="SCRIPT is a module, as after `python -m`"
-    )
-    watch.add_argument("program", metavar="SCRIPT", help="the script, such as train.py")
-    watch.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
-    )
+    _add_program(watch)
 
 
 def _add_launch(commands: Commands) -> None:
@@ -137,17 +87,21 @@ def _add_launch(commands: Commands) -> None:
     launch.add_argument("--address", default="NODE0", help="name or address of the first machine")
     launch.add_argument("--port", type=int, default=29500, help="a free port of the first machine")
     launch.add_argument("--hours", type=float, default=1.0, help="time limit of the SLURM job")
-    launch.add_argument(
+    _add_program(launch)
+
+
+def _add_program(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as after `python -m`"
     )
-    launch.add_argument("program", metavar="SCRIPT", help="the script, such as train.py")
-    launch.add_argument(
+    command.add_argument("program", metavar="SCRIPT", help="the script, such as train.py")
+    command.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
     )
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from mpkit.views.commands.demo import Demo
+    from mpkit.cli.demo import Demo
 
     given = vars(options).copy()
     del given["run"]
@@ -156,7 +110,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _watch(options: argparse.Namespace) -> None:
-    from mpkit.views.commands.watch import CommandProgram, watch
+    from mpkit.cli.watch import CommandProgram, watch
 
     for option in ("--ranks", "--html", "--trace"):
         if option in options.arguments and getattr(options, option[2:]) is None:
@@ -170,8 +124,8 @@ def _watch(options: argparse.Namespace) -> None:
 
 
 def _launch(options: argparse.Namespace) -> None:
-    from mpkit.views.commands.launch_commands import LaunchPlan, commands
-    from mpkit.views.commands.watch import CommandProgram
+    from mpkit.cli.launch import LaunchPlan, commands
+    from mpkit.cli.watch import CommandProgram
 
     program = CommandProgram(options.program, tuple(options.arguments), options.module)
     plan = LaunchPlan(program, options.nodes, options.gpus, options.address, options.port, options.hours)

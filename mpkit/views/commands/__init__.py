@@ -1,1 +1,0 @@
-"""The commands that print or draw: what `mpkit demo`, `open`, `estimate` and the others do with their arguments."""
