@@ -1,9 +1,12 @@
-"""Format numbers for people."""
+"""Format numbers and lines for people."""
 
 from __future__ import annotations
 
+from textwrap import fill
+
 __all__ = [
     "bytes_text", "flops_text", "memory_share", "memory_text", "memory_unit", "percent", "seconds", "trim_zeros",
+    "wrapped",
 ]  # fmt: skip
 
 
@@ -112,3 +115,19 @@ def _digits(value: float) -> str:
     """Format a number between 1 and 1000 or more with three significant digits."""
     size = abs(value)
     return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:,.0f}"
+
+
+def wrapped(line: str, indent: int = 0, width: int = 96) -> str:
+    """Return a line in lines that a notebook's cell does not break within a word.
+
+    Args:
+        line: one line, which may begin with blanks.
+        indent: by how many blanks the further lines are indented; 0: by two more than the first.
+        width: characters of a line.
+
+    >>> print(wrapped("  - one two three", width=12))
+      - one two
+        three
+    """
+    indent = indent or len(line) - len(line.lstrip()) + 2
+    return fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -13,6 +13,7 @@ import mpkit as mk
 from mpkit.common.display import draw
 from mpkit.common.safe_text import escape
 from mpkit.prediction.advice.advice import Advice
+from tests.words import unwrapped
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +22,15 @@ def advice() -> Advice:
 
 
 def test_it_names_the_best_plan_with_its_numbers(advice: Advice) -> None:
-    told = str(advice)
+    told = unwrapped(advice)
     assert advice.best is not None
     best = mk.estimate("llama3-8b", advice.best, "8x-a100-nvlink", global_batch=64, sequence=4096)
     assert repr(advice.best) in told
     assert f"{best.step_time:.2f} s per step" in told
     assert f"{advice.considered:,} plans considered" in told
     assert advice.considered > 5000
-    rules = [line[2:].split(" The search")[0] for line in told.splitlines() if line[0] == "-"]
-    assert [rule.says for rule in advice.rules] == rules
+    assert all(f"- {rule.says} The search" in told for rule in advice.rules)
+    assert max(map(len, str(advice).splitlines())) <= 96
 
 
 def test_the_table_and_the_frontier_are_ordered(advice: Advice) -> None:
@@ -47,7 +48,7 @@ def test_a_notebook_shows_words_a_row_per_family_and_a_chart() -> None:
     """P8: a row says what a further part gains, near twins are one row, and no amount breaks over two lines."""
     advice = _advised(("llama3-70b", "4x8-h100-ib", 512))
     words, table, chart = draw(advice, "parts")
-    assert escape(repr(advice.best)) in words.data
+    assert escape(repr(advice.best)) in unwrapped(words.data)
     plans = re.findall(r"<td [^>]*>(Plan\(.*?\))</td>", unescape(table.data))
     assert plans == [repr(family.plan) for family in advice.families]
     assert "the simplest within 5 %" in table.data
@@ -75,7 +76,7 @@ def test_the_layout_of_a_405b_run_is_found() -> None:
         plan = mk.Plan(**published, **degrees, microbatches=2048 // degrees["dp"], sequence_parallel=True)  # type: ignore[arg-type, operator]
         assert advice.estimate(plan) and advice.step_time <= advice.estimate(plan).step_time
         assert "longer than" in advice.why_not(plan)
-    assert "--pipeline-model-parallel-layout" in str(advice)
+    assert "--pipeline-model-parallel-layout" in unwrapped(advice)
 
 
 def test_why_not_says_what_stands_against_a_plan(advice: Advice) -> None:
@@ -198,7 +199,7 @@ def test_the_best_plan_leaves_memory_and_its_framework_runs_it(asked: tuple[str,
         return
     if advice.found[0].memory > advice.priced.room:
         assert not advice.tight
-        assert "no plan leaves more than 8 %" in str(advice)
+        assert "no plan leaves more than 8 %" in unwrapped(advice)
     assert advice.best.precision == ("fp16" if "v100" in asked[1] else "bf16")
     for name, reason in advice.runs_in.items():
         if not reason:
@@ -222,18 +223,18 @@ def test_each_further_part_gains_and_the_simplest_is_near() -> None:
     assert advice.families[-1].plan == advice.best
     near = [family.plan for family in advice.families if family.seconds <= 1.05 * advice.found[0].seconds]
     assert advice.simplest == near[0] != advice.best
-    assert re.search(rf"the simplest within 5 %\s+{re.escape(repr(advice.simplest))}", str(advice))
+    assert re.search(rf"the simplest within 5 %\s+{re.escape(repr(advice.simplest))}", unwrapped(advice))
 
 
 def test_the_guides_rules_on_links() -> None:
     slow = mk.hardware("a100", nodes=4, per_node=8, nic="10gbe")
-    said = str(mk.advise("llama2-13b", slow, global_batch=512, sequence=4096))
+    said = unwrapped(mk.advise("llama2-13b", slow, global_batch=512, sequence=4096))
     assert "between nodes are slow: a pipeline between nodes, and ZeRO-1 at most. The search agrees" in said
     assert "shard them inside the node. The search agrees" in said
-    fast = str(_advised(("llama3-8b", "8x-a100-nvlink", 64)))
+    fast = unwrapped(_advised(("llama3-8b", "8x-a100-nvlink", 64)))
     assert "a pipeline, ZeRO and tensor parallelism do about alike. The search agrees" in fast
     pcie = mk.advise("gpt3-1.3b", "8x-a100-pcie", global_batch=64, sequence=1024)
-    assert "Links of 24.8 GB/s are slow" in str(pcie)
+    assert "Links of 24.8 GB/s are slow" in unwrapped(pcie)
 
 
 def test_experts_are_divided_where_there_are_any() -> None:
@@ -246,5 +247,5 @@ def test_experts_are_divided_where_there_are_any() -> None:
         stack="megatron",
     )
     assert advice.best is not None and advice.best.ep == 8
-    assert "with a pipeline and expert parallelism" in str(advice)
+    assert "with a pipeline and expert parallelism" in unwrapped(advice)
     assert "--expert-model-parallel-size=8" in advice.best.to("megatron")

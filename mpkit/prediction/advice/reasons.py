@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpkit.common.units import percent, seconds
+from mpkit.common.units import percent, seconds, wrapped
 from mpkit.devices.placement_notes import out_of_memory
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.offers import missing_feature
@@ -178,7 +178,7 @@ def summary_of(advice: Advice) -> str:
         lines.append(f"  {within:,} plans are within the band: measure the best few before you choose.")
         lines += _memory_left(advice)
     lines += [f"- {rule}" for rule in advice.rules]
-    return "\n".join(lines)
+    return "\n".join(wrapped(line) for line in "\n".join(lines).splitlines())
 
 
 def _memory_left(advice: Advice) -> list[str]:
@@ -202,7 +202,7 @@ def _families(advice: Advice) -> list[str]:
     for took, longer, family in rows:
         simplest = ", the simplest within 5 %" if family.plan == advice.simplest else ""
         more = f"{longer} longer" if family.longer > 0 else "the best"
-        lines.append(f"    {took:>9}  {more:>14}  {family.words}{simplest}\n{' ' * 29}{family.plan!r}")
+        lines.append(f"    {took:>9}  {more:>14}  {family.words}{simplest}\n{' ' * 15}{family.plan!r}")
     return lines
 
 

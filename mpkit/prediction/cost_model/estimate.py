@@ -20,7 +20,7 @@ from numpy import quantile
 from mpkit.common.calls import answers
 from mpkit.common.display import DrawnResult
 from mpkit.common.tracebacks import public
-from mpkit.common.units import memory_share, memory_text, percent, seconds
+from mpkit.common.units import memory_share, memory_text, percent, seconds, wrapped
 from mpkit.devices.catalogue import hardware as machine_of
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
@@ -394,7 +394,7 @@ class Estimate(DrawnResult, Answer):
         lines.append(f"preset      {self.preset}")
         lines += [f"{what:<12}{words}" for what, words in self.assumptions.items()]
         lines += [self.remedy_words] if self and self.remedy_words else []
-        return "\n".join(lines)
+        return "\n".join(wrapped(line, 12 * (line[:1].islower() and line[11:12] == " ")) for line in lines)
 
     def _states(self) -> float:
         """Return the bytes of parameters, gradients and states of the whole model."""
