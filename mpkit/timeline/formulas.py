@@ -11,10 +11,10 @@
           gradients over the r = dp_replicate groups, once per step: 2 psi/n (r-1)/r.
     pp    b s h elements per boundary and micro-batch, forward and backward
     ep    two all-to-alls of T k h elements per layer with experts, forward and backward: 4 T k h (ep-1)/ep, and one of
-          the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones.
-          Where experts have copies, their weights travel once per step, and their gradients back
+          the numbers of rows by expert; experts' gradients are summed over the edp ranks that hold the same ones
     cp    keys and values once round the ring in the forward, again in the backward, and their gradients; under Ulysses
           4 all-to-alls of b s h / c elements per attention, forward and backward: 8 b s h / c (c-1)/c
+    all   routing that depends on the whole batch: 2 E (n-1)/n per layer and step; clipping: one number of 8 bytes
 
 Sources: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Rajbhandari et al. 2020, section 7;
 Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3; Liu et al., arXiv 2504.14960, section 3.
@@ -22,16 +22,19 @@ Narayanan et al. 2021, section 3.2; Liu et al. 2023, section 3; Liu et al., arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpkit.plan.axes import join_axes
-from mpkit.plan.mesh_of_trace import long_axes
-from mpkit.timeline.formula_inputs import FormulaInputs
+from mpkit.plan.mesh import Mesh
+from mpkit.plan.mesh_of_trace import axis_of, holders_of, long_axes, mesh_of
 from mpkit.trace import Kind
 
 __all__ = ["Formula", "FormulaInputs", "formula_of"]
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Formula(NamedTuple):
@@ -48,12 +51,118 @@ class Formula(NamedTuple):
     of: Callable[[int], float]
 
 
+class FormulaInputs:
+    """The inputs of the formulas: the mesh, the plan's fields, and what the run has noted in `meta["mesh"]`.
+
+    `inputs[name]` is a list by stage, or () if it is not known; bytes are those of one micro-batch:
+
+        layers_tp, experts_tp     pairs of f and g, 2 per transformer layer; layers whose experts are divided along tp
+        embeddings_tp, heads_tp   embeddings and heads that are divided by vocabulary
+        choices, rows_bytes       tokens' choices of experts, T k a layer; bytes of the rows that go to experts
+        counts_bytes              bytes of the numbers of rows by expert
+        kv_bytes, qo_bytes        keys and values of all attentions, whole sequences; queries and outputs
+        partial_bytes             gradients that are summed over the ranks of a sequence, once per step
+        owned                     n k: of n ranks and of the k elements of the one that owns most, if owners divide
+        routing_reduced           bytes of all-reduces per step, for routing that depends on the whole batch
+        local_params, expert_params   by rank: elements of the parameters, of the experts, of which it has a replica
+        tied_bytes, split         by place along pp: what tied weights send per step; the share of split backwards
+        loss_bytes                bytes that the loss all-reduces, and bytes that it all-gathers
+
+    Attributes:
+        mesh, plan: of the run.
+        holders: by stage, its place along pp.
+        params: `local_params`, or for replicas of the whole model its number of parameters.
+        element: bytes per element.
+        stream: bytes of b s h, the activations between layers of one micro-batch of one replica, on average.
+        norm_axes: the axes along which the squares of gradients are summed once per step, to clip them.
+        blocks: how many of the model's repeated blocks are recomputed, and how many there are.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], mesh: Mesh) -> None:
+        self._told = dict(meta.get("mesh") or {})
+        self.mesh, self.plan, self.holders = mesh, json.loads(meta["plan"]), holders_of(meta)
+        self.params: Sequence[int] = self._told.get("local_params") or ()
+        self.element = int(self._told.get("element_bytes") or 0)
+        if "local_params" not in self._told and mesh.pp == mesh.tp == 1 and "parameters" in meta:
+            self.params = [int(meta["parameters"])] * mesh.size
+            self.element = _BYTES.get(str(meta.get("dtype")), 0)
+        self.stream = float(self._told.get("stream_bytes") or 0)
+        self.norm_axes: Sequence[str] = meta.get("norm_axes") or ()
+        self.blocks = tuple(meta.get("blocks") or (0, 0))
+        self.microbatches = int(self.plan.get("microbatches", 1))
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any], ranks: int) -> FormulaInputs | None:
+        """Read the inputs from a trace's meta; None without a plan."""
+        mesh = mesh_of(meta, ranks)
+        return None if mesh is None else cls(meta, mesh)
+
+    def __getitem__(self, name: str) -> Sequence[float]:
+        return self._told.get(name) or ()
+
+    @property
+    def divided(self) -> bool:
+        """Whether tp divides the sequence as well."""
+        return bool(self.plan.get("sequence_parallel"))
+
+    @property
+    def recomputations(self) -> float:
+        """How often a block's forward is recomputed before its backward, on average."""
+        recomputed, of = self.blocks
+        return recomputed / of if of else self.ends_again
+
+    @property
+    def ends_again(self) -> int:
+        """How often the forward of layers outside the blocks is recomputed: never, unless whole stages are."""
+        return int(self.plan.get("recompute") == "full" and not self.blocks[1])
+
+    @property
+    def shares(self) -> int:
+        """The number of ranks among which updated parameters are divided."""
+        return self.mesh.dp_shard * self.mesh.cp if self.plan.get("zero") else 1
+
+    def replica_elements(self, rank: int, *, of_experts: bool) -> float:
+        """Return the number of elements in the experts of which a rank holds a replica, or in all other parameters."""
+        experts = self["expert_params"][rank] if self["expert_params"] else 0
+        return experts if of_experts else self.params[rank] - experts
+
+    def at_place(self, name: str, rank: int) -> float:
+        """Return the value for a rank's place along pp; 0 if it is not known."""
+        return self[name][self.mesh.place(rank).pp] if self[name] else 0.0
+
+    def total(self, by_stage: Sequence[float], rank: int) -> float:
+        """Return the sum over a rank's stages; 0 if it is not known."""
+        place = self.mesh.place(rank).pp
+        mine = [stage for stage, holder in enumerate(self.holders) if holder == place]
+        return sum(by_stage[stage] for stage in mine) if by_stage else 0.0
+
+    def of_all_stages(self, name: str) -> bool:
+        """Return whether an input is known for each stage."""
+        return len(self[name]) == len(self.holders)
+
+
 def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | None:
     """Return the formula for what a rank should send by this kind along this axis; None where none is known."""
     if known is None:
         return None
-    long = long_axes(known.mesh)
-    shard_group = join_axes(name for name in known.mesh.parts("dp_shard", "cp") if name in long)
+    return _sum(_papers(known, axis, kind), _routing(known, axis, kind), _norm(known, axis, kind))
+
+
+def _sum(*parts: Formula | None) -> Formula | None:
+    """Return what all formulas that there are count together."""
+    there = [part for part in parts if part is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    symbols, words = (
+        "; ".join(dict.fromkeys(each)) for each in ([p.symbols for p in there], [p.words for p in there])
+    )
+    return Formula(symbols, words, lambda rank: sum(part.of(rank) for part in there))
+
+
+def _papers(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
+    shard_group = join_axes(
+        name for name in known.mesh.parts("dp_shard", "cp") if name in long_axes(known.mesh)
+    )
     if axis == "tp":
         return _tensor(known, kind)
     if axis == "pp" and kind == Kind.SEND:
@@ -62,153 +171,133 @@ def formula_of(known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | 
         return _context(known, kind)
     if axis == "dp_replicate" and kind == Kind.ALL_REDUCE:
         return _over_groups(known)
-    if axis == "ep" and kind == Kind.ALL_TO_ALL:
-        return _exchanges(known)
-    if axis in (shard_group, "edp"):
-        return _replicas(known, kind, of_experts=axis == "edp")
-    return None
+    if axis == "ep" and kind == Kind.ALL_TO_ALL:  # Ulysses' too, if the same ranks share sequences
+        if known.plan.get("cp_method") != "ulysses" or known.mesh.cp != known.mesh.ep:
+            return _experts(known)
+        both = _experts(known), _context(known, kind)
+        return None if None in both else _sum(*both)
+    return _replicas(known, kind, of_experts=axis == "edp") if axis in (shard_group, "edp") else None
 
 
-class _Passes(NamedTuple):
-    """How often all of b s h travels round the ring per micro-batch, as in an all-gather.
-
-    Attributes:
-        region: passes per region; a layer has 2 regions.
-        others: by stage, passes for everything else.
-        symbols: the formula of everything else.
-        words: what is sent.
-        loss: bytes sent round the ring for the loss, on the last stage.
-        step: by stage, bytes sent round the ring once per step.
-    """
-
-    region: float
-    others: Sequence[float]
-    symbols: str
-    words: str
-    loss: float = 0.0
-    step: Sequence[float] = ()
-
-
-def _whole_sequence(known: FormulaInputs) -> dict[Kind, _Passes]:
-    """Return the passes with f and g; each is an all-reduce, which counts as two passes."""
-    others = [2.0 * count for count in _vocabulary(known)]
-    more = "2 an embedding or head" if any(others) else ""
-    words = "all-reduces: of partial sums forward, of gradients backward"
-    reduced, gathered = _of_loss(known)
-    return {
-        Kind.ALL_REDUCE: _Passes(2 * (2 + known.recomputations), others, more, words, reduced),
-        Kind.ALL_GATHER: _Passes(0, (), "", "logits, for a loss that asks for the whole", gathered),
-    }
-
-
-def _divided_sequence(known: FormulaInputs) -> dict[Kind, _Passes]:
-    """Return the passes with f_bar and g_bar inside the divided sequence, at its ends, and for the vocabulary outside
-    it.
-    """
-    last = len(known.holders) - 1
-    ends = [float((stage == 0) + (stage == last) * (1 + known.ends_again)) for stage in range(last + 1)]
-    gathers = "all-gathers: into a region, back out of it" + ", again for its weights" * known.gathers_again
-    scatters = "reduce-scatters: out of a region, and of gradients back out of its beginning"
-    vocabulary = [2.0 * count for count in _vocabulary(known)]
-    outside = "outside of the divided sequence, and gradients of what is used on a part of it"
-    reduced, gathered = _of_loss(known)
-    step = [2.0 * size for size in known.partial]
-    return {
-        Kind.ALL_REDUCE: _Passes(0, vocabulary, "2 an embedding or head", outside, reduced, step),
-        Kind.ALL_GATHER: _Passes(
-            2 + known.gathers_again + known.recomputations, ends, "1 at each end", gathers, gathered
-        ),
-        Kind.REDUCE_SCATTER: _Passes(2 + known.recomputations, (), "", scatters),
-    }
-
-
-def _vocabulary(known: FormulaInputs) -> list[int]:
-    """Return the number of all-reduces by stage: an embedding's in the forward, a head's in the backward."""
-    both = zip(known.embeddings, known.heads, strict=False)
-    return [embeddings * (1 + known.ends_again) + heads for embeddings, heads in both]
-
-
-def _of_loss(known: FormulaInputs) -> tuple[float, float]:
-    """Return the bytes sent for the loss: in all-reduces, and in all-gathers."""
-    reduced, gathered = known.loss
-    return 2.0 * reduced * (1 + known.ends_again), gathered * (1 + known.ends_again)
+# ---- tp
 
 
 def _tensor(known: FormulaInputs, kind: Kind) -> Formula | None:
-    """Return the formula along tp: what the tensor-parallel regions send, and everything else along that axis."""
-    divided = bool(known.plan.get("sequence_parallel"))
-    passes = (_divided_sequence(known) if divided else _whole_sequence(known)).get(kind)
-    if passes is None or not known.stream or not _by_stage(known, known.regions):
-        return None
-    if not passes.region and not any((*passes.others, passes.loss, *passes.step)):
-        return None
-    once = (known.mesh.tp - 1) / known.mesh.tp
-    stream = known.stream / known.mesh.cp
+    """Return the formula along tp: what the tensor-parallel regions send, and everything else along that axis.
 
-    experts = _expert_regions(known, kind, divided=divided)
+    It counts passes: how often all of b s h travels round the ring per micro-batch, as in an all-gather; an all-reduce
+    is two. `region` is those of a region, `others` by stage those of everything else.
+    """
+    again, ends, last = known.recomputations, known.ends_again, len(known.holders) - 1
+    both = zip(known["embeddings_tp"], known["heads_tp"], strict=False)
+    vocabulary = [2.0 * (embeddings * (1 + ends) + heads) for embeddings, heads in both]
+    reduced, gathered = known["loss_bytes"] or (0.0, 0.0)
+    loss = {Kind.ALL_REDUCE: 2.0 * reduced, Kind.ALL_GATHER: gathered}.get(kind, 0.0) * (1 + ends)
+    anew = int(
+        not any(known["split"])
+    )  # a backward that is not split gathers its input again for the weights
+    others: Sequence[float] = ()
+    step: Sequence[float] = ()
+    region, symbols = 0.0, ""
+    if known.divided and kind == Kind.ALL_REDUCE:
+        others, symbols = vocabulary, "2 an embedding or head"
+        words = "outside of the divided sequence, and gradients of what is used on a part of it"
+        step = [2.0 * size for size in known["partial_bytes"]]
+    elif known.divided and kind == Kind.ALL_GATHER:
+        region, symbols = 2 + anew + again, "1 at each end"
+        others = [float((stage == 0) + (stage == last) * (1 + ends)) for stage in range(last + 1)]
+        words = "all-gathers: into a region, back out of it" + ", again for its weights" * anew
+    elif known.divided and kind == Kind.REDUCE_SCATTER:
+        region = 2 + again
+        words = "reduce-scatters: out of a region, and of gradients back out of its beginning"
+    elif kind == Kind.ALL_REDUCE:
+        region, others, symbols = 2 * (2 + again), vocabulary, "2 an embedding or head" * any(vocabulary)
+        words = "all-reduces: of partial sums forward, of gradients backward"
+    elif kind == Kind.ALL_GATHER:
+        words = "logits, for a loss that asks for the whole"
+    else:
+        return None
+    something = region or any((*others, loss, *step))
+    if not something or not known.stream or not known.of_all_stages("layers_tp"):
+        return None
+    once, stream = (known.mesh.tp - 1) / known.mesh.tp, known.stream / known.mesh.cp
+    # Experts that are divided: where the sequence is, tokens are gathered with the numbers of their experts.
+    weights, numbers = {
+        (False, Kind.ALL_REDUCE): (2.0, 0.0),
+        (True, Kind.ALL_GATHER): (1 + again, 8 * (1 + again)),
+        (True, Kind.REDUCE_SCATTER): (1.0, 0.0),
+    }.get((known.divided, kind), (0.0, 0.0))
+    times = region - anew * (known.divided and kind == Kind.ALL_GATHER)
+
+    def experts(rank: int) -> float:
+        layers, choices = known.total(known["experts_tp"], rank), known.total(known["choices"], rank)
+        return times * layers * stream + choices * (weights * known.element + numbers) / known.mesh.cp
 
     def volume(rank: int) -> float:
-        layers = passes.region * known.total(known.regions, rank) + known.total(passes.others, rank)
-        loss = experts(rank) + passes.loss * (len(known.holders) - 1 in known.stages_of(rank))
-        step = known.total(passes.step, rank) / known.shares
-        return (known.microbatches * (layers * stream + loss) + step) * once
+        layers = region * known.total(known["layers_tp"], rank) + known.total(others, rank)
+        of_loss = loss * (known.holders[last] == known.mesh.place(rank).pp)
+        every = known.microbatches * (layers * stream + experts(rank) + of_loss)
+        return (every + known.total(step, rank) / known.shares) * once
 
     more = ", T k more of experts" * any(map(experts, range(known.mesh.size)))
-    return Formula(_symbols(passes) + more, passes.words, volume)
+    return Formula(_tensor_symbols(region, symbols, loss) + more, words, volume)
 
 
-def _expert_regions(known: FormulaInputs, kind: Kind, *, divided: bool) -> Callable[[int], float]:
-    """Return the bytes that go round the ring per micro-batch for experts that are divided along tp.
-
-    Where the sequence is divided, tokens are gathered with the numbers of their experts.
-    """
-    again = known.recomputations
-    times, weights, numbers = {
-        (False, Kind.ALL_REDUCE): (2 * (2 + again), 2.0, 0.0),
-        (True, Kind.ALL_GATHER): (2 + again, 1 + again, 8 * (1 + again)),
-        (True, Kind.REDUCE_SCATTER): (2 + again, 1.0, 0.0),
-    }.get((divided, kind), (0.0, 0.0, 0.0))
-
-    def volume(rank: int) -> float:
-        layers, choices = known.total(known.expert_regions, rank), known.total(known.choices, rank)
-        return (times * layers * known.stream + choices * (weights * known.element + numbers)) / known.mesh.cp
-
-    return volume
-
-
-def _symbols(passes: _Passes) -> str:
+def _tensor_symbols(region: float, more: str, loss: float) -> str:
     """Write the formula as the papers do."""
     unit = "b s h (t-1)/t"
-    told = [f"{2 * passes.region:g} {unit} a layer"] if passes.region else []
-    if passes.symbols:
-        number, _, what = passes.symbols.partition(" ")
+    told = [f"{2 * region:g} {unit} a layer"] if region else []
+    if more:
+        number, _, what = more.partition(" ")
         told.append(f"{number} {what}" if told else f"{number} {unit} {what}")
-    if not told and not passes.loss:
+    if not told and not loss:
         return "2 psi (t-1)/t of them, a step"
     return f"{', '.join(told) or 'b s V (t-1)/t'}, a micro-batch"
+
+
+# ---- pp and cp
 
 
 def _pipeline(known: FormulaInputs) -> Formula | None:
     """Return the formula along pp: every boundary between stages that different ranks hold adds to it."""
     if not known.stream:
         return None
-    divided = known.mesh.tp if known.plan.get("sequence_parallel") else 1
+    divided = known.mesh.tp if known.divided else 1
     message = known.stream / known.mesh.cp / divided
     ends = [pair for pair in pairwise(known.holders) if pair[0] != pair[1]]
-    symbols = f"b s h{' / t' if divided > 1 else ''} a boundary a micro-batch, each way"
+    messages = Formula(
+        f"b s h{' / t' if divided > 1 else ''} a boundary a micro-batch, each way",
+        "activations to the next stage, their gradients to the one before",
+        lambda rank: sum(known.mesh.place(rank).pp in pair for pair in ends) * known.microbatches * message,
+    )
+    words = "tied weights' gradients, and what they become"
+    tied = Formula("psi a tied weight", words, lambda rank: known.at_place("tied_bytes", rank) / known.shares)
+    return _sum(messages, tied if any(known["tied_bytes"]) else None)
 
-    def volume(rank: int) -> float:
-        place = known.mesh.place(rank).pp
-        tied = known.value_at(known.tied, rank) / known.shares
-        return sum(place in pair for pair in ends) * known.microbatches * message + tied
 
-    words = "activations to the next stage, their gradients to the one before"
-    if any(known.tied):
-        symbols, words = (
-            f"{symbols}; psi a tied weight",
-            f"{words}; tied weights' gradients, and what they become",
-        )
-    return Formula(symbols, words, volume)
+def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
+    """Return the formula along cp: for a ring's messages, or for Ulysses' all-to-alls.
+
+    A head of keys that several ranks need counts once for each of them.
+    """
+    c, tensors, times = known.mesh.cp, known["kv_bytes"], 2.0 + known.recomputations
+    if not known.of_all_stages("kv_bytes"):
+        return None
+    if kind == Kind.ALL_TO_ALL:
+        tensors = [sum(pair) for pair in zip(tensors, known["qo_bytes"], strict=False)]
+        symbols, per_rank = f"{times:g} |Q, K, V, O| / c (c-1)/c", times / c
+        words = "heads in place of tokens and back: forward, and the gradients"
+    else:
+        per_rank = times + max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
+        symbols = f"{per_rank:g} |K, V| (c-1)/c"
+        words = "keys and values round the ring: forward, backward, and their gradients"
+    each = known.microbatches * per_rank * (c - 1) / c / known.mesh.tp
+    return Formula(
+        f"{symbols} an attention a micro-batch", words, lambda rank: known.total(tensors, rank) * each
+    )
+
+
+# ---- dp and ep
 
 
 def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> Formula | None:
@@ -220,41 +309,33 @@ def _replicas(known: FormulaInputs, kind: Kind, *, of_experts: bool = False) -> 
     zero = int(known.plan.get("zero", 0))
     every = f"{m} x " if m > 1 else ""  # ZeRO-2 and -3 have nowhere to accumulate full gradients
     gathers = 2 + known.ends_again  # recomputing a block needs no gather of its own
-    halves = ", once more where it is split" if any(known.split) else ""
+    halves = ", once more where it is split" if any(known["split"]) else ""
+    updated = (1, "psi (n-1)/n", "updated parameters, to all")
+    scattered = (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them")
+    before = f"parameters before each forward and each backward{halves}"
     by_kind = {
         (0, Kind.ALL_REDUCE): (2, "2 psi (n-1)/n", "gradients, summed over the replicas"),
         (1, Kind.REDUCE_SCATTER): (1, "psi (n-1)/n", "gradients, to who updates them"),
-        (1, Kind.ALL_GATHER): (1, "psi (n-1)/n", "updated parameters, to all"),
-        (2, Kind.REDUCE_SCATTER): (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them"),
-        (2, Kind.ALL_GATHER): (1, "psi (n-1)/n", "updated parameters, to all"),
-        (3, Kind.REDUCE_SCATTER): (m, f"{every}psi (n-1)/n", "gradients of each micro-batch, to who keeps them"),
-        (3, Kind.ALL_GATHER): (
-            gathers * m,
-            f"{every}{gathers} psi (n-1)/n",
-            f"parameters before each forward and each backward{halves}",
-        ),
-    }  # fmt: skip
+        (1, Kind.ALL_GATHER): updated,
+        (2, Kind.REDUCE_SCATTER): scattered,
+        (2, Kind.ALL_GATHER): updated,
+        (3, Kind.REDUCE_SCATTER): scattered,
+        (3, Kind.ALL_GATHER): (gathers * m, f"{every}{gathers} psi (n-1)/n", before),
+    }
     if (zero, kind) not in by_kind or not known.params or known.plan.get("data_parallel", "ddp") != "ddp":
         return None
     times, symbols, words = by_kind[zero, kind]
-    if known.owned:
+    if known["owned"]:
         symbols, words = "k (n-1)", f"{words}; k elements of the rank that owns most"
 
     def volume(rank: int) -> float:
-        if known.owned:
-            return known.total(known.owned, rank) * known.element * (n - 1) / n
-        count = _gathers_of_step(known, rank) if (zero, kind) == (3, Kind.ALL_GATHER) else times
+        if known["owned"]:
+            return known.total(known["owned"], rank) * known.element * (n - 1) / n
+        split = known.at_place("split", rank) * m if (zero, kind) == (3, Kind.ALL_GATHER) else 0.0
         psi = known.params[rank] if both else known.replica_elements(rank, of_experts=of_experts)
-        # Gradients of experts with copies are whole until the end of the step, and are reduced once.
-        late = known.copied[rank] if of_experts and known.copied and kind == Kind.REDUCE_SCATTER else 0.0
-        return (count * (psi - late) + late) * known.element * (n - 1) / n
+        return (times + split) * psi * known.element * (n - 1) / n
 
     return Formula(symbols, words, volume)
-
-
-def _gathers_of_step(known: FormulaInputs, rank: int) -> float:
-    """Return how often ZeRO-3 gathers each parameter in a step."""
-    return (2 + known.ends_again + known.value_at(known.split, rank)) * known.microbatches
 
 
 def _over_groups(known: FormulaInputs) -> Formula | None:
@@ -263,86 +344,54 @@ def _over_groups(known: FormulaInputs) -> Formula | None:
     if not known.params:
         return None
 
-    def shard(rank: int) -> float:
+    def volume(rank: int) -> float:
         experts = known.replica_elements(rank, of_experts=True) / known.mesh.edp
-        return known.replica_elements(rank, of_experts=False) / n + experts
+        shard = known.replica_elements(rank, of_experts=False) / n + experts
+        return 2 * shard * known.element * (r - 1) / r
 
-    return Formula(
-        "2 psi/n (r-1)/r",
-        "gradients of each shard, summed over the groups",
-        lambda rank: 2 * shard(rank) * known.element * (r - 1) / r,
-    )
-
-
-def _exchanges(known: FormulaInputs) -> Formula | None:
-    """Return the formula of all-to-alls along ep, and of Ulysses' too if the same ranks share sequences."""
-    experts = _experts(known)
-    if known.plan.get("cp_method") != "ulysses" or known.mesh.cp != known.mesh.ep:
-        return experts
-    attention = _context(known, Kind.ALL_TO_ALL)
-    if experts is None or attention is None:
-        return None
-    both = experts.of, attention.of
-    return Formula(
-        f"{experts.symbols}; {attention.symbols}",
-        f"{experts.words}; {attention.words}",
-        lambda rank: sum(of(rank) for of in both),
-    )
+    return Formula("2 psi/n (r-1)/r", "gradients of each shard, summed over the groups", volume)
 
 
 def _experts(known: FormulaInputs) -> Formula | None:
     """Return the formula along ep: rows to the ranks of their experts and back, if routing is uniform."""
     n, times = known.mesh.ep, 4.0 + 2.0 * known.recomputations
-    if not _by_stage(known, known.rows):
+    if not known.of_all_stages("rows_bytes"):
         return None
-    own_tokens = known.plan.get("sequence_parallel") and not any(known.expert_regions)
-    divided = known.mesh.cp * (known.mesh.tp if own_tokens else 1)
-    copied = any(known.copies)
+    divided = known.mesh.cp * (known.mesh.tp if known.divided and not any(known["experts_tp"]) else 1)
 
     def volume(rank: int) -> float:
-        counts = known.total(known.counts, rank) * (1 + known.recomputations)
-        rows = (times * known.total(known.rows, rank) / divided + counts) * known.microbatches
-        return rows * (n - 1) / n + (known.copies[rank] if copied else 0.0)  # a copy is never its owner's
+        counts = known.total(known["counts_bytes"], rank) * (1 + known.recomputations)
+        rows = times * known.total(known["rows_bytes"], rank) / divided + counts
+        return rows * known.microbatches * (n - 1) / n
 
     words = (
         "tokens to their experts and back: forward, and the gradients, as if experts were equally busy; "
         "a rank returns the rows that it received, so its ratio says how busy its experts are"
     )
-    symbols = f"{times:g} T k h (ep-1)/ep a layer a micro-batch"
-    if copied:
-        symbols, words = f"{symbols}; 2 w a copy", f"{words}; weights of copies, and their gradients, w each"
-    return Formula(symbols, words, volume)
+    return Formula(f"{times:g} T k h (ep-1)/ep a layer a micro-batch", words, volume)
 
 
-def _context(known: FormulaInputs, kind: Kind) -> Formula | None:
-    """Return the formula along cp: for a ring's messages, or for Ulysses' all-to-alls.
+# ---- what is sent besides
 
-    A head of keys that several ranks need counts once for each of them.
-    """
-    c = known.mesh.cp
-    tensors, times = known.keys_values, 2.0 + known.recomputations
-    if kind == Kind.ALL_TO_ALL:
-        tensors = [sum(pair) for pair in zip(tensors, known.queries_outputs, strict=False)]
-        symbols, per_rank = f"{times:g} |Q, K, V, O| / c {_rest('c')}", times / c * (c - 1) / c
-        words = "heads in place of tokens and back: forward, and the gradients"
-    else:
-        per_rank = times + max(4, known.element) / (known.element or 4)  # gradients travel in fp32 at least
-        symbols = f"{per_rank:g} |K, V| {_rest('c')}"
-        per_rank *= (c - 1) / c
-        words = "keys and values round the ring: forward, backward, and their gradients"
-    if not _by_stage(known, tensors):
+
+def _routing(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
+    """Return what balanced routing sends among the n ranks that have different tokens of the batch."""
+    mesh, sent = known.mesh, known["routing_reduced"]
+    apart = ("dp", "cp", "tp") if known.divided else ("dp", "cp")
+    here = axis == join_axes(name for name in mesh.parts(*apart) if name in long_axes(mesh))
+    if not here or kind != Kind.ALL_REDUCE or not any(sent):
         return None
-    return Formula(
-        f"{symbols} an attention a micro-batch",
-        words,
-        lambda rank: known.total(tensors, rank) / known.mesh.tp * known.microbatches * per_rank,
-    )
+    n = mesh.dp * mesh.cp * (mesh.tp if known.divided else 1)
+    words = "the rows of each expert in the whole batch"
+    return Formula("2 E (n-1)/n a layer", words, lambda rank: 2 * known.total(sent, rank) * (n - 1) / n)
 
 
-def _rest(n: str) -> str:
-    """Write the part of a tensor that leaves a rank."""
-    return f"({n}-1)/{n}"
-
-
-def _by_stage(known: FormulaInputs, values: Sequence[float]) -> bool:
-    return len(values) == len(known.holders)
+def _norm(known: FormulaInputs, axis: str, kind: Kind) -> Formula | None:
+    """Return what clipping sends: the ranks that update different parameters sum one number of 8 bytes."""
+    mesh = known.mesh
+    if kind != Kind.ALL_REDUCE or not known.norm_axes:
+        return None
+    group = mesh.group(0, *(name for name in mesh.parts(*known.norm_axes) if mesh.degree(name) > 1))
+    if (n := len(group)) == 1 or axis != axis_of(mesh, group):
+        return None
+    return Formula("2 (n-1)/n", "the square of the gradients' norm", lambda rank: 16 * (n - 1) / n)

@@ -36,9 +36,8 @@ class TokenRoutes(DrawnResult):
         layer: the layer's name.
         step: the number of the step.
         ranks: those that have tokens for this layer.
-        rows: [ranks, E], how many rows of each rank's tokens each expert computed; if experts have copies, each slot.
+        rows: [ranks, E], how many rows of each rank's tokens each expert computed.
         owners: [ranks, E], the rank that computed them.
-        experts: the expert of each slot, if experts have copies.
     """
 
     layer: str
@@ -46,11 +45,6 @@ class TokenRoutes(DrawnResult):
     ranks: tuple[int, ...]
     rows: Rows
     owners: tuple[tuple[int, ...], ...]
-    experts: tuple[int, ...] = ()
-
-    def expert_of(self, column: int) -> int:
-        """Return the expert whose rows are in a column of `rows`."""
-        return self.experts[column] if self.experts else column
 
     @property
     def matrix(self) -> Rows:
@@ -67,15 +61,15 @@ class TokenRoutes(DrawnResult):
         return float(1 - np.trace(matrix) / max(matrix.sum(), 1.0))
 
     def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per rank and expert, or copy of one: who sent how many rows to whom.
+        """Return one row per rank and expert: who sent how many rows to whom.
 
         Raises:
             ImportError: pandas is not installed.
         """
         listed = [
-            (rank, self.expert_of(column), self.owners[sender][column], self.rows[sender, column])
+            (rank, expert, self.owners[sender][expert], self.rows[sender, expert])
             for sender, rank in enumerate(self.ranks)
-            for column in range(self.rows.shape[1])
+            for expert in range(self.rows.shape[1])
         ]
         return data_frame(listed, ["rank", "expert", "computed by", "rows"])
 
@@ -106,18 +100,17 @@ def token_routes(trace: Trace, layer: str = "", step: int = -1) -> TokenRoutes:
             f"experts are {', '.join(load.sent)}"
         )
     name = (exact or names)[0]
-    sent = load.slots.get(name, load.sent[name])
+    sent = load.sent[name]
     if not -len(sent) <= step < len(sent):
         raise ValueError(f"token_routes(step={step}): the trace has {len(sent)} steps, 0 to {len(sent) - 1}")
     mesh, columns = mesh_of(trace.meta, trace.world_size), sent.shape[2]
     counted = [int(rank) for rank in np.flatnonzero(sent.sum(axis=(0, 2)))]
     groups = {rank: (rank,) if mesh is None or mesh.ep == 1 else mesh.group(rank, "ep") for rank in counted}
     ranks = tuple(sorted({rank for group in groups.values() for rank in group}))
-    copied = load.orders[name] if name in load.slots else []
-    places = list(range(columns)) if copied else np.argsort(load.orders.get(name, range(columns))).tolist()
+    places = np.argsort(load.orders.get(name, range(columns))).tolist()
     owners = tuple(
         tuple(group[place * len(group) // columns] for place in places)
         for group in (groups.get(rank, (rank,)) for rank in ranks)
     )
     number = load.first + step % len(sent)
-    return TokenRoutes(name, number, ranks, sent[step][list(ranks)], owners, tuple(copied))
+    return TokenRoutes(name, number, ranks, sent[step][list(ranks)], owners)

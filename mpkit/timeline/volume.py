@@ -1,14 +1,5 @@
 """How much a rank sends in a step, by axis and kind, beside what the formulas say (`mpkit.timeline.formulas`).
 
-Ranks also send something for routing that depends on the whole batch (`mpkit.strategies.runtime.batch_routing`):
-
-    all-reduces   E numbers per layer and step for a bias, and for the auxiliary loss: 2 E (n-1)/n each
-    all-gathers   E numbers per layer and stretch of tokens for a capacity: E (n-1)/n per stretch of a micro-batch
-
-n ranks have different tokens of the batch: dp x cp, and tp where it divides the sequence.
-
-To clip gradients, the ranks that update different parameters sum the square of their norm: one number of 8 bytes.
-
 Rows of tokens that travel to experts (all-to-alls along ep) are counted as they were sent and returned. The formula has
 uniform routing, and a step differs from it in two ways, which the note tells apart: a rank returns what it received, so
 that it handles more rows if its experts are busier; and more or fewer than 1/ep of its rows stay where they are.
@@ -16,16 +7,13 @@ that it handles more rows if its experts are busier; and more or fewer than 1/ep
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpkit.common.display import data_frame, draw
 from mpkit.common.units import percent
-from mpkit.plan.axes import join_axes
 from mpkit.plan.mesh import Mesh
-from mpkit.plan.mesh_of_trace import axis_of, long_axes
-from mpkit.timeline.formulas import Formula, FormulaInputs, formula_of
+from mpkit.timeline.formulas import FormulaInputs, formula_of
 from mpkit.timeline.traffic import Flow, flows, unknown_payloads
 from mpkit.trace import Kind
 
@@ -34,7 +22,7 @@ if TYPE_CHECKING:
 
     from mpkit.timeline.timeline import Timeline
 
-__all__ = ["CommVolume", "VolumeRow", "add_norm", "add_routing", "comm_volume"]
+__all__ = ["CommVolume", "VolumeRow", "comm_volume"]
 
 
 @dataclass(frozen=True)
@@ -83,15 +71,12 @@ class VolumeRow:
 
     @property
     def moved_more(self) -> float:
-        """How many more bytes left the rank along ep than if it sent as much to each, as a share.
-
-        Copies of experts, all of which leave it, are not told from rows.
-        """
+        """How many more bytes left the rank along ep than if it sent as much to each, as a share."""
         return self.wire / self.even - 1 if self._is_of_rows and self.even else 0.0
 
     @property
     def _is_of_rows(self) -> bool:
-        return self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word and "a copy" not in self.symbols
+        return self.axis == "ep" and self.kind == Kind.ALL_TO_ALL.word
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,8 +104,7 @@ class CommVolume:
             next((each for row in self.rows if abs(each := getattr(row, name)) > 1e-3), 0.0)
             for name in ("routed_more", "moved_more")
         )
-        whose = "a rank's rows" if self.rank is None else f"the rows of rank {self.rank}"
-        notes = []
+        whose, notes = "a rank's rows" if self.rank is None else f"the rows of rank {self.rank}", list[str]()
         if more and self.rank is None:
             notes.append("choices that experts have no room for do not travel, and the formula counts them.")
         elif more:
@@ -130,14 +114,10 @@ class CommVolume:
             )
         if moved:
             notes.append(
-                f"of {whose} {percent(abs(moved))} {_more(moved)} left than under uniform routing, which the formula "
-                "has; comm_matrix('ep') has each pair of ranks."
+                f"{'Of' if notes else 'of'} {whose} {percent(abs(moved))} {_more(moved)} left than under uniform "
+                "routing, which the formula has; comm_matrix('ep') has each pair of ranks."
             )
-        return (
-            f"ep: {' '.join([notes[0], *(each[0].upper() + each[1:] for each in notes[1:])])}"
-            if notes
-            else ""
-        )
+        return f"ep: {' '.join(notes)}" if notes else ""
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per axis and kind, with the columns of `VolumeRow` and the ratio.
@@ -172,19 +152,14 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
             groups.setdefault((flow.axis, flow.kind), []).append(flow)
     rows = []
     for (axis, kind), mine in groups.items():
-        formula = add_norm(add_routing(formula_of(known, axis, kind), known, axis, kind), known, axis, kind)
-        amounts = (
-            sum(flow.calls for flow in mine) / len(ranks),
-            sum(flow.payload for flow in mine) / len(ranks),
-            sum(sum(flow.to.values()) for flow in mine) / len(ranks),
+        formula = formula_of(known, axis, kind)
+        sums = zip(
+            *((each.calls, each.payload, sum(each.to.values()), each.even) for each in mine), strict=True
         )
-        told = (
-            ()
-            if formula is None
-            else (formula.symbols, formula.words, sum(map(formula.of, ranks)) / len(ranks))
-        )
-        even = sum(flow.even for flow in mine) / len(ranks)
-        rows.append(replace(VolumeRow(axis, kind.word, *amounts, *told), even=even))
+        calls, payload, wire, even = (sum(each) / len(ranks) for each in sums)
+        symbols, words = ("", "") if formula is None else formula[:2]
+        expected = None if formula is None else sum(map(formula.of, ranks)) / len(ranks)
+        rows.append(VolumeRow(axis, kind.word, calls, payload, wire, symbols, words, expected, even))
     whose = f"a rank sends, on average over {n}" if rank is None else f"rank {rank} sends"
     unknown = unknown_payloads(timeline)
     where = (f", in step {steps[-1]}" if steps else "") + (
@@ -195,43 +170,3 @@ def comm_volume(timeline: Timeline, rank: int | None = None) -> CommVolume:
 
 def _more(share: float) -> str:
     return "more" if share > 0 else "fewer"
-
-
-def add_routing(
-    formula: Formula | None, known: FormulaInputs | None, axis: str, kind: Kind
-) -> Formula | None:
-    """Return a formula with what balanced routing adds to it along this axis; the formula itself if it adds nothing."""
-    if known is None:
-        return formula
-    mesh, long = known.mesh, long_axes(known.mesh)
-    divided = ("tp",) if known.plan.get("sequence_parallel") else ()
-    if axis != join_axes(name for name in mesh.parts("dp", "cp", *divided) if name in long):
-        return formula
-    n = mesh.dp * mesh.cp * (mesh.tp if divided else 1)
-    sent = known.routing
-    if kind != Kind.ALL_REDUCE or not any(sent):
-        return formula
-    symbols, words = "2 E (n-1)/n a layer", "the rows of each expert in the whole batch"
-    return _add(formula, symbols, words, lambda rank: 2 * known.total(sent, rank) * (n - 1) / n)
-
-
-def add_norm(formula: Formula | None, known: FormulaInputs | None, axis: str, kind: Kind) -> Formula | None:
-    """Return a formula with what clipping adds to it along this axis; the formula itself if it adds nothing."""
-    if known is None or kind != Kind.ALL_REDUCE or not known.norm_axes:
-        return formula
-    mesh = known.mesh
-    group = mesh.group(0, *(name for name in mesh.parts(*known.norm_axes) if mesh.degree(name) > 1))
-    if (n := len(group)) == 1 or axis != axis_of(mesh, group):
-        return formula
-    return _add(formula, "2 (n-1)/n", "the square of the gradients' norm", lambda _: 2 * 8 * (n - 1) / n)
-
-
-def _add(formula: Formula | None, symbols: str, words: str, of: Callable[[int], float]) -> Formula:
-    """Return a formula that counts more bytes, or these alone."""
-    if formula is None:
-        return Formula(symbols, words, of)
-    return Formula(
-        f"{formula.symbols}; {symbols}",
-        f"{formula.words}; {words}",
-        lambda rank: formula.of(rank) + of(rank),
-    )

@@ -61,16 +61,13 @@ def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
     for owner, column in columns:
         y += APART * (owner != before)
         before = owner
-        takes, expert = (
-            [i for i in range(len(ranks)) if routes.owners[i][column] == owner],
-            routes.expert_of(column),
-        )
+        takes = [i for i in range(len(ranks)) if routes.owners[i][column] == owner]
         tall = float(rows[takes, column].sum()) * scale
         tops[owner, column] = y
-        told = f"expert {expert} on rank {owner} computes {rows[takes, column].sum():.0f} rows"
+        told = f"expert {column} on rank {owner} computes {rows[takes, column].sum():.0f} rows"
         parts.append(_box(right, y, tall, told))
         if tall >= 9:
-            parts.append(_label(f"expert {expert}", right + BOX + 6, y + tall / 2 + 4, "start"))
+            parts.append(_label(f"expert {column}", right + BOX + 6, y + tall / 2 + 4, "start"))
         y += tall + GAP
     bottom = max(y, max(begins.values()) + rows[-1].sum() * scale)
     # ---- ribbons
@@ -82,8 +79,7 @@ def routes_svg(routes: TokenRoutes, width: int = 720) -> str:
         parts.append(_label(f"rank {rank}", left - BOX - 6, at + rows[i].sum() * scale / 2 + 4, "end"))
         for owner, column in sorted({(routes.owners[i][int(c)], int(c)) for c in np.flatnonzero(rows[i])}):
             thick, to = rows[i, column] * scale, filled[owner, column]
-            expert = routes.expert_of(column)
-            told = f"{rows[i, column]:.0f} rows from rank {rank} to expert {expert} on rank {owner}"
+            told = f"{rows[i, column]:.0f} rows from rank {rank} to expert {column} on rank {owner}"
             ribbons.append(_ribbon(left, at, right, to, thick, told, stays=owner == rank))
             at, filled[owner, column] = at + thick, to + thick
     # ---- which rank has these experts
