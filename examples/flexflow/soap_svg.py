@@ -11,9 +11,9 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from examples.flexflow.matrix_svg import BOTH, both_ranks, matrix, rank_classes
 from mpkit.common.safe_text import escape
 from mpkit.common.units import bytes_text
-from mpkit.views.drawing.matrix_svg import BOTH, both_ranks, matrix, rank_classes
 from mpkit.views.drawing.sheet import keys, sheet
 from mpkit.views.theme import MARGIN, THEMES
 

@@ -59,7 +59,6 @@ RENDERERS = {
         "text": "mpkit.views.placement.text:placement_text",
         "svg": "mpkit.views.placement.svg:placement_svg",
     },
-    "Matrices": {"svg": "mpkit.views.drawing.matrices:picture"},
     "CheckupReport": {
         "text": f"{RESULTS}.checkup:report_text",
         "html": f"{RESULTS}.checkup:report_html",

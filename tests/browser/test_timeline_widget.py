@@ -275,16 +275,15 @@ def test_groups_fold_and_unfold_on_a_click(
 MODEL = """
 // What anywidget gives a widget, as far as this one uses it.
 class Model {
-  constructor(state) { this.state = state; this.handlers = []; this.sent = []; }
+  constructor(state) { this.state = state; this.handlers = []; }
   get(name) { return this.state[name]; }
   on(names, act) { for (const name of names.split(' ')) this.handlers.push([name, act]); }
   off(names, act) { this.handlers = this.handlers.filter(([name, done]) => done !== act || !names.includes(name)); }
-  send(message) { this.sent.push(message); }
   set(name, value) { this.state[name] = value; this.trigger('change:' + name); }
   save_changes() {}
   trigger(name, ...values) { this.handlers.filter(([known]) => known === name).forEach(([, act]) => act(...values)); }
 }
-const BYTES = ['backlog', 'tracks', 'path_slack'];
+const BYTES = ['spans', 'tracks', 'path_slack'];
 const bytes = (text) => new DataView(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
 window.open_widget = async (state) => {
   const packed = Object.fromEntries(BYTES.map((name) => [name, bytes(state[name])]));
@@ -294,7 +293,6 @@ window.open_widget = async (state) => {
   document.body.replaceChildren();
   window.close_widget = await widget.render({ model, el: document.body.appendChild(document.createElement('div')) });
 };
-window.bring = (messages) => messages.forEach(([head, text]) => model.trigger('msg:custom', head, [bytes(text)]));
 window.set_traits = (state) => Object.entries(state).forEach(([name, value]) => {
   model.state[name] = BYTES.includes(name) ? bytes(value) : value;
 }) || Object.keys(state).forEach((name) => model.trigger('change:' + name));
@@ -302,7 +300,7 @@ window.set_traits = (state) => Object.entries(state).forEach(([name, value]) => 
 
 
 class Live:
-    """A TimelineView whose messages go to a page, and whose page's hellos come back."""
+    """A TimelineView whose traits go to a page."""
 
     TRAITS = (
         "title",
@@ -320,24 +318,16 @@ class Live:
         "waits",
         "table",
         "look",
-        "backlog_head",
+        "spans_head",
         "tracks_head",
         "has_path",
         "path_shown",
         "path_head",
     )
-    BYTES = ("backlog", "tracks", "path_slack")
+    BYTES = ("spans", "tracks", "path_slack")
 
     def __init__(self, page: Page, **options: Any) -> None:
-        outer = self
-        self.page = page
-        self.waiting: list[tuple[Any, str]] = []
-
-        class View(TimelineView):
-            def send(self, content: Any, buffers: Any = None) -> None:
-                outer.waiting.append((content, b64encode(buffers[0]).decode()))
-
-        self.view = View(**options)
+        self.page, self.view = page, TimelineView(**options)
 
     def state(self) -> dict[str, Any]:
         found = {name: getattr(self.view, name) for name in self.TRAITS}
@@ -355,21 +345,10 @@ class Live:
         self.page.evaluate("(state) => open_widget(state)", self.state())
 
     def deliver(self) -> None:
-        """Messages and traits to the page."""
-        self.page.evaluate("(messages) => bring(messages)", self.waiting)
-        self.waiting.clear()
+        """Traits to the page."""
         self.page.evaluate(
             "(state) => set_traits(state)", {k: v for k, v in self.state().items() if k != "look"}
         )
-
-    def lose(self) -> None:
-        """What was sent never arrives."""
-        self.waiting.clear()
-
-    def listen(self) -> None:
-        """The page's hellos to the kernel."""
-        for message in self.page.evaluate("model.sent.splice(0)"):
-            self.view._handle_custom_msg(json.loads(json.dumps(message)), [])
 
     @property
     def spans(self) -> int:
@@ -386,7 +365,6 @@ def test_a_live_widget_fills_follows_and_comes_back(new_page: NewPage, screensho
     live = Live(page, labels=[f"GPU {rank}" for rank in range(4)], title="A run")
     live.view.live = True
     live.load()
-    live.listen()
     ends, bubbles = [], []
     for batch in in_batches(timeline, 12):
         live.view.append(batch, timeline.names)
@@ -396,24 +374,25 @@ def test_a_live_widget_fills_follows_and_comes_back(new_page: NewPage, screensho
         bubbles.append(page.locator(".mpkit-figure b").first.inner_text())
         if len(ends) == 7:
             screenshot(page, "live")
-    assert live.spans == len(timeline.spans)
     assert ends == sorted(ends) and ends[-1] == timeline.spans["end"].max()  # the newest is always in view
     assert len(set(bubbles)) > 2 and bubbles[-1] == "30.4 %"
     expect(page.locator(".mpkit-figure").first).to_contain_text("bubble, step 3")
     # Zoomed in, it follows with what was zoomed to.
     page.evaluate("document.querySelector('.mpkit-timeline').panel.chart.zoom(0.25)")
     assert window(page)[1] == ends[-1] and window(page)[0] > 60
-    # The page is loaded again: it says hello, and has everything.
+    # The page is loaded again, and has what was there.
     live.load()
-    assert live.spans == 0
-    live.listen()
-    live.deliver()
     assert live.spans == len(timeline.spans)
+    # An operation that is selected stays selected while the newest spans take the place of the older ones.
+    page.evaluate(f"{CHART}.selected = {{ rank: 0, span: 300 }}")
+    begins = page.evaluate(f"{CHART}.store.value('start', 300)")
+    live.view._kept, live.view._first = live.view._kept[100:], 100
+    live.view.flush()
+    live.deliver()
+    assert page.evaluate(f"{CHART}.selected.span") == 200
+    assert page.evaluate(f"{CHART}.store.value('start', 200)") == begins
     # The run ends, and its whole timeline takes the place of its parts: the newest steps stay in view.
     live.view.replace(timeline)
-    panel = "document.querySelector('.mpkit-timeline').panel"
-    page.evaluate(f"{panel}.chart.store.reset({live.waiting[0][0]['epoch']})")
-    page.evaluate(f"{panel}.update({{live: false}})")
     live.view.live = False
     live.deliver()
     assert live.spans == len(timeline.spans)
@@ -506,7 +485,6 @@ def with_memory(page: Page, timeline: mk.Timeline) -> Live:
     live.view.live = True
     live.view.expect_tracks()
     live.load()
-    live.listen()
     live.view.append(timeline.spans, timeline.names)
     live.view.flush()
     live.view.set_tracks(timeline)

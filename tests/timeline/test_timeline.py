@@ -18,7 +18,7 @@ from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.timeline.simulation import followed_by
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES, Kind, lane_of
-from mpkit.views.timeline.bubble_count import BubbleCounter
+from mpkit.views.timeline.widget import TimelineView
 
 Span = tuple[int, Kind, float, float]  # rank, kind, start, end
 
@@ -161,9 +161,10 @@ def test_there_is_one_length_of_a_step_even_where_it_ends_in_communication() -> 
     assert t.step_time == 15.0
     assert sum(t.because.values()) == pytest.approx(15.0)
     assert np.allclose(np.add(t.busy, t.idle), 15.0)
-    counter = BubbleCounter(2)
-    counter.add(t.spans)
-    assert counter.step_time() == 15.0 and counter.bubble() == pytest.approx(t.bubble)
+    live = TimelineView(labels=["GPU 0", "GPU 1"])
+    live.append(t.spans, t.names)
+    live.flush()
+    assert live.step_time == 15.0 and live.bubble == pytest.approx(t.bubble)
     whole, *parts = [float(share) for share in re.findall(r"([\d.]+) %", bubble_words(0.1, t))[1:]]
     assert whole == pytest.approx(100 * t.bubble, abs=0.05) == pytest.approx(sum(parts), abs=0.11)
     causes = dict(zip(CAUSES, idle_by_cause(t).mean(axis=0).tolist(), strict=True))

@@ -13,7 +13,7 @@ import numpy as np
 import mpkit as mk
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
-from mpkit.views.dashboard.html import TimeLeft
+from mpkit.views.dashboard.pace import TimeLeft
 from mpkit.views.dashboard.widget import Dashboard
 from mpkit.views.timeline.widget import TimelineView
 

@@ -1,4 +1,4 @@
-"""The live widget's Python half: batches, threads, hello. Its other half is tested in tests/browser."""
+"""The live widget's Python half: what its traits hold. Its other half is tested in tests/browser."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 
 import mpkit as mk
 from mpkit.timeline.replay.spans import SPAN
-from mpkit.views.timeline.widget import TimelineView
-from tests.wire import unpack
+from mpkit.views.drawing.colours import Key
+from mpkit.views.timeline.widget import MOST, STEPS, TimelineView
+from mpkit.views.timeline.wire import COLUMNS, look, pack_spans
 
 
-class Overheard(TimelineView):
-    """One whose messages are kept, as a browser would get them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.messages: list[tuple[dict[str, Any], bytes]] = []
-        super().__init__(*args, **kwargs)
-
-    def send(self, content: Any, buffers: Any = None) -> None:
-        self.messages.append((content, buffers[0]))
-
-    def hello(self, epoch: int = -1, have: int = 0) -> None:
-        self._handle_custom_msg({"type": "hello", "epoch": epoch, "have": have}, [])
+def unpack(buffer: bytes, count: int) -> dict[str, Any]:
+    """The columns of a buffer, as the browser reads them."""
+    columns, at = {}, 0
+    for name, code in COLUMNS:
+        columns[name] = np.frombuffer(buffer, code, count, at)
+        at += columns[name].nbytes
+    return columns
 
 
-def received(messages: list[tuple[dict[str, Any], bytes]]) -> tuple[int, np.ndarray, list[str]]:
-    """What a browser has after these: epoch, the spans' starts, names; by timeline.js's rules."""
-    epoch, starts, names = -1, np.empty(0), [""]
-    for head, buffer in messages:
-        if head["epoch"] > epoch:
-            epoch, starts, names = head["epoch"], np.empty(0), [""]
-        if head["epoch"] == epoch:
-            assert head["first"] <= len(starts), "a batch is missing"
-            new = unpack(buffer, head["count"])["start"]
-            starts = np.concatenate([starts[: head["first"]], new, starts[head["first"] + head["count"] :]])
-            names[head["names_first"] :] = head["names"]
-    return epoch, starts, names
+def shown(view: TimelineView) -> dict[str, Any]:
+    return unpack(view.spans, view.spans_head["count"])
+
+
+def test_columns_come_back_as_they_went(gpipe: mk.Timeline) -> None:
+    head, buffer = pack_spans(gpipe.spans, gpipe.names)
+    columns = unpack(buffer, head["count"])
+    for name in ("start", "rank", "stage", "microbatch", "step", "kind", "lane", "cause"):
+        assert np.array_equal(columns[name], gpipe.spans[name]), name
+    assert head["names"] == gpipe.names and head["steps"] == [[0, 0.0, 34.5]]
+    later, rest = pack_spans(gpipe.spans[50:], gpipe.names, first=50)
+    causes = gpipe.spans["cause"][50:]
+    assert np.array_equal(unpack(rest, later["count"])["cause"], np.where(causes >= 50, causes - 50, -1))
+    assert len(look()["inks"]) == len(Key) and look()["kinds"]["34"] == "all reduce"
 
 
 def test_a_timeline_is_shown_with_its_figures(gpipe: mk.Timeline) -> None:
-    view = Overheard(gpipe, title="GPipe")
-    _, starts, names = received(view.messages)
-    assert np.array_equal(starts, gpipe.spans["start"])
-    assert names == gpipe.names
+    view = TimelineView(gpipe, title="GPipe")
+    assert np.array_equal(shown(view)["start"], gpipe.spans["start"])
+    assert view.spans_head["names"] == gpipe.names
     assert view.labels == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert view.bubble == gpipe.bubble and view.step_time == gpipe.step_time
     assert "simulated" in view.clock
     assert view.table["rows"][0][:2] == ["GPU 0", "30.4 %"]
 
 
-def test_batches_from_many_threads_go_out_as_few_messages() -> None:
-    view = Overheard(labels=["GPU 0", "GPU 1"])
+def test_spans_of_many_threads_are_one_picture() -> None:
+    view = TimelineView(labels=["GPU 0", "GPU 1"])
+    changes: list[Any] = []
+    view.observe(changes.append, "spans_head")
 
     def feed(rank: int) -> None:
         for i in range(500):
@@ -67,57 +67,38 @@ def test_batches_from_many_threads_go_out_as_few_messages() -> None:
     for thread in threads:
         thread.join()
     view.flush()
-    _, starts, _ = received(view.messages)
-    assert sorted(starts) == sorted(2 * list(range(500)))
-    assert len(view.messages) < 100
+    assert sorted(shown(view)["start"]) == sorted(2 * list(range(500)))
+    assert len(changes) < 200
     assert view.bubble == 1 - 500 * 0.5 / 499.5
     assert [row[0] for row in view.table["rows"]] == ["GPU 0", "GPU 1"]
 
 
-def test_a_browser_that_says_hello_gets_what_it_lacks(long_run) -> None:
-    spans = long_run(2000).spans
-    view = Overheard(labels=["GPU 0"] * 4)
-    view.append(spans[:1200], ["", "a"])
-    view.append(spans[1200:], ["", "a", "b"])
+def test_of_a_run_that_goes_on_the_newest_steps_are_kept(long_run) -> None:
+    timeline = long_run(40_000)
+    spans = timeline.spans[np.argsort(timeline.spans["end"], kind="stable")]
+    view = TimelineView(labels=["GPU 0"] * 4)
+    for part in np.array_split(spans, 30):
+        view.append(part, timeline.names)
     view.flush()
-    for have in (0, 1200, 1999):
-        before = len(view.messages)
-        view.hello(epoch=0, have=have)
-        (head, buffer), *rest = view.messages[before:]
-        assert (head["first"], head["names"], rest) == (have, ["", "a", "b"], [])
-        assert np.array_equal(unpack(buffer, head["count"])["start"], spans["start"][have:])
-    # One that knows nothing, or something of another epoch, gets all; one that has all gets nothing.
-    before = len(view.messages)
-    view.hello(epoch=7, have=500)
-    assert view.messages[before][0]["first"] == 0
-    before = len(view.messages)
-    view.hello(epoch=0, have=len(spans))
-    assert len(view.messages) == before
-
-
-def test_until_somebody_says_hello_everything_lies_in_the_backlog(long_run) -> None:
-    spans = long_run(2000).spans
-    view = Overheard(labels=["GPU 0"] * 4)
-    view.append(spans, [""])
-    assert (view.backlog_head["first"], view.backlog_head["count"]) == (0, len(spans))
-    assert np.array_equal(unpack(view.backlog, len(spans))["start"], spans["start"])
-    view.hello()
-    assert view.backlog == b""
-    view.append(spans[:5], [""])
-    view.flush()
-    assert view.backlog == b""
+    head, columns = view.spans_head, shown(view)
+    assert head["first"] + head["count"] == len(spans) and STEPS <= len(head["steps"]) < 200
+    assert np.array_equal(columns["start"], spans["start"][head["first"] :])
+    assert head["origin"] == spans["start"].min() and head["count"] < MOST
+    view.replace(timeline)
+    assert view.spans_head["first"] == 0 and view.spans_head["count"] == len(spans)
 
 
 def test_figures_are_of_the_last_complete_step_unless_one_can_watch_the_newest(long_run) -> None:
     timeline = long_run(1000)
     spans = timeline.spans[np.argsort(timeline.spans["end"], kind="stable")]
-    view = Overheard(labels=["GPU 0"] * 4)
+    view = TimelineView(labels=["GPU 0"] * 4)
     view.append(spans[spans["end"] < 20], timeline.names)
     view.flush()
     assert view.of == "step 0 so far"
     view.append(spans[(spans["end"] >= 20) & (spans["end"] < 40)], timeline.names)
     view.flush()
-    assert (view.of, view.bubble) == ("step 0", timeline.step(0).bubble)
+    first = timeline.step(0)
+    assert (view.of, view.bubble, view.step_time) == ("step 0", first.bubble, first.step_time)
     view._newest = (1, view._newest[1] - 2)  # as if step 1 had begun two seconds earlier
     view.append(spans[(spans["end"] >= 40) & (spans["end"] < 50)], timeline.names)
     view.flush()
@@ -126,8 +107,18 @@ def test_figures_are_of_the_last_complete_step_unless_one_can_watch_the_newest(l
     assert view.of == "step 4"
 
 
+@pytest.mark.parametrize("plan", [mk.Plan.gpipe(4, 8), mk.Plan.gpipe(4, 1), mk.Plan.gpipe(2, 3)])
+def test_the_live_figures_are_the_final_ones(plan: mk.Plan) -> None:
+    timeline = mk.simulate(plan, hop=0.3)
+    view = TimelineView(labels=[""] * timeline.world_size)
+    for part in np.array_split(timeline.spans[np.argsort(timeline.spans["start"], kind="stable")], 7):
+        view.append(part, timeline.names)
+    view.flush()
+    assert view.bubble == pytest.approx(timeline.bubble) and view.step_time == timeline.step_time
+
+
 def test_an_output_has_a_picture_for_who_has_no_kernel(gpipe: mk.Timeline) -> None:
-    data, _ = Overheard(gpipe)._repr_mimebundle_()
+    data, _ = TimelineView(gpipe)._repr_mimebundle_()
     assert data["application/vnd.jupyter.widget-view+json"]["version_major"] == 2
     assert data["text/html"].startswith("<img alt=") and "data:image/svg+xml;base64," in data["text/html"]
     assert "GPU 0 │0░1░" in data["text/plain"]

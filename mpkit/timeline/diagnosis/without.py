@@ -6,7 +6,7 @@ synchronizing call      without barriers, copies of a few bytes to the host (los
 host-bound              without all other gaps between operations
 copies                  without copies of more bytes between device and host
 exposed communication   without all communication of a kind; waiting for a late rank stays
-useless recomputation   without recomputed forwards, where there was room for what they make
+useless recomputation   without recomputed forwards, where at least half of the memory is free
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpkit.timeline.dependencies.graph import Node
 from mpkit.timeline.diagnosis.evidence import WORTH, Evidence
 from mpkit.timeline.diagnosis.stragglers import later_host_removed, lost_time, split_at_gap
 from mpkit.timeline.findings import Finding
-from mpkit.trace import CATEGORIES, Kind, Lane
+from mpkit.trace import Kind, Lane
 
 __all__ = [
     "FULL",
@@ -46,8 +46,8 @@ FULL = 0.9
 """The share of a device's memory from which on an allocator has to search, and a longer batch ends the run: what CUDA's
 context, the libraries' workspaces and fragments take is not counted here, and comes to some percent."""
 
-GROWS = 0.1
-"""The share of the peak by which keeping activations may raise it, where the memory of the device is not known."""
+ROOMY = 0.5
+"""The share of a device's memory up to which there may be room for activations; `mk.fits` says whether there is."""
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
@@ -174,31 +174,22 @@ def _late_reason(evidence: Evidence, rows: Array) -> str:
 
 
 def useless_recomputation(evidence: Evidence, before: Sequence[Finding]) -> Iterable[Finding]:
-    """Yield a finding if what is recomputed could have been kept."""
+    """Yield a finding if there seems to be room for what is recomputed."""
     took = _without_recomputation(evidence)
-    if took is None:
+    gain = 0.0 if took is None else evidence.gain(took)
+    held = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
+    # An imported trace may not have the allocator's events: then nothing is known of memory.
+    if not evidence.worth(gain) or not all(held):
         return
-    gain = evidence.gain(took)
-    if not evidence.worth(gain):
-        return
-    peaks = [peak["total"] for peak in evidence.whole.peak_memory_of_run]
-    if not all(peaks):  # an imported trace without the allocator's events: nothing is known of memory
-        return
-    kept = [_kept_bytes(evidence, rank) for rank in range(evidence.graph.world_size)]
-    memory = [evidence.machine.device_of(r).memory if evidence.machine else 0 for r in range(len(peaks))]
-    fits = [
-        peak + more <= FULL * most if most else more <= GROWS * peak
-        for peak, more, most in zip(peaks, kept, memory, strict=True)
-    ]
-    if not all(fits):
-        return
-    rank = int(np.argmax(np.add(peaks, kept)))
-    more = f", {percent(kept[rank] / max(peaks[rank], 1))} more"
-    yield evidence.make_finding(
-        "useless recomputation", gain=gain, rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE),
-        number=evidence.whole.rank_number(rank), would=memory_text(peaks[rank] + kept[rank]),
-        room=f" of {memory_text(memory[rank])}" if memory[rank] else more, held=memory_text(peaks[rank]),
-    )  # fmt: skip
+    memory = [evidence.machine.device_of(rank).memory if evidence.machine else 0 for rank in range(len(held))]
+    shares = [used / most if most else 0.0 for used, most in zip(held, memory, strict=True)]
+    rank = int(np.argmax(shares if all(memory) else held))
+    if shares[rank] <= ROOMY:
+        room = f" of {memory_text(memory[rank])} ({percent(shares[rank])})" if memory[rank] else ""
+        yield evidence.make_finding(
+            "useless recomputation", gain=gain, rows=np.flatnonzero(evidence.spans["kind"] == Kind.RECOMPUTE),
+            number=evidence.whole.rank_number(rank), held=memory_text(held[rank]), room=room,
+        )  # fmt: skip
 
 
 def _without_recomputation(evidence: Evidence) -> Array | None:
@@ -218,25 +209,3 @@ def _without_recomputation(evidence: Evidence) -> Array | None:
             took[node] -= less
             length -= less
     return took
-
-
-def _kept_bytes(evidence: Evidence, rank: int) -> float:
-    """Return the bytes that a rank would hold more at its peak if it recomputed nothing."""
-    spans, held = evidence.spans, evidence.one.held
-    own = spans[spans["rank"] == rank]
-    again = own[own["kind"] == Kind.RECOMPUTE]
-    changes = held[(held["rank"] == rank) & (held["category"] == CATEGORIES.index("activations"))]
-    if not len(again) or not len(changes):
-        return 0.0
-
-    def total_at(times: Array) -> Array:
-        rows = np.searchsorted(changes["time"], times, side="right") - 1
-        return np.asarray(changes["total"][np.maximum(rows, 0)])
-
-    makes = float(np.maximum(total_at(again["end"]).astype(float) - total_at(again["start"]), 0.0).sum())
-    forwards = own[(own["kind"] == Kind.FORWARD) & (own["depth"] == 0)]
-    backs = own[np.isin(own["kind"], (Kind.BACKWARD, Kind.INPUT_GRAD)) & (own["depth"] == 0)]
-    times = np.concatenate([forwards["end"], backs["end"]])
-    change = np.concatenate([np.ones(len(forwards)), -np.ones(len(backs))])
-    most = float(np.cumsum(change[np.argsort(times, kind="stable")]).max(initial=1.0))
-    return makes * min(most / max(len(forwards), 1), 1.0)

@@ -26,11 +26,8 @@ import numpy.typing as npt
 
 from mpkit.errors import TraceError
 from mpkit.timeline.foreign.stream import EventStream
-from mpkit.trace.validation import MOST_RANKS
 
-__all__ = [
-    "DEVICE", "PATTERNS", "TABLE", "EventTable", "Events", "read_events", "show_value", "text_of"
-]  # fmt: skip
+__all__ = ["DEVICE", "PATTERNS", "TABLE", "EventTable", "Events", "read_events", "show_value", "text_of"]
 
 Array = npt.NDArray[Any]
 
@@ -144,8 +141,8 @@ class Events:
 
     def operators(self, word: str) -> Array:
         """Return, for each event of a device's table, the row of the operator that launched it; -1: unknown."""
-        launch, external = self.launches(word), self[word].external
-        by_call = np.append(self["call"].external, -1)[launch]
+        external = self[word].external
+        by_call = np.append(self["call"].external, -1)[self.launches(word)]
         return _rows(self["op"].external, np.where(by_call >= 0, by_call, external), external)
 
 
@@ -176,7 +173,7 @@ def read_events(path: Path, progress: Callable[[int], None] = lambda done: None)
     for number, event in enumerate(stream):
         try:
             reader.take(event)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise TraceError(
                 f"{path}: event {number:,} ({show_value(event.get('name'))}) cannot be read: {error}. It is "
                 f"{show_value(event):.300}"
@@ -197,76 +194,54 @@ class _Reader:
         self._events = events
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[str, str], int] = {}
-        self._places: dict[tuple[Any, Any], int] = {}  # the same, as events have them
         self._memory = array("q")
         self._opened: dict[tuple[str, str], list[dict[str, Any]]] = {}  # of B, until its E
         self._depth = 0
 
     def take(self, event: dict[str, Any]) -> None:
-        """Add an event, if it is of a kind that is drawn.
-
-        Raises:
-            ValueError, TypeError, OverflowError, RecursionError: it has something that no tool writes.
-        """
-        phase, assumed = event.get("ph"), self._events.assumed
-        if phase == "X":
-            category, name = self._text(event, "cat"), self._text(event, "name")
-            word = _WORDS.get(category) or _WORDS.get(category.lower(), "other")
+        """Add an event, if it is of a kind that is drawn; any error says that it has something that no tool writes."""
+        phase, name, events = event.get("ph"), _text(event.get("name")), self._events
+        args = event.get("args") or {}
+        if phase in ("X", "B", "E") and event.get("ts") is None:
+            events.assumed["event without a time, left out"] += 1
+        elif phase == "X":
+            category = _text(event.get("cat")) if "cat" in event else ""
+            word = _WORDS.get(category.lower(), "other")
             if word == "op" and category == "Operator" and name.startswith(_ANNOTATIONS):
                 word = "annotation"
             is_frame = word == "module" and not name.startswith("nn.Module")
-            if not (
-                is_frame or (word == "other" and category == "Trace") or category == "gpu_user_annotation"
-            ):
-                self._add(word, name, event)
-        elif phase == "i" and event.get("name") == "[memory]":
-            args = _args_of(event)
+            if not is_frame and category not in ("Trace", "gpu_user_annotation"):
+                self._add(word, name, event, args, category)
+        elif phase in ("B", "E"):
+            opened = self._opened.setdefault((_text(event.get("pid")), _text(event.get("tid"))), [])
+            if phase == "B":
+                self._depth += 1
+                if self._depth > MOST_OPEN:
+                    raise ValueError(f"more than {MOST_OPEN:,} spans are open")
+                opened.append({**event, "ns": _ns(event, "ts")})
+            elif not opened:
+                events.assumed["end of a span that never began, left out"] += 1
+            else:
+                self._depth -= 1
+                began = opened.pop()
+                took = (_ns(event, "ts") - began["ns"]) / 1e3
+                self._add("other", _text(began.get("name")), {**began, "dur": took}, began.get("args") or {})
+        elif phase == "i" and name == "[memory]":
             if event.get("ts") is None or "Bytes" not in args:
-                assumed["[memory] without its time or bytes, left out"] += 1
+                events.assumed["[memory] without its time or bytes, left out"] += 1
                 return
             counts = _number(args, "Bytes", 0, MOST), _number(args, "Device Type", 0, 255)
             totals = _number(args, "Total Allocated", -1, MOST), _number(args, "Total Reserved", -1, MOST)
             self._memory.extend((_ns(event, "ts"), *counts, *totals))
-        elif phase == "B":
-            self._depth += 1
-            if self._depth > MOST_OPEN:
-                raise ValueError(f"more than {MOST_OPEN:,} spans are open")
-            _ns(event, "ts")
-            self._opened.setdefault((self._text(event, "pid"), self._text(event, "tid")), []).append(event)
-        elif phase == "E":
-            begun = self._opened.get((self._text(event, "pid"), self._text(event, "tid")))
-            if not begun:
-                assumed["end of a span that never began, left out"] += 1
-                return
-            self._depth -= 1
-            began = begun.pop()
-            if event.get("ts") is None or began.get("ts") is None:
-                assumed["event without a time, left out"] += 1
-                return
-            took = _ns(event, "ts") - _ns(began, "ts")
-            if took < 0:
-                raise ValueError(f"it ends a span before that begins, which is {show_value(began):.200}")
-            self._add("other", self._text(began, "name"), {**began, "dur": took / 1e3})
-        elif phase == "M" and event.get("name") == "process_name":
-            self._events.processes[self._text(event, "pid")] = text_of(_args_of(event).get("name"))
+        elif phase == "M" and name == "process_name":
+            events.processes[_text(event.get("pid"))] = text_of(args.get("name"))
         elif phase != "M":
-            self._events.phases[phase if type(phase) is str else show_value(phase)] += 1
+            events.phases[_text(phase)] += 1
 
-    def _text(self, event: Mapping[str, Any], key: str) -> str:
-        """Return a name that an event has; what is none is written out, and counted."""
-        value = event.get(key)
-        if type(value) is str:
-            return value
-        if value is None or isinstance(value, int | float):
-            return str(value)
-        self._events.assumed[f"{key} that is no text"] += 1
-        return show_value(value)
-
-    def _add(self, word: str, name: str, event: dict[str, Any]) -> None:
-        assumed, args = self._events.assumed, _args_of(event)
-        if event.get("ts") is None:
-            assumed["event without a time, left out"] += 1
-            return
+    def _add(
+        self, word: str, name: str, event: Mapping[str, Any], args: Mapping[str, Any], category: str = ""
+    ) -> None:
+        assumed = self._events.assumed
         if event.get("dur") is None:
             assumed["span without an end, taken as one of no length"] += 1
         if word == "annotation" and name.startswith("ProfilerStep#") and not PATTERNS["step"].match(name):
@@ -274,34 +249,22 @@ class _Reader:
         process, lane = event.get("pid"), event.get("tid")
         if word in DEVICE:
             process, lane = args.get("device", process), args.get("stream", lane)
-        place = process, lane
-        thread = self._places.get(place, -1) if type(process) in (int, str) and type(lane) is int else -1
-        if thread < 0:
-            words = self._text({"process": process}, "process"), self._text({"thread": lane}, "thread")
-            thread = self._threads.setdefault(words, len(self._threads))
-            if type(process) in (int, str) and type(lane) is int:
-                self._places[place] = thread
+        thread = self._threads.setdefault((_text(process), _text(lane)), len(self._threads))
         start, took = _ns(event, "ts"), _ns(event, "dur")
         if took < 0:
             raise ValueError(f"dur={show_value(event['dur'])} is no time")
         table = self._events.tables[word]
-        row = len(table)
-        number = (
-            _number(args, "correlation"),
-            _number(args, "External id" if "External id" in args else "external id"),
-        )
+        communicates = word in ("op", "annotation") and PATTERNS["issues"].match(name)
+        if communicates or (word == "kernel" and "Collective name" in args):
+            table.args[len(table)] = _communication_args(args)
+        external = _number(args, "External id" if "External id" in args else "external id")
         nbytes = _number(args, "bytes" if "bytes" in args else "Bytes", 0, MOST)
         records = "Sequence number" in args and not args.get("Fwd thread id")
-        if word in ("op", "annotation"):
-            communicates = PATTERNS["issues"].match(name) is not None
-        else:
-            communicates = word == "kernel" and "Collective name" in args
-        if communicates:
-            table.args[row] = _communication_args(args)
-        numbered = self._names.setdefault(name, len(self._names))
-        table.rows.extend((numbered, start, start + took, thread, *number, nbytes, records, _operand(args)))
+        number = self._names.setdefault(name, len(self._names))
+        joined = _number(args, "correlation"), external
+        table.rows.extend((number, start, start + took, thread, *joined, nbytes, records, _operand(args)))
         if word == "other":
-            self._events.categories.append(self._text(event, "cat") if "cat" in event else "")
+            self._events.categories.append(category)
 
     def close(self) -> None:
         """Put all times on ns since the first event.
@@ -313,18 +276,24 @@ class _Reader:
         if left := sum(map(len, self._opened.values())):
             events.assumed["span without an end, left out"] += left
         events.names, events.threads = list(self._names), list(self._threads)
-        tables = [table for table in events.tables.values() if len(table)]
-        starts = [np.frombuffer(table.rows, np.int64)[1 :: len(COLUMNS)] for table in tables]
+        starts = [
+            np.frombuffer(table.rows, np.int64)[1 :: len(COLUMNS)]
+            for table in events.tables.values()
+            if len(table)
+        ]
         first = min((int(each.min()) for each in starts), default=0)
         last = max((int(each.max()) for each in starts), default=0)
         if last - first > LONGEST:
             raise ValueError(f"its events are from {first:,} to {last:,} ns, which no run takes")
-        del starts  # a view of the rows, which cannot grow meanwhile
+        del starts  # views of the rows, which cannot grow meanwhile
         for table in events.tables.values():
             table.close(first)
         events.memory = np.array(self._memory, np.int64).reshape(-1, 5)
         events.memory[:, 0] -= first
         events.origin = first + _number(events.header, "baseTimeNanoseconds", 0, 2**62)
+
+
+# ---- values
 
 
 def show_value(value: Any) -> str:
@@ -334,9 +303,8 @@ def show_value(value: Any) -> str:
     "{'ph': 'X', 'args': {'a': [[[[[...]]]]], 'b': 'xxxxxxxxxxxx...xxxxxxxxxxxxx'}}"
     """
     if isinstance(value, dict):  # in the order of the file
-        return (
-            "{" + ", ".join(f"{key!r:.60}: {reprlib.repr(each)}" for key, each in [*value.items()][:12]) + "}"
-        )
+        shown = ", ".join(f"{key!r:.60}: {reprlib.repr(each)}" for key, each in [*value.items()][:12])
+        return f"{{{shown}}}"
     return reprlib.repr(value)
 
 
@@ -349,11 +317,9 @@ def text_of(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float) else ""
 
 
-def _args_of(event: Mapping[str, Any]) -> dict[str, Any]:
-    args = event.get("args")
-    if args is not None and not isinstance(args, dict):
-        raise TypeError(f"args={show_value(args)} are no names and values")
-    return args or {}
+def _text(value: Any) -> str:
+    """Return a name, or what stands in its place, written out."""
+    return value if type(value) is str else str(value) if type(value) is int else show_value(value)
 
 
 def _ns(event: Mapping[str, Any], key: str) -> int:
@@ -373,13 +339,8 @@ def _number(args: Mapping[str, Any], key: str, default: int = -1, most: int = 2*
     value = args.get(key)
     if value is None or value == "":  # an empty value that was fixed
         return default
-    if type(value) is int and -most <= value <= most:
-        return value
-    try:
-        number = int(value)
-    except (ValueError, TypeError, OverflowError):
-        number = most + 1
-    if abs(number) > most:
+    number = int(value)
+    if not -most <= number <= most:
         raise ValueError(f"{key}={show_value(value)} is no number up to {most:,}")
     return number
 
@@ -396,25 +357,20 @@ def _communication_args(args: Mapping[str, Any]) -> dict[str, Any]:
         sound[name] = text_of(args.get(name))
     for name in ("Process Group Ranks", "In split size"):
         listed = args.get(name, "")
-        if not isinstance(listed, str | list) or len(listed) > 8 * MOST_RANKS:
-            raise ValueError(f"{name}={show_value(listed)} are no ranks")
         sound[name] = listed if isinstance(listed, str) else "[" + ", ".join(map(text_of, listed)) + "]"
     for name, kept in (("Input type", "types"), ("Concrete Inputs", "inputs")):
-        sound[kept] = [text_of(each) for each in args.get(name, ())][:MOST_RANKS]
+        sound[kept] = [*map(text_of, args.get(name, ()))]
     sound["elements"] = max((_elements(shape) for shape in args.get("Input Dims", ())), default=0)
     return sound
 
 
 def _elements(shape: Any) -> int:
     """Return the elements of a tensor of this shape, or of all tensors in a list of shapes."""
-    elements = 0
-    for each in shape if shape and isinstance(shape[0], list) else [shape]:
-        if len(each) > 64 or not all(type(length) is int and 0 <= length <= MOST for length in each):
-            raise ValueError(f"Input Dims: {show_value(each)} is no shape")
-        elements += prod(each) if each else 0
-    if elements > MOST:
-        raise ValueError(f"Input Dims: {show_value(shape)} has more than {MOST:,} elements")
-    return elements
+    shapes = shape if shape and isinstance(shape[0], list) else [shape]
+    elements = sum(prod(map(float, each)) for each in shapes if each)
+    if not 0 <= elements <= MOST:
+        raise ValueError(f"Input Dims: {show_value(shape)} has no number of elements up to {MOST:,}")
+    return int(elements)
 
 
 def _operand(args: Mapping[str, Any]) -> int:

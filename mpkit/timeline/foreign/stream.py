@@ -32,7 +32,7 @@ _UNREADABLE = 20  # events that are left out; each takes a search through what i
 _UNZIPPED, _TIMES = (
     64 << 20,
     100,
-)  # bytes that any file may come to unzipped, and a larger one per byte of its own
+)  # bytes that any file may come to unzipped; a larger one per byte of its own
 _BETWEEN = re.compile(r"[\s,]*")
 _EMPTY = re.compile(r'(?<!\\)("\s*:)\s*(?=[,}\]])')
 _BACKSLASH = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
@@ -49,8 +49,7 @@ def looks_like_json(path: Path) -> bool:
 
 def looks_like_trace(path: Path) -> bool:
     """Say whether a file of JSON begins as a trace does; one that is damaged from the beginning counts as one."""
-    head = _head(path, 1 << 16)
-    return not looks_like_json(path) or any(word in head for word in MARKS)
+    return not looks_like_json(path) or any(word in _head(path, 1 << 16) for word in MARKS)
 
 
 def other_kind(path: Path) -> str:
@@ -64,21 +63,19 @@ def other_kind(path: Path) -> str:
     with path.open("rb") as file:
         raw = file.read(64)
     text = _head(path, 512)
-    tar = text[257:262] == b"ustar"
-    if not raw:
-        return "empty"
-    if raw.startswith((b"PK", b"\x1f\x8b")) and not tar:
-        return ""
-    kinds = {
-        "a pointer of Git LFS to a file that is not here: `git lfs pull` fetches it": raw.startswith(
-            b"version https://git-lfs"
-        ),
-        "UTF-16, and a trace is UTF-8": raw.startswith((b"\xff\xfe", b"\xfe\xff")),
-        "a tar archive: unpack it, and open its folder": tar,
-        "a page of HTML, not the file that it shows": text.lstrip()[:1] == b"<",
-        "text, and not JSON": text.isascii() and b"\0" not in text,
-    }
-    return next((kind for kind, it_is in kinds.items() if it_is), "neither JSON nor a trace of mpkit")
+    if text[257:262] == b"ustar":
+        return "a tar archive: unpack it, and open its folder"
+    if not raw or raw.startswith((b"PK", b"\x1f\x8b")):
+        return "" if raw else "empty"
+    if raw.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS to a file that is not here: `git lfs pull` fetches it"
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16, and a trace is UTF-8"
+    if text.lstrip()[:1] == b"<":
+        return "a page of HTML, not the file that it shows"
+    return (
+        "text, and not JSON" if text.isascii() and b"\0" not in text else "neither JSON nor a trace of mpkit"
+    )
 
 
 def _head(path: Path, length: int) -> bytes:

@@ -1,7 +1,7 @@
 """The half that runs in a browser: one ES module without a build step, in files of one concept each.
 
     words.js     numbers formatted for people
-    store.js     spans in typed arrays, batches decoded
+    store.js     spans in typed arrays, and the boxes of each row
     raster.js    a row of boxes on the canvas
     lanes.js     which ranks have lanes, and where; groups of them, folded or not
     seen.js      which times are seen: all, a window, a step, a run's newest steps

@@ -269,7 +269,7 @@ class Chart {
     context.beginPath();
     context.moveTo(left, bottom * ratio);
     context.lineTo(left + width, bottom * ratio);
-    const { begin } = this.seen;
+    const begin = this.store.origin ?? this.seen.begin;
     for (const [time, words] of ticks(frame.t0 - begin, frame.t1 - begin, Math.max(3, Math.floor(this.width / 80)))) {
       const x = left + (time + begin - frame.t0) * frame.scale;
       context.moveTo(x, bottom * ratio);

@@ -34,9 +34,9 @@ function linked(store, span) {
   const group = store.value("group", span);
   if (!(group > 0) || kind < SEND || kind > LAST_COLLECTIVE) return null;
   const known = store.linked;
-  if (known?.span === span && known.count === store.count) return known.link;
+  if (known?.span === span) return known.link;
   const link = kind <= RECV ? message(store, span, group, kind) : collective(store, span, group, kind);
-  store.linked = { span, count: store.count, link };
+  store.linked = { span, link };
   return link;
 }
 

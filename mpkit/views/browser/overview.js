@@ -37,7 +37,7 @@ class Overview {
   strip(begin, end) {
     const { chart, drawn } = this;
     const key = `${chart.width} ${chart.dark} ${[...chart.hidden]}`;
-    if (drawn.count === chart.store.count && drawn.key === key && drawn.end === end) return;
+    if (drawn.version === chart.store.version && drawn.key === key && drawn.end === end) return;
     const since = performance.now() - drawn.at;
     if (drawn.key === key && since < STRIP.pause) {
       this.later ||= setTimeout(() => this.draw(), STRIP.pause - since);
@@ -45,7 +45,7 @@ class Overview {
     }
     clearTimeout(this.later);
     this.later = 0;
-    this.drawn = { count: chart.store.count, key, end, at: performance.now() };
+    this.drawn = { version: chart.store.version, key, end, at: performance.now() };
     const ratio = window.devicePixelRatio || 1;
     const width = Math.max(1, Math.round(chart.width * ratio));
     Object.assign(this.canvas, { width, height: Math.round(STRIP.height * ratio) });

@@ -124,7 +124,19 @@ class Panel {
     this.changed();
   }
 
-  /** New spans are in the store. */
+  /** Other spans are in the store; those that stay have moved by so many numbers. */
+  moved(by) {
+    const { chart, walk } = this;
+    const there = chart.selected?.span + by;
+    if (chart.selected?.span >= 0) chart.selected = there >= 0 && there < chart.store.count ? { ...chart.selected, span: there } : null;
+    if (by) {
+      chart.pointed = null;
+      walk.place = null;
+    }
+    this.changed();
+  }
+
+  /** Something that is shown has changed. */
   changed() {
     const { store } = this.chart;
     this.root.dataset.spans = store.count;
@@ -161,7 +173,7 @@ class Panel {
     const rows = [...this.table.rows];
     if (!this.details.open || !rows.length) return;
     const { chart } = this;
-    const state = `${chart.times} ${chart.store.count} ${chart.selected?.rank} ${rows.length}`;
+    const state = `${chart.times} ${chart.store.version} ${chart.selected?.rank} ${rows.length}`;
     if (this.table.dataset.view === state) return;
     this.table.dataset.view = state;
     const columns = [["busy in view", (rank) => percent(chart.store.busy(rank, chart.times))], ...this.tracks.columns(chart.times)];

@@ -83,7 +83,7 @@ class Raster {
   constructor() {
     this.canvas = document.createElement("canvas");
     this.width = 0;
-    this.kept = new Map(); // row -> {key, strip}
+    this.kept = new WeakMap(); // row -> {key, strip}
     this.strips = []; // of this frame: [strip, x, y, height]
   }
 
@@ -92,7 +92,7 @@ class Raster {
     const { width, inks, t0, scale, hidden } = frame;
     if (width !== this.width) {
       Object.assign(this, { width, image: null, shares: new Float32Array(width * inks.length) });
-      this.kept.clear();
+      this.kept = new WeakMap();
     }
     this.strips.length = 0;
     this.rgbs = inks.map((ink) => ink.rgb);

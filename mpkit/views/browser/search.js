@@ -59,7 +59,7 @@ function drawFound(frame, chart, { rows }) {
 /** The field in a panel's tools, and what it says beside it. */
 class Search {
   constructor(panel, tools) {
-    Object.assign(this, { panel, query: null, epoch: -1, named: new Map(), found: new Column(Uint8Array) });
+    Object.assign(this, { panel, query: null, version: -1, named: new Map(), found: new Uint8Array(0) });
     this.field = node("input", "mpkit-search");
     Object.assign(this.field, { type: "search", placeholder: "Search  /", title: HINT, spellcheck: false });
     this.field.setAttribute("aria-label", HINT);
@@ -83,16 +83,16 @@ class Search {
 
   ask(text) {
     this.query = readQuery(text);
-    this.epoch = -1;
+    this.version = -1;
     this.refresh();
     this.panel.chart.ask();
   }
 
   has(span) {
-    return this.found.data[span] === 1;
+    return this.found[span] === 1;
   }
 
-  /** Look at the spans that are new, and say how many there are now. */
+  /** Look at the spans, if these are others, and say how many were found. */
   refresh() {
     const { chart } = this.panel;
     const { store } = chart;
@@ -100,22 +100,18 @@ class Search {
       this.told.textContent = "";
       return;
     }
-    if (this.epoch !== store.epoch) {
-      Object.assign(this, { epoch: store.epoch, named: new Map(), found: new Column(Uint8Array), seconds: 0, count: 0 });
-    }
-    if (this.found.count === store.count && this.told.textContent) return;
-    const fresh = new Uint8Array(store.count - this.found.count);
-    for (let i = 0, span = this.found.count; span < store.count; i++, span++) {
+    if (this.version === store.version && this.told.textContent) return;
+    Object.assign(this, { version: store.version, named: new Map(), found: new Uint8Array(store.count), seconds: 0, count: 0 });
+    for (let span = 0; span < store.count; span++) {
       if (store.value("kind", span) === WAIT || store.value("lane", span) === LANE.NONE) continue;
       const key = `${store.value("kind", span)} ${store.value("name", span)} ${store.value("stage", span)} ${store.value("depth", span)}`;
       if (!this.named.has(key)) this.named.set(key, isNamed(this.query, chart, span));
       if (!this.named.get(key)) continue;
       if (!this.query.columns.every(([column, number]) => store.value(column, span) === number)) continue;
-      fresh[i] = 1;
+      this.found[span] = 1;
       this.count += 1;
       this.seconds += store.value("duration", span);
     }
-    this.found.append(fresh);
     this.told.textContent = this.count ? `${this.count.toLocaleString("en-US")} found${this.seconds ? `, ${seconds(this.seconds)}` : ""}` : "none found";
   }
 

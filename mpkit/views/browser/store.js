@@ -1,5 +1,5 @@
-// Spans as the browser keeps them: one typed array a column, grown by doubling, and for each row (a rank's
-// compute, layers, communication, host copies, data loading) its boxes in the order of their starts.
+// Spans as the browser has them: one typed array a column, and for each row (a rank's compute, layers,
+// communication, host copies, data loading) its boxes in the order of their starts.
 
 // Waits are found by the pointer, not drawn; those within an action cut it into pieces.
 const PARTS = ["compute", "layers", "comm", "host", "data", "waits", "within"];
@@ -9,27 +9,6 @@ const IDLE = 0;
 const ARRAYS = {
   "<f8": Float64Array, "<f4": Float32Array, "<i4": Int32Array, "<i2": Int16Array, "u1": Uint8Array,
 };
-
-/** A typed array that grows. */
-class Column {
-  constructor(Type) {
-    this.data = new Type(256);
-    this.count = 0;
-  }
-
-  reserve(more) {
-    if (this.count + more <= this.data.length) return;
-    const larger = new this.data.constructor(Math.max(2 * this.data.length, this.count + more));
-    larger.set(this.data.subarray(0, this.count));
-    this.data = larger;
-  }
-
-  append(values) {
-    this.reserve(values.length);
-    this.data.set(values, this.count);
-    this.count += values.length;
-  }
-}
 
 /** The boxes of one row. `reach[i]` is the latest end of boxes 0 to i, so it can be searched by bisection. */
 class Row {
@@ -63,7 +42,7 @@ class Row {
     this.count = i + 1;
   }
 
-  /** Batches of several ranks may arrive out of order: sort once, when somebody looks. */
+  /** Spans of several steps may be out of order: sort once, when somebody looks. */
   tidy() {
     if (this.sorted) return this;
     const order = Array.from({ length: this.count }, (_, i) => i).sort((a, b) => this.start[a] - this.start[b]);
@@ -108,14 +87,16 @@ function bisect(values, count, value) {
   return low;
 }
 
-/** Everything that was received in this epoch. */
+/** The spans in view: all of a timeline, or the newest of a run that goes on. */
 class Store {
   constructor() {
-    this.reset(-1);
+    this.version = 0;
+    this.first = 0; // the number of the first span among all of the run
+    this.reset();
   }
 
-  reset(epoch) {
-    Object.assign(this, { epoch, count: 0, begin: Infinity, end: -Infinity });
+  reset() {
+    Object.assign(this, { version: this.version + 1, count: 0, begin: Infinity, end: -Infinity, origin: null });
     this.columns = {};
     this.names = [""];
     this.steps = new Map(); // step -> [start, end]: where idle time counts as bubble
@@ -126,39 +107,31 @@ class Store {
     this.linked = null; // what was linked last
   }
 
-  /** Take a batch. "taken", "known" (nothing new in it) or "missed" (one before it never came). */
-  receive(message, buffer) {
-    if (message.epoch < this.epoch) return "known";
-    if (message.epoch > this.epoch) this.reset(message.epoch);
-    if (message.first > this.count) return "missed";
-    const skip = this.count - message.first;
-    for (const [step, start, end] of message.steps) this.steps.set(step, [start, end]);
-    if (message.names_first <= this.names.length) {
-      message.names.forEach((name, i) => { this.names[message.names_first + i] = name; });
-    }
-    if (skip >= message.count) return "known";
-    this.take(decode(message, buffer), skip, message.count);
-    return "taken";
+  /** Show these spans instead; returns by how many numbers those that stay have moved. */
+  show(head, buffer) {
+    const moved = this.first - head.first;
+    this.reset();
+    Object.assign(this, { names: head.names, first: head.first, origin: head.origin });
+    for (const [step, start, end] of head.steps) this.steps.set(step, [start, end]);
+    this.take(decode(head, buffer), head.count);
+    return moved;
   }
 
-  take(batch, skip, count) {
-    const base = this.count - skip;
-    for (const [name, values] of Object.entries(batch)) {
-      this.columns[name] ??= new Column(values.constructor);
-      this.columns[name].append(skip ? values.subarray(skip) : values);
-    }
-    const { start, duration, rank, kind, lane, depth, key, stage } = batch;
-    for (let i = skip; i < count; i++) {
+  take(columns, count) {
+    for (const [name, data] of Object.entries(columns)) this.columns[name] = { data };
+    const { start, duration, rank, kind, lane, depth, key, stage } = columns;
+    for (let i = 0; i < count; i++) {
       if (lane[i] === LANE.NONE || !(duration[i] > 0)) continue; // what takes no time is nothing to see
       const end = start[i] + duration[i];
       if (start[i] < this.begin) this.begin = start[i];
       if (end > this.end) this.end = end;
-      this.row(rank[i], partOf(kind[i], lane[i], depth[i])).push(start[i], end, key[i], base + i);
+      this.row(rank[i], partOf(kind[i], lane[i], depth[i])).push(start[i], end, key[i], i);
       if (stage[i] >= 0 && lane[i] === LANE.COMPUTE) this.noteStage(rank[i], stage[i]);
       if (kind[i] !== WAIT) this.keys.add(key[i]);
-      else if (depth[i] > 0) this.row(rank[i], PARTS.indexOf("within")).push(start[i], end, key[i], base + i);
+      else if (depth[i] > 0) this.row(rank[i], PARTS.indexOf("within")).push(start[i], end, key[i], i);
     }
-    this.count = base + count;
+    this.count = count;
+    this.origin ??= this.begin;
   }
 
   noteStage(rank, stage) {
@@ -216,15 +189,15 @@ function partOf(kind, lane, depth) {
   return depth > 0 ? 1 : 0;
 }
 
-/** The columns of a message's buffer; wire.py has their order. */
-function decode(message, buffer) {
+/** The columns in a buffer; wire.py has their order. */
+function decode(head, buffer) {
   // A view into a larger buffer may lie at an odd address, where no Float64Array can be: copy then.
   const aligned = buffer.byteOffset % 8 === 0;
   const bytes = aligned ? buffer.buffer : buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength);
   let at = aligned ? buffer.byteOffset : 0;
   const columns = {};
-  for (const [name, code] of message.columns) {
-    columns[name] = new ARRAYS[code](bytes, at, message.count);
+  for (const [name, code] of head.columns) {
+    columns[name] = new ARRAYS[code](bytes, at, head.count);
     at += columns[name].byteLength;
   }
   return columns;

@@ -36,7 +36,7 @@ function facts(chart, span) {
   const layers = layersOf(chart, span);
   if (layers) found.push(["layers", layers.words]);
   if (value("step") >= 0) found.push(["step", value("step")]);
-  found.push(["start", seconds(value("start") - store.begin)], ["took", seconds(value("duration"))]);
+  found.push(["start", seconds(value("start") - store.origin)], ["took", seconds(value("duration"))]);
   if (value("bytes") > 0) found.push(["bytes", amount(value("bytes"), "B")]);
   if (value("flops") > 0) found.push(["work", amount(value("flops"), "FLOP")]);
   if (value("flops") > 0 && value("duration") > 0) {

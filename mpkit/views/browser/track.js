@@ -260,7 +260,7 @@ class Track {
     const name = `${chart.labels[rank] ?? `rank ${rank}`}: ${this.amount(row.totals[moment])}`;
     const peak = row.totals[row.peak];
     const of = data.device ? `, ${percent(peak / data.device)} of the device's ${this.amount(data.device)}` : "";
-    const told = [["at", seconds(time - chart.store.begin)], ...said, ["peak", this.amount(peak) + of]];
+    const told = [["at", seconds(time - chart.store.origin)], ...said, ["peak", this.amount(peak) + of]];
     tip.put(name, "", told, x, y);
     return [name, ...told.map((fact) => fact.join(" "))].join(", ");
   }

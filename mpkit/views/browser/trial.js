@@ -114,10 +114,10 @@ class Trial {
   /** Replace everything that the store has, and let go of what was selected in it. */
   fill(spans, whole) {
     const { store, panel } = this;
-    store.reset(store.epoch + 1);
+    store.reset();
     store.steps.set(0, [0, whole]);
     const batch = this.data.columns.map(([name, code]) => [name, ARRAYS[code].from(spans, (span) => span[name] ?? 0)]);
-    store.take(Object.fromEntries(batch), 0, spans.length);
+    store.take(Object.fromEntries(batch), spans.length);
     panel.select(null);
     panel.walk.place = null;
     panel.chart.pointed = null;

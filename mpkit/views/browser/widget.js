@@ -1,4 +1,4 @@
-// The two ways in: a live widget (anywidget), whose kernel sends batches, and a page that holds its data.
+// The two ways in: a live widget (anywidget), whose kernel sets traits, and a page that holds its data.
 
 const TRAITS = ["title", "labels", "groups", "layers", "bubble", "step_time", "of", "clock", "note", "live", "table", "room", "widest", "said", "waits", "stale", "has_path", "path_shown"];
 
@@ -9,34 +9,16 @@ const stateOf = (model) => Object.fromEntries(TRAITS.map((name) => [name, model.
 function timelineWidget() {
   const store = new Store();
   const panels = new Set();
-  let asked = 0;
-
-  const hello = (model) => {
-    asked = performance.now();
-    model.send({ type: "hello", epoch: store.epoch, have: store.count });
-  };
-  const backlog = (model) => {
-    const buffer = model.get("backlog");
-    const head = model.get("backlog_head");
-    return buffer?.byteLength && head?.type ? store.receive(head, buffer) : "missed";
-  };
-  const hear = (model, message, buffers) => {
-    if (message?.type !== "spans") return;
-    let what = store.receive(message, buffers[0]);
-    // Something before it never came (it was sent while this page loaded): take the kernel's backlog, or ask.
-    if (what === "missed" && backlog(model) !== "missed") what = store.receive(message, buffers[0]);
-    if (what === "missed" && performance.now() - asked > 1000) hello(model);
-    panels.forEach((panel) => panel.changed());
+  const show = (model) => {
+    const head = model.get("spans_head");
+    if (!head?.columns) return;
+    const moved = store.show(head, model.get("spans"));
+    panels.forEach((panel) => panel.moved(moved));
   };
   return {
     initialize({ model }) {
-      model.on("msg:custom", (message, buffers) => hear(model, message, buffers));
-      model.on("change:backlog", () => {
-        backlog(model);
-        panels.forEach((panel) => panel.changed());
-      });
-      backlog(model);
-      hello(model);
+      model.on("change:spans_head", () => show(model));
+      show(model);
     },
     render({ model, el }) {
       const panel = new Panel(el, store, model.get("look"));
@@ -70,11 +52,11 @@ function timelineWidget() {
   };
 }
 
-/** A panel on a page: `state` as above, `batches` as [[message, buffer], ...]. */
-export function showTimeline(host, look, state, batches) {
+/** A panel on a page: `state` as above, and the spans that it shows. */
+export function showTimeline(host, look, state, head, buffer) {
   const store = new Store();
   const panel = new Panel(host, store, look);
-  for (const [message, buffer] of batches) store.receive(message, buffer);
+  store.show(head, buffer);
   panel.update(state);
   return panel;
 }

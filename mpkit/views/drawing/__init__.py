@@ -1,1 +1,1 @@
-"""Shared parts of drawings: colours, axes, SVG sheets, heatmaps, the labels of lanes."""
+"""Shared parts of drawings: colours, axes, SVG sheets, the labels of lanes."""

@@ -35,13 +35,12 @@ from mpkit.views.memory.charts import memory_over_time
 from mpkit.views.memory.series import held_text
 from mpkit.views.page.trial import LINK, trial
 from mpkit.views.theme import THEMES, style_block, substitute_theme
-from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.critical_path import MOST, has_path, path_of
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.svg import svg
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import pack_tracks
-from mpkit.views.timeline.wire import SpanBatches, look
+from mpkit.views.timeline.wire import look, pack_spans
 
 __all__ = ["html"]
 
@@ -137,10 +136,8 @@ def _section(
     common: list[str],
 ) -> str:  # fmt: skip
     """Return one timeline: the SVG that is shown until the canvas is drawn, the data, and the memory."""
-    batches, counter, shown = SpanBatches(), BubbleCounter(timeline.world_size), _shown_step(timeline, step)
-    batches.add(timeline.spans, timeline.names)
-    counter.add(timeline.spans)
-    ((head, buffer),) = batches.messages_since(0, counter.extents, most=max(len(timeline.spans), 1))
+    shown = _shown_step(timeline, step)
+    head, buffer = pack_spans(timeline.spans, timeline.names)
     works = len(metrics.work(timeline.spans)) > 0
     state = {
         "title": "",

@@ -3,7 +3,8 @@
 columns   stages from left to right; within a stage cp, then tp
 rows      replicas
 lines     a colour per axis; thin and dashed from node to node
-below     which ranks communicate over which links; which rows and columns of layers tp gives to which rank
+below     which ranks communicate over which links; the states that ZeRO shards as bars, the elements of each
+          parameter as a table; which rows and columns of layers tp gives to which rank
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpkit.common.safe_text import escape
 from mpkit.plan.mesh_of_trace import place_text
 from mpkit.strategies.placement.placed_ranks import Talk, brief
+from mpkit.strategies.placement.zero_shares import STATES, sharded_states
 from mpkit.views.drawing.colours import ink_of
 from mpkit.views.drawing.sheet import faint_lines, sheet
 from mpkit.views.placement.text import (
+    REPLICAS,
     divided_heading,
     divided_layers,
     groups_words,
     link_words,
+    replica_names,
     shape_words,
-    zero_svg,
-)
+    share_rows,
+)  # fmt: skip
 from mpkit.views.theme import MARGIN, THEMES, wrap_words
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ TALL, APART, BETWEEN, BELOW = 50.0, 26.0, 44.0, 58.0
 
 NARROW, WIDE = 46.0, 196.0
 TOP, ROWS = 108.0, 12
+BAR, BAR_TALL = 210.0, 14.0
+"""Pixels: the most width of a state, and the height of its bar."""
 
 
 class RankBox(NamedTuple):
@@ -70,8 +76,8 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
     body += [line for talk in placement.talks for line in _lines(talk, boxes, placement)] + names
     body += [_rank(placement, rank, box) for rank, box in enumerate(boxes)]
     legend, y = _legend(placement, bottom + 52, whole)
-    shards, y = zero_svg(placement, y, whole)
-    table, y = _table(placement, y, whole)
+    shards, y = _zero(placement, y, whole) if placement.zero else ([], y)
+    table, y = _divided(placement, y, whole)
     lines = [line for note in placement.notes for line in wrap_words(note, whole - 2 * MARGIN)]
     notes, height = faint_lines(lines, y), y + 20 * len(lines)
     classes = {
@@ -82,17 +88,9 @@ def placement_svg(placement: Placement, width: int = 960) -> str:
         }
         for name, theme in THEMES.items()
     }
-    title = f"Placement of {placement.mesh.size} ranks"
-    return sheet(
-        "placement",
-        title,
-        str(placement),
-        [*body, *legend, *shards, *table, *notes],
-        whole,
-        height,
-        head=shape_words(placement),
-        classes=classes,
-    )
+    title, parts = f"Placement of {placement.mesh.size} ranks", [*body, *legend, *shards, *table, *notes]
+    head = shape_words(placement)
+    return sheet("placement", title, str(placement), parts, whole, height, head=head, classes=classes)
 
 
 def _boxes(placement: Placement, width: int) -> list[RankBox]:
@@ -240,27 +238,66 @@ def _legend(placement: Placement, y: float, width: float) -> tuple[list[str], fl
     return parts, y + 6
 
 
-def _table(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
-    """List what tp and ep divide, one line per layer; returns the elements and the y below them."""
-    rows = divided_layers(placement)
-    if not rows:
+def _zero(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
+    """Draw a bar per replica and state, filled where the replica holds it, and a table of parameters."""
+    n, left, parted = placement.shard_count, MARGIN + 10, sharded_states(placement.zero)
+    bar = min(BAR, (width - left - 64 - MARGIN) / len(STATES) - 24)
+    parts = [_words(left, y + 14, f"what ZeRO-{placement.zero} shards", "words", ' font-weight="600"')]
+    y += 34
+    starts = [left + 64 + i * (bar + 24) for i in range(len(STATES))]
+    for state, x in zip(STATES, starts, strict=True):
+        how = f", 1/{n} each" if parted[state] else ", whole"
+        word = wrap_words(state + how, bar + 24)[0].rstrip(",")  # the bars below say how
+        parts.append(_words(x, y, word, "faint"))
+    for replica, name in enumerate(replica_names(placement)):
+        y += BAR_TALL + 6
+        parts.append(_words(left, y, name, "words"))
+        for state, x in zip(STATES, starts, strict=True):
+            first, wide = (x + bar * (replica % n) / n, bar / n) if parted[state] else (x, bar)
+            told = f"{name}: {f'1/{n} of the ' if parted[state] else 'all '}{state}"
+            tall = f'y="{y - BAR_TALL + 3:.1f}" height="{BAR_TALL:g}" rx="3"'
+            parts.append(
+                f'<g><title>{escape(told)}</title><rect class="box" x="{x:.1f}" width="{bar:g}" {tall}/>'
+                f'<rect fill="{ink_of("dp")}" x="{first:.1f}" width="{max(wide, 2):.1f}" {tall}/></g>'
+            )
+    if placement.replicas > REPLICAS:
+        y += 18
+        parts.append(_words(left, y, f"and {placement.replicas - REPLICAS} more", "faint"))
+    rows = share_rows(placement)
+    if len(rows) > 1:
+        table, y = _grid(rows, y + 30, width, len(placement.shares) + 1 - len(rows))
+        parts += table
+    return parts, y + 20
+
+
+def _divided(placement: Placement, y: float, width: float) -> tuple[list[str], float]:
+    """List what tp and ep divide, one line per layer."""
+    layers = divided_layers(placement)
+    if not layers:
         return [], y
-    left, name = MARGIN + 10, max(len(name) for name, _ in rows) * 6.8 + 24
-    column = max(len(part) for _, parts in rows for part in parts) * 6.6 + 20
-    shown = min(placement.mesh.tp, max(1, int((width - 40 - name) / column)))
-    parts = [_words(left, y + 8, divided_heading(placement), "words", ' font-weight="600"')]
-    if any(len(held) > 1 for _, held in rows):
-        parts += [_words(left + name + column * i, y + 8, f"tp{i}", "faint") for i in range(shown)]
-    for row, held in rows[:ROWS]:
-        y += 18
-        parts.append(_words(left, y + 10, row, "words"))
+    heads = [f"tp{i}" for i in range(placement.mesh.tp)] if any(len(held) > 1 for _, held in layers) else []
+    rows = [[divided_heading(placement), *heads], *([name, *held] for name, held in layers[:ROWS])]
+    parts, y = _grid(rows, y + 8, width, len(layers) - ROWS)
+    return parts, y + 26
+
+
+def _grid(rows: list[list[str]], y: float, width: float, left_out: int) -> tuple[list[str], float]:
+    """Draw a table as words, as many columns as fit; its first row has the heads."""
+    left, name = MARGIN + 10, max(len(row[0]) for row in rows[1:]) * 6.8 + 24
+    column = max(max(len(part) for row in rows[1:] for part in row[1:]) * 6.6 + 20, 40.0)
+    shown = max(1, int((width - 40 - name) / column))
+    parts, first = list[str](), y
+    for row in rows:
+        bold = ' font-weight="600"' if y == first else ""
+        parts.append(_words(left, y, row[0], "words", bold))
         parts += [
-            _words(left + name + column * i, y + 10, word, "faint") for i, word in enumerate(held[:shown])
+            _words(left + name + column * i, y, word, "faint") for i, word in enumerate(row[1 : shown + 1])
         ]
-    if len(rows) > ROWS:
         y += 18
-        parts.append(_words(left, y + 10, f"and {len(rows) - ROWS} more", "faint"))
-    return parts, y + 34
+    if left_out > 0:
+        parts.append(_words(left, y, f"and {left_out} more", "faint"))
+        y += 18
+    return parts, y - 18
 
 
 def _words(x: float, y: float, words: str, look: str, more: str = "") -> str:
@@ -268,11 +305,5 @@ def _words(x: float, y: float, words: str, look: str, more: str = "") -> str:
 
 
 def _middle(box: RankBox, down: float, words: str, look: str, weight: int) -> str:
-    size = "12" if weight > 400 else "10.5"
-    return _words(
-        box.middle,
-        box.y + down,
-        words,
-        look,
-        f' text-anchor="middle" font-size="{size}" font-weight="{weight}"',
-    )
+    more = f' text-anchor="middle" font-size="{12 if weight > 400 else 10.5:g}" font-weight="{weight}"'
+    return _words(box.middle, box.y + down, words, look, more)

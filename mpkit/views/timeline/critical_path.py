@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.safe_text import escape
+from mpkit.common.table import table_text
 from mpkit.common.units import percent, seconds
 from mpkit.timeline import metrics
 from mpkit.timeline.timeline import Timeline
@@ -27,15 +28,9 @@ if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical_path import CriticalPath, PathOp
 
 __all__ = [
-    "MOST",
-    "critical_html",
-    "critical_svg",
-    "critical_text",
-    "has_path",
-    "outline_path",
-    "pack_path",
+    "MOST", "PARTS", "critical_html", "critical_svg", "critical_text", "has_path", "outline_span", "pack_path", "page",
     "path_of",
-]
+]  # fmt: skip
 
 MOST = 20_000
 """The most operations of a step whose path is put into a page, in which no kernel could find it later."""
@@ -94,34 +89,38 @@ def pack_path(
 LONGEST = 10
 """How many operations of a path are listed."""
 
-NO_OPERATION = ("gap", "before the step")
-
 PARTS = {Lane.COMM: "comm", Lane.HOST: "host", Lane.DATA: "data"}
+"""By lane, the part of a rank's lanes that it is drawn in; "compute" else."""
 
 
 def critical_text(path: CriticalPath) -> str:
     """Return the path by kind and rank, and its longest operations."""
     whole = path.step_time or 1.0
-    lines = [heading(path), f"{'on the path':>11}  {'share':>7}  {'if free':>9}  kind"]
-    lines += [
-        f"{seconds(on):>11}  {percent(on / whole):>7}  {_gain_without(path, kind):>9}  {kind.replace('_', ' ')}"
+    kinds = [["on the path", "share", "if free", "kind"]]
+    kinds += [
+        [seconds(on), percent(on / whole), _gain(path, kind, kind=kind), kind.replace("_", " ")]
         for kind, on in path.by_kind.items()
     ]
     shares = (
         f"rank {path.timeline.rank_number(rank)} {percent(on / whole)}" for rank, on in path.by_rank.items()
     )
-    lines.append(f"It is on {', '.join(shares)}.")
-    lines.append(f"{'start':>9}  {'takes':>9}  {'if free':>9}  operation")
-    lines += [
-        f"{seconds(op.start):>9}  {seconds(op.seconds):>9}  {_gain(path, op):>9}  {op_words(path, op)}"
-        for op in longest(path)
+    longest = sorted(sorted(path.ops, key=lambda op: -op.seconds)[:LONGEST], key=lambda op: op.start)
+    ops = [["start", "takes", "if free", "operation"]]
+    ops += [
+        [
+            seconds(op.start),
+            seconds(op.seconds),
+            _gain(path, op.kind, rows=np.array([op.row])),
+            op_words(path, op),
+        ]
+        for op in longest
     ]
     left = len(path.ops) - LONGEST
-    if left > 0:
-        lines.append(
-            f"and {left:,} shorter ones, in path.ops; path.slack has how much longer every other may take."
-        )
-    return "\n".join(lines)
+    more = f"and {left:,} shorter ones, in path.ops; path.slack has how much longer every other may take."
+    return "\n".join(
+        [heading(path), *table_text(kinds, (3,)), f"It is on {', '.join(shares)}.", *table_text(ops, (3,)),
+         *[more] * (left > 0)]
+    )  # fmt: skip
 
 
 def heading(path: CriticalPath) -> str:
@@ -134,12 +133,6 @@ def heading(path: CriticalPath) -> str:
     )
 
 
-def longest(path: CriticalPath) -> list[PathOp]:
-    """Return the longest operations, in the order in which they run."""
-    chosen = sorted(path.ops, key=lambda op: -op.seconds)[:LONGEST]
-    return sorted(chosen, key=lambda op: op.start)
-
-
 def op_words(path: CriticalPath, op: PathOp) -> str:
     """Name an operation: its rank, kind, name, stage and micro-batch."""
     words = [f"rank {path.timeline.rank_number(op.rank)}", op.kind.replace("_", " ")]
@@ -149,17 +142,11 @@ def op_words(path: CriticalPath, op: PathOp) -> str:
     return " · ".join(words)
 
 
-def _gain(path: CriticalPath, op: PathOp) -> str:
-    """Return by how much the step would be shorter without an operation."""
-    return "" if op.kind in NO_OPERATION else _less(path.if_free(rows=np.array([op.row])))
-
-
-def _gain_without(path: CriticalPath, kind: str) -> str:
-    """Return by how much the step would be shorter without all operations of a kind, on the path or not."""
-    return "" if kind in NO_OPERATION else _less(path.if_free(kind=kind))
-
-
-def _less(gain: float) -> str:
+def _gain(path: CriticalPath, word: str, **these: Any) -> str:
+    """Return by how much the step would be shorter without an operation, or without all of its kind, on it or not."""
+    if word in WHATS:
+        return ""
+    gain = path.if_free(**these)
     return f"-{seconds(gain)}" if gain > 0 else "0 s"
 
 
@@ -179,7 +166,7 @@ def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot
     begin, lanes = path.graph.begin, path.timeline.spans["lane"]
     boxes = []
     for op in path.ops:
-        part = "compute" if op.kind in NO_OPERATION else part_of(int(lanes[op.row]))
+        part = "compute" if op.kind in WHATS else PARTS.get(Lane(lanes[op.row]), "compute")
         words = f"critical: {op_words(path, op)}, {seconds(op.seconds)}"
         boxes += outline_span(
             pic, tops, plot, op.rank, part, begin + op.start, begin + op.end, words, op.kind == "gap"
@@ -194,11 +181,6 @@ def outline_path(path: CriticalPath, pic: Picture, tops: list[float], plot: Plot
                 f'<line class="path" x1="{before.end:.2f}" y1="{y1:g}" x2="{after.x:.2f}" y2="{y2:g}"/>'
             )
     return f'<g aria-label="critical path">{"".join(parts)}</g>'
-
-
-def part_of(lane: int) -> str:
-    """Return the part of a rank's lanes that a span of this lane is drawn in."""
-    return PARTS.get(Lane(lane), "compute")
 
 
 def outline_span(

@@ -10,10 +10,11 @@ from mpkit.common.display import image
 from mpkit.common.safe_text import escape
 from mpkit.common.units import percent, seconds
 from mpkit.timeline.timeline import Timeline
+from mpkit.trace import Lane
 from mpkit.views.drawing.colours import CAUSE_INKS
 from mpkit.views.drawing.lanes import FOLDED
 from mpkit.views.drawing.outlines import merge_outlines
-from mpkit.views.timeline.critical_path import critical_svg, critical_text, outline_span, page, part_of
+from mpkit.views.timeline.critical_path import PARTS, critical_svg, critical_text, outline_span, page
 from mpkit.views.timeline.picture import Picture
 from mpkit.views.timeline.svg import Plot, svg
 
@@ -99,10 +100,9 @@ def finding_svg(found: Diagnosis, each: Finding, width: int = 960) -> str:
 def _outlines(found: Diagnosis, each: Finding, pic: Picture, tops: list[float], plot: Plot) -> str:
     spans, boxes = found.path.timeline.spans, []
     for row in each.ops[:OUTLINES]:
-        start, end = float(spans["start"][row]), float(spans["end"][row])
-        boxes += outline_span(
-            pic, tops, plot, int(spans["rank"][row]), part_of(int(spans["lane"][row])), start, end
-        )
+        span = spans[row]
+        rank, part = int(span["rank"]), PARTS.get(Lane(span["lane"]), "compute")
+        boxes += outline_span(pic, tops, plot, rank, part, float(span["start"]), float(span["end"]))
     outlines = merge_outlines(sorted(boxes, key=lambda box: (box.y, box.x)))
     drawn = "".join(outline.svg() for outline in outlines)
     return f'<g aria-label="operations of the finding">{drawn}</g>'
@@ -112,12 +112,15 @@ def diagnosis_panel(found: Diagnosis) -> str:
     """Return the findings as HTML without scripts: each opens with the keyboard or a click."""
     parts = [f"<p><b>{escape(heading(found))}</b></p>"]
     if causes := idle_time(found):
-        shares = ", ".join(f"{_square(CAUSE_INKS[cause])} {cause} {share}" for cause, share in causes)
+        shares = ", ".join(
+            f'<span aria-hidden="true" style="color:{CAUSE_INKS[cause]}">&#9632;</span> {cause} {share}'
+            for cause, share in causes
+        )
         parts.append(f"<p>A rank is idle, on average: {shares}.</p>")
     for number, each in enumerate(found, 1):
         gain = f" <b>{percent(each.gain / found.step_time)}</b>" if each.gain else ""
         items = "".join(
-            f"<dt>{label}</dt><dd>{_code(words) if label == 'check' else escape(words)}</dd>"
+            f"<dt>{label}</dt><dd>{f'<code>{escape(words)}</code>' if label == 'check' else escape(words)}</dd>"
             for label, words in _parts(found, each)
         )
         picture = (
@@ -130,14 +133,6 @@ def diagnosis_panel(found: Diagnosis) -> str:
             f"<dl>{items}</dl>{picture}</details>"
         )
     return f'<section aria-label="diagnosis">{"".join(parts)}</section>'
-
-
-def _square(colour: str) -> str:
-    return f'<span aria-hidden="true" style="color:{colour}">&#9632;</span>'
-
-
-def _code(words: str) -> str:
-    return f"<code>{escape(words)}</code>"
 
 
 def diagnosis_html(found: Diagnosis) -> str:

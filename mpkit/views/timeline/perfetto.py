@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,6 @@ def perfetto(timeline: Timeline) -> bytes:
         *_names(timeline, threads),
         *_slices(timeline, threads, origin),
         *_flows(timeline, threads, origin),
-        *_last_arrivers(timeline, threads, origin),
         *_counters(timeline),
     ]
     other = {"clock": clock_words(timeline), "notes": timeline.notes}
@@ -84,125 +83,99 @@ def _threads(spans: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _names(timeline: Timeline, threads: npt.NDArray[Any]) -> Iterator[Event]:
+    def named(rank: int, what: str, **more: Any) -> Event:
+        return {"ph": "M", "pid": rank, "name": what, **more}
+
     for rank in range(timeline.world_size):
-        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": rank_label(timeline, rank)}}
-        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        yield named(rank, "process_name", args={"name": rank_label(timeline, rank)})
+        yield named(rank, "process_sort_index", args={"sort_index": rank})
     words = dict(sorted(THREADS.values()))
     for rank, thread in sorted({*zip(timeline.spans["rank"].tolist(), threads.tolist(), strict=True)}):
         first = max(known for known in words if known <= thread)
         name = words[first] + (f" {thread - first + 1}" if thread > first else "")
-        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "pid": rank,
-            "tid": thread,
-            "name": "thread_sort_index",
-            "args": {"sort_index": thread},
-        }
+        yield named(rank, "thread_name", tid=thread, args={"name": name})
+        yield named(rank, "thread_sort_index", tid=thread, args={"sort_index": thread})
 
 
 def _slices(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
     spans, names, layers = timeline.spans, timeline.names, layer_words(timeline)
     words = {int(kind): kind.word.replace("_", " ") for kind in Kind}
     columns = list(SPAN.names or ())
-    lists = [spans[name].tolist() for name in columns]
-    for *values, thread in zip(*lists, threads.tolist(), strict=True):
+    for *values, thread in zip(*(spans[name].tolist() for name in columns), threads.tolist(), strict=True):
         span = dict(zip(columns, values, strict=True))
         kind = words.get(span["kind"], f"kind {span['kind']}")
         name = names[span["name"]] if 0 <= span["name"] < len(names) else ""
-        number = (
-            span["microbatch"]
-            if span["microbatch"] >= 0
-            else span["step"]
-            if span["kind"] == Kind.STEP
-            else ""
-        )
+        step = span["step"] if span["kind"] == Kind.STEP else ""
+        number = span["microbatch"] if span["microbatch"] >= 0 else step
         arguments = {word: span[word] for word in ("stage", "microbatch", "step", "peer") if span[word] >= 0}
         arguments |= {word: span[word] for word in ("bytes", "flops") if span[word] > 0}
         if computed := layers_of_span(layers, span):
             arguments["layers"] = computed
+        shown = name if name and span["lane"] != Lane.COMM else f"{kind} {name or number}".rstrip()
+        times = {"ts": (span["start"] - origin) * 1e6, "dur": (span["end"] - span["start"]) * 1e6}
         yield {
             "ph": "X",
             "pid": span["rank"],
             "tid": thread,
-            "ts": (span["start"] - origin) * 1e6,
-            "dur": (span["end"] - span["start"]) * 1e6,
-            "name": name if name and span["lane"] != Lane.COMM else f"{kind} {name or number}".rstrip(),
+            **times,
+            "name": shown,
             "cat": kind,
             "args": arguments,
         }
 
 
 def _flows(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
-    """Yield an arrow from each send to its receive: the n-th of a group to the n-th of the same group."""
-    spans = timeline.spans
-    messages: dict[tuple[int, int], list[int]] = {}
-    for kind in (Kind.SEND, Kind.RECV):
-        chosen = np.flatnonzero((spans["kind"] == kind) & (spans["group"] > 0))
-        for at in chosen[np.argsort(spans["issued"][chosen], kind="stable")].tolist():
-            messages.setdefault((int(spans["group"][at]), int(kind)), []).append(at)
-    number = 0
-    for (group, kind_number), sends in messages.items():
-        if kind_number == Kind.SEND:
-            for send, receive in zip(sends, messages.get((group, Kind.RECV), []), strict=False):
-                number += 1
-                # A point within the slice, so that the arrow is attached to it.
-                for phase, at, share in (("s", send, 0.0), ("f", receive, 0.5)):
-                    start, end = float(spans["start"][at]), float(spans["end"][at])
-                    yield {
-                        "ph": phase,
-                        "id": number,
-                        "pid": int(spans["rank"][at]),
-                        "tid": int(threads[at]),
-                        "ts": (start + share * (end - start) - origin) * 1e6,
-                        "name": "message",
-                        "cat": "message",
-                        **({"bp": "e"} if phase == "f" else {}),
-                    }
+    """Yield arrows from each send to its receive, and from the rank that issued a collective last to each other one.
 
-
-def _last_arrivers(timeline: Timeline, threads: npt.NDArray[Any], origin: float) -> Iterator[Event]:
-    """Yield an arrow from the rank that issued a collective last to each other one, the n-th of a group to the n-th."""
+    What belongs together are the n-th of a group, and of a kind of collective, on each rank.
+    """
     spans = timeline.spans
-    chosen = np.flatnonzero((spans["kind"] > Kind.RECV) & (spans["lane"] == Lane.COMM) & (spans["group"] > 0))
+    chosen = np.flatnonzero((spans["lane"] == Lane.COMM) & (spans["group"] > 0))
     counted: dict[tuple[int, int, int], int] = {}
     calls: dict[tuple[int, int, int], list[int]] = {}
     for at in chosen[np.argsort(spans["issued"][chosen], kind="stable")].tolist():
         group, kind, rank = (int(spans[name][at]) for name in ("group", "kind", "rank"))
         number = counted[group, kind, rank] = counted.get((group, kind, rank), -1) + 1
-        calls.setdefault((group, kind, number), []).append(at)
-    for number, members in enumerate(calls.values()):
-        last = members[-1]
+        calls.setdefault((group, Kind.SEND if kind == Kind.RECV else kind, number), []).append(at)
+
+    ids = count(1)
+
+    def arrow(words: tuple[str, str], send: int, receive: int, share: float) -> Iterator[Event]:
+        number = next(ids)
+        for phase, at, part in (
+            ("s", send, 0.0),
+            ("f", receive, share),
+        ):  # within a slice, to be attached to it
+            start, end = float(spans["start"][at]), float(spans["end"][at])
+            place = {"pid": int(spans["rank"][at]), "tid": int(threads[at])}
+            time = (start + part * (end - start) - origin) * 1e6
+            bound = {"bp": "e"} if phase == "f" else {}
+            yield {"ph": phase, "id": number, **place, "ts": time, "name": words[0], "cat": words[1], **bound}
+
+    for (_, kind, _), members in calls.items():
+        if kind == Kind.SEND:
+            sends, asks = (
+                [at for at in members if spans["kind"][at] == each] for each in (Kind.SEND, Kind.RECV)
+            )
+            for send, receive in zip(sends, asks, strict=False):
+                yield from arrow(("message", "message"), send, receive, 0.5)
+            continue
         for other in members[:-1]:
-            for phase, at, share in (("s", last, 0.0), ("f", other, 1.0)):
-                start, end = float(spans["start"][at]), float(spans["end"][at])
-                yield {
-                    "ph": phase,
-                    "id": f"collective {number} to {int(spans['rank'][other])}",
-                    "pid": int(spans["rank"][at]),
-                    "tid": int(threads[at]),
-                    "ts": (start + share * (end - start) - origin) * 1e6,
-                    "name": "came last",
-                    "cat": "collective",
-                    **({"bp": "e"} if phase == "f" else {}),
-                }
+            yield from arrow(("came last", "collective"), members[-1], other, 1.0)
 
 
 def _counters(timeline: Timeline) -> Iterator[Event]:
+    def counter(rank: int, time: float, name: str, values: dict[str, Any]) -> Event:
+        return {"ph": "C", "pid": rank, "ts": time * 1e6, "name": name, "args": values}
+
     for rank in range(timeline.world_size) if len(timeline.held) else []:
         memory = memory_of(timeline, rank, points=5000)
         for time, levels in zip(memory.times.tolist(), memory.levels.tolist(), strict=True):
-            held = dict(zip(CATEGORIES, levels, strict=True))
-            yield {"ph": "C", "pid": rank, "ts": time * 1e6, "name": "memory (bytes)", "args": held}
+            yield counter(rank, time, "memory (bytes)", dict(zip(CATEGORIES, levels, strict=True)))
     origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
     for rank, track in product(range(timeline.world_size), TRACKS) if len(timeline.device_samples) else []:
-        times, levels = curve(timeline, rank, track, points=5000)
-        for time, values in zip(times.tolist(), levels.tolist(), strict=True):
+        for time, values in zip(
+            *(each.tolist() for each in curve(timeline, rank, track, points=5000)), strict=True
+        ):
             told = dict(zip(track.columns.values(), values, strict=True))
-            yield {
-                "ph": "C",
-                "pid": rank,
-                "ts": (time - origin) * 1e6,
-                "name": f"{track.name} ({track.unit})",
-                "args": told,
-            }
+            yield counter(rank, time - origin, f"{track.name} ({track.unit})", told)

@@ -1,12 +1,9 @@
-"""The live timeline: an anywidget canvas, fed in batches.
+"""The live timeline: an anywidget canvas that shows the spans in its traits.
 
-    append   from any thread, as often as one likes; spans are collected
-    flush    at most every PAUSE seconds, all collected spans are sent as one binary message
-    hello    a browser that (re)loads reports how much it has, and is sent the rest
+    append   the spans of a run, as they come: the newest steps are in view, at most as often as `Pace` allows
+    replace  a whole timeline instead
 
-Until a browser has said hello, messages may have been lost while its page loaded, and a kernel that is busy with a
-cell cannot receive its hello. Until then, a copy of everything is therefore kept in the trait `backlog`, whose
-contents are not lost.
+All that is shown is state: a page that is loaded again, or late, has it at once.
 """
 
 from __future__ import annotations
@@ -16,23 +13,25 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
 from mpkit.common.missing_packages import needs_notebook
 from mpkit.common.units import percent
 from mpkit.timeline import metrics
+from mpkit.timeline.replay import HELD, SPAN
 from mpkit.timeline.timeline import Timeline
 from mpkit.views.browser import css, esm
+from mpkit.views.dashboard.pace import Pace
 from mpkit.views.drawing.clock_words import CLOCKS, clock_words
 from mpkit.views.drawing.lanes import LaneGroup, groups_of, groups_trait, rank_label
-from mpkit.views.timeline.bubble_count import BubbleCounter
 from mpkit.views.timeline.critical_path import has_path, pack_path, path_of
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.svg import static_bundle
 from mpkit.views.timeline.table import rank_table
 from mpkit.views.timeline.tracks import expected_tracks, pack_tracks
 from mpkit.views.timeline.waits_in_vain import length_with_waits, waits_in_vain
-from mpkit.views.timeline.wire import SpanBatches, look
+from mpkit.views.timeline.wire import look, pack_spans
 
 if TYPE_CHECKING:
     from mpkit.timeline.dependencies.critical_path import CriticalPath
@@ -46,13 +45,14 @@ except ImportError as error:
 __all__ = ["TimelineView", "show_path"]
 
 PAUSE = 0.08
-"""The least seconds between two messages. One message per span would exceed the server's limit of messages."""
+"""The least seconds between two updates: more would exceed the server's limit of messages."""
 
 WATCHABLE = 1.0
 """Seconds: the figures of a step that takes longer are updated while it goes on; faster ones would only flicker."""
 
-BACKLOG = 200_000
-"""The most spans in the backlog; beyond that, a browser that missed something recovers only by saying hello."""
+STEPS, SPANS, MOST = 4, 2_000, 50_000
+"""Of a run that goes on, so many of its newest steps are in view, and more as long as these are not so many spans; and
+so many spans at most."""
 
 
 class TimelineView(anywidget.AnyWidget):
@@ -84,6 +84,7 @@ class TimelineView(anywidget.AnyWidget):
         has_path: whether a critical path can be shown, which is found when `path_shown` is set.
         path_shown: whether it is shown.
         path_head, path_slack: the path, as `pack_path` has it.
+        spans, spans_head: the spans in view, as `pack_spans` has them.
         tracks: the memory of each rank, and its GPU, below the lanes; `tracks_head` says what is in it (`pack_tracks`).
     """
 
@@ -112,8 +113,8 @@ class TimelineView(anywidget.AnyWidget):
     path_slack = traitlets.Bytes(b"").tag(sync=True)
     table = traitlets.Dict().tag(sync=True)
     look = traitlets.Dict().tag(sync=True)
-    backlog = traitlets.Bytes(b"").tag(sync=True)
-    backlog_head = traitlets.Dict().tag(sync=True)
+    spans = traitlets.Bytes(b"").tag(sync=True)
+    spans_head = traitlets.Dict().tag(sync=True)
 
     def __init__(
         self,
@@ -133,18 +134,15 @@ class TimelineView(anywidget.AnyWidget):
             groups=groups_trait(groups, len(labels)), layers=list(layers),
         )  # fmt: skip
         self._lock = threading.RLock()
-        self._batches = SpanBatches()
-        self._counter = BubbleCounter(max(len(labels), 1))
         self._timeline: Timeline | None = None
         self._memory = memory
-        self._sent = self._names_sent = 0
-        self._changed: set[int] = set()  # steps whose extents grew since they were last sent
-        self._flushed = 0.0
-        self._timer: threading.Timer | None = None
+        self._kept, self._names = np.zeros(0, SPAN), [""]
+        self._first, self._origin = (
+            0,
+            np.inf,
+        )  # the number of the first span that is kept, and the run's begin
+        self._fresh, self._pace = False, Pace(PAUSE)
         self._newest: tuple[int | None, float] = (None, 0.0)  # the newest step, and since when
-        self._heard = False
-        self._in_backlog = 0
-        self.on_msg(self._hear)
         self.observe(self._find_path, "path_shown")
         if timeline is not None:
             self.replace(timeline)
@@ -155,58 +153,76 @@ class TimelineView(anywidget.AnyWidget):
         self, labels: Sequence[str], groups: Sequence[LaneGroup], layers: Sequence[dict[str, Any]]
     ) -> None:
         """Name the lanes of a view that was displayed before anything was known of them."""
-        self._counter = BubbleCounter(max(len(labels), 1))
         self.labels, self.groups, self.layers = list(labels), groups_trait(groups, len(labels)), list(layers)
 
     # ---- feeding --------------------------------------------------------------------------------------------
 
     def append(self, spans: npt.NDArray[Any], names: Sequence[str] = ("",)) -> None:
-        """Add spans, (n,) of `SPAN`, from any thread. They are shown within a tenth of a second.
+        """Add spans, (n,) of `SPAN`, from any thread; without any, show those that came too soon after the last ones.
 
         Args:
             spans: the spans; their `cause` counts all spans appended so far, from 0.
             names: all strings so far that spans refer to, not only the new ones.
         """
         with self._lock:
-            if not len(spans):
-                return
-            self._forget(None)
-            self._batches.add(spans, names)
-            self._changed.update(self._counter.add(spans))
-            wait = self._flushed + PAUSE - time.monotonic()
-            if wait <= 0:
-                self.flush()
-            elif self._timer is None:
-                self._timer = threading.Timer(wait, self.flush)
-                self._timer.daemon = True
-                self._timer.start()
+            if len(spans):
+                self._forget(None)
+                self._kept, self._names, self._fresh = np.concatenate([self._kept, spans]), list(names), True
+                self._origin = min(self._origin, float(spans["start"].min()))
+                self._drop_old()
+            if self._fresh:
+                self._pace(self.flush)
+
+    def _drop_old(self) -> None:
+        """Keep the spans from the first one of the newest steps on."""
+        steps = np.unique(self._kept["step"])
+        firsts = np.array([np.argmax(self._kept["step"] == step) for step in steps[-STEPS:]])
+        drop = min(int(firsts.min(initial=0)), max(len(self._kept) - SPANS, 0)) if len(steps) > STEPS else 0
+        drop = max(drop, len(self._kept) - MOST)
+        self._kept, self._first = self._kept[drop:], self._first + drop
+
+    def flush(self) -> None:
+        """Show the newest spans now, and their figures."""
+        with self._lock, self.hold_sync():
+            self.spans_head, self.spans = pack_spans(self._kept, self._names, self._first, self._origin)
+            self._fresh = False
+            self._count()
+
+    def _count(self) -> None:
+        """Update the figures: of the step in progress if it is slow enough to watch, else of the last complete one."""
+        n, now = max(len(self.labels), 1), time.monotonic()
+        newest, complete = int(self._kept["step"].max()), metrics.steps(self._kept, n)
+        if newest != self._newest[0]:
+            self._newest = (newest, now)
+        so_far = not complete or (complete[-1] != newest and now - self._newest[1] > WATCHABLE)
+        shown = newest if so_far else complete[-1]
+        of_step = self._kept[self._kept["step"] == shown]
+        step = Timeline(of_step, list(self._names), np.zeros(0, HELD), n, "virtual")
+        self.of = f"step {shown}{' so far' * so_far}" if shown >= 0 else "so far"
+        self.bubble = step.bubble if len(metrics.work(of_step)) else None
+        self.step_time = step.step_time
+        shares = [percent(1 - share) for share in step.utilisation]
+        rows = [[label, share] for label, share in zip(self.labels, shares, strict=False)]
+        self.table = {"head": ["", f"idle, {self.of}"], "rows": rows}
 
     def replace(self, timeline: Timeline) -> None:
         """Show this timeline instead of everything shown so far."""
-        with self._lock:
+        with self._lock, self.hold_sync():
             self._forget(timeline)
-            self._batches.reset()
-            self._counter = BubbleCounter(timeline.world_size)
-            self._batches.add(timeline.spans, timeline.names)
-            self._changed = set(self._counter.add(timeline.spans))
-            self._sent = self._names_sent = self._in_backlog = 0
-            works = len(metrics.work(timeline.spans)) > 0
-            with self.hold_sync():
-                self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
-                self.groups = groups_trait(groups_of(timeline), timeline.world_size)
-                self.layers = layers_trait(timeline)
-                self.clock = clock_words(timeline)
-                if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
-                    self.clock += f", on {hardware}"
-                self.note = " ".join(timeline.notes)
-                self.table = rank_table(timeline)
-                self._show_waits(timeline)
-            self.flush()
-            with self.hold_sync():
-                steps = timeline.steps
-                self.of = f"step {steps[-1]}" if works and len(steps) > 1 else ""
-                self.bubble = timeline.bubble if works else None
-                self.step_time = timeline.step_time if works else None
+            works, steps = len(metrics.work(timeline.spans)) > 0, timeline.steps
+            self.spans_head, self.spans = pack_spans(timeline.spans, timeline.names)
+            self.labels = [rank_label(timeline, rank) for rank in range(timeline.world_size)]
+            self.groups = groups_trait(groups_of(timeline), timeline.world_size)
+            self.layers = layers_trait(timeline)
+            self.clock = clock_words(timeline)
+            if hardware := timeline.meta.get("hardware", "") if timeline.clock != "simulated" else "":
+                self.clock += f", on {hardware}"
+            self.note = " ".join(timeline.notes)
+            self.table = rank_table(timeline)
+            self._show_waits(timeline)
+            self.of = f"step {steps[-1]}" if works and len(steps) > 1 else ""
+            self.bubble = timeline.bubble if works else None
+            self.step_time = timeline.step_time if works else None
 
     def _forget(self, timeline: Timeline | None) -> None:
         """Another timeline is shown now, or spans of which there is none yet: what was known of the last one goes."""
@@ -248,66 +264,6 @@ class TimelineView(anywidget.AnyWidget):
         if head["tracks"]:
             with self.hold_sync():
                 self.tracks, self.tracks_head = values, head
-
-    def flush(self) -> None:
-        """Send the collected spans now."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-            self._flushed = time.monotonic()
-            if self._sent == self._batches.count and self._sent:
-                return
-            # The backlog first: a page that is still loading builds on it when the message arrives.
-            self._keep_backlog()
-            steps = {step: self._counter.extents[step] for step in sorted(self._changed)}
-            for head, buffer in self._batches.messages_since(self._sent, steps, self._names_sent):
-                self.send(head, [buffer])
-            self._sent, self._names_sent = self._batches.count, len(self._batches.names)
-            self._changed.clear()
-            if self._timeline is None:
-                self._count()
-
-    def _count(self) -> None:
-        """Update the figures: of the step in progress if it is slow enough to watch, else of the last complete one."""
-        step, now = max(self._counter.extents, default=None), time.monotonic()
-        if step != self._newest[0]:
-            self._newest = (step, now)
-        complete = self._counter.complete
-        so_far = complete is None or (complete != step and now - self._newest[1] > WATCHABLE)
-        shown = step if so_far else complete
-        with self.hold_sync():
-            self.of = "" if shown is None else f"step {shown}{' so far' * so_far}" if shown >= 0 else "so far"
-            self.bubble = self._counter.bubble(shown)
-            self.step_time = self._counter.step_time(shown)
-            idle = [percent(share) for share in self._counter.idle_shares(shown)]
-            rows = [[label, share] for label, share in zip(self.labels, idle, strict=False)]
-            self.table = {"head": ["", f"idle, {self.of}"], "rows": rows}
-
-    # ---- browsers -------------------------------------------------------------------------------------------
-
-    def _hear(self, _widget: Any, content: Any, _buffers: Any) -> None:
-        """Handle a browser's hello, which says what it has: send the rest."""
-        if not isinstance(content, dict) or content.get("type") != "hello":
-            return
-        with self._lock:
-            self._heard = True
-            self.backlog, self.backlog_head = b"", {}
-            known = content.get("epoch") == self._batches.epoch
-            have = int(content.get("have", 0)) if known else 0
-            if have < self._batches.count:
-                for head, buffer in self._batches.messages_since(have, self._counter.extents):
-                    self.send(head, [buffer])
-
-    def _keep_backlog(self) -> None:
-        """Keep a copy of all spans until a browser has said hello; renewed whenever they have grown by a quarter."""
-        count = self._batches.count
-        if self._heard or count > BACKLOG or count < 1.25 * self._in_backlog:
-            return
-        ((head, buffer),) = self._batches.messages_since(0, self._counter.extents, most=BACKLOG)
-        self._in_backlog = count
-        with self.hold_sync():
-            self.backlog, self.backlog_head = buffer, head
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Return the widget, together with what is shown where no kernel runs."""

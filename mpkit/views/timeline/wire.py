@@ -1,29 +1,26 @@
-"""Spans on their way to a browser: one binary message per batch, a typed array per column.
+"""Spans on their way to a browser: a typed array per column, as one trait, which a page that loads again has at once.
 
-    message   JSON: {type: "spans", epoch, first, count, names_first, names, steps, columns}
-              and one buffer: the columns after each other, widest first, so that each is aligned
+    head    JSON: {count, first, origin, names, steps: [[step, start, end], ...], columns: [[name, dtype], ...]}
+    bytes   the columns after each other, widest first, so that each is aligned
 
-`first` is the number of the batch's first span since `epoch` began, which serves as its sequence number: a receiver
-that has more takes only what is new; one that has less has missed something and says hello again.
+While a run goes on these are its newest spans. `first` is the number of the first of them, from which causes count;
+`origin` is when the run began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpkit.timeline.replay.spans import SPAN
+from mpkit.timeline import metrics
 from mpkit.trace import Kind
 from mpkit.views.drawing.colours import INKS, Key, key_of, outline
 from mpkit.views.theme import THEMES
 
-__all__ = ["BATCH", "COLUMNS", "SpanBatches", "look", "pack"]
-
-BATCH = 50_000
-"""The most spans per message: some 2.5 MB."""
+__all__ = ["COLUMNS", "look", "pack_spans"]
 
 COLUMNS: list[tuple[str, str]] = [
     ("start", "<f8"),
@@ -46,105 +43,55 @@ COLUMNS: list[tuple[str, str]] = [
 ]
 
 
-def pack(spans: npt.NDArray[Any]) -> bytes:
-    """Pack a batch of `SPAN` records into a buffer.
+def pack_spans(
+    spans: npt.NDArray[Any], names: Sequence[str], first: int = 0, origin: float | None = None
+) -> tuple[dict[str, Any], bytes]:
+    """Return the head and the bytes of spans.
 
-    >>> from mpkit.timeline.replay.spans import SPAN
-    >>> len(pack(np.zeros(10, SPAN))) == 10 * sum(np.dtype(code).itemsize for _, code in COLUMNS)
-    True
+    Args:
+        spans: (n,) of `SPAN`.
+        names: the strings that they refer to.
+        first: the number of the first of them among all of the run.
+        origin: seconds at which the run began; None: the first start.
+
+    >>> import mpkit as mk
+    >>> timeline = mk.simulate(mk.Plan.gpipe(2, 2))
+    >>> head, columns = pack_spans(timeline.spans, timeline.names)
+    >>> head["steps"], len(columns) == head["count"] * sum(np.dtype(code).itemsize for _, code in COLUMNS)
+    ([[0, 0.0, 9.0]], True)
     """
     made = {
         "duration": spans["end"] - spans["start"],
         "early": spans["start"] - spans["issued"],  # how long before it began its rank had issued it
+        "cause": np.maximum(spans["cause"] - first, -1),
         "key": key_of(spans["kind"]),
     }
-    parts = []
-    for name, code in COLUMNS:
-        column = made[name] if name in made else spans[name]
-        parts.append(np.ascontiguousarray(column, dtype=code).tobytes())
-    return b"".join(parts)
-
-
-class SpanBatches:
-    """All spans of an epoch, and the messages that bring a browser up to date from what it has."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.count = 0
-        self.names: list[str] = [""]
-        self._parts: list[npt.NDArray[Any]] = []
-
-    def reset(self) -> None:
-        """Begin a new epoch, which invalidates everything sent before."""
-        self.epoch += 1
-        self.count = 0
-        self.names = [""]
-        self._parts = []
-
-    def add(self, spans: npt.NDArray[Any], names: Sequence[str]) -> None:
-        """Append spans; `names` are all names so far."""
-        self._parts.append(spans)
-        self.count += len(spans)
-        self.names = list(names) or [""]
-
-    @property
-    def spans(self) -> npt.NDArray[Any]:
-        """All spans, in the order in which they arrived."""
-        if len(self._parts) != 1:
-            self._parts = [np.concatenate([np.empty(0, SPAN), *self._parts])]
-        return self._parts[0]
-
-    def messages_since(
-        self, first: int, steps: dict[int, tuple[float, float]], names_first: int = 0, most: int = BATCH
-    ) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Yield messages and their buffers with the spans from `first` on, the extents of `steps` and later names."""
-        new = self._tail(first)
-        extents = [[step, start, end] for step, (start, end) in steps.items()]
-        for at in range(0, max(len(new), 1), most):
-            part = new[at : at + most]
-            head = {
-                "type": "spans",
-                "epoch": self.epoch,
-                "first": first + at,
-                "count": len(part),
-                "names_first": len(self.names) if at else names_first,
-                "names": [] if at else self.names[names_first:],
-                "steps": [] if at else extents,
-                "columns": [list(column) for column in COLUMNS],
-            }
-            yield head, pack(part)
-
-    def _tail(self, first: int) -> npt.NDArray[Any]:
-        """Return the spans from `first` on, without joining those before."""
-        parts, missing = [], self.count - first
-        for part in reversed(self._parts):
-            if missing <= 0:
-                break
-            parts.append(part[-missing:] if missing < len(part) else part)
-            missing -= len(part)
-        return np.concatenate([np.empty(0, SPAN), *reversed(parts)])
+    active = metrics.active(spans)
+    steps, of = np.unique(active["step"], return_inverse=True)
+    start, end = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
+    np.minimum.at(start, of, active["start"])
+    np.maximum.at(end, of, active["end"])
+    head = {
+        "count": len(spans),
+        "first": first,
+        "origin": origin,
+        "names": list(names) or [""],
+        "steps": [list(each) for each in zip(steps.tolist(), start.tolist(), end.tolist(), strict=True)],
+        "columns": [list(column) for column in COLUMNS],
+    }
+    values = ((made[name] if name in made else spans[name]).astype(code) for name, code in COLUMNS)
+    return head, b"".join(column.tobytes() for column in values)
 
 
 def look() -> dict[str, Any]:
     """Return colours and words for the browser, so that they are defined in one place: colours.py."""
-    return {
-        "inks": [
-            {
-                "word": INKS[key].word,
-                "light": INKS[key].light,
-                "dark": INKS[key].dark,
-                "on_light": INKS[key].on_light,
-                "on_dark": INKS[key].on_dark,
-                "edge_light": outline(INKS[key].light, "light"),
-                "edge_dark": outline(INKS[key].dark, "dark"),
-            }
-            for key in Key
-        ],
-        "themes": {name: vars(theme) for name, theme in THEMES.items()},
-        "kinds": kind_words(),
-    }
-
-
-def kind_words() -> dict[str, str]:
-    """Return the words of each kind, by its number as a JSON key."""
-    return {str(int(kind)): kind.word.replace("_", " ") for kind in Kind}
+    inks = [
+        {
+            **vars(INKS[key]),
+            "edge_light": outline(INKS[key].light, "light"),
+            "edge_dark": outline(INKS[key].dark, "dark"),
+        }
+        for key in Key
+    ]
+    kinds = {str(int(kind)): kind.word.replace("_", " ") for kind in Kind}  # numbers are JSON keys
+    return {"inks": inks, "themes": {name: vars(theme) for name, theme in THEMES.items()}, "kinds": kinds}
