@@ -10,7 +10,7 @@ from typing import Any
 
 from mpkit.common.display import DrawnResult, draw
 from mpkit.plan.plan import Plan
-from mpkit.timeline.answer import Basis, DelegatedAnswer
+from mpkit.timeline.answer import Answer, Basis
 from mpkit.timeline.comparison import Comparison, compare_timelines
 from mpkit.timeline.timeline import Timeline
 
@@ -55,7 +55,7 @@ class PredictedStep:
 
 
 @dataclass(frozen=True)
-class WhatIf(DrawnResult, DelegatedAnswer):
+class WhatIf(DrawnResult, Answer):
     """What `Run.what_if` predicts: prints as a table, and shows both timelines on one axis in a notebook.
 
     Attributes:

@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from mpkit.timeline.timeline import Timeline
 
-__all__ = [
-    "DRY_RUN",
-    "PROFILED",
-    "SIMULATED",
-    "Answer",
-    "Basis",
-    "DelegatedAnswer",
-    "HasTimeline",
-    "basis_of",
-]
+__all__ = ["DRY_RUN", "PROFILED", "SIMULATED", "Answer", "Basis", "HasTimeline", "basis_of"]
 
 
 class Basis(NamedTuple):
@@ -92,48 +83,19 @@ class Answer(ABC):
     33.0 True 0.273 work
     """
 
-    @abstractmethod
-    def timeline(self) -> Timeline:
-        """Return the step as a timeline."""
-
     @property
     @abstractmethod
     def basis(self) -> Basis:
         """What was measured, and what is assumed."""
 
     @property
-    def step_time(self) -> float:
-        """Seconds per step."""
-        return self.timeline().step_time
-
-    @property
-    def band(self) -> tuple[float, float] | None:
-        """The seconds between which such steps were in comparisons with real runs; None where there were none."""
-        return None
-
-    @property
-    def memory(self) -> Sequence[Mapping[str, float]]:
-        """Bytes by rank and category when the rank holds most; they add up to its peak."""
-        return self.timeline().memory
-
-    @property
-    def bubble(self) -> float:
-        """The idle share of the step, averaged over ranks (GPipe's definition)."""
-        return self.timeline().bubble
-
-    @property
-    def because(self) -> Mapping[str, float]:
-        """Where the time goes: seconds by cause, which add up to the step, the longest first."""
-        return self.timeline().because
-
-
-class DelegatedAnswer(Answer):
-    """An answer that is another one's: that of a plan's estimate, or of a timeline."""
-
-    @property
-    @abstractmethod
     def answer(self) -> Answer:
-        """The other one."""
+        """The answer that this one gives: its timeline, or a plan's estimate."""
+        return self.timeline()
+
+    def timeline(self) -> Timeline:
+        """Return the step as a timeline."""
+        return self.answer.timeline()
 
     @property
     def step_time(self) -> float:
@@ -143,21 +105,22 @@ class DelegatedAnswer(Answer):
     @property
     def band(self) -> tuple[float, float] | None:
         """The seconds between which such steps were in comparisons with real runs; None where there were none."""
-        return self.answer.band
+        return None
 
     @property
     def memory(self) -> Sequence[Mapping[str, float]]:
-        """Bytes by rank and category when the rank holds most."""
+        """Bytes by rank and category when the rank holds most; they add up to its peak."""
         return self.answer.memory
 
     @property
-    def because(self) -> Mapping[str, float]:
-        """Where the time goes: seconds by cause, the longest first."""
-        return self.answer.because
+    def bubble(self) -> float:
+        """The idle share of the step, averaged over ranks (GPipe's definition)."""
+        return self.timeline().bubble
 
-    def timeline(self) -> Timeline:
-        """Return the step as a timeline."""
-        return self.answer.timeline()
+    @property
+    def because(self) -> Mapping[str, float]:
+        """Where the time goes: seconds by cause, which add up to the step, the longest first."""
+        return self.answer.because
 
 
 @runtime_checkable

@@ -152,14 +152,14 @@ def compare(*timelines: HasTimeline, **named: HasTimeline) -> Comparison:
     >>> both = mk.compare(mk.simulate(mk.Plan.gpipe(4, 8), **times),
     ...                   mk.simulate(mk.Plan.pipeline("zb_h1", 4, 8), **times))
     >>> print(both)
-                      step time     bubble       work    warm-up    message  cool-down
-    gpipe, simulated     33.0 s     27.3 %     24.0 s     1.50 s     4.50 s     3.00 s
-    zb_h1, simulated     27.0 s     11.1 %     24.0 s     1.50 s     1.50 s        0 s
+                      step time     bubble       work    warm-up  dependency  cool-down
+    gpipe, simulated     33.0 s     27.3 %     24.0 s   1.50 s      4.50 s     3.00 s
+    zb_h1, simulated     27.0 s     11.1 %     24.0 s   1.50 s      1.50 s        0 s
     Work and idle time by cause: seconds per rank, averaged over ranks; they add up to the step.
     <BLANKLINE>
     zb_h1, simulated is 6.00 s (18.2%) shorter than gpipe, simulated, of it
-        idle: message    -3.00 s
-        idle: cool-down  -3.00 s
+        idle: dependency  -3.00 s
+        idle: cool-down   -3.00 s
     """
     return compare_timelines([*(("", each) for each in timelines), *named.items()])
 

@@ -15,7 +15,7 @@ from mpkit.timeline.idleness import CAUSES, SCHEDULED, causes_of
 
 __all__ = ["Diagnosis", "Finding"]
 
-WAITED_FOR = ("imbalance", "message", "other")
+WAITED_FOR = ("imbalance", "dependency", "other")
 """What a straggler adds to: others wait for its result, and if its host is late, itself for no known reason."""
 
 LARGE = 0.05

@@ -4,12 +4,12 @@
     imbalance       how much of the rest would vanish if all actions of a kind took their mean time on every rank
     communication   how much of the rest would vanish if communication took no time
     warm-up         of what is left, the time before a rank's first action: nothing has arrived yet
-    message         between its actions: another rank has not yet computed what it waits for
+    dependency      between its actions: another rank has not yet computed what it waits for
     cool-down       after its last action: other ranks still work
     other           no known cause: a copy, or time between ops on the measured clock
 
 More workers change the data, a better cut the imbalance, a faster link the communication, and a different schedule
-warm-up, message and cool-down.
+warm-up, dependency and cool-down.
 
     step       the graph of the step (`mpkit.timeline.dependencies`): the pieces of each rank, and what each waits for
     split      what each rank waits for from the step's begin to its end, played with the recorded times
@@ -38,9 +38,9 @@ __all__ = ["CAUSES", "SCHEDULED", "causes_of", "idle_by_cause", "jitter_of", "pa
 
 Array = npt.NDArray[Any]
 
-CAUSES = ("warm-up", "message", "imbalance", "communication", "data", "cool-down", "other")
-WARM_UP, MESSAGE, IMBALANCE, COMMUNICATION, DATA, COOL_DOWN, OTHER = range(len(CAUSES))
-SCHEDULED = ("warm-up", "message", "cool-down")
+CAUSES = ("warm-up", "dependency", "imbalance", "communication", "data", "cool-down", "other")
+WARM_UP, DEPENDENCY, IMBALANCE, COMMUNICATION, DATA, COOL_DOWN, OTHER = range(len(CAUSES))
+SCHEDULED = ("warm-up", "dependency", "cool-down")
 """The causes that a pipeline's schedule decides, of which theory speaks."""
 
 CHARGED = (DATA, IMBALANCE, COMMUNICATION)
@@ -55,8 +55,8 @@ def idle_by_cause(timeline: Timeline) -> Array:
     >>> t = mk.simulate(mk.Plan.gpipe(3, 4), forward=[1, 1, 2], hop=0.25)
     >>> for rank, seconds in enumerate(idle_by_cause(t).round(2).tolist()):
     ...     print(rank, {cause: s for cause, s in zip(CAUSES, seconds) if s})
-    0 {'message': 6.67, 'imbalance': 3.33, 'communication': 1.0}
-    1 {'warm-up': 1.33, 'message': 3.33, 'imbalance': 3.33, 'communication': 1.0, 'cool-down': 2.0}
+    0 {'dependency': 6.67, 'imbalance': 3.33, 'communication': 1.0}
+    1 {'warm-up': 1.33, 'dependency': 3.33, 'imbalance': 3.33, 'communication': 1.0, 'cool-down': 2.0}
     2 {'warm-up': 2.0, 'communication': 1.0, 'cool-down': 4.0}
     """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
@@ -70,7 +70,7 @@ def parts_of_step(timeline: Timeline) -> dict[str, float]:
 
     >>> import mpkit as mk
     >>> parts_of_step(mk.simulate(mk.Plan.gpipe(4, 8)))
-    {'work': 24.0, 'idle: message': 4.5, 'idle: cool-down': 3.0, 'idle: warm-up': 1.5}
+    {'work': 24.0, 'idle: dependency': 4.5, 'idle: cool-down': 3.0, 'idle: warm-up': 1.5}
     """
     one = timeline.step(timeline.steps[-1]) if timeline.steps else timeline
     idle = idle_by_cause(one).mean(axis=0).tolist()
@@ -233,7 +233,7 @@ class _IdleStep:
                 continue
             at = 0.0
             for number, piece in enumerate(pieces[: worked[-1] + 1].tolist()):
-                waiting = WARM_UP if number < worked[0] else MESSAGE
+                waiting = WARM_UP if number < worked[0] else DEPENDENCY
                 for cause, until in self._parts(piece, ends, waiting):
                     if cause >= 0:
                         causes[rank, cause] += max(until - at, 0.0)

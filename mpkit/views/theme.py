@@ -75,20 +75,15 @@ REST = "#8a8f98"
 """What is left, after the series."""
 
 
-def style_block(block: Callable[[str], str], theme: str = "auto") -> str:
-    """Return the rules of a theme; of "auto" the light ones, and the dark ones for screens whose reader prefers them.
+def style_block(block: Callable[[str], str]) -> str:
+    """Return the light rules, and the dark ones for screens whose reader prefers them.
 
-    >>> style_block(lambda name: f".ground{{fill:{THEMES[name].ground}}}", "dark")
-    '.ground{fill:#14171c}'
     >>> style_block("{}".format)
     'light@media screen and (prefers-color-scheme: dark){dark}'
 
     Args:
         block: the rules by the theme's name.
-        theme: "light", "dark" or "auto".
     """
-    if theme != "auto":
-        return block(theme)
     return f"{block('light')}@media screen and (prefers-color-scheme: dark){{{block('dark')}}}"
 
 

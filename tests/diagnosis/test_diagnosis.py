@@ -59,7 +59,7 @@ def test_a_diagnosis_and_a_comparison_agree_on_idle_time() -> None:
     ordered = sorted(((time, cause) for cause, time in idle.items() if time), reverse=True)
     shares = ", ".join(f"{cause} {percent(time / found.step_time)}" for time, cause in ordered)
     assert f"A rank is idle, on average: {shares}." in str(found)
-    assert found.of("schedule's bubble")[0].idle == "message"
+    assert found.of("schedule's bubble")[0].idle == "dependency"
 
 
 @pytest.mark.soak
@@ -125,8 +125,8 @@ def test_a_large_cause_without_a_finding_is_printed_as_not_explained() -> None:
     timeline = mk.simulate(mk.Plan.gpipe(4, 4))
     assert timeline.diagnose().not_explained == ()  # the schedule's own
     alone = replace(timeline, meta={})
-    assert set(alone.diagnose().not_explained) == {"message", "warm-up", "cool-down"}
-    assert "message 21.4 % (not explained)" in str(alone.diagnose())
+    assert set(alone.diagnose().not_explained) == {"dependency", "warm-up", "cool-down"}
+    assert "dependency 21.4 % (not explained)" in str(alone.diagnose())
 
 
 # ---- what a finding says ----------------------------------------------------------------------------------------

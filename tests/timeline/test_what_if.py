@@ -207,7 +207,7 @@ def test_a_real_run_is_predicted_and_shown(run: Run) -> None:
     for words in ("the run", "link x2", "schedule 1f1b", "ranks 4", "Predicted:", "Peak memory"):
         assert words in text
     assert "what if" in found.to_svg()
-    assert set(found.gap()) > {"idle: message", "forward of stage 0"}
+    assert set(found.gap()) > {"idle: dependency", "forward of stage 0"}
     assert "text/plain" in found._repr_mimebundle_()
 
 

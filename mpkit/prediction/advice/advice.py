@@ -40,7 +40,7 @@ from mpkit.prediction.cost_model.memory import FRAGMENTATION
 from mpkit.prediction.cost_model.preset import Preset, preset_for
 from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
-from mpkit.timeline.answer import Basis, DelegatedAnswer
+from mpkit.timeline.answer import Answer, Basis
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +50,7 @@ __all__ = ["Advice", "advise"]
 
 
 @dataclass(frozen=True)
-class Advice(ChartedResult, DelegatedAnswer):
+class Advice(ChartedResult, Answer):
     """The plans that fit, the best first; it prints the best of them with reasons.
 
     A notebook shows a table of the best plan of each family as well, and a chart of step time against memory with the
@@ -125,6 +125,11 @@ class Advice(ChartedResult, DelegatedAnswer):
             self.priced.preset, trainable=asked.trainable,
             expert_load=asked.load if asked.model.experts else None,
         )  # fmt: skip
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The seconds between which such steps were in comparisons with real runs."""
+        return self.answer.band
 
     @cached_property
     def answer(self) -> Estimate:

@@ -98,8 +98,8 @@ RULES: dict[str, tuple[Rule, str]] = {
     "small messages": (small_messages, "communication"),
     "useless recomputation": (useless_recomputation, ""),
     "unbalanced stages": (imbalance, "imbalance"),
-    "schedule's bubble": (bubble, "message"),
+    "schedule's bubble": (bubble, "dependency"),
     "exposed communication": (exposed_communication, "communication"),
 }
 """By the kind of finding, in order: the rule, and the cause of idle time that such a finding adds to; "" for work that
-takes too long. A schedule's bubble is warm-up and cool-down as well as waiting for messages."""
+takes too long. A schedule's bubble is warm-up and cool-down as well as waiting for results."""

@@ -49,7 +49,9 @@ def machine(
     is_known = not on_gpu or meta.get("hardware") in find()  # an unnamed GPU is like no other
     if wanted is None or (is_known and chosen.device == own.device and not chosen.mixed):
         what = "GPU" if on_gpu else "core"
-        return chosen, lambda rank: measured, [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."]
+        # Of the machine of the run nothing was asked: `Timeline.basis` says what is assumed.
+        asked = [f"Each rank on a {what} of its own; {_in_words(chosen.link)}."] * (wanted is not None)
+        return chosen, lambda rank: measured, asked
     if "imported" in meta:
         return _machine_of_imported(chosen, own.device, meta, world_size)
     dtype = str(meta.get("dtype", "float32"))

@@ -44,7 +44,7 @@ Drawn = tuple[list[str], float]
 """Elements, and the y below them."""
 
 
-def chart_svg(chart: Chart, width: int = 960, *, theme: str = "auto") -> str:
+def chart_svg(chart: Chart, width: int = 960) -> str:
     """Draw a chart as a standalone SVG document.
 
     >>> drawn = chart_svg(Chart("Sums", [Panel([Series("a", [1, 2]), Series("b", [3, 4])], ["x", "y"])]))
@@ -54,7 +54,6 @@ def chart_svg(chart: Chart, width: int = 960, *, theme: str = "auto") -> str:
     Args:
         chart: what to draw.
         width: in pixels; of narrow charts, fewer panels stand side by side.
-        theme: "light", "dark", or "auto" for what the reader's system prefers.
     """
     inks, space = Inks(), width - 2 * MARGIN
     across = max(1, min(chart.across, len(chart.panels), int(space / chart.least)))
@@ -77,7 +76,7 @@ def chart_svg(chart: Chart, width: int = 960, *, theme: str = "auto") -> str:
     name = chart.title or chart.told.partition(".")[0]
     return sheet(
         "chart", name, chart.told or name, [*body, *legend.parts], width, y, head=chart.title,
-        below=chart.below, foot=chart.note, theme=theme, classes=inks.classes,
+        below=chart.below, foot=chart.note, classes=inks.classes,
     )  # fmt: skip
 
 

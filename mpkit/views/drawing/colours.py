@@ -162,7 +162,7 @@ use a bluer violet than what ranks hold."""
 CAUSE_INKS = {
     "work": "#4f7390",
     "warm-up": "#bfe3dd",
-    "message": "#d8c9a3",
+    "dependency": "#d8c9a3",
     "imbalance": "#2f7f79",
     "communication": "#a86f8e",
     "cool-down": "#74b8b0",

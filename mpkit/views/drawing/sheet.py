@@ -76,7 +76,7 @@ LINE = 20.0
 
 def sheet(
     kind: str, title: str, told: str, body: Iterable[str], width: float, height: float,
-    *, head: str = "", below: str = "", foot: str = "", theme: str = "auto",
+    *, head: str = "", below: str = "", foot: str = "",
     classes: dict[str, dict[str, str]] | None = None,
 ) -> str:  # fmt: skip
     """Return a standalone SVG document.
@@ -93,7 +93,6 @@ def sheet(
         head: its heading.
         below: a line of faint words below the heading.
         foot: faint words below the body; their lines add to the height.
-        theme: "light", "dark", or "auto" for what the reader's system prefers.
         classes: more rules by class, for each theme.
     """
     room = width - 2 * MARGIN
@@ -116,7 +115,7 @@ def sheet(
             f'viewBox="0 0 {width:g} {tall:.0f}" font-family="{FONT}" font-size="{TEXT}">',
             f"<title>{escape(title)}</title>",
             f"<desc>{escape(told)}</desc>",
-            f"<style>{style_block(lambda name: _rules(kind, name, classes or {}), theme)}</style>",
+            f"<style>{style_block(lambda name: _rules(kind, name, classes or {}))}</style>",
             f'<rect class="ground" {size} rx="8"/>',
             *top,
             *drawn,

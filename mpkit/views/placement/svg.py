@@ -282,22 +282,22 @@ def _divided(placement: Placement, y: float, width: float) -> tuple[list[str], f
 
 
 def _grid(rows: list[list[str]], y: float, width: float, left_out: int) -> tuple[list[str], float]:
-    """Draw a table as words, as many columns as fit; its first row has the heads."""
+    """Draw a table as words; its first row has the heads. Columns that do not fit follow below the others."""
     left, name = MARGIN + 10, max(len(row[0]) for row in rows[1:]) * 6.8 + 24
     column = max(max(len(part) for row in rows[1:] for part in row[1:]) * 6.6 + 20, 40.0)
-    shown = max(1, int((width - 40 - name) / column))
-    parts, first = list[str](), y
-    for row in rows:
-        bold = ' font-weight="600"' if y == first else ""
-        parts.append(_words(left, y, row[0], "words", bold))
-        parts += [
-            _words(left + name + column * i, y, word, "faint") for i, word in enumerate(row[1 : shown + 1])
-        ]
-        y += 18
+    columns, fit = max(map(len, rows)) - 1, max(1, int((width - 40 - name) / column))
+    parts = list[str]()
+    for first in range(1, columns + 1, fit):
+        for number, row in enumerate(rows if first == 1 else [row for row in rows if len(row) > first]):
+            parts.append(_words(left, y, row[0], "words", "" if number else ' font-weight="600"'))
+            shown = row[first : first + fit]
+            parts += [_words(left + name + column * i, y, word, "faint") for i, word in enumerate(shown)]
+            y += 18
+        y += 8
     if left_out > 0:
-        parts.append(_words(left, y, f"and {left_out} more", "faint"))
+        parts.append(_words(left, y - 8, f"and {left_out} more", "faint"))
         y += 18
-    return parts, y - 18
+    return parts, y - 26
 
 
 def _words(x: float, y: float, words: str, look: str, more: str = "") -> str:

@@ -35,7 +35,7 @@ from mpkit.views.timeline.stages import bars, chunk_of
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.waits_in_vain import vain_svg
 
-__all__ = ["HEIGHTS", "Over", "Plot", "gutter_of", "static_bundle", "summary", "svg", "timeline_svg"]
+__all__ = ["HEIGHTS", "Plot", "gutter_of", "static_bundle", "summary", "svg", "timeline_svg"]
 
 
 def static_bundle(timeline: Timeline, title: str = "", *, memory: bool = False) -> dict[str, str]:
@@ -82,48 +82,32 @@ def gutter_of(pic: Picture) -> float:
     return max(GUTTER, 6.6 * longest + 12)
 
 
-def svg(
-    timeline: Timeline,
-    width: int = 960,
-    *,
-    title: str = "",
-    step: int | None = None,
-    theme: str = "auto",
-    room: float = 0.0,
-    fold: bool = False,
-    gutter: float = 0.0,
-    over: Over | None = None,
-) -> str:
-    """Draw the timeline as a standalone SVG document.
+def svg(timeline: Timeline, width: int = 960, **options: Any) -> str:
+    """Draw the timeline as a standalone SVG document; `timeline_svg` has the options."""
+    return timeline_svg(timeline, width, **options)[0]
+
+
+def timeline_svg(
+    timeline: Timeline, width: int = 960, *, title: str = "", step: int | None = None, room: float = 0.0,
+    fold: bool = False, gutter: float = 0.0, over: Over | None = None,
+) -> tuple[str, int]:  # fmt: skip
+    """Return the timeline as SVG, and its height in pixels, for pictures that stand below each other.
 
     Args:
         timeline: what to draw.
         width: in pixels.
         title: a heading; none is drawn if empty.
         step: draw this step only.
-        theme: "light", "dark", or "auto" for what the reader's system prefers.
         room: the least seconds that the axis covers, so that several pictures share a scale.
         fold: draw only the first rank of each group.
         gutter: the least pixels for the labels, for the same purpose.
         over: what is drawn over the rows, such as a critical path.
 
     Raises:
-        ValueError: the width leaves no room for a picture, or there is no such theme.
+        ValueError: the width leaves no room for a picture.
     """
-    return timeline_svg(
-        timeline, width, title=title, step=step, theme=theme, room=room, fold=fold, gutter=gutter, over=over
-    )[0]
-
-
-def timeline_svg(
-    timeline: Timeline, width: int = 960, *, title: str = "", step: int | None = None, theme: str = "auto",
-    room: float = 0.0, fold: bool = False, gutter: float = 0.0, over: Over | None = None,
-) -> tuple[str, int]:  # fmt: skip
-    """Return what `svg` does, and its height in pixels, for pictures that stand below each other."""
     if width < 240:
         raise ValueError(f"width={width} leaves no room for a picture: give 240 pixels or more")
-    if theme not in ("auto", *THEMES):
-        raise ValueError(f"theme={theme!r} is none of 'auto', 'light' and 'dark'")
     pic = picture(timeline, step, fold=fold)
     pic = replace(pic, duration=max(pic.duration, room))
     across = width - 2 * MARGIN
@@ -149,7 +133,7 @@ def timeline_svg(
             f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}" font-family="{FONT}" font-size="{TEXT}">',
             f"<title>{name}</title>",
             f"<desc>{escape(summary(pic))}</desc>",
-            _style(theme),
+            _style(),
             f'<rect class="ground" width="{width}" height="{height:.0f}" rx="8"/>',
             *body,
             legend,
@@ -174,7 +158,7 @@ def summary(pic: Picture) -> str:
     )
 
 
-def _style(theme: str) -> str:
+def _style() -> str:
     """Return the colours as classes: one block per theme, so that one file serves both."""
 
     def block(name: str) -> str:
@@ -197,7 +181,7 @@ def _style(theme: str) -> str:
         'patternTransform="rotate(45)"><rect class="bare" width="6" height="6"/>'
         '<line class="hatch" y2="6" stroke-width="2"/></pattern></defs>'
     )
-    return f"<style>{style_block(block, theme)}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
+    return f"<style>{style_block(block)}.mpkit .k0{{fill:url(#mpkit-idle)}}</style>\n{hatch}"
 
 
 def _tops(rows: list[PictureRow], top: float) -> tuple[list[float], float]:

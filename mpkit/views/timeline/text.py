@@ -26,11 +26,10 @@ from mpkit.views.timeline.coverage import coverage, strongest
 from mpkit.views.timeline.picture import Picture, picture
 from mpkit.views.timeline.tracks import device_lines
 
-__all__ = ["FILL", "FILL_ASCII", "Cells", "cells", "columns_of", "text"]
+__all__ = ["Cells", "cells", "columns_of", "text"]
 
 NOTEBOOK_WIDTH = 100
 FILL = dict(zip(Key, "·░▓▒█◆▚▞━═▤", strict=True))
-FILL_ASCII = dict(zip(Key, ".-=~+#rx_^%", strict=True))
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,9 @@ class Cells:
     note: str
     heads: bool = False
 
-    def plain(self, fill: dict[Key, str]) -> str:
-        """Return the row as a string, where `fill` gives each key's character."""
-        return "".join(
-            self.digits.get(column) or (fill[Key(key)] if key >= 0 else " ")
-            for column, key in enumerate(self.keys.tolist())
-        )
+    def __str__(self) -> str:
+        filled = (FILL[Key(key)] if key >= 0 else " " for key in self.keys.tolist())
+        return "".join(self.digits.get(column) or letter for column, letter in enumerate(filled))
 
 
 def text(
@@ -56,8 +52,6 @@ def text(
     width: int | None = None,
     *,
     step: int | None = None,
-    comm: bool = False,
-    ascii: bool = False,
     fold: bool = False,
     notes: bool = True,
 ) -> str:
@@ -67,8 +61,6 @@ def text(
         timeline: what to draw. If it has several steps, the last is drawn, since the figures are those of the last.
         width: columns to use; None: the terminal's width, and 100 in a notebook, which has none.
         step: draw this step.
-        comm: give communication a line of its own under each rank.
-        ascii: use no character beyond ASCII.
         fold: draw only the first rank of each group.
         notes: write the timeline's notes below it.
 
@@ -86,30 +78,25 @@ def text(
     pic = picture(timeline, step, fold=fold)
     if not len(pic.boxes):
         return f"(an empty timeline of {timeline.world_size} ranks)"
-    fill, bar = (FILL_ASCII, "|") if ascii else (FILL, "│")
-    drawn = cells(pic, width, comm=comm)
+    drawn = cells(pic, width)
     gutter = max(len(row.label) for row in drawn if not row.heads)
     lines = [
-        row.label if row.heads else f"{row.label:>{gutter}} {bar}{row.plain(fill)}{bar} {row.note}".rstrip()
-        for row in drawn
+        row.label if row.heads else f"{row.label:>{gutter}} │{row}│ {row.note}".rstrip() for row in drawn
     ]
     lines.append(" " * (gutter + 2) + _axis(pic, len(drawn[0].keys)))
     shown = {key for row in drawn for key in row.keys.tolist()}
-    lines.append("  ".join(f"{fill[key]} {INKS[key].word}" for key in pic.keys if key in shown))
+    lines.append("  ".join(f"{FILL[key]} {INKS[key].word}" for key in pic.keys if key in shown))
     lines += wrap(_caption(pic, step, len(steps)), width, break_long_words=False)
     lines += device_lines(timeline)
     for note in timeline.notes if notes else []:
         lines += wrap(note, width, break_long_words=False)
-    whole = "\n".join(lines)
-    return whole.replace("·", "-").replace("µ", "u").encode("ascii", "replace").decode() if ascii else whole
+    return "\n".join(lines)
 
 
-def cells(pic: Picture, width: int, *, comm: bool = False) -> list[Cells]:
+def cells(pic: Picture, width: int) -> list[Cells]:
     """Convert the rows of a picture to characters, in `width` columns with label and idle share."""
     computes = bool(np.any(pic.boxes["key"][pic.boxes["span"] >= 0] < Key.COMM))
     parts = {"compute"} if computes else {"comm", "host", "data"}
-    if comm:
-        parts |= {"compute", "comm"}
     if np.any(pic.boxes["key"] == Key.DATA):
         parts |= {"data"}
     shown = [(number, row) for number, row in enumerate(pic.rows) if row.part in {*parts, "group"}]

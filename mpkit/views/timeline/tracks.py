@@ -12,31 +12,24 @@ All tracks of a timeline are sent together, as one trait, so a page that is load
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mpkit.common.table import table_text
 from mpkit.common.units import bytes_text, memory_text
 from mpkit.timeline.timeline import Timeline
 from mpkit.trace import CATEGORIES
 from mpkit.views.drawing.colours import CATEGORY_INKS, DEVICE_INKS
 from mpkit.views.drawing.lanes import rank_label
-from mpkit.views.memory.series import device_memory, fewer, memory_of, peak_words, repeated_from
+from mpkit.views.memory.series import UNMEASURED, device_memory, fewer, memory_of, peak_words, repeated_from
 
-__all__ = [
-    "MOMENTS",
-    "TRACKS",
-    "DeviceTrack",
-    "curve",
-    "device_lines",
-    "device_tracks",
-    "expected_tracks",
-    "has_tracks",
-    "head_of",
-    "pack_tracks",
-]
+__all__ = ["TRACKS", "curve", "device_lines", "expected_tracks", "has_tracks", "pack_tracks"]
+
+Head = dict[str, Any]
 
 
 class DeviceTrack(NamedTuple):
@@ -63,7 +56,7 @@ TRACKS = (
 """All tracks; those that every GPU has come first, so that nothing moves when it turns out that there is NVLink."""
 
 
-def device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any], bytes]]:
+def _device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any], bytes]]:
     """Return each track that any GPU tells something of: its head and its values, as `tracks.pack_tracks` has them.
 
     Args:
@@ -75,19 +68,25 @@ def device_tracks(timeline: Timeline, points: int) -> list[tuple[dict[str, Any],
         curves = [curve(timeline, rank, track, points) for rank in range(timeline.world_size)]
         if not any(len(times) for times, _ in curves):
             continue
-        head = head_of(track)
+        head = _device_head(track)
         head["ranks"] = [[rank, len(times)] for rank, (times, _) in enumerate(curves) if len(times)]
         packed.append((head, b"".join(times.tobytes() + levels.tobytes() for times, levels in curves)))
     return packed
 
 
-def head_of(track: DeviceTrack) -> dict[str, Any]:
-    """Return the head of a track of which nothing is known yet."""
-    inks = {word: DEVICE_INKS[column] for column, word in track.columns.items()}
+def _head(name: str, unit: str, inks: Mapping[str, tuple[str, str]], most: float = 0.0) -> Head:
+    """Return the head of a track of which nothing is known yet: its name, its unit, and the colours of its words."""
     keys = [{"word": word, "light": light, "dark": dark} for word, (light, dark) in inks.items()]
-    return {
-        "name": track.name, "unit": track.unit, "stacked": True, "most": track.most, "keys": keys, "ranks": [],
-    }  # fmt: skip
+    return {"name": name, "unit": unit, "stacked": True, "most": most, "keys": keys, "ranks": []}
+
+
+def _memory_head(unit: str) -> Head:
+    return _head("memory", unit, {word: CATEGORY_INKS[word] for word in CATEGORIES})
+
+
+def _device_head(track: DeviceTrack) -> Head:
+    inks = {word: DEVICE_INKS[column] for column, word in track.columns.items()}
+    return _head(track.name, track.unit, inks, track.most)
 
 
 def curve(
@@ -124,23 +123,12 @@ def device_lines(timeline: Timeline) -> list[str]:
         track for track in TRACKS if any(not np.isnan(_total(timeline, rank, track)).all() for rank in ranks)
     ]
     where = " in all steps" * (len(timeline.steps) > 1)
-    rows = [
-        [
-            f"GPU{where}: mean (highest)",
-            *(f"{track.name.removeprefix('GPU ')}" for track in tracks),
-            "samples",
-        ]
-    ]
+    names = [track.name.removeprefix("GPU ") for track in tracks]
+    rows = [[f"GPU{where}: mean (highest)", *names, "samples"]]
     for rank in ranks:
         cells = [_mean_and_most(_total(timeline, rank, track), track.unit) for track in tracks]
         rows.append([rank_label(timeline, rank), *cells, str(len(_samples_of(timeline, rank)))])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{cell:<{widths[0]}}" if at == 0 else f"{cell:>{widths[at]}}" for at, cell in enumerate(row)
-        )
-        for row in rows
-    ]
+    return table_text(rows)
 
 
 def _samples_of(timeline: Timeline, rank: int) -> npt.NDArray[Any]:
@@ -170,8 +158,6 @@ def _mean_and_most(values: npt.NDArray[Any], unit: str) -> str:
 MOMENTS = 24_000
 """The most moments of all ranks together: 1.2 MB, some hundred moments per step and rank in a run of 50 steps."""
 
-Head = dict[str, Any]
-
 
 def expected_tracks(ranks: int, *, gpus: bool = False) -> Head:
     """Return the head of tracks of which nothing is known yet, so that their place is kept free.
@@ -185,7 +171,7 @@ def expected_tracks(ranks: int, *, gpus: bool = False) -> Head:
     """
     if not ranks:
         return {"tracks": []}
-    return {"tracks": [_memory_head("B"), *(head_of(track) for track in TRACKS[:-1] if gpus)]}
+    return {"tracks": [_memory_head("B"), *(_device_head(track) for track in TRACKS[:-1] if gpus)]}
 
 
 def has_tracks(timeline: Timeline) -> bool:
@@ -209,7 +195,7 @@ def pack_tracks(timeline: Timeline, moments: int = MOMENTS) -> tuple[Head, bytes
     each = max(moments // timeline.world_size, 60)
     packed = [_pack_memory(timeline, each)] if len(timeline.held) else []
     if len(timeline.device_samples):
-        packed += device_tracks(timeline, max(each // len(TRACKS), 60))
+        packed += _device_tracks(timeline, max(each // len(TRACKS), 60))
     return {"tracks": [head for head, _ in packed]}, b"".join(values for _, values in packed)
 
 
@@ -220,9 +206,7 @@ def _pack_memory(timeline: Timeline, each: int) -> tuple[Head, bytes]:
     repeats = repeated_from(timeline)
     if repeats < inf:
         head["repeats"] = repeats
-    head["told"] = peak_words(
-        timeline
-    ) + " Paler: steps that were not measured, drawn as an earlier one was." * (repeats < inf)
+    head["told"] = peak_words(timeline) + f" {UNMEASURED}" * (repeats < inf)
     origin = float(timeline.spans["start"].min()) if len(timeline.spans) else 0.0
     parts = []
     for rank in range(timeline.world_size):
@@ -230,11 +214,3 @@ def _pack_memory(timeline: Timeline, each: int) -> tuple[Head, bytes]:
         head["ranks"].append([rank, len(memory.times)])
         parts += [(memory.times + origin).tobytes(), memory.levels.tobytes()]
     return head, b"".join(parts)
-
-
-def _memory_head(unit: str) -> Head:
-    keys = [
-        {"word": word, "light": light, "dark": dark}
-        for word, (light, dark) in ((word, CATEGORY_INKS[word]) for word in CATEGORIES)
-    ]
-    return {"name": "memory", "unit": unit, "stacked": True, "keys": keys, "ranks": []}

@@ -51,7 +51,7 @@ def cause(t: mk.Timeline) -> str:
     seconds_by_cause = {
         "imbalance": seconds["imbalance"],
         "exposed communication": sum(t.exposed_comm),
-        "bubble": seconds["warm-up"] + seconds["cool-down"] + seconds["message"] - sum(t.exposed_comm),
+        "bubble": seconds["warm-up"] + seconds["cool-down"] + seconds["dependency"] - sum(t.exposed_comm),
         "host copy": float((copies["end"] - copies["start"]).sum()),
     }
     return max(seconds_by_cause, key=seconds_by_cause.__getitem__)
