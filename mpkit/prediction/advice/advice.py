@@ -129,7 +129,8 @@ class Advice(ChartedResult, Answer):
     @property
     def band(self) -> tuple[float, float] | None:
         """The seconds between which such steps were in comparisons with real runs."""
-        return self.answer.band
+        best: Estimate = self.answer
+        return best.band
 
     @cached_property
     def answer(self) -> Estimate:
