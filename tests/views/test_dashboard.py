@@ -13,8 +13,8 @@ import numpy as np
 import mpkit as mk
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
-from mpkit.views.dashboard.pace import TimeLeft
 from mpkit.views.dashboard.widget import Dashboard
+from mpkit.views.drawing.pace import TimeLeft
 from mpkit.views.timeline.widget import TimelineView
 
 LABELS = [f"GPU {rank}" for rank in range(4)]

@@ -24,8 +24,8 @@ from mpkit.timeline.timeline import Timeline
 from mpkit.trace.metrics import Metrics
 from mpkit.trace.proof import Proof
 from mpkit.views.dashboard import html as parts
-from mpkit.views.dashboard.pace import Pace, TimeLeft
 from mpkit.views.drawing.lanes import FOLDED, LaneGroup, groups_of, rank_label
+from mpkit.views.drawing.pace import Pace, TimeLeft
 from mpkit.views.timeline.stages import layers_trait
 from mpkit.views.timeline.text import text
 from mpkit.views.timeline.tracks import has_tracks
