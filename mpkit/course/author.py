@@ -22,10 +22,19 @@ Budgets are checked once all results of a case are right. A measure is a functio
     makespan, bubble, live                     seconds, idle share, micro-batches of a schedule
 
 `serial` has small models, whole batches and serial training to compare with, in float64, all from the case's seed.
+What the first cell of every exercise notebook imports (`mpkit.course.framework.source.IMPORTS`) is here too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mpkit as mk
 from mpkit.course.framework import serial
 from mpkit.course.framework.equal import difference, spell
 from mpkit.course.framework.exercise import Answer, Budget, Case, CheckRow, Seen
@@ -53,9 +62,10 @@ from mpkit.course.framework.schedules import ONE_ROW, SHAPE, Schedules, bubble, 
 from mpkit.trace import Kind, Lane
 
 __all__ = [
-    "ONE_ROW", "SHAPE", "Answer", "Budget", "Case", "CheckRow", "Host", "Kind", "Lane", "Memory", "OnRanks",
-    "PackedAnswer", "Questions", "Room", "Schedules", "Seen", "bubble", "bytes_between_nodes", "bytes_inside_nodes",
-    "call_with", "calls", "calls_library", "checkpoint_by_hand", "collectives", "copied_bytes", "count_exposed_layers",
-    "difference", "gathers_and_layers", "in_turns", "live", "makespan", "messages", "payload", "peak", "record_stage",
-    "ring", "sent_bytes", "serial", "spell", "wire",
+    "ONE_ROW", "SHAPE", "Answer", "Any", "Budget", "Callable", "Case", "CheckRow", "F", "Host", "Iterable",
+    "Kind", "Lane", "Memory", "OnRanks", "PackedAnswer", "Questions", "Room", "Schedules", "Seen", "Tensor",
+    "bubble", "bytes_between_nodes", "bytes_inside_nodes", "call_with", "calls", "calls_library",
+    "checkpoint_by_hand", "collectives", "copied_bytes", "count_exposed_layers", "difference",
+    "gathers_and_layers", "in_turns", "live", "makespan", "messages", "mk", "nn", "payload", "peak",
+    "record_stage", "ring", "sent_bytes", "serial", "spell", "torch", "wire",
 ]  # fmt: skip

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.plan.mesh import Mesh
 

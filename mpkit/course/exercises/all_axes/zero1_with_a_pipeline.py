@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.framework.serial import adam
 from mpkit.course.framework.serial import model as network

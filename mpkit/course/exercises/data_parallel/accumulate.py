@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 
 
@@ -42,8 +37,6 @@ def accumulate(
 
 # %% checks
 STEPS = 3
-
-
 SAMPLES = 32
 
 

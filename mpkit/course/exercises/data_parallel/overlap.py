@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from torch import nn
 
-import mpkit as mk
 from mpkit.course.author import *
 
 

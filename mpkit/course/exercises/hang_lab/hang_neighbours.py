@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 
 
@@ -56,8 +51,6 @@ def expected(case: Case) -> list[Tensor]:
     conv, whole = given(case)
     return list(conv(F.pad(whole, (1, 1), mode="circular")).detach().chunk(case.ranks, 1))
 
-
-"""What turns the solution back into the program that hangs."""
 
 EXERCISE = OnRanks(
     solution=convolve,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-import mpkit as mk
 from mpkit.course.author import *
 
 # %% given

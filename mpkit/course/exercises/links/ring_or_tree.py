@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import mpkit as mk
 from mpkit.course.author import *
 
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-import mpkit as mk
 from mpkit.course.author import *
 
 

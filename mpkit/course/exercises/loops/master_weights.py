@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-
-import mpkit as mk
 from mpkit.course.author import *
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from itertools import combinations, pairwise
 
-import mpkit as mk
 from mpkit.course.author import *
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mpkit as mk
 from mpkit.course.author import *
 
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import weakref
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.framework.serial import fill
 

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.framework.serial import fill
 from mpkit.plan.schedule import one_f_one_b

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import mpkit as mk
 from mpkit.course.author import *
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.lab import puzzle
 

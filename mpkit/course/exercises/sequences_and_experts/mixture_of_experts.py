@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.exercises.sequences_and_experts import exchange
 from mpkit.course.framework.serial import fill

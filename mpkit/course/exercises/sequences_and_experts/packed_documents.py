@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import Tensor
-
-import mpkit as mk
 from mpkit.course.author import *
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import mpkit as mk
 from mpkit.course.author import *
 
 if TYPE_CHECKING:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-import mpkit as mk
 from mpkit.course.author import *
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat
 

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import mpkit as mk
 from mpkit.course.author import *
 from mpkit.course.exercises.zero import flat, unflat
 
