@@ -304,10 +304,10 @@ class Timeline(ReplayResult, Figures, Answer):
         return str(draw(self, "text"))
 
     def __repr__(self) -> str:
-        steps = len(self.steps)
+        steps, ranks = len(self.steps), f"{self.world_size} rank{'s' * (self.world_size != 1)}"
         length = f"{self.step_time:.4g} s, bubble {self.bubble:.3f}"
         more = f"; {self.so_far}" if self.so_far else ""
-        return f"<Timeline of {self.world_size} ranks, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}{more}>"
+        return f"<Timeline of {ranks}, {steps} step{'s' * (steps != 1)}, {self.clock}: {length}{more}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """Show the interactive timeline as a cell's last line, with a picture where there is no kernel or no widget."""

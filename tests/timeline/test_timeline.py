@@ -17,7 +17,7 @@ from mpkit.timeline.idleness import CAUSES, idle_by_cause
 from mpkit.timeline.replay.spans import HELD, SPAN
 from mpkit.timeline.simulation import followed_by
 from mpkit.timeline.timeline import Timeline
-from mpkit.trace import CATEGORIES, Kind, lane_of
+from mpkit.trace import CATEGORIES, MEMORY, OP, Kind, RankTrace, Trace, lane_of
 from mpkit.views.timeline.widget import TimelineView
 
 Span = tuple[int, Kind, float, float]  # rank, kind, start, end
@@ -169,3 +169,22 @@ def test_there_is_one_length_of_a_step_even_where_it_ends_in_communication() -> 
     assert whole == pytest.approx(100 * t.bubble, abs=0.05) == pytest.approx(sum(parts), abs=0.11)
     causes = dict(zip(CAUSES, idle_by_cause(t).mean(axis=0).tolist(), strict=True))
     assert causes["communication"] == pytest.approx(5.0)
+
+
+def test_what_is_assumed_of_the_runs_own_machine_is_said_once() -> None:
+    """The sentence on the loopback link stood below every picture; a machine that was asked for has its own."""
+    ops = np.zeros(1, OP)
+    ops["kind"], ops["start"], ops["end"], ops["cpu"] = Kind.FORWARD, 1, 9, 8
+    for column in ("stage", "microbatch", "step", "number", "peer", "ref"):
+        ops[column] = -1
+    rank = RankTrace(ops, np.zeros(0, MEMORY), [""])
+    own = Trace([rank, rank], {"world_size": 2, "device": "cpu", "hardware": "cpu"})
+    assert not any("messages over" in note for note in mk.Timeline.of(own, clock="virtual").notes)
+    assert "a link model" in mk.Timeline.of(own, clock="virtual").basis.assumed
+    assert any("messages over" in note for note in mk.Timeline.of(own, "cpu").notes)
+
+
+def test_a_rank_that_waits_for_what_another_computes_depends_on_it() -> None:
+    """It was called "message" where messages take no time."""
+    causes = mk.simulate(mk.Plan.gpipe(4, 8)).because
+    assert causes["idle: dependency"] == 4.5 and "idle: communication" not in causes

@@ -173,17 +173,10 @@ class _Builder:
 
     def _lane(self, rank: int, items: list[Item]) -> None:
         last, at, first = -1, self.begin, len(self.needs)
-        explicit = any(item.what == 1 for item in items)
         for what, row, start, end in items:
             if start > at + self.close:
                 kind = Node.BEFORE if last < 0 else Node.GAP
-                hidden = what == PIECE and self.measured and not explicit and last >= 0
-                needs = [last] if last >= 0 else []
-                if hidden:  # a trace without waits: a stream that stood still until a communication ended
-                    last = self._add(Node.WAIT, rank, row, start - at, start, needs)
-                    self.waits.append((last, -1))
-                else:
-                    last = self._add(kind, rank, row, start - at, start, needs)
+                last = self._add(kind, rank, row, start - at, start, [last] if last >= 0 else [])
                 at = start
             needs = [last] if last >= 0 else []
             if what == ISSUE:
@@ -218,11 +211,7 @@ class _Builder:
     def _wait(self, piece: int, row: int) -> None:
         """Give a wait what it waited for; what is left of its time has no known reason."""
         _, rank, of, took, end = self.columns[piece]
-        if row >= 0:
-            cause = int(self.spans["cause"][row])
-            found = self.transfer.get(cause, -1)
-        else:
-            found = self._ended_within(rank, end - took, end)
+        found = self.transfer.get(int(self.spans["cause"][row]), -1)
         if found >= 0 and self.columns[found][4] <= end + self.close:
             self.needs[piece].append(found)
             took = min(took, max(end - max(self.columns[found][4], end - took), 0.0))
@@ -231,11 +220,6 @@ class _Builder:
         else:
             kind, took = Node.WAIT, 0.0
         self.columns[piece] = (int(kind), rank, of, took, end)
-
-    def _ended_within(self, rank: int, start: float, end: float) -> int:
-        times, pieces = self._ends_of_comm[rank]
-        at = bisect_right(times, end + self.close) - 1
-        return pieces[at] if at >= 0 and times[at] > start else -1
 
     # ---- communication --------------------------------------------------------------------------------------
 
@@ -248,13 +232,6 @@ class _Builder:
                 self._message(rows)
             else:
                 self._collective(rows)
-        by_rank: dict[int, list[tuple[float, int]]] = defaultdict(list)
-        for row, piece in self.transfer.items():
-            by_rank[int(self.spans["rank"][row])].append((float(self.spans["end"][row]), piece))
-        self._ends_of_comm = {
-            rank: ([t for t, _ in sorted(by_rank[rank])], [p for _, p in sorted(by_rank[rank])])
-            for rank in range(self.world_size)
-        }
 
     def _meetings(self) -> list[list[int]]:
         """Return the rows of each message and collective: the k-th of its group and kind on each rank."""

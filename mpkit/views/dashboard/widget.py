@@ -190,33 +190,18 @@ class Dashboard:
             self._trouble.value = parts.trouble(message)
             self._bar.bar_style = {"finished": "success", "failed": "danger"}.get(status, "warning")
             self._stop.layout.visibility = "hidden"  # keeps its place: what stands beside it does not move
-            self.timeline.said = " ".join(
-                filter(None, [f"{self.title}: {status}.", message.partition("\n")[0]])
-            )
+            told = [f"{self.title}: {status}.", message.partition("\n")[0]]
+            self.timeline.said = " ".join(filter(None, told))
             words = self._words.value = parts.progress(self._step, self.steps, self._losses)
-            self._static = (
-                parts.static(
-                    self.title,
-                    status,
-                    words,
-                    message,
-                    timeline,
-                    self._lines,
-                    self._charted,
-                    self._proof,
-                    note,
-                ),
-                "\n".join(
-                    filter(
-                        None,
-                        [
-                            f"{self.title}: {status}",
-                            message,
-                            text(timeline, 100, fold=timeline.world_size > FOLDED),
-                        ],
-                    )
-                ),
+            shown = parts.static(
+                self.title, status, words, message, timeline, self._lines, self._charted, self._proof, note
             )
+            plain = [
+                f"{self.title}: {status}",
+                message,
+                text(timeline, 100, fold=timeline.world_size > FOLDED),
+            ]
+            self._static = shown, "\n".join(filter(None, plain))
             if self._handle is not None:
                 self._handle.update(self.mimebundle(), raw=True)
 
@@ -239,20 +224,14 @@ class Dashboard:
     def mimebundle(self) -> dict[str, Any]:
         """Return the widgets, together with what is shown where no kernel runs."""
         with self._lock:
+            status = "running" if self._started else parts.starting_html(len(self.timeline.labels))
             static = self._static or (
-                parts.head(
-                    self.title,
-                    "running" if self._started else parts.starting_html(len(self.timeline.labels)),
-                    self._proof,
-                ),
+                parts.head(self.title, status, self._proof),
                 f"{self.title}: running, in a widget that this front end does not show",
             )
             view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
-            return {
-                "application/vnd.jupyter.widget-view+json": view,
-                "text/html": static[0],
-                "text/plain": static[1],
-            }
+            told = {"text/html": static[0], "text/plain": static[1]}
+            return {"application/vnd.jupyter.widget-view+json": view, **told}
 
     def _note(self, timeline: Timeline | None = None) -> str:
         return "" if self._theory is None else bubble_words(self._theory, timeline)

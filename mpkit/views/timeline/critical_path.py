@@ -126,11 +126,9 @@ def critical_text(path: CriticalPath) -> str:
 def heading(path: CriticalPath) -> str:
     """Say what decides the step."""
     what = f"step {path.step}" if path.step >= 0 else "the timeline"
-    ranks = len(path.by_rank)
-    return (
-        f"Critical path of {what}: {seconds(path.step_time)} through {len(path.ops):,} operations on {ranks} of "
-        f"{path.timeline.world_size} ranks."
-    )
+    ranks, of, ops = len(path.by_rank), path.timeline.world_size, len(path.ops)
+    where = f"{ranks} of {of} rank{'s' * (of != 1)}"
+    return f"Critical path of {what}: {seconds(path.step_time)} through {ops:,} operation{'s' * (ops != 1)} on {where}."
 
 
 def op_words(path: CriticalPath, op: PathOp) -> str:
