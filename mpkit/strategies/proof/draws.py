@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -43,12 +43,14 @@ class StepDraws:
         size: the number of samples in the batch.
         by_rank: by rank, by (stage, micro-batch), what was drawn, in order.
         decides: whether the model looks at values while it draws, as one that draws until it accepts a number.
+        before: `chances` of the step before.
     """
 
     plan: Plan
     size: int
     by_rank: list[dict[tuple[int, int], list[Tensor]]]
     decides: bool = False
+    before: dict[int, float] = field(default_factory=dict)
     _lines: dict[tuple[int, int, int, int], list[Tensor]] = field(init=False)
     _idle: dict[tuple[int, int, int, int], list[Tensor]] = field(
         init=False
@@ -77,6 +79,15 @@ class StepDraws:
         """Begin again with the first draw."""
         self._next = 0
         self._chances.clear()
+
+    @property
+    def chances(self) -> dict[int, float]:
+        """By pair of blocks of samples that drew the same so far, in this step and those before it: the chance."""
+        return {
+            pair: chance * self.before.get(pair, 1.0)
+            for pair, chance in self._chances.items()
+            if chance <= 1.0
+        }
 
     def give(self, shape: tuple[int, ...], probability: float | None) -> Tensor:
         """Return the next draw, for the whole batch.
@@ -144,14 +155,16 @@ class StepDraws:
             each = shape[dim] // self.size
             into = whole.unflatten(dim, (self.size, each)).movedim(dim, 0)[rows[m][dp]]
             into.copy_(block.unflatten(dim, (k, each)).movedim(dim, 0))
-        for pair, (a, b) in enumerate(pairwise(joined)):
-            # Small draws tell something together: as long as all are equal, their chances multiply.
-            chance = _chance(a, b)
+        alone = [_chance(a, b) for a, b in pairwise(joined)]
+        for pair, chance in enumerate(alone):
             self._chances[pair] = self._chances.get(pair, 1.0) * (chance if chance <= 1.0 else inf)
-            if min(chance, self._chances[pair]) < CHANCE:
-                raise SharedDraws(
-                    "replicas, or micro-batches, draw the same random numbers for different samples"
-                )
+        # Small draws tell something together. As long as a pair draws the same its chances multiply, and so do those
+        # of pairs: twice each, since any of them might be the equal ones.
+        together = prod(2 * chance for chance in self.chances.values() if chance < 0.5)
+        if min(*alone, together) < CHANCE:
+            raise SharedDraws(
+                "replicas, or micro-batches, draw the same random numbers for different samples"
+            )
         assert whole is not None
         return whole
 
@@ -208,12 +221,16 @@ def _concatenate(parts: list[Tensor], dim: int | None, axis: str) -> Tensor:
 def _chance(a: Tensor, b: Tensor) -> float:
     """Return the chance of equal draws, by the share of their most frequent value; 2 if they are not equal.
 
-    >>> _chance(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])), _chance(torch.ones(2), torch.ones(2))
+    Of blocks with unequally many samples the numbers of the smaller one are compared with the first of the other one.
+
+    >>> _chance(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0, 1.0])), _chance(torch.ones(2), torch.ones(2))
     (0.25, 1.0)
     """
-    if a.shape != b.shape or not torch.equal(a, b):
+    count = min(a.numel(), b.numel())
+    a, b = a.reshape(-1)[:count], b.reshape(-1)[:count]
+    if not torch.equal(a, b):
         return 2.0
-    if not a.numel():
+    if not count:
         return 1.0
-    share = float(a.unique(return_counts=True)[1].max()) / a.numel()
-    return float((share**2 + (1 - share) ** 2) ** a.numel())
+    share = float(a.unique(return_counts=True)[1].max()) / count
+    return float((share**2 + (1 - share) ** 2) ** count)

@@ -73,6 +73,7 @@ class Prover:
         self._last = job.how.first_step - 1 if job.how.resume is None else None
         # What the ranks' weights have to be before the next step.
         self._known = {name: weight.detach().clone() for name, weight in self._serial.weights.items()}
+        self._chances: dict[int, float] = {}  # that blocks of samples drew the same by accident
         self._device = torch.device("cpu") if job.how.gpu is None else torch.device("cuda", job.how.gpu)
         self.proof = Proof(why_not=job.how.unverified)
 
@@ -143,7 +144,7 @@ class Prover:
         found.gradients = {
             name: g if g is None else self._to_device(g) for name, g in found.gradients.items()
         }
-        draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws, found.decides)
+        draws = StepDraws(self._job.plan, batch_size(batch[0]), found.draws, found.decides, self._chances)
         attempt = Attempt(serial, batch, draws, found.scale)
         tensors = [t for value in batch for t in leaves(value)]
         few = few_of(coarsest(serial.model, tensors), max(t.numel() for t in tensors))
@@ -151,6 +152,7 @@ class Prover:
         while attempt.scale > 1 and not found.skipped and not _finite(gradients):
             attempt.scale /= 2  # what overflows at once does not in parts
             value, gradients = attempt.run(attempt.begin_again())
+        self._chances = draws.chances
         # ---- compare loss and gradients
         noise = attempt.noise()
         allowed = few_of(value.dtype, 0) * largest(value)
