@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mpkit as mk
 from benchmarks.fit_links import SYSTEMS, fit_all_reduce, fit_cards, fit_loopback, sweep
 from mpkit.devices.catalogue.machines import link_named
-from mpkit.devices.hardware import wire_factor
+from mpkit.devices.hardware import Link, wire_factor
 from mpkit.trace import Kind
 
 SWEEPS = {
@@ -136,3 +136,10 @@ BUS = mk.devices.Link("bus", 1e-6, 16e9)
 def test_machines_of_unlike_devices_that_cannot_be(how: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mk.devices.Hardware("mixed", **how)
+
+
+def test_a_kind_is_no_word() -> None:
+    link = Link("bus", 1e-6, 100e9, bus={Kind.ALL_REDUCE: 80e9})
+    for asked in (link.rate, lambda kind: link.time(kind, 1e6, 4)):
+        with pytest.raises(ValueError, match=r"link.rate\(Kind.ALL_REDUCE\)"):
+            asked("all_reduce")

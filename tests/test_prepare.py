@@ -114,6 +114,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"cut=\[2\]: 1 passes on something that is neither a tensor",
     ),
+    "cuts where a dict passes alone": (
+        {
+            "model": nn.Sequential(nn.Linear(4, 2), AsDict(), FromDict(), nn.ReLU()),
+            "plan": mk.Plan.gpipe(4, 2),
+            "ranks": 4,
+        },
+        r"4 stages, but the model can be cut into 3 at most \(0, 1 to 2, 3\): what 1 hands on is neither a tensor",
+    ),
     # numbers
     "no steps": ({"steps": 0}, "steps=0: steps is a whole number, 1 or more, such as steps=3"),
     "half a step": ({"steps": 1.5}, "steps=1.5"),

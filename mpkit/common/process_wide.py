@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,17 +49,26 @@ LOCK = threading.RLock()
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Drop what this thread, and threads that it starts, print inside the context; others print as before."""
+    """Drop what this thread, and threads that it starts, print or warn of inside; others do so as before."""
     before = sys.stdout
     while (
         isinstance(before, _StreamBeforeThread) and before.has_ended
     ):  # one that somebody has put back since
         before = before.stream
     filtered = sys.stdout = _StreamBeforeThread(before)
+    show = warnings.showwarning
+
+    def show_others(*args: Any, **kwargs: Any) -> None:
+        if filtered.is_loud:
+            show(*args, **kwargs)
+
+    warnings.showwarning = show_others
     try:
         yield
     finally:
         filtered.end()
+        if warnings.showwarning is show_others:
+            warnings.showwarning = show
         if sys.stdout is filtered:
             sys.stdout = before
 
@@ -80,8 +90,13 @@ class _StreamBeforeThread:
         """Let everything through: somebody may have kept this stream."""
         self._loud = None
 
+    @property
+    def is_loud(self) -> bool:
+        """Whether this thread is heard."""
+        return self._loud is None or threading.get_ident() in self._loud
+
     def write(self, text: str) -> int:
-        if self._loud is None or threading.get_ident() in self._loud:
+        if self.is_loud:
             self.stream.write(text)
         return len(text)
 

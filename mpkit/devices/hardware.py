@@ -164,7 +164,18 @@ class Link:
         return wire_factor(kind, n) * nbytes / self.rate(kind)
 
     def rate(self, kind: int) -> float:
-        """Return the bytes per second on the wire that a collective, or a message, reaches."""
+        """Return the bytes per second on the wire that a collective, or a message, reaches.
+
+        Raises:
+            ValueError: the kind is a word.
+        """
+        if isinstance(kind, str):
+            known = {each.word: each.name for each in Kind}
+            name = known.get(kind, "ALL_REDUCE")
+            raise ValueError(
+                f"the kind of a collective is a member of mpkit.trace.Kind, and {kind!r} is a word: "
+                f"from mpkit.trace import Kind; link.rate(Kind.{name})"
+            )
         return self.bus.get(kind, self.bandwidth)  # type: ignore[call-overload,no-any-return]
 
 

@@ -73,11 +73,20 @@ class Proof:
 
     @classmethod
     def from_trace(cls, kept: Any) -> Proof | None:
-        """Return the proof that a trace keeps; None if it keeps none."""
-        if not isinstance(kept, dict) or not isinstance(kept.get("steps"), list):
+        """Return the proof that a trace keeps; None if it keeps none, or something else in its place."""
+        if not isinstance(kept, dict):
             return None
         known = {key: value for key, value in kept.items() if key in cls.__dataclass_fields__}
-        return cls(**known | {"steps": tuple(kept["steps"])})
+        steps = known.get("steps")
+        if not isinstance(steps, list) or any(type(step) is not int for step in steps):
+            return None
+        numbers = [known.get(name, 0.0) for name in ("loss", "weights")]
+        words = [known.get(name, "") for name in ("why_not", "difference")]
+        if not all(type(number) in (int, float) for number in numbers) or not all(
+            type(w) is str for w in words
+        ):
+            return None
+        return cls(**known | {"steps": tuple(steps)})
 
 
 def power(difference: float) -> str:

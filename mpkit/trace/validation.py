@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mpkit.errors import TraceError
 from mpkit.trace.files import RankTrace
+from mpkit.trace.proof import Proof
 from mpkit.trace.records import CATEGORIES, SAMPLE, Kind, lane_of
 
 __all__ = ["MOST_RANKS", "check_meta", "check_rank", "check_steps", "check_unpacked"]
@@ -60,6 +61,10 @@ def check_meta(meta: Any, ranks: int | None = None) -> dict[str, Any]:
             raise TraceError(f"it says {name}={meta[name]!r:.60}: a {kind.__name__} is wanted")
     if not all(isinstance(word, str) for word in meta.get("axes", {}).values()):
         raise TraceError(f"it says axes={meta['axes']!r:.60}: a name for each group is wanted")
+    if meta.get("proof") is not None and Proof.from_trace(meta["proof"]) is None:
+        raise TraceError(
+            f"it says proof={meta['proof']!r:.60}: steps, differences and words as mpkit writes them are wanted"
+        )
     for name, order in meta.get("expert_order", {}).items():
         if not isinstance(order, list) or any(type(expert) is not int for expert in order):
             raise TraceError(

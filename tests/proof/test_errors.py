@@ -102,3 +102,17 @@ def test_a_mask_drawn_inside_a_kernel_cannot_be_given() -> None:
             aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.1)
     with pytest.raises(CannotReplay, match="_cudnn_rnn draws its dropout mask inside a kernel of the GPU"):
         mode.__torch_dispatch__(aten._cudnn_rnn.default, (), (), {"dropout": 0.5, "train": True})
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_loss_that_broadcasts_is_named_and_nothing_else_is_said(
+    clusters: Clusters, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch warns of it, here and on each rank, of the shapes of shares."""
+    data = [(torch.randn(8, 4), torch.randn(8))]
+    how: dict[str, Any] = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "steps": 1}
+    with pytest.raises(
+        mk.errors.NotSerial, match=r"shape \[8, 1\] and targets of shape \[8\].*y.view_as\(out\)"
+    ):
+        clusters(2).train(nn.Linear(4, 1), data, mk.Plan.ddp(2), **how).wait()
+    assert "target size" not in "".join(capfd.readouterr())

@@ -47,6 +47,9 @@ METAS: dict[str, Any] = {
     "first_step=1.5": {"first_step": 1.5},
     "of type list": [],
     "replicas=": {"world_size": 2, "replicas": [[0], ["1"]]},
+    "proof={'steps'": {"proof": {"steps": [1], "loss": [None]}},
+    "proof={'difference'": {"proof": {"difference": 1, "steps": [1]}},
+    "proof=3": {"proof": 3},
     "each of 2 ranks in one": {"world_size": 2, "replicas": [[0]]},
 }
 

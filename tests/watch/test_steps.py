@@ -245,19 +245,23 @@ def test_what_is_sent_after_the_optimizer_belongs_to_the_next_step(clusters: Clu
     assert clusters(2).timeline().steps == [0, 1, 2]  # the last call begins no step
 
 
-def a_pipeline(ctx: Any) -> None:
+def a_pipeline(ctx: Any) -> list[float]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     part = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     schedule = Schedule1F1B(PipelineStage(part, ctx.rank, 2, torch.device("cpu")), 4, loss_fn=F.mse_loss)
     optimizer = torch.optim.AdamW(part.parameters())
+    means = []
     for _ in range(4):
+        losses: list[torch.Tensor] = []
         schedule.step(
             *([torch.ones(8, 8)] if ctx.rank == 0 else []),
-            **({"target": torch.ones(8, 8)} if ctx.rank else {}),
+            **({"target": torch.ones(8, 8), "losses": losses} if ctx.rank else {}),
         )
+        means.append(sum(loss.item() for loss in losses) / 4)
         optimizer.step()
         optimizer.zero_grad()
+    return means
 
 
 def prefetched_shards(ctx: Any) -> None:
@@ -280,8 +284,9 @@ def prefetched_shards(ctx: Any) -> None:
 
 @pytest.mark.parametrize("program", [a_pipeline, prefetched_shards], ids=lambda program: program.__name__)
 def test_a_step_is_what_lies_between_two_optimizer_steps(clusters: Clusters, program: Any) -> None:
-    clusters(2).run(program, watch=True)
+    losses = clusters(2).run(program, watch=True)[1]
     trace = clusters(2).trace.check()
+    assert losses is None or trace.losses == pytest.approx(losses)
     messages = []
     for rank in trace.ranks:
         ops = rank.ops[rank.ops["kind"] != Kind.STEP]
@@ -299,3 +304,9 @@ def test_a_step_is_what_lies_between_two_optimizer_steps(clusters: Clusters, pro
         assert sent["step"].tolist() == received["step"].tolist()
         assert (sent["number"] - received["number"] == 0).all()
         assert len(sent) == (12 if program is a_pipeline else 0)
+    # On the clock of the trace, which other load on the machine does not change.
+    timeline = clusters(2).timeline()
+    spans = timeline.spans[(timeline.spans["kind"] == Kind.OPTIMIZER) & (timeline.spans["depth"] == 0)]
+    last = np.max([spans["end"][spans["rank"] == rank] for rank in (0, 1)], axis=0)
+    times = [timeline.step(step).step_time for step in timeline.steps]
+    assert times[1:4] == pytest.approx(np.diff(last).tolist(), rel=0.01)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -76,6 +77,11 @@ def ask_nvml(limit: float = 10.0, command: tuple[str, ...] = ()) -> Facts:
         said, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be ended
+            process.wait(1.0)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
         return {"why": f"NVML did not answer within {limit:g} s", "failed": True}
     if process.returncode:
         last = (errors.strip().splitlines() or ["it printed nothing"])[-1]

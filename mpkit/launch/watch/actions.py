@@ -55,6 +55,7 @@ class Actions:
         self._by_hand = False
         self._acted = False  # whether the step has had an action
         self._losses: list[torch.Tensor] = []
+        self._shares: list[torch.Tensor] = []  # of a pipeline's micro-batches
         self._spans = 0  # communications by hand
 
     # ---- actions
@@ -138,6 +139,10 @@ class Actions:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
+    def note_share(self, share: torch.Tensor) -> None:
+        """Remember a micro-batch's share of the loss of a step of a pipeline, which is the sum of its shares."""
+        self._shares.append(share.detach())
+
     @property
     def is_running(self) -> bool:
         """Whether an action is running."""
@@ -172,13 +177,15 @@ class Actions:
         """End the step that is under way, if any."""
         self.end_loss()
         if self._in_step:
-            if self._losses:
-                self._record.loss(sum(loss.item() for loss in self._losses))
+            # A pipeline's first step has a backward of its own besides, to learn the shapes.
+            if losses := self._shares or self._losses:
+                self._record.loss(sum(loss.item() for loss in losses))
             self._record.end_step()
             self._step += 1
             self.step_ended()
         self._in_step = self._stepped = self._acted = False
         self._losses.clear()
+        self._shares.clear()
 
     def finish(self) -> None:
         """End the last step; one that has only communicated is none, and stays open."""

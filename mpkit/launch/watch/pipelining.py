@@ -4,12 +4,15 @@
     B     backward_one_chunk, or I where it is asked for the gradients of the inputs only
     W     backward_weight_one_chunk
 
-Everything that such a call computes belongs to its stage and micro-batch.
+Everything that such a call computes belongs to its stage and micro-batch. A step's loss is the mean of those of its
+micro-batches, as `scale_grads=True` has it.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import Tensor
 
 from mpkit.common.process_wide import Replacements
 from mpkit.common.torch_private import _PipelineStageBase
@@ -44,6 +47,8 @@ class ProgramStages:
             stage: Any, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
         ) -> Any:  # fmt: skip
             kind = Kind.BACKWARD if full_backward else Kind.INPUT_GRAD
+            if stage.is_last and isinstance(loss, Tensor) and loss.numel() == 1:
+                self._actions.note_share(loss / stage.chunks)
             return self._run_action(stage, bwd_chunk_id, kind, backward, loss, full_backward, *args, **kwargs)
 
         def backward_weight_one_chunk(stage: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

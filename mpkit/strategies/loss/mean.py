@@ -175,7 +175,11 @@ class SummedMeans(TorchFunctionMode):
                 f"mean_loss(weight=) is for classes, and {func.__name__} has none. With a weight for each element: "
                 "loss=lambda out, y: ((w * F.mse_loss(out, y, reduction='none')).sum(), w.expand_as(out).sum())"
             )
-        each = func(**given | {"reduction": "none"})
+        pair = {name: given[name] for name in ("input", "target") if isinstance(given.get(name), Tensor)}
+        if len({value.shape for value in pair.values()}) > 1:
+            # torch does so too, and warns on each rank, of shapes that are those of its share.
+            pair = dict(zip(pair, torch.broadcast_tensors(*pair.values()), strict=True))
+        each = func(**given | pair | {"reduction": "none"})
         samples = given["reduction"] == "batchmean"
         if self._ignore is None:
             number = each.shape[0] if samples else each.numel()

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ ACROSS = (
 """Operators that may combine samples."""
 
 IGNORES = ("nll_loss_forward", "nll_loss2d_forward")
+SLICES = ("slice", "narrow", "select")
+DIVISIONS = ("div", "mean")
 
 
 class StepFacts:
@@ -102,6 +106,43 @@ class StepFacts:
             self.facts.add(f"{where} divides by another number for each sample than before")
 
 
+@dataclass(frozen=True)
+class _Operator:
+    """What an operator's name tells, in a forward, a loss or an optimizer.
+
+    Attributes:
+        fact: that it is computed, in words.
+        here: the operator and where it is, in words.
+        name: its name.
+        draws: whether it draws random numbers.
+        looks: whether Python looks at a value.
+        across: whether it may combine samples.
+        limits: whether it is one of LIMITS, out of place.
+        special: whether `_note_special` has something to note.
+    """
+
+    fact: str
+    here: str
+    name: str
+    draws: bool
+    looks: bool
+    across: bool
+    limits: bool
+    special: bool
+
+
+@cache
+def _operator(func: Any, where: str) -> _Operator:
+    full = func.overloadpacket.__name__
+    name = full.removesuffix("_")
+    limits = name in LIMITS and full == name
+    special = limits or name in (*SLICES, *IGNORES, *DIVISIONS) or name.startswith("nan")
+    return _Operator(
+        f"{where} computes {name}", f"in {where}, {name}", name, draws_numbers(func), name == "_local_scalar_dense",
+        name in ACROSS, limits, special,
+    )  # fmt: skip
+
+
 class _Listener(TorchDispatchMode):
     def __init__(self, into: StepFacts, where: str, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,41 +161,45 @@ class _Listener(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self._into.listeners[-1] is not self:  # a forward ends with the loss
+        into = self._into
+        if into.listeners[-1] is not self:  # a forward ends with the loss
             return made
-        name = func.overloadpacket.__name__.removesuffix("_")
-        self._into.facts.add(f"{self._where} computes {name}")
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if draws_numbers(func) or first is None:
+        operator = _operator(func, self._where)
+        into.facts.add(operator.fact)
+        first = args[0] if args else None
+        if operator.draws or not isinstance(first, Tensor):
             return made
-        here = f"in {self._where}, {name}"
-        if self._where == "the forward":
-            self._note_forward(name, first)
+        if (operator.looks or operator.across) and self._where == "the forward":
+            self._note_forward(operator, first)
         if isinstance(made, Tensor) and made.dtype == torch.bool:
-            self._into.note_truths(here, made)
+            into.note_truths(operator.here, made)
         for mask in args[1:]:
             for each in mask if isinstance(mask, (list, tuple)) else (mask,):
                 if isinstance(each, Tensor) and each.dtype == torch.bool:
-                    self._into.note_truths(here, each)
-        if name in LIMITS and isinstance(made, Tensor) and not func.overloadpacket.__name__.endswith("_"):
-            self._into.note_truths(
-                f"the limit {here}", made == first if made.shape == first.shape else made == made
-            )
-        if name in ("slice", "narrow", "select") and isinstance(made, Tensor):
-            self._into.facts.add(f"{here} takes {'all' if made.shape == first.shape else 'a part'}")
-        if name.startswith("nan") and first.is_floating_point():
-            self._into.note_truths(f"{here} of NaN", first.isnan())
-        if name in IGNORES:
-            self._into.note_truths(f"{here}, which ignores targets,", args[1] == args[4])
-        if self._where == "the loss" and self._samples:
-            self._note_divisor(name, here, first, args)
+                    into.note_truths(operator.here, each)
+        if operator.special:
+            self._note_special(operator, made, first, args)
         return made
 
-    def _note_forward(self, name: str, first: Tensor) -> None:
-        looks = name == "_local_scalar_dense"
+    def _note_forward(self, operator: _Operator, first: Tensor) -> None:
         rows = first.shape[0] if first.dim() else 0
-        across = name in ACROSS and self._samples > 1 and rows > 0 and rows % self._samples == 0
-        self._into.may_act_later = self._into.may_act_later or looks or across
+        across = operator.across and self._samples > 1 and rows > 0 and rows % self._samples == 0
+        self._into.may_act_later = self._into.may_act_later or operator.looks or across
+
+    def _note_special(self, operator: _Operator, made: Any, first: Tensor, args: tuple[Any, ...]) -> None:
+        into, name, here = self._into, operator.name, operator.here
+        if operator.limits and isinstance(made, Tensor):
+            into.note_truths(
+                f"the limit {here}", made == first if made.shape == first.shape else made == made
+            )
+        if name in SLICES and isinstance(made, Tensor):
+            into.facts.add(f"{here} takes {'all' if made.shape == first.shape else 'a part'}")
+        if name.startswith("nan") and first.is_floating_point():
+            into.note_truths(f"{here} of NaN", first.isnan())
+        if name in IGNORES:
+            into.note_truths(f"{here}, which ignores targets,", args[1] == args[4])
+        if name in DIVISIONS and self._where == "the loss" and self._samples:
+            self._note_divisor(name, here, first, args)
 
     def _note_divisor(self, name: str, here: str, first: Tensor, args: tuple[Any, ...]) -> None:
         divisor: Any = None

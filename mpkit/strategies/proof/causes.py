@@ -5,6 +5,7 @@ replicas     a rank computes with weights that are not the ones that were update
 parameters   the loss uses the model's parameters by itself, and not only its outputs
 norms        BatchNorm takes its statistics over a part of the batch
 memory       the result of a forward depends on how many there were before, and ranks do another number of them
+broadcast    the loss compares each output with all targets, since their shapes differ
 parts        the parts of the batch do not add up to it: a layer or the loss looks at other samples
 mode         the ranks computed in another mode, training or evaluation
 factor       all gradients are the same number of times as large
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from mpkit.common.exceptions import one_line
 from mpkit.strategies.data.microbatch import leaves, part
 from mpkit.strategies.job.job import TrainJob
+from mpkit.strategies.loss.mean import ELEMENTWISE, SummedMeans
 from mpkit.strategies.loss.quotient import as_pair
 from mpkit.strategies.proof.attempt import Attempt
 from mpkit.strategies.proof.parts import explain_parts
@@ -53,7 +55,7 @@ def cause_of(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None
         says: what differs, in words.
     """
     untold = []
-    kinds = [_parameters, _norms, _memory, _parts]
+    kinds = [_parameters, _norms, _memory, _broadcast, _parts]
     if any(gradient is not None for gradient in gradients.values()):
         kinds += [_mode, _factor, _share]
     for kind in kinds:
@@ -141,6 +143,23 @@ def _memory(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]
         "works: one micro-batch and recompute='none'; or what depends on the step is computed from the step, not from "
         "how often a forward was called"
     )
+
+
+def _broadcast(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:
+    serial = attempt.begin_again()
+    inputs, targets = attempt.batch
+    with torch.no_grad(), attempt.use_draws(), SummedMeans() as heard:
+        serial.loss(serial.outputs(inputs), targets)
+    for *_, function, given in heard.calls:
+        one, other = given["input"].shape, getattr(given.get("target"), "shape", None)
+        if function in ELEMENTWISE and other not in (None, one):
+            count = torch.broadcast_shapes(one, other).numel()
+            return (
+                f"{function.__name__} is given outputs of shape {list(one)} and targets of shape {list(other)}, and "
+                f"makes {count} differences of them, between different samples too, which the parts of the batch do "
+                "not have. What works: targets of the outputs' shape, such as y.view_as(out)"
+            )
+    return ""
 
 
 def _parts(job: TrainJob, attempt: Attempt, gradients: dict[str, Tensor | None]) -> str:

@@ -180,20 +180,18 @@ class Curve:
         for segment, (before, begin, after, end) in zip(
             self._segments[self._taken : self.next], self._noted, strict=True
         ):
-            times = [begin, end]
-            if (
-                segment.edges > 2
-            ):  # as many as were measured: the end several times, if fewer ops are inside now
-                times[1:1] = starts(before, min(after - before, segment.edges - 2))
-                times += [end] * (segment.edges - len(times))
-            for edge, share, category, delta in segment.rows:
-                time = times[edge]
-                values += (
-                    time + round(share * (times[edge + 1] - time)),
-                    min(before + edge, after),
-                    category,
-                    delta,
-                )
+            if segment.edges == 2:  # no op inside, as in most
+                span = end - begin
+                for _, share, category, delta in segment.rows:
+                    values += (begin + int(share * span + 0.5), before, category, delta)
+            else:
+                times = [begin, *starts(before, min(after - before, segment.edges - 2))]
+                times += [end] * (
+                    segment.edges - len(times)
+                )  # as many as were measured, if fewer are inside now
+                for edge, share, category, delta in segment.rows:
+                    time = times[edge] + int(share * (times[edge + 1] - times[edge]) + 0.5)
+                    values += (time, min(before + edge, after), category, delta)
             for name, nbytes in segment.changed:
                 sums[name] = sums.get(name, 0) + nbytes
             if spike > 0:

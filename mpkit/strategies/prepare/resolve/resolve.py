@@ -206,6 +206,14 @@ def cut_stages(
         ends = [i + 1 for i, layer in enumerate(numbers) if layer.output is not None or i == len(numbers) - 1]
         units = [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         unit_names = [f"{names[u[0]]} to {names[u[-1]]}" if len(u) > 1 else names[u[0]] for u in units]
+        if len(units) < stages <= len(names):
+            kept = [names[i] for unit in units for i in unit[:-1]]
+            raise ValueError(
+                f"{stages} stages, but the model can be cut into {len(units)} at most ({', '.join(unit_names)}): what "
+                f"{', '.join(kept)} hand{'s' * (len(kept) == 1)} on is neither a tensor nor a tuple of tensors, which "
+                "is what stages send each other. What works: layers that return (h, x) for (h, (x, None)), tensors "
+                f"alone and not nested; or mk.Plan.ddp({stages}), which sends no activations"
+            )
         parts = cut(unit_names, [sum(costs[i] for i in unit) for unit in units], stages, None)
         return [range(units[part[0]].start, units[part[-1]].stop) for part in parts]
     parts = cut(names, costs, stages, points)
