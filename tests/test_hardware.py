@@ -45,6 +45,10 @@ def test_the_rows_of_measured_links_are_the_fits() -> None:
     assert dict(link_named("loopback").bus) == pytest.approx(rates)
 
 
+def test_a_card_has_the_memory_that_its_driver_reports() -> None:
+    assert mk.hardware("8x-h100-nvlink").device.memory == int(79.18 * 2**30)
+
+
 @pytest.mark.parametrize("name", list(mk.hardware()))
 def test_every_machine_has_sane_figures_and_their_sources(name: str) -> None:
     machine = mk.hardware(name)

@@ -17,6 +17,13 @@ def read_text(path: Path, most: int = 2**24) -> str:
     Raises:
         OSError: it is no file, or cannot be read.
         ValueError: it is no text, or has more bytes than `most`.
+
+    >>> size = Path(__file__).stat().st_size
+    >>> text = read_text(Path(__file__), size)
+    >>> read_text(Path(__file__), size - 1)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: ...size_limits.py has more than ... bytes
     """
     if not path.is_file():  # a pipe would keep whoever opens it
         number = errno.EINVAL if path.exists() else errno.ENOENT

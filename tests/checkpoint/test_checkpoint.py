@@ -163,16 +163,6 @@ def test_the_loss_scale_goes_on(clusters: Clusters, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- another plan: the same training
 
 
-@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adagrad"])
-def test_states_of_other_optimizers(clusters: Clusters, tmp_path: Path, kind: str) -> None:
-    def make(params: Any) -> torch.optim.Optimizer:
-        return getattr(torch.optim, kind)(params, lr=1e-2)
-
-    how: dict[str, Any] = {"model": net(), "data": batches(), "plan": mk.Plan.ddp(2), "optimizer": make}
-    whole = train(clusters, steps=4, checkpoint_every=2, checkpoint_dir=tmp_path, **how)
-    assert_same(whole, train(clusters, steps=4, resume_from=tmp_path / "step-00000002", **how))
-
-
 # ---------------------------------------------------------------- the folder
 
 

@@ -26,8 +26,7 @@ from mpkit.prediction.cost_model.known_models import known_models
 from mpkit.prediction.cost_model.layout import Layout
 from mpkit.prediction.cost_model.memory import kept_bytes
 from mpkit.prediction.cost_model.preset import preset_for
-from mpkit.prediction.cost_model.stack import Stack, stack_of
-from mpkit.prediction.cost_model.step import step_time
+from mpkit.prediction.cost_model.stack import Stack
 from tests.recipes import adamw
 from tests.words import unwrapped
 
@@ -75,15 +74,6 @@ def test_causes_add_up_and_memory_grows_with_the_batch(plan: mk.Plan) -> None:
     assert larger.step_time > found.step_time and larger.peak_memory > found.peak_memory
     assert len(found.memory) == plan.ranks
     assert found.band[0] < found.step_time < found.band[1]
-
-
-@given(plans)
-@settings(max_examples=40, deadline=None)
-def test_a_faster_machine_is_faster(plan: mk.Plan) -> None:
-    slow = replace(H100, device=replace(H100.device, bandwidth=H100.device.bandwidth / 2))
-    assert mk.estimate(LLAMA, plan, slow, global_batch=plan.dp * plan.microbatches, sequence=2048).step_time > (
-        _estimate(plan).step_time
-    )  # fmt: skip
 
 
 @given(plans)
@@ -150,7 +140,6 @@ def test_a_device_whose_memory_is_unknown_limits_nothing() -> None:
     assert found.memory[0]["context"] == 0
     advised = mk.advise("gpt2", "cpu", global_batch=8, sequence=128, by="devices")
     assert advised.best is not None and advised.best.ranks == 1 and "not known" in str(advised)
-    assert mk.advise("gpt2", "cpu", global_batch=8, sequence=128).best is not None or True
 
 
 def test_a_preset_of_few_rows_claims_no_less_than_the_spread_of_presets() -> None:
@@ -176,26 +165,6 @@ def test_lora_holds_states_of_what_is_trained_only() -> None:
     )
     assert part.memory[0]["optimizer"] == pytest.approx(whole.memory[0]["optimizer"] / 100)
     assert part.step_time < whole.step_time
-
-
-def test_fewer_bits_and_larger_scales_are_faster() -> None:
-    layout, model = Layout(dp=8, zero=3, recompute="products"), known_models()["llama3-8b"]
-
-    def seconds(machine: str, **changes: Any) -> float:
-        stack, hardware = stack_of("torchtitan-compile", **changes), mk.hardware(machine, nodes=1)
-        constants = preset_for(hardware.device.name, stack.name).constants
-        return step_time(model, layout, 8192, hardware, stack, constants).seconds
-
-    block, tensor, row = (
-        seconds("gb300", fp8=True, scaling=scaling) for scaling in ("block", "tensor", "row")
-    )
-    assert seconds("gb300", fp4=True, scaling="block") < block < tensor < row
-    # torchtitan at 7a04053 on 8 H100: 5,760 tokens/s per device, 6,424 by row and 7,186 by tensor
-    plain, row, tensor = (
-        seconds("h100-hbm2e", **each) for each in ({}, {"fp8": True, "scaling": "row"}, {"fp8": True})
-    )
-    assert plain / row == pytest.approx(6424 / 5760, rel=0.02)
-    assert plain / tensor == pytest.approx(7186 / 5760, rel=0.03)
 
 
 def test_a_preset_of_ones_own_moves_predictions_to_the_measurements() -> None:

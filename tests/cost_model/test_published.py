@@ -148,6 +148,7 @@ def test_the_first_stages_of_nanotron_hold_what_was_measured() -> None:
     assert all(abs(error) < 0.07 for error in errors.values()), errors
 
 
+@pytest.mark.soak
 def test_published_plans_are_within_10_percent_of_the_best_in_what_their_authors_left_open() -> None:
     """All that the software offers has better plans than five of them: 1.34B on 64 and 512, 80B on 512, 18B, 175B."""
     beside = published_beside_found(ROWS)

@@ -84,15 +84,6 @@ def wide(layers: int = 4) -> nn.Module:
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(layers)))
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by, self.plus = nn.Parameter(torch.ones(512)), nn.Parameter(torch.zeros(512))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by + self.plus
-
-
 def sent(run: Run, kind: str) -> list[list[int]]:
     """The payloads that rank 0 sent in each step."""
     frame = run.timeline().to_dataframe()

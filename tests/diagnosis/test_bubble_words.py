@@ -21,10 +21,8 @@ from mpkit.trace import Kind
 
 SLOW = "4x-titan-rtx"
 PLANS = {
-    "sp": mk.Plan(pp=2, tp=2, sequence_parallel=True, schedule="gpipe", microbatches=2),
     "ring": mk.Plan(pp=2, cp=2, schedule="gpipe", microbatches=2),
     "ep": mk.Plan(dp=4, ep=2),
-    "zero-3": mk.Plan(pp=2, dp=2, zero=3, schedule="gpipe", microbatches=2),
 }
 
 

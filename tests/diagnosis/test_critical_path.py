@@ -41,7 +41,7 @@ def test_lengths_add_up_to_the_step_in_any_schedule(
     check(mk.simulate(schedule, forward, i, w, hop, steps=2))
 
 
-@pytest.mark.parametrize("name", ["uneven", "offload", "ddp", "zero 3"])
+@pytest.mark.parametrize("name", ["offload", "zero 3"])
 def test_lengths_add_up_to_the_step_of_played_runs(name: str) -> None:
     check(timeline(name))
 
@@ -77,7 +77,7 @@ def longer(trace: mk.Trace, rank: int, op: int, seconds: float) -> mk.Trace:
     return replace(trace, ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["uneven", "ddp", "offload"])
+@pytest.mark.parametrize("name", ["uneven", "offload"])
 def test_slack_and_gain_are_those_of_replays(name: str) -> None:
     trace, machine = _play_run(name, None, 1.0, None), _machine(name, 1.0, 1.0)
     t = mk.Timeline.of(trace, machine)

@@ -32,10 +32,8 @@ BIAS = {"bias_rate": 0.02, "z_loss": 0.05, "shared_experts": 1}
 ALL = {**BIAS, "aux_loss": 0.5}
 
 PLANS = [
-    (mk.Plan(dp=2, zero=1, microbatches=3), BIAS),  # a replica without a last micro-batch
     (mk.Plan(dp=4, ep=2), ALL),
     (mk.Plan(pp=2, schedule="zbv", virtual_stages=2, microbatches=4), BIAS),
-    (mk.Plan(dp=2, cp=2, zero=3, ep=4), ALL),
     (mk.Plan(pp=2, tp=2), ALL | {"capacity": 0.9}),
 ]
 
@@ -107,12 +105,6 @@ def test_the_bias_and_the_capacity_are_those_of_the_reference() -> None:
             {"capacity": 1.0},
             "Plan(tp=2, cp_order='zigzag')",
         ),
-        (
-            mk.Plan(pp=2, dp=2, microbatches=2, schedule="gpipe"),
-            {"capacity": 1.0},
-            "Plan(pp=2, schedule='gpipe')",
-        ),
-        (mk.Plan(dp=4, zero=3, ep=2), {"capacity": 1.0}, "Plan()"),
     ],
 )
 def test_plans_that_do_not_see_the_whole_batch(plan: mk.Plan, balancing: dict[str, Any], works: str) -> None:
@@ -137,22 +129,9 @@ def test_a_loss_that_counts_and_arguments_that_cannot_be() -> None:
         GPT(experts=4, z_loss=-1.0)
 
 
-def test_wrappers_reject_what_depends_on_a_batch(clusters: Callable[[int], mk.Cluster]) -> None:
-    def wrap(ctx: mk.Context) -> str:
-        try:
-            mk.ddp(MixtureOfExperts(4, experts=2, aux_loss=0.1))
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    (said, _) = clusters(2).run(wrap)
-    assert "aux_loss=0.1, which depend on all tokens of a batch" in said
-
-
 @pytest.mark.parametrize(
     "plan",
     [
-        mk.Plan(dp=2, zero=0, microbatches=1),
         mk.Plan(pp=2, dp=2, schedule="gpipe", microbatches=2, recompute="full"),
         mk.Plan(tp=2, cp=2, sequence_parallel=True),
     ],

@@ -65,8 +65,7 @@ class Biased(nn.Sequential):
         super().__init__(nn.Linear(6, 6), nn.Softplus(), layer, nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize(("favourite", "top_k"), [(0, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("favourite", "top_k", "zero"), [(3, 1, 0), (2, 2, 3)])
 def test_all_tokens_to_one_expert(train: Train, favourite: int, top_k: int, zero: int) -> None:
     """With one choice a rank receives all rows, and the other none: its experts' gradients are 0, as in serial.
 
@@ -100,9 +99,7 @@ def test_groups_are_those_of_the_paper() -> None:
     [
         mk.Plan(dp=4, zero=1, microbatches=2, ep=2),
         mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, recompute="full", ep=2),
-        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2),
         mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=1),
-        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=2, etp=2),
         mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2, recompute="full", ep=2, etp=2),
     ],
     ids=repr,
@@ -129,7 +126,6 @@ def test_bytes_are_those_of_the_formula(train: Train, plan: mk.Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        mk.Plan(dp=4, ep=4, microbatches=2),
         mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1),
         mk.Plan(pp=2, dp=2, ep=2, schedule="overlapped_1f1b", virtual_stages=1, microbatches=2),
     ],
@@ -207,11 +203,7 @@ def test_models_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        mk.Plan(dp=2, ep=2, microbatches=2, recompute="full"),  # of 7 samples
-        mk.Plan(pp=2, tp=2, schedule="1f1b", microbatches=2),
         mk.Plan(cp=2, tp=2, sequence_parallel=True, ep=2, zero=3, recompute="every=2"),
-        pytest.param(mk.Plan(tp=2, sequence_parallel=True, ep=2, etp=1), marks=pytest.mark.soak),
-        pytest.param(mk.Plan(tp=2, sequence_parallel=True), marks=pytest.mark.soak),
     ],
     ids=repr,
 )

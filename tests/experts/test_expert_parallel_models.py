@@ -30,7 +30,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("mixtral", mk.Plan(dp=2, tp=2, ep=2)),  # whose own plan divides experts along tp, if ep does not
+        soak("mixtral", mk.Plan(dp=2, tp=2, ep=2)),  # whose own plan divides experts along tp, if ep does not
         soak("mixtral", mk.Plan(dp=2, tp=2, ep=2, etp=2, zero=1)),
         ("gpt_oss", mk.Plan(pp=2, dp=2, schedule="1f1b", microbatches=2, ep=2)),  # with biases
         soak("qwen2_moe", mk.Plan(dp=2, zero=3, ep=2)),  # with a shared expert

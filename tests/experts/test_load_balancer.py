@@ -186,7 +186,6 @@ def returned_rows(rank: RankTrace, step: int, layers: int, row_bytes: int) -> li
     "plan",
     [
         mk.Plan(dp=4, zero=3, dp_shard=2, ep=2),
-        mk.Plan(dp=2, tp=2, sequence_parallel=True, ep=4, etp=1, zero=1, recompute="full"),
         mk.Plan(pp=2, dp=2, schedule="zbv", virtual_stages=2, microbatches=4, ep=2),
     ],
     ids=repr,

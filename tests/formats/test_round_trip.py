@@ -27,7 +27,7 @@ def written(plan: Plan, name: str, **context: object):
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(plan=plans(), micro=st.integers(1, 8))
-@settings(max_examples=100)
+@settings(max_examples=25)
 def test_plans_survive_each_format(name: str, plan: Plan, micro: int, tmp_path_factory) -> None:
     config = written(plan, name, micro_batch=micro)
     assume(config is not None)

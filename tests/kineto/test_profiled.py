@@ -46,16 +46,6 @@ def ddp(ctx: Any, folder: Path) -> None:
     profiled(ctx.rank, folder, model, lambda: model(torch.randn(8, 32)).square().mean().backward())
 
 
-def accumulated(ctx: Any, folder: Path) -> None:
-    model = layers()
-
-    def step() -> None:
-        for _ in range(3):
-            model(torch.randn(8, 32)).square().mean().backward()
-
-    profiled(ctx.rank, folder, model, step)
-
-
 def fsdp(ctx: Any, folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

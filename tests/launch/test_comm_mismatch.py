@@ -24,7 +24,6 @@ DTYPES = ["float32", "float64", "int32", "int64", "bfloat16", "uint8", "float16"
 ROOTED = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", *ROOTED, "barrier"]
 WITH_TENSOR = KINDS[:-1]
-SUMMED = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass

@@ -50,7 +50,7 @@ def test_of_several_errors_the_earliest_is_reported(tmp_path: Path, secondary: b
     assert error is not None and error.rank == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_is_killed(cluster: mk.Cluster, how: signal.Signals) -> None:
     def die(ctx):  # type: ignore[no-untyped-def]
         with ctx.record.step(5), ctx.record.span("the last thing"):

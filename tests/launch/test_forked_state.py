@@ -48,10 +48,6 @@ def test_ranks_draw_other_numbers_than_each_other_and_than_in_the_call_before(cl
     assert_all_differ([draw for _ in range(2) for draw in cluster.run(draws)])
 
 
-def test_watched_ranks_draw_their_own_numbers(cluster: mk.Cluster) -> None:
-    assert_all_differ([draw for _ in range(2) for draw in cluster.run(draws, watch=True)])
-
-
 def test_dropout_in_an_own_loop_masks_other_samples_on_each_rank(cluster: mk.Cluster) -> None:
     def loop(ctx: Any) -> list[Any]:
         model = mk.ddp(nn.Sequential(nn.Linear(4, 60), nn.Dropout(0.5)))
@@ -61,14 +57,6 @@ def test_dropout_in_an_own_loop_masks_other_samples_on_each_rank(cluster: mk.Clu
     masks, weights = zip(*cluster.run(loop), strict=True)
     assert all(one != masks[0] for one in masks[1:])
     assert all(one == weights[0] for one in weights), "replicas begin with rank 0's weights"
-
-
-def test_a_seed_that_is_set_on_the_ranks_counts(cluster: mk.Cluster) -> None:
-    def seeded(ctx: Any) -> float:
-        torch.manual_seed(5)
-        return torch.rand(1).item()
-
-    assert len(set(cluster.run(seeded))) == 1
 
 
 # ---- logging ---------------------------------------------------------------------------------------------------

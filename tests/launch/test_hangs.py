@@ -47,30 +47,6 @@ def test_a_missing_rank(cluster: mk.Cluster) -> None:
     assert "rank 3 never came to all_reduce number 1 of ranks 0,1,2,3: it has finished" in says
 
 
-def test_crossed_receives(cluster: mk.Cluster) -> None:
-    def fn(ctx):  # type: ignore[no-untyped-def]
-        if ctx.rank < 2:
-            other = 1 - ctx.rank
-            ctx.comm.recv(torch.empty(1), other)
-            ctx.comm.send(torch.ones(1), other)
-
-    says = hang_message(cluster, fn)
-    assert "rank 0 waits in recv from rank 1 (tag 0, number 0)" in says
-    assert "rank 1 never sent it: it waits in recv from rank 0" in says
-
-
-def test_different_order_of_collectives(cluster: mk.Cluster) -> None:
-    def fn(ctx):  # type: ignore[no-untyped-def]
-        pair = ctx.comm.group([0, 1])
-        if ctx.rank == 0:
-            ctx.comm.all_reduce(torch.ones(1), pair)
-        if ctx.rank == 1:
-            ctx.comm.recv(torch.empty(1), 0)
-
-    says = hang_message(cluster, fn)
-    assert "rank 1 never came to all_reduce number 0 of ranks 0,1: it waits in recv from rank 0" in says
-
-
 # ---- patience --------------------------------------------------------------------------------------------------
 
 

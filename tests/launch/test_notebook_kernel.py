@@ -14,6 +14,7 @@ from jupyter_client.manager import KernelManager, start_new_kernel
 
 from tests.limits import EVENT, wait_for, wait_until_gone
 
+pytestmark = pytest.mark.soak
 Kernel = tuple[KernelManager, BlockingKernelClient]
 
 
@@ -63,7 +64,6 @@ def work(ctx, model):
 """
 
 
-@pytest.mark.soak
 def test_interrupting_a_cell(kernel: Kernel, tmp_path: Path) -> None:
     run_cell(kernel, SETUP)
     ready = tmp_path / "ready"
@@ -82,7 +82,7 @@ cluster.run(spin)
     assert "[4.0, 4.0]" in run_cell(kernel, "cluster.run(work, Double())")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_the_kernel_dies(kernel: Kernel, how: signal.Signals) -> None:
     run_cell(kernel, SETUP)
     start = """

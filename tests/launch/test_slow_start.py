@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -22,26 +23,26 @@ def test_a_rank_without_a_handler_gets_no_signal(
     monkeypatch.setattr(stacks, "STACKS_TAKE", 1)
     monkeypatch.setattr(hang, "IDLE", 1e9)
     with mk.Cluster(2, device="cpu", start="spawn") as cluster:
-        assert cluster.run(lambda ctx: ctx.rank) == [0, 1]
+        assert cluster.run(signals) == [(True, True)] * 2
     assert (
         "ranks 0 and 1 have waited for 0.2 s and none uses CPU time: rank 0 is starting"
         in capsys.readouterr().out
     )
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_the_signal_is_ignored_until_there_is_a_handler(start: str) -> None:
-    def signals(ctx: mk.Context) -> tuple[bool, bool]:
-        with open(f"/proc/{os.getppid()}/status") as server, open("/proc/self/status") as own:
-            ignored, caught = (
-                int(next(line for line in file if line.startswith(field)).split()[1], 16)
-                for file, field in ((server, "SigIgn"), (own, "SigCgt"))
-            )
-        bit = 1 << (signal.SIGUSR1 - 1)
-        return bool(ignored & bit), bool(caught & bit)
+def signals(ctx: mk.Context) -> tuple[bool, bool]:
+    """Return whether the process that starts ranks ignores the signal for stacks, and this rank handles it."""
+    with open(f"/proc/{os.getppid()}/status") as server, open("/proc/self/status") as own:
+        ignored, caught = (
+            int(next(line for line in file if line.startswith(field)).split()[1], 16)
+            for file, field in ((server, "SigIgn"), (own, "SigCgt"))
+        )
+    bit = 1 << (signal.SIGUSR1 - 1)
+    return bool(ignored & bit), bool(caught & bit)
 
-    with mk.Cluster(1, device="cpu", start=start) as cluster:
-        assert cluster.run(signals) == [(True, True)]
+
+def test_the_signal_is_ignored_until_there_is_a_handler(clusters: Callable[[int], mk.Cluster]) -> None:
+    assert clusters(1).run(signals) == [(True, True)]
 
 
 def test_a_timeout_counts_from_when_all_have_started() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -23,7 +22,6 @@ from mpkit.strategies.job.job import TrainJob
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 from tests.recipes import adamw
-from tests.serial import Train, check_equal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan"),
@@ -82,74 +80,10 @@ def bert() -> nn.Module:
     )  # fmt: skip
 
 
-class Within(nn.Module):
-    """A model that is no chain, around one that is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = small_gpt()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.inner(ids)
-        return logits
-
-
-def test_a_stage_begins_within_a_region(train: Train) -> None:
-    """Hooks of opened modules scatter the sequence (block0) and gather it (its MLP); no weight is in both stages."""
-    data = tokens(5, 8, 33)
-    plan = mk.Plan(pp=2, tp=2, sequence_parallel=True, microbatches=2, cut=["inner.block0.mlp.up"])
-    check_equal(train, Within(), data, plan, **HOW)
-    partition = prepare(Within(), data, plan, ranks=4, **HOW).where.partition
-    assert partition is not None and partition.shared_weights == []
-
-
 # ---- at random -----------------------------------------------------------------------------------------------------
 
 
 # ---- what goes around it --------------------------------------------------------------------------------------------
-
-
-class Embeds(nn.Module):
-    """Tokens to vectors; the head's weight is the same one."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
-
-
-class Unembeds(Embeds):
-    """Vectors to logits."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
-
-
-@pytest.mark.parametrize(("zero", "trained"), [pytest.param(0, True, marks=pytest.mark.soak), (3, False)])
-def test_tied_weights_of_pipelines_with_replicas(train: Train, zero: int, trained: bool) -> None:
-    torch.manual_seed(1)
-    weight = nn.Parameter(torch.randn(11, 6) * 0.1, requires_grad=trained)
-    layers = [Embeds(weight), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), Unembeds(weight)]
-    model, data = nn.Sequential(*layers).double(), tokens(6, 5, 11)
-    for how in (
-        {"pp": 3, "schedule": "1f1b"},
-        {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
-    ):
-        run = check_equal(train, model, data, mk.Plan(dp=2, zero=zero, microbatches=2, **how), **HOW)
-        assert torch.equal(run.state_dict()["0.weight"], run.state_dict()["5.weight"])
-
-
-def test_micro_batches_add_up_to_the_global_batch(train: Train) -> None:
-    """Global batch = micro-batch x micro-batches x dp; the samples that ranks took are all, and each once a replica."""
-    torch.manual_seed(8)
-    data = tokens(8, 12, 33)
-    run = train(small_gpt(), data, mk.Plan(pp=2, dp=2, tp=2, schedule="1f1b", microbatches=2), **HOW)
-    everything = mk.data.sample_digests(*data[0])
-    first = run.samples_seen[0]
-    assert sorted(first[0] + first[2]) == sorted(everything), "ranks 0 and 2 are two replicas' first stages"
-    assert first[0] == first[1], "ranks that share layers take the same samples"
 
 
 def held_alike(ctx: Any, job: TrainJob) -> dict[str, Tensor]:

@@ -34,14 +34,19 @@ from tests.serial import EXACT, Train, Trained, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::mpkit.errors.UnwisePlan")
 
-PEERS = ("naive", "gpipe", "looped_bfs", "overlapped_1f1b", "zb_h2", "interleaved_zb", "dualpipev")
-"""Schedules that differ from others by their order alone: each is in some row, and not with everything."""
+PEERS = (
+    "naive", "gpipe", "looped_bfs", "interleaved_1f1b", "overlapped_1f1b", "zb_h1", "zb_h2", "interleaved_zb",
+    "dualpipev",
+)  # fmt: skip
+"""Schedules that differ from others by their order alone: each is in some row, and not with everything.
+
+`1f1b` has a stage a rank and whole backwards, `zbv` two stages and split ones."""
 
 # ---- the features ------------------------------------------------------------------------------------------------
 
 AXES = ("schedule", "replicas", "tp", "cp")
 FEATURES: dict[str, tuple[str, ...]] = {
-    "schedule": ("-", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", *PEERS),
+    "schedule": ("-", "1f1b", "zbv", *PEERS),
     "replicas": ("-", "ddp", "dp", "hybrid"),
     "tp": ("-", "features", "sequence"),
     "cp": ("-", "zigzag", "ulysses"),
@@ -132,6 +137,7 @@ def covering(tries: int = 6) -> tuple[list[Row], set[tuple[Level, Level]]]:
     levels = [(feature, level) for feature, each in FEATURES.items() for level in each]
     pairs = [pair for pair in combinations(levels, 2) if pair[0][0] != pair[1][0]]
     pairs = [pair for pair in pairs if pair[0][1] not in PEERS or pair[1] == ("microbatches", "4")]
+    pairs.sort(key=lambda pair: pair[0][1] not in PEERS)  # so that their rows have other pairs too
     rows, wanted, impossible = [], set(pairs), set()
     for first in pairs:
         if first not in wanted:
@@ -154,7 +160,7 @@ ROWS, IMPOSSIBLE = covering()
 
 
 def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
-    """All pairs are counted anew: 33 are impossible, each by one of the rules."""
+    """All pairs are counted anew: 27 are impossible, each by one of the rules."""
     together = set().union(*map(pairs_of, ROWS))
     assert all(is_allowed(row) and list(row.keys() ^ FEATURES.keys()) == [] for row in ROWS)
     missing = [
@@ -163,9 +169,9 @@ def test_each_pair_occurs_but_for_those_that_a_rule_forbids() -> None:
         if ((a, x), (b, y)) not in together and x not in PEERS
     ]  # fmt: skip
     assert set(missing) == IMPOSSIBLE
-    assert len(missing) == 29, missing
+    assert len(missing) == 27, missing
     assert {row["schedule"] for row in ROWS} == {"-", *NAMES}
-    assert len(ROWS) <= 50
+    assert len(ROWS) <= 40
 
 
 # ---- a row as a training -----------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def test_the_readme_shows_each_result_as_its_call_draws_it(shown: Shown) -> None
     )
 
 
+@pytest.mark.soak
 def test_every_page_of_the_site_is_reached_from_its_index(tmp_path: Path) -> None:
     write(tmp_path, {name: (name, stand_in(min(ranks, 2))) for name, ranks in RUNS.items()})
     assert len(RUNS) == 12 and set(RUNS) <= set(strategies())

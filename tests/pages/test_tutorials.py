@@ -1,7 +1,6 @@
 """The fast cells of the tutorials. Those tagged "thorough" run with the whole notebooks (`make soak`).
 
-One tutorial of each kind runs here: with live views, with schedules, with a program of one's own. The gate also runs
-those that a change touches, and the soak all.
+The one with live views runs here, and the soak runs all.
 
 Of cells tagged "exact" no figure depends on the machine: what they print is what the notebook has stored. After a
 change that is meant, `make notebooks` stores it anew.
@@ -22,7 +21,7 @@ from tests.limits import PROGRAM
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
-ALWAYS = ("00-start-here", "01-pipeline-bubbles", "09-your-own-program")
+ALWAYS = ("00-start-here",)
 
 
 @pytest.mark.parametrize(

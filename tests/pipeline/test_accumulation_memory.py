@@ -60,12 +60,3 @@ def test_four_micro_batches_hold_the_activations_of_one(
     for held in (whole, played):
         more = [rank["activations"] - one["activations"] for rank, one in zip(held, alone, strict=True)]
         assert all(0 <= extra <= 4 * M for extra in more), more  # the losses so far
-
-
-def test_one_rank_saves_what_serial_accumulation_does(train: Train) -> None:
-    data = tokens(8, 24, 32)
-    held = [
-        train(gpt(), data, plan, **HOW).timeline().peak_memory
-        for plan in (mk.Plan.serial(M), mk.Plan(microbatches=M))
-    ]
-    assert held[0] == held[1]

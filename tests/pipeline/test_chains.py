@@ -5,8 +5,6 @@ That training equals serial training with each feature is shown by tests/mesh/te
 
 from __future__ import annotations
 
-import copy
-import random
 from itertools import pairwise
 from typing import Any
 
@@ -44,20 +42,6 @@ def normal(*shape: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- what it leaves alone, and what it leaves behind
-
-
-def test_the_callers_model_data_and_random_state_are_left_alone(train: Train) -> None:
-    torch.manual_seed(12)
-    model = nn.Sequential(*linears(3, 3), nn.ReLU(inplace=True), *linears(3, 2))
-    data = [(normal(4, 3), normal(4, 2))]
-    weights, inputs = copy.deepcopy(model.state_dict()), data[0][0].clone()
-    states = torch.get_rng_state(), random.getstate()
-    train(model, data, mk.Plan.gpipe(2, 2), loss=F.mse_loss, optimizer=sgd, steps=2)
-    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(data[0][0], inputs)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
 
 
 def test_the_trace_has_every_action_once_a_step(train: Train) -> None:

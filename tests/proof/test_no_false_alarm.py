@@ -109,9 +109,13 @@ def training(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(EACH, 300, EACH))]
+    ("first", "precision"),
+    [
+        pytest.param(n, precision, marks=() if (n, precision) == (0, "bf16") else pytest.mark.soak)
+        for n in range(0, 300, EACH)
+        for precision in PRECISIONS
+    ],
 )
 def test_none(clusters: Callable[[int], mk.Cluster], first: int, precision: str) -> None:
     """Of the first few trainings, each has one of the plans; of the others (soak) all six."""

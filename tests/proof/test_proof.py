@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
-from mpkit.strategies.runtime.evidence import RankEvidence
 from mpkit.trace import Trace
 from tests.proof.planted import FAULTS, Planted
 
@@ -68,16 +67,6 @@ PLANS = {
     "bf16": mk.Plan.ddp(2, precision="bf16"),
     "fp16": mk.Plan.zero(1, 2, precision="fp16"),
 }
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_it_says_that_it_is_equal(clusters: Clusters, plan: mk.Plan) -> None:
-    torch.manual_seed(0)
-    run = train(clusters, Net(), plan, max_grad_norm=0.5, lr_schedule=lambda step: 1 / (1 + step)).wait()
-    assert run.proof.status == "equal" and run.proof.steps[:2] == (1, 2) and len(run.proof.steps) == 3
-    assert run.proof.loss < 1e-6 and run.proof.weights < 1e-6
-    assert str(run.proof) in repr(run)
-    assert any(note.startswith("Equal to serial training in steps 1") for note in run.timeline().notes)
 
 
 def test_which_steps(clusters: Clusters, tmp_path: Any) -> None:
@@ -169,14 +158,6 @@ def test_a_step_that_is_not_serial_is_never_saved(clusters: Clusters, tmp_path: 
     with pytest.raises(mk.errors.NotSerial, match="All gradients are 2 times the serial ones"):
         run.wait()
     assert not list(tmp_path.glob("step-*"))
-
-
-def test_nothing_is_written_after_the_verified_steps(
-    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert RankEvidence.begin.__doc__ and "if it is verified" in RankEvidence.begin.__doc__
-    run = train(clusters, Net(), mk.Plan.ddp(2), steps=30, verify=(1,)).wait()
-    assert run.proof.steps == (1,)
 
 
 # ---- what public bug reports are about ---------------------------------------------------------------------------

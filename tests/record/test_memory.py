@@ -19,7 +19,7 @@ from mpkit.trace.record.curve import POINTS, Curve, Segment
 from mpkit.trace.record.memory import StepMemory
 from mpkit.trace.record.recorder import Recorder
 
-STEPS = 7  # 0, 1 and 4 are measured
+STEPS = 6  # 0, 1 and 4 are measured
 
 Clusters = Callable[[int], mk.Cluster]
 
@@ -92,9 +92,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def test_played_steps_are_measured_ones_and_stages_of_zero_need_less_and_less(clusters: Clusters) -> None:
     batches, held = text_batches(batch=8, length=16, steps=2), {}
-    for name in ("zero1", "zero2", "zero3", "split"):
+    for name in ("zero2", "zero3"):
         held[name] = both_ways(clusters, PLANS[name], gpt(), batches, next_token_loss, adamw)
-    assert held["zero1"] >= held["zero2"] >= held["zero3"]
+    assert held["zero2"] >= held["zero3"]
 
 
 @pytest.mark.soak

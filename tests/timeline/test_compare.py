@@ -28,7 +28,7 @@ def plan_of(name: str, p: int = 4, m: int = 8) -> mk.Plan:
     return mk.Plan(pp=p, schedule=name, microbatches=m, virtual_stages=2 if virtual else 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.sampled_from(NAMES), st.data(), st.sampled_from([0.0, 0.1, 0.37]))
 def test_causes_add_up_to_the_idle_time(name: str, data: st.DataObject, hop: float) -> None:
     plan = plan_of(name)
@@ -39,7 +39,7 @@ def test_causes_add_up_to_the_idle_time(name: str, data: st.DataObject, hop: flo
     assert (found >= -1e-9).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.sampled_from(NAMES), st.integers(2, 4), st.data(), st.sampled_from([0.0, 0.1, 0.37]))
 def test_imbalance_is_what_a_balanced_cut_would_save(
     name: str, p: int, data: st.DataObject, hop: float

@@ -40,10 +40,7 @@ class TiedHead(nn.Module):
 @pytest.mark.parametrize(
     "plan",
     [
-        mk.Plan(precision="bf16"),
-        mk.Plan.ddp(2, precision="bf16"),
         mk.Plan.dp(2, precision="bf16"),
-        mk.Plan.zero(1, 2, precision="fp16"),
         mk.Plan.zero(3, 2, precision="bf16", offload="optimizer"),
         mk.Plan(pp=2, dp=2, microbatches=2, zero=1, precision="bf16"),
     ],

@@ -49,23 +49,3 @@ def test_memory_by_plan_is_the_timelines_peak() -> None:
     assert (
         "1F1B   2" in str(memory) and 'alt="Most memory per rank' in memory._repr_mimebundle_()["text/html"]
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mk.experiments.bubble_curve([]), "give one run or more"),
-        (lambda: mk.experiments.bubble_curve([3]), "give Runs or Timelines"),  # type: ignore[list-item]
-        (lambda: mk.experiments.bubble_curve([mk.simulate(mk.Plan.serial())]), "is no pipeline"),
-        (
-            lambda: mk.experiments.bubble_curve([gpipe(4), gpipe(4, p=2)]),
-            "differ in more than their micro-batches",
-        ),
-        (lambda: mk.experiments.memory_by_plan({}), "by name"),
-        (lambda: mk.experiments.memory_by_plan([gpipe(4)]), "by name"),  # type: ignore[arg-type]
-        (lambda: mk.experiments.memory_by_plan({"a": 3}), "give a Run or a Timeline"),  # type: ignore[dict-item]
-    ],
-)
-def test_mistakes_say_what_would_work(make, says: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=says):
-        make()

@@ -46,12 +46,3 @@ def test_what_cannot_run_says_why_and_its_picture_is_marked_as_that_of_an_earlie
     side.schedule.value = "1f1b"
     assert side.problem.value == side.view.note == "" and side.view.step_time == 12
     assert not side.view.stale
-
-
-def test_mistakes_are_explained() -> None:
-    with pytest.raises(ValueError, match="two at most"):
-        mk.explore("gpipe", "1f1b", "zbv")
-    with pytest.raises(ValueError, match=r"explore\(stages=...\): what can be set is ranks"):
-        mk.explore("gpipe", stages=4)
-    with pytest.raises(ValueError, match="there is no such schedule"):
-        mk.explore("gipe")

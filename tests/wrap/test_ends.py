@@ -20,6 +20,7 @@ def output_of(*command: str, seconds: float = PROGRAM) -> str:
     return done.stdout
 
 
+@pytest.mark.soak
 def test_gloos_threads_end_before_the_interpreter() -> None:
     programs = ("wrappers", "ddp", "from_env", "watched")
     said = output_of(str(HERE / "ends.py"), "4", *programs)

@@ -18,11 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkit as mk
 from mpkit.models import GPT
-from mpkit.strategies.comm.communicator import Communicator
-from mpkit.strategies.comm.process_group import CompletedWork
-from mpkit.strategies.replicas.buffers import StatefulBuffers
 from mpkit.strategies.tensor import by_hand, operators
-from mpkit.strategies.wrappers.averaged_gradients import AveragedGradients
 from mpkit.strategies.wrappers.pipelined_module import PipelineParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -209,13 +205,6 @@ def test_sums_and_micro_batches_that_are_missing_are_found(clusters: Clusters) -
 # ---------------------------------------------------------------- faults
 
 
-def scaled(self: Any, original: Callable[..., None], *args: Any) -> None:
-    original(self, *args)
-    for piece in self.pieces:
-        if piece.parameter.grad is not None:
-            piece.parameter.grad.mul_(2)
-
-
 def element(self: Any, original: Callable[..., None], *args: Any) -> None:
     original(self, *args)
     for piece in self.pieces[:1]:
@@ -224,56 +213,6 @@ def element(self: Any, original: Callable[..., None], *args: Any) -> None:
 
 def nothing(self: Any, original: Callable[..., None], *args: Any) -> None:
     pass
-
-
-def not_reduced(
-    self: Any, original: Any, tensor: Tensor, *args: Any, async_op: bool = False, **how: Any
-) -> Any:
-    return CompletedWork(tensor) if async_op else tensor
-
-
-def on_rank_1(fault: Callable[..., Any]) -> Callable[..., Any]:
-    def plant(self: Any, original: Any, *args: Any, **how: Any) -> Any:
-        wrong = torch.distributed.get_rank() == 1
-        return fault(self, original, *args, **how) if wrong else original(self, *args, **how)
-
-    return plant
-
-
-def planted(
-    ctx: Any, owner: type, name: str, fault: Callable[..., Any], make: Callable[[], nn.Module]
-) -> tuple[int, str]:
-    original = getattr(owner, name)
-
-    def method(self: Any, *args: Any, **how: Any) -> Any:
-        return fault(self, original, *args, **how)
-
-    with patch.object(owner, name, method):
-        try:
-            return 0, loop(ctx, mk.ddp, make, optimizer=adamw)
-        except mk.errors.NotSerial as error:
-            return error.step, str(error)
-
-
-FAULTS: dict[str, tuple[type, str, Any, Callable[[], nn.Module], int, str]] = {
-    "scale": (AveragedGradients, "finish", scaled, Toy, 1, "All gradients are 2 times as large"),
-    "one rank's scale": (AveragedGradients, "finish", on_rank_1(scaled), Toy, 1, "on rank 1 the gradient of"),
-    "element": (AveragedGradients, "finish", element, Toy, 1, "the gradient of"),
-    "no all-reduce": (Communicator, "all_reduce", not_reduced, Toy, 1, "the mean over the ranks is missing"),
-    "lost buffers": (StatefulBuffers, "synchronize", nothing, Normed, 2, "the buffer inner.1."),
-}
-
-
-def every_fault(ctx: Any) -> dict[str, tuple[int, str]]:
-    return {name: planted(ctx, *fault[:-2]) for name, fault in FAULTS.items()}
-
-
-def test_planted_faults_are_found_on_all_ranks_with_their_cause(clusters: Clusters) -> None:
-    one, other = clusters(2).run(every_fault)
-    assert one == other
-    for name, (*_, step, text) in FAULTS.items():
-        assert one[name][0] == step, (name, one[name])
-        assert text in one[name][1], (name, one[name])
 
 
 def of_its_own_rate(ctx: Any) -> str:

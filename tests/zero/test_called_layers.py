@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import mpkit as mk
 from mpkit.strategies.prepare.prepare import prepare
 from tests.recipes import adamw, sgd
 from tests.serial import Train, check_equal
-
-Clusters = Callable[[int], mk.Cluster]
 
 
 class Routed(nn.Module):
@@ -51,7 +48,7 @@ def test_whole_parameters_train(train: Train) -> None:
     check_equal(train, Routed().double(), batches(), mk.Plan(dp=2, zero=2, unused="allow"), **HOW)
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 0}], ids=str)
+@pytest.mark.parametrize("options", [{}], ids=str)
 def test_no_layer_is_taken_for_another_of_its_size(train: Train, options: dict[str, Any]) -> None:
     """Without the run's proof, too, which compares some steps only."""
     plan = mk.Plan(dp=2, zero=3, unused="allow", **options)

@@ -51,7 +51,6 @@ def tokens() -> list[tuple[Tensor, Tensor]]:
 
 
 PLANS = [
-    mk.Plan(dp=2, zero=1, microbatches=2),
     mk.Plan(dp=4, zero=1, dp_shard=2),
     mk.Plan(pp=2, dp=2, zero=1, schedule="1f1b", microbatches=2),
     mk.Plan(dp=2, zero=1, cp=2, offload="optimizer"),

@@ -54,7 +54,7 @@ class Spare(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_unused_parameters(train: Train, zero: int) -> None:
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(3, 3), Spare(), nn.Linear(3, 2)).double()
@@ -128,8 +128,7 @@ def states(psi: int, zero: int, n: int, *, mixed: bool) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("precision", ["full", "bf16"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("zero", "precision"), [(1, "full"), (2, "bf16"), (3, "bf16")])
 def test_memory_is_what_the_formulas_say(train: Train, zero: int, precision: str) -> None:
     torch.manual_seed(7)
     # Every layer's parameters can be divided by 4: no padding.
@@ -166,8 +165,7 @@ def test_what_is_gathered_is_there_for_a_moment(train: Train) -> None:
 # ---------------------------------------------------------------- volume: section 7 of the paper
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize(("zero", "n"), [(1, 4), (3, 4)])
 def test_volume_is_what_the_formulas_say(train: Train, zero: int, n: int) -> None:
     torch.manual_seed(9)
     model = GPT(layers=2, width=16, heads=2, length=8)
@@ -196,9 +194,7 @@ def test_stages_2_and_3_reduce_every_micro_batch(train: Train) -> None:
 # ---------------------------------------------------------------- offload
 
 
-@pytest.mark.parametrize(
-    ("zero", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "params")]
-)
+@pytest.mark.parametrize(("zero", "offload"), [(2, "optimizer"), (3, "params")])
 def test_offload_copies_over_the_host_link(train: Train, zero: int, offload: str) -> None:
     torch.manual_seed(11)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))

@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def llama(layers: int = 8) -> nn.Module:
+def llama(layers: int = 4) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, num_hidden_layers=layers, num_key_value_heads=2, max_position_embeddings=16)
     return LlamaForCausalLM(config).double()
