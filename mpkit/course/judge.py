@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpkit.course.catalogue import ExerciseEntry
-from mpkit.course.detectors.relations import Relation, find_relation
 from mpkit.course.framework.exercise import Case, CheckRow, Exercise, Mistake, Seen
 from mpkit.course.framework.kinds import OnRanks, Questions
 from mpkit.course.framework.measures import LOOP, WASTEFUL
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.schedules import Schedules
 from mpkit.course.framework.source import run_cell
+from mpkit.course.relations import Relation, find_relation
 from mpkit.course.sandbox.allowance import TooBusy
 from mpkit.course.signatures import find_mistake
 from mpkit.course.verdict import NOT_JUDGED, Checked

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mpkit.course.catalogue import find
-from mpkit.course.detectors.relations import find_relation
 from mpkit.course.framework.exercise import Case, Seen
 from mpkit.course.framework.room import PackedAnswer, Room
 from mpkit.course.framework.source import run_cell
 from mpkit.course.judge import judge
+from mpkit.course.relations import find_relation
 
 CASE = Case(3, 1, {"microbatches": 4, "steps": 3})
 

@@ -79,7 +79,7 @@ def longer(trace: mk.Trace, rank: int, op: int, seconds: float) -> mk.Trace:
 
 @pytest.mark.parametrize("name", ["uneven", "offload"])
 def test_slack_and_gain_are_those_of_replays(name: str) -> None:
-    trace, machine = _play_run(name, None, 1.0, None), _machine(name, 1.0, 1.0)
+    trace, machine = _play_run(name, None, None), _machine(name)
     t = mk.Timeline.of(trace, machine)
     path, step, rng = t.critical_path(), t.steps[-1], np.random.default_rng(0)
     spans, slack = path.timeline.spans, path.slack
@@ -103,8 +103,8 @@ def test_slack_and_gain_are_those_of_replays(name: str) -> None:
 
 def test_a_collective_is_free_on_all_of_its_ranks() -> None:
     path = timeline("slow link").critical_path()
-    machine = faster(_machine("slow link", 1.0, 1.0), 1e9)
-    without = mk.Timeline.of(_play_run("slow link", None, 1.0, None), machine)
+    machine = faster(_machine("slow link"), 1e9)
+    without = mk.Timeline.of(_play_run("slow link", None, None), machine)
     assert path.if_free(kind="all_reduce") == pytest.approx(path.step_time - without.step_time, rel=1e-4)
     last = [op for op in path.ops if op.kind == "all_reduce"][-1]
     assert path.if_free(rows=np.array([last.row])) == pytest.approx(last.seconds, rel=1e-6)

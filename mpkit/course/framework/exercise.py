@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpkit.course.framework.equal import difference
 from mpkit.trace import Trace
 
 if TYPE_CHECKING:
@@ -159,10 +158,6 @@ class Seen:
     def is_finished(self) -> bool:
         """Whether all ranks finished without an error."""
         return self.got is not None
-
-    def close(self, wrong: Sequence[Any]) -> bool:
-        """Return whether the results are equal to these, by rank."""
-        return self.got is not None and difference(list(wrong), self.got) is None
 
 
 @dataclass(frozen=True)

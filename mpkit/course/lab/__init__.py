@@ -19,11 +19,10 @@ from mpkit.trace import Trace
 if TYPE_CHECKING:
     from torch import nn
 
-    from mpkit.course.framework.exercise import Seen
     from mpkit.course.framework.room import Room
     from mpkit.devices.hardware import Hardware
 
-__all__ = ["PUZZLES", "RUNS", "is_near", "puzzle", "read_answer", "timeline"]
+__all__ = ["PUZZLES", "RUNS", "puzzle", "timeline"]
 
 WIDTH = 4096
 
@@ -70,7 +69,7 @@ def puzzle(exercise: str, letter: str, sheet: str, **more: Any) -> Timeline:
 
 
 def timeline(
-    name: str, *, layers: int | None = None, link: float = 1.0, host: float = 1.0, room: Room | None = None
+    name: str, *, layers: int | None = None, link: float = 1.0, room: Room | None = None
 ) -> Timeline:
     """Return the last step of a run, on its machine, or on a similar one with links that many times as fast.
 
@@ -81,54 +80,34 @@ def timeline(
         name: the run, one of `RUNS`.
         layers: the number of the model's layers; None: that of the run.
         link: the factor on the bandwidth between devices.
-        host: the factor on the bandwidth between a device and its host.
         room: the room whose helper process runs it; None: the one that all checks share.
     """
-    whole = Timeline.of(_play_run(name, layers, host, room), _machine(name, link, host))
+    whole = Timeline.of(_play_run(name, layers, room), _machine(name, link))
     return whole.step(whole.steps[-1])
 
 
-def _machine(name: str, link: float, host: float) -> Hardware:
+def _machine(name: str, link: float = 1.0) -> Hardware:
     """Return the machine of a run, its links so many times as fast; without a ramp: twice as fast takes half."""
     machine = hardware(RUNS[name][3])
     wire = machine.link
     bus = {kind: rate * link for kind, rate in wire.bus.items()}
-    return replace(
-        machine,
-        link=replace(wire, bandwidth=wire.bandwidth * link, bus=bus, ramp=0.0),
-        device=replace(machine.device, host=machine.device.host * host),
-    )
+    return replace(machine, link=replace(wire, bandwidth=wire.bandwidth * link, bus=bus, ramp=0.0))
 
 
-def read_answer(seen: Seen, question: str) -> Any:
-    """Return the student's answer to a question; None if there is none."""
-    return seen.got[0].get(question) if seen.got else None
+_TRACES: dict[tuple[str, int], Trace] = {}
 
 
-def is_near(seen: Seen, question: str, value: float, within: float = 0.02) -> bool:
-    """Return whether the student's answer to a question is close to this wrong number, and closer than to the right."""
-    got, right = read_answer(seen, question), seen.expected[0][question]
-    return (
-        isinstance(got, int | float)
-        and abs(got - value) <= within * abs(value)
-        and abs(got - value) < abs(got - right)
-    )
-
-
-_TRACES: dict[tuple[str, int, float], Trace] = {}
-
-
-def _play_run(name: str, layers: int | None, host: float, room: Room | None) -> Trace:
+def _play_run(name: str, layers: int | None, room: Room | None) -> Trace:
     """Return the trace of two steps of a run; after its first step, DDP rebuilds its buckets."""
     from mpkit.course.framework.room import shared_room
 
-    layers, key = layers or RUNS[name][1], (name, layers or RUNS[name][1], host)
+    key = name, layers or RUNS[name][1]
     if key not in _TRACES:
-        _TRACES[key] = _play(name, layers, host, room or shared_room())
+        _TRACES[key] = _play(*key, room or shared_room())
     return _TRACES[key]
 
 
-def _play(name: str, layers: int, host: float, room: Room) -> Trace:
+def _play(name: str, layers: int, room: Room) -> Trace:
     import torch
 
     from mpkit.prediction.dry_run import trace_fake
@@ -137,7 +116,7 @@ def _play(name: str, layers: int, host: float, room: Room) -> Trace:
     batch = torch.empty(samples, WIDTH, device="meta")
     return trace_fake(
         functools.partial(_model, layers), plan, batch=(batch, batch), loss=torch.nn.functional.mse_loss,
-        optimizer=torch.optim.Adam, steps=2, hardware=_machine(name, 1.0, host), cluster=room.cluster(1),
+        optimizer=torch.optim.Adam, steps=2, hardware=_machine(name), cluster=room.cluster(1),
     )  # fmt: skip
 
 

@@ -9,9 +9,12 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpkit.course.predictions.amounts import spell_amount
+
+if TYPE_CHECKING:
+    from mpkit.timeline.timeline import Timeline
 
 __all__ = ["POINTS", "QUESTIONS", "PredictionQuestion", "question"]
 
@@ -77,25 +80,12 @@ def question(name: str) -> PredictionQuestion:
     raise ValueError(f"nothing to predict is called {name!r}{meant} There are {', '.join(sorted(known))}")
 
 
-def _bubble() -> float:
+def _simulate(schedule: str, microbatches: int) -> Timeline:
+    """Return the simulated step of a schedule of four stages."""
     from mpkit.plan.plan import Plan
     from mpkit.timeline.simulation import simulate
 
-    return simulate(Plan.gpipe(4, 8)).bubble
-
-
-def _naive_bubble() -> float:
-    from mpkit.plan.plan import Plan
-    from mpkit.timeline.simulation import simulate
-
-    return simulate(Plan.naive_mp(4)).bubble
-
-
-def _live() -> float:
-    from mpkit.plan.plan import Plan
-    from mpkit.timeline.simulation import simulate
-
-    return float(simulate(Plan.pipeline("1f1b", 4, 32)).peak_memory[0]["activations"])
+    return simulate(Plan.pipeline(schedule, 4, microbatches))
 
 
 QUESTIONS = (
@@ -126,21 +116,21 @@ QUESTIONS = (
         "1f1b-live",
         "1F1B with 4 stages and 32 micro-batches: how many micro-batches' activations does the first GPU hold at most?",
         "",
-        _live,
+        lambda: float(_simulate("1f1b", 32).peak_memory[0]["activations"]),
         "It begins its backwards after p forwards, and then does one for each forward: p, however large m is.",
     ),
     PredictionQuestion(
         "naive-bubble",
         "Four GPUs hold one stage of a model each, and work one after the other. Which share of a step is each idle?",
         "share",
-        _naive_bubble,
+        lambda: _simulate("naive", 1).bubble,
         "One of four works at any time: the bubble is (p-1)/p, with p stages.",
     ),
     PredictionQuestion(
         "bubble",
         "GPipe with 4 stages and 8 micro-batches: which share of a step is each GPU idle?",
         "share",
-        _bubble,
+        lambda: _simulate("gpipe", 8).bubble,
         "Each GPU is idle for p-1 micro-batches' time out of m+p-1: the bubble is (p-1)/(m+p-1), here 3/11.",
     ),
     PredictionQuestion(

@@ -1,1 +1,0 @@
-"""How wrong results are related to the right ones."""
