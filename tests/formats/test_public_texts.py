@@ -108,7 +108,10 @@ REJECTED = {
     "a number that is compared": (f"PP=1 A= B=\n[ $PP -gt 1 ] && A=--bf16\n[[ $PP -le 1 ]] && B=--fp16\n{RUN} $A $B",
                                   "", "both enabled"),
     "both in branches": (f"if [ $1 = a ]; then\n A=--fp16\nelse\n A=--bf16\nfi\n{RUN}", "",
-                         "both enabled.*within an `if`"),
+                         "one branch of an `if` or a `case` has --bf16, another branch has other options"),
+    "other axes in branches": ("case $1 in\n a) A='--tensor-model-parallel-size 2 --bf16' ;;\n"
+                               f" b) A='--pipeline-model-parallel-size 2 --bf16' ;;\nesac\n{RUN}", "",
+                               "only one of them runs"),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from mpkit.plan.formats.launchers import count_launched, count_slurm, is_launche
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import options
 from mpkit.plan.formats.syntax import Page
+from mpkit.plan.formats.word import Word
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 
@@ -125,6 +126,12 @@ def _note_what_is_assumed(values: Values, notes: list[str]) -> None:
         notes.append(f"--cp-comm-type={comm_type} is read as p2p, a ring: a Plan has that, or a2a (Ulysses)")
 
 
+def _read_full(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Word) and value.reason:
+        raise ValueError(value.reason)
+    return {"recompute": "full"}
+
+
 def _refuse_layout(value: Any) -> Mapping[str, Any]:
     raise ValueError(
         "a layout is not read: --num-virtual-stages-per-pipeline-rank=2 says the stages of each rank"
@@ -214,7 +221,7 @@ MEGATRON = FormatCode(
     readers={
         "@bucket": _read_bucket,
         "@comm_type": lambda value: {"cp_method": "ulysses"} if value == COMM_TYPES["ulysses"] else {},
-        "@full": lambda value: {"recompute": "full"},
+        "@full": _read_full,
         "@refuse_layout": _refuse_layout,
     },
     body=_script,

@@ -6,7 +6,8 @@ ${TP:-2}, ${TP:=2}         the default, if the script does not assign it
 $((NODES * 8))             calculated
 $(...), ${TP%...}, $1      open
 
-A word that is open is a `Word` with a reason. An option has one value in a text, or the text is refused by its name.
+A word that is open is a `Word` with a reason. An option has one value in a text, or the text is refused by its name; so
+it is if one branch of an `if` or a `case` has it, and another branch has other options, since only one of them runs.
 """
 
 from __future__ import annotations
@@ -155,6 +156,8 @@ _BRACED = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
 _SHELL = re.compile(r"(.*/)?(ba|z|da)?sh")
 Pieces = list[Word]
 """A text in pieces, each of which is open or not."""
+Branch = tuple[tuple[int, int], ...]
+"""Where a command stands: the number of each `if`, `case` or loop around it, with the number of the branch in it."""
 
 
 class _Variables:
@@ -163,42 +166,55 @@ class _Variables:
     >>> text = 'TP=2; ARGS="--tp $TP"' + chr(10) + 'python train.py $ARGS --pp=${PP:-4} --cp $CP'
     >>> [words for words, within in _Variables({}).read(text)]
     [['2'], ['--tp', '2'], ['python', 'train.py', '--tp', '2', '--pp=4', '--cp', '$CP']]
+    >>> text = "if a; then b; else c; fi; case $X in d) e;; f) g;; esac"
+    >>> [(words[-1], branch) for words, branch in _Variables({}).read(text) if branch][2:]
+    [('c', ((1, 1),)), ('d', ((2, 0),)), ('e', ((2, 0),)), ('f', ((2, 1),)), ('g', ((2, 1),))]
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values: dict[str, list[Pieces]] = {name: [[Word(value)]] for name, value in values.items()}
-        self._size = 0
+        self._size = self._blocks = 0
 
-    def read(self, text: str) -> Iterator[tuple[list[Word], bool]]:
-        """Yield the words of each command or assignment, and whether an `if` or a loop is around it.
+    def read(self, text: str) -> Iterator[tuple[list[Word], Branch]]:
+        """Yield the words of each command or assignment, and the branches that it is in.
 
         Raises:
             ValueError: a quote or a bracket is open at the end, or variables come to too much.
         """
-        depth, before = 0, ""
+        inside: list[tuple[str, int, int]] = []  # blocks: the word, its number, the number of the branch
+        before = ""
         for command in _commands(text):
             words = command.words
             while words and (word := _plain(words[0])) in _BLOCKS:
-                depth += (word in _OPENS) - (word in _CLOSES)
+                if word in _OPENS:
+                    self._blocks += 1
+                    inside.append((word, self._blocks, 0))
+                elif word in _CLOSES:
+                    inside = inside[:-1]
+                elif word in ("elif", "else") and inside:
+                    inside[-1] = _next_branch(inside[-1])
                 words = words[1:]
                 if word in ("for", "select") and words:
                     self._values[_plain(words[0])] = [[_open(_plain(words[0]), "a loop sets it")]]
-            for found in self._read(command, words, is_open=depth > 0 or before in ("&&", "||")):
+            branch = tuple((number, arm) for _, number, arm in inside)
+            for found in self._read(command, words, is_open=bool(inside) or before in ("&&", "||")):
                 joined = [_join_pieces(pieces) for pieces in found]
-                yield joined, depth > 0
-                for inner, is_within in () if command.array else self._read_inner(joined):
-                    yield inner, is_within or depth > 0
+                yield joined, branch
+                for inner, within in () if command.array else self._read_inner(joined):
+                    yield inner, branch + within
+            if not words and command.end == ";" and inside and inside[-1][0] == "case":  # the end of ;;
+                inside[-1] = _next_branch(inside[-1])
             if words or command.end != "(":
                 before = command.end
 
-    def _read_inner(self, words: Sequence[Word]) -> Iterator[tuple[list[Word], bool]]:
+    def _read_inner(self, words: Sequence[Word]) -> Iterator[tuple[list[Word], Branch]]:
         """Yield the commands of a text that another shell is given, as in `srun bash -c "torchrun train.py"`."""
         for shell, option, text in zip(words, words[1:], words[2:], strict=False):
             if _SHELL.fullmatch(shell) and re.fullmatch(r"-[a-z]*c", option):
                 try:
                     yield from [*self.read(text)]
                 except ValueError:
-                    yield [Word(text[:60], reason="its quotes are not closed")], True
+                    yield [Word(text[:60], reason="its quotes are not closed")], ()
 
     def _read(
         self, command: _Command, words: Sequence[list[_Part]], *, is_open: bool
@@ -291,6 +307,11 @@ class _Variables:
             raise ValueError(f"its variables come to more than {MOST:,} characters")
 
 
+def _next_branch(block: tuple[str, int, int]) -> tuple[str, int, int]:
+    word, number, arm = block
+    return word, number, arm + 1
+
+
 def _result(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
@@ -363,15 +384,39 @@ def command(
 
     def load(text: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for words, is_within in _Variables(_read_allocation(text)).read(_DIRECTIVE.sub("srun ", text)):
+        blocks: dict[int, dict[int, set[str]]] = {}  # by `if` and branch, the options there
+        always: set[str] = set()
+        for words, branch in _Variables(_read_allocation(text)).read(_DIRECTIVE.sub("srun ", text)):
             for name, value in _options(words, flags, several):
-                note = f"{name} is within an `if` or a loop: read as if it came to that" if is_within else ""
+                note = f"{name} is within an `if` or a loop: read as if it came to that" if branch else ""
                 agree(found, name, Word(value, reason=value.reason, note=note))
+                for block, arm in branch:
+                    blocks.setdefault(block, {}).setdefault(arm, set()).add(name)
+                if not branch:
+                    always.add(name)
+        for name in _only_in_one_branch(blocks) - always:
+            reason = (
+                f"one branch of an `if` or a `case` has {name}, another branch has other options, and only one of them "
+                "runs; leave the branch that is meant"
+            )
+            found[name] = Word(f"{found[name]} in one branch", reason=found[name].reason or reason)
         if not any(name.startswith("--") for name in found):
             raise ValueError("there is no option that begins with --")
         return found
 
     return Syntax("a command line", dump, load, dump)
+
+
+def _only_in_one_branch(blocks: Mapping[int, Mapping[int, set[str]]]) -> set[str]:
+    """Return the options that some branches of a block have and others, which have options too, have not.
+
+    >>> sorted(_only_in_one_branch({1: {0: {"--tp", "--bf16"}, 1: {"--tp", "--fp16"}}, 2: {0: {"--cp"}}}))
+    ['--bf16', '--fp16']
+    """
+    found: set[str] = set()
+    for branches in blocks.values():
+        found |= set.union(*branches.values()) - set.intersection(*branches.values())
+    return found
 
 
 def _read_allocation(text: str) -> dict[str, str]:
