@@ -10,11 +10,9 @@ import pytest
 import torch
 
 import mpkit as mk
-from mpkit.devices.local import queries as local
+from mpkit.devices.local import gpus as local
 from mpkit.devices.local.choose import DeviceChoice, choose
-from mpkit.devices.local.inventory import Inventory, inventory_of_gpus, unnamed_devices
-from mpkit.devices.local.nvidia_smi import Gpu
-from mpkit.devices.local.visibility import visible
+from mpkit.devices.local.gpus import Gpu, Inventory, inventory_of_gpus, unnamed_devices, visible
 from mpkit.launch.torchrun import _all_alone as all_alone
 from mpkit.launch.torchrun import _check_alike as check_named
 from mpkit.launch.torchrun import _describe_device as tell

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from mpkit.common.launch_folder import Settings, part
+from mpkit.devices.local.gpus import inventory_of
 from mpkit.devices.local.nvml import NOT_SAMPLED, GpuReading, NvmlGpu, NvmlMissing, open_nvml
-from mpkit.devices.local.queries import inventory_of
 from mpkit.trace import HEADER, SAMPLE
 from mpkit.trace.record.files import RecordFile
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from mpkit.common.torch_private import _get_default_store
-from mpkit.devices.local import queries
+from mpkit.devices.local import gpus
 from mpkit.devices.local.choose import DeviceChoice
 from mpkit.devices.local.table import row_of
 from mpkit.errors import MpkitError
@@ -236,7 +236,7 @@ def _describe_device(chosen: DeviceChoice, local_rank: int) -> dict[str, Any]:
     """
     if not chosen.numbers:
         return {"device": chosen.kind, "named": chosen.named, "is": "", "row": []}
-    row = row_of(chosen, local_rank, queries.inventory_of(chosen.kind))
+    row = row_of(chosen, local_rank, gpus.inventory_of(chosen.kind))
     which = row.device if row.identity == "?" else row.identity
     return {"device": chosen.kind, "named": chosen.named, "is": which, "row": list(row)}
 

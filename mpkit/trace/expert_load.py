@@ -23,7 +23,7 @@ Rows = npt.NDArray[np.float64]
 DROPPED = "dropped"
 ROWS = 2
 """The kind of a logged value that is an expert's rows in a step, named by the layer, "[" and the expert's number, or
-its slot's if experts have copies; or "dropped" for choices that no expert had room for."""
+"dropped" for choices that no expert had room for."""
 
 
 class ExpertLoad(DrawnResult):
@@ -37,12 +37,10 @@ class ExpertLoad(DrawnResult):
         sent: by layer [steps, ranks, experts], the rows of each rank's tokens that each expert computed.
         first: the number of the first step.
         dropped: by layer [steps], the choices beyond experts' capacity, where there are any.
-        orders: by layer, the expert of each slot, one rank's slots after the other's, where it is not their own order.
-        slots: by layer whose experts have copies [steps, ranks, slots], the rows of each rank's tokens that each slot
-            computed; they are in `sent`, too.
+        orders: by layer, the experts, one rank's after the other's, where it is not their own order.
 
     Attributes:
-        sent, first, dropped, orders, slots: as given.
+        sent, first, dropped, orders: as given.
         rows: by layer [steps, experts], the rows that each expert computed.
     """
 
@@ -52,9 +50,7 @@ class ExpertLoad(DrawnResult):
         first: int,
         dropped: dict[str, Rows] | None = None,
         orders: Mapping[str, list[int]] | None = None,
-        slots: dict[str, Rows] | None = None,
     ) -> None:
-        self.slots = slots or {}
         self.sent, self.first, self.dropped, self.orders = sent, first, dropped or {}, dict(orders or {})
         self.rows: dict[str, Rows] = {layer: each.sum(axis=1) for layer, each in sent.items()}
 
@@ -157,14 +153,11 @@ def expert_load_of(ranks: Sequence[RankTrace], orders: Mapping[str, list[int]]) 
         layer: np.array([beyond.get((layer, first + step), 0.0) for step in range(steps)])
         for layer in dict.fromkeys(layer for layer, _ in beyond)
     }
-    slots: dict[str, Rows] = {}
     for layer, order in orders.items():
-        if layer in sent and (len(order), set(order)) != (sent[layer].shape[2], set(range(len(set(order))))):
+        numbers = set(range(sent[layer].shape[2])) if layer in sent else set()
+        if layer in sent and (len(order), set(order)) != (len(numbers), numbers):
             raise TraceError(
                 f"it says that the experts of {layer} are in the order {order!r:.60}: every expert stands there, and "
                 f"{sent[layer].shape[2]} numbers, of which each has rows"
             )
-        if layer in sent and len(set(order)) < len(order):
-            slots[layer] = sent[layer]
-            sent[layer] = slots[layer] @ np.eye(len(set(order)))[order]
-    return ExpertLoad(sent, first, dropped, orders, slots)
+    return ExpertLoad(sent, first, dropped, orders)

@@ -16,8 +16,7 @@ import pytest
 
 import mpkit as mk
 from mpkit.common.launch_folder import Settings
-from mpkit.devices.local.inventory import inventory_of_gpus
-from mpkit.devices.local.nvidia_smi import Gpu
+from mpkit.devices.local.gpus import Gpu, inventory_of_gpus
 from mpkit.devices.local.nvml import GpuReading, NvmlGpu
 from mpkit.launch import gpu_sampler
 from mpkit.launch.gpu_sampler import GpuSampler, gpus_of, sample_of, sampler_for

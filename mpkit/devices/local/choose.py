@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from mpkit.devices.local.inventory import KINDS, Inventory
+from mpkit.devices.local.gpus import KINDS, Inventory
 
 __all__ = ["DeviceChoice", "choose"]
 
@@ -51,7 +51,7 @@ class DeviceChoice:
 def choose(devices: object, ranks: int | None, inventory: Callable[[str], Inventory | None]) -> DeviceChoice:
     """Return the devices that were asked for.
 
-    >>> from mpkit.devices.local.inventory import LocalDevice
+    >>> from mpkit.devices.local.gpus import LocalDevice
     >>> four = Inventory("cuda", (LocalDevice("A100"),) * 4, fake="4 A100")
     >>> machine = {"cuda": four}.get
     >>> choose([2, 0], None, machine)

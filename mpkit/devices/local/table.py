@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from mpkit.common.safe_text import escape, visible
 from mpkit.common.units import memory_text
-from mpkit.devices.local import queries
+from mpkit.devices.local import gpus
 from mpkit.devices.local.choose import DeviceChoice
-from mpkit.devices.local.inventory import Inventory, LocalDevice
+from mpkit.devices.local.gpus import Inventory, LocalDevice
 
 __all__ = ["DeviceRow", "devices_html", "devices_text", "html_table", "row_of", "text_table"]
 
@@ -27,13 +27,13 @@ class DeviceRow(NamedTuple):
 
 def devices_text(chosen: DeviceChoice, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
     """Return the table of ranks as text; `told` has their rows where a launcher has started them."""
-    inventory = queries.inventory_of(chosen.kind)
+    inventory = gpus.inventory_of(chosen.kind)
     return _text(told or [row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 
 def devices_html(chosen: DeviceChoice, ranks: int, told: Sequence[Sequence[str]] | None = None) -> str:
     """Return the table of ranks as HTML; `told` has their rows where a launcher has started them."""
-    inventory = queries.inventory_of(chosen.kind)
+    inventory = gpus.inventory_of(chosen.kind)
     return _html(told or [row_of(chosen, rank, inventory) for rank in range(ranks)], inventory)
 
 

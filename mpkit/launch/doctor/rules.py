@@ -16,8 +16,7 @@ from typing import Any
 from mpkit.common.units import memory_share, memory_text, seconds
 from mpkit.devices.catalogue import hardware
 from mpkit.devices.hardware import Link, wire_factor
-from mpkit.devices.local.nvidia_smi import Gpu
-from mpkit.devices.local.visibility import visible
+from mpkit.devices.local.gpus import Gpu, visible
 from mpkit.launch.doctor.measure import LoaderSpeed, RankMeasurements
 from mpkit.launch.doctor.probe import Facts
 from mpkit.launch.doctor.report import CheckupFinding, Level, plural

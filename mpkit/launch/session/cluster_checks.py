@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpkit.devices.local.choose import ALSO, DeviceChoice, choose
-from mpkit.devices.local.inventory import KINDS
+from mpkit.devices.local.gpus import KINDS
 from mpkit.errors import ArgumentError
 from mpkit.plan.kinds import real, whole
 
@@ -71,7 +71,7 @@ def place_ranks(ranks: Any, device: Any, devices: Any) -> DeviceChoice:
         kind, count = choose_device(device)
         chosen = DeviceChoice(kind, tuple(range(count)), number)
     else:
-        from mpkit.devices.local.queries import inventory_of
+        from mpkit.devices.local.gpus import inventory_of
 
         chosen = choose(one, number, inventory_of)
         there = inventory_of(chosen.kind) if chosen.numbers else None

@@ -38,7 +38,7 @@ class LayerBalance:
         name: the layer's name.
         rows: [E], the rows of each expert.
         phy2log: [R], the expert that each slot holds; each GPU has R / gpus neighbouring slots.
-        now: the expert that each slot holds now, in the order of the GPUs, as in `phy2log`.
+        now: [E], the experts in the order of the GPUs that hold them now.
         gpus: how many there are.
     """
 
@@ -60,21 +60,15 @@ class LayerBalance:
         return shares[self.phy2log].reshape(self.gpus, -1)
 
     @property
-    def copies_before(self) -> Indices:
-        """[E]: how many slots hold each expert now."""
-        return np.bincount(self.now, minlength=len(self.rows))
-
-    @property
     def held_before(self) -> list[Indices]:
-        """By GPU, the experts in its slots now."""
+        """By GPU, the experts that it holds now."""
         gpu_of = np.arange(len(self.now)) * self.gpus // len(self.now)
         return [self.now[gpu_of == gpu] for gpu in range(self.gpus)]
 
     @property
     def load_before(self) -> Rows:
-        """[gpus]: the rows of each GPU as experts are now, an even share of its experts' for each copy."""
-        shares = self.rows / self.copies_before
-        return np.array([shares[held].sum() for held in self.held_before], dtype=np.float64)
+        """[gpus]: the rows of each GPU as experts are now."""
+        return np.array([self.rows[held].sum() for held in self.held_before], dtype=np.float64)
 
     @property
     def load_after(self) -> Rows:
@@ -210,7 +204,7 @@ def balance_load(
         found = balance_experts(rows[None], replicas, groups=groups, nodes=nodes, gpus=gpus)
         now = np.array(load.orders.get(name, range(experts)))
         layer = LayerBalance(name, rows, found.phy2log[0], now, gpus)
-        if len(now) in (experts, replicas) and layer.load_after.max() >= layer.load_before.max():
+        if layer.load_after.max() >= layer.load_before.max():
             kept = np.concatenate([np.resize(here, replicas // gpus) for here in layer.held_before])
             layer = replace(layer, phy2log=kept)
         layers.append(replace(layer, rows=steps[step]))

@@ -190,7 +190,7 @@ def balance(balance: ExpertBalance) -> Chart:
         now = [held.tolist() for held in each.held_before]
         placed = each.phy2log.reshape(each.gpus, -1).tolist()
         for words, ratio, held, copies in (
-            ("before", before, now, each.copies_before), ("after", after, placed, each.copies),
+            ("before", before, now, np.ones_like(each.copies)), ("after", after, placed, each.copies),
         ):  # fmt: skip
             series = [*_slots(each, held, copies.tolist()), Series("mean", [mean] * each.gpus, GREY, "mark")]
             gpus = [f"GPU {gpu}" for gpu in range(each.gpus)]

@@ -1,0 +1,323 @@
+"""The devices of this machine: what nvidia-smi prints, which GPUs a program sees of these, and what torch sees.
+
+No CUDA context is started.
+
+Which GPUs, in which order: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, as CUDA reads them. CUDA reads
+CUDA_VISIBLE_DEVICES from the left: indices or the beginnings of UUIDs, with commas between. The first entry that is no
+GPU ends the list, and all entries behind it are dropped without a word; "" and "-1" hide every GPU; if a GPU is named
+twice, none is visible. Indices count in the order of CUDA_DEVICE_ORDER: FASTEST_FIRST (CUDA's default, its own guess)
+or PCI_BUS_ID (nvidia-smi's order).
+
+Source: CUDA C++ Programming Guide, appendix "CUDA Environment Variables".
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+__all__ = [
+    "COLUMNS", "HIDERS", "KINDS", "QUERY", "Gpu", "Inventory", "LocalDevice", "VisibleGpus", "inventory_of",
+    "inventory_of_gpus", "parse_gpus", "unnamed_devices", "visible",
+]  # fmt: skip
+
+# ---- the table of GPUs that nvidia-smi prints
+
+COLUMNS = (
+    "index", "name", "uuid", "pci.bus_id", "memory.total", "memory.used", "utilization.gpu",
+    "driver_version", "compute_cap", "pcie.link.gen.max", "pcie.link.width.max",
+)  # fmt: skip
+
+QUERY = ("nvidia-smi", f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits")
+"""The command whose output `parse_gpus` reads."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver describes it; None where the driver says N/A.
+
+    Attributes:
+        index: its number in PCI bus order, as nvidia-smi counts.
+        name, uuid, bus_id: such as "NVIDIA A100-SXM4-80GB", "GPU-5d5b...", "00000000:07:00.0".
+        memory, used: bytes in all, and bytes in use by any process.
+        busy: percent of the last moments in which it computed.
+        driver: the driver's version.
+        compute: its compute capability, such as (8, 0).
+        generation, lanes: PCI Express as the card and its slot together could do it.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    bus_id: str
+    memory: int
+    used: int
+    busy: int | None = None
+    driver: str = ""
+    compute: tuple[int, int] | None = None
+    generation: int | None = None
+    lanes: int | None = None
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """Read the output of `QUERY`: one line per GPU.
+
+    >>> line = "0, Tesla T4, GPU-0f, 00000000:00:1E.0, 15360, 0, 3, 535.104.05, 7.5, 3, [N/A]"
+    >>> [gpu] = parse_gpus(line)
+    >>> gpu.name, gpu.memory >> 30, gpu.compute, gpu.lanes
+    ('Tesla T4', 15, (7, 5), None)
+
+    Raises:
+        ValueError: the text is no such table.
+    """
+    return [_read_row(row) for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
+
+
+def _read_row(row: list[str]) -> Gpu:
+    if len(row) != len(COLUMNS) or not row[0].strip().isdecimal():
+        raise ValueError(
+            f"nvidia-smi printed {', '.join(row)!r} where a row of {len(COLUMNS)} columns was expected"
+        )
+    value = dict(zip(COLUMNS, map(str.strip, row), strict=True))
+    major, _, minor = value["compute_cap"].partition(".")
+    return Gpu(
+        int(value["index"]), value["name"], value["uuid"], value["pci.bus_id"],
+        (_number(value["memory.total"]) or 0) << 20, (_number(value["memory.used"]) or 0) << 20,
+        _number(value["utilization.gpu"]), value["driver_version"],
+        (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
+        _number(value["pcie.link.gen.max"]), _number(value["pcie.link.width.max"]),
+    )  # fmt: skip
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+# ---- which of them a program sees
+
+ORDERS = ("FASTEST_FIRST", "PCI_BUS_ID")
+
+
+@dataclass(frozen=True)
+class VisibleGpus:
+    """The GPUs that a program sees.
+
+    Attributes:
+        gpus: in CUDA's order: cuda:0 first.
+        decided_by: the variable that decided, with its value, or that none is set.
+        wrong: what in the variables has another effect than its writer may think.
+        notes: what may surprise and is not wrong.
+        fix: a value that would have the effect that was meant.
+    """
+
+    gpus: tuple[Gpu, ...]
+    decided_by: str
+    wrong: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fix: str = ""
+
+
+def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> VisibleGpus:
+    """Return the GPUs that the environment lets a program see.
+
+    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30, 0) for i in range(4)]
+    >>> seen = visible(cards, {"CUDA_VISIBLE_DEVICES": "2,0"})
+    >>> [gpu.index for gpu in seen.gpus], seen.decided_by
+    ([2, 0], 'CUDA_VISIBLE_DEVICES=2,0')
+    >>> visible(cards, {"CUDA_VISIBLE_DEVICES": "1,7,2"}).wrong[0][:48]
+    'CUDA_VISIBLE_DEVICES=1,7,2 names 7, which is no '
+    """
+    ordered, notes, wrong = _order_gpus(gpus, environment)
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return VisibleGpus(ordered, "no variable is set: all GPUs are visible", wrong, notes)
+    given = environment["CUDA_VISIBLE_DEVICES"]
+    decided = f"CUDA_VISIBLE_DEVICES={given}"
+    if given.strip() in ("", "-1"):
+        return VisibleGpus(
+            (), decided, wrong, (*notes, f"{decided or 'CUDA_VISIBLE_DEVICES='} hides every GPU")
+        )
+    seen: list[Gpu] = []
+    fix = ""
+    entries = [entry.strip() for entry in given.split(",")]
+    for entry in entries:
+        gpu = _named_gpu(ordered, entry)
+        if gpu is None:
+            why = _why_not(entry, len(gpus))
+            wrong += (f"{decided} names {entry or 'nothing'}, {why}: CUDA drops it and all behind it.",)
+            break
+        seen.append(gpu)
+    if len({gpu.uuid for gpu in seen}) < len(seen):
+        wrong += (f"{decided} names a GPU twice: CUDA then shows none at all.",)
+        seen = []
+    if wrong:
+        valid = list(dict.fromkeys(entry for entry in entries if _named_gpu(ordered, entry) is not None))
+        fix = f"CUDA_VISIBLE_DEVICES={','.join(valid) or '0'} python train.py"
+    return VisibleGpus(tuple(seen), decided, wrong, notes, fix)
+
+
+def _why_not(entry: str, gpus: int) -> str:
+    if entry.isdecimal():
+        return f"which is no GPU here (there are 0 to {gpus - 1})"
+    return "which is no GPU's UUID" if entry.startswith("GPU-") else "which is neither an index nor a UUID"
+
+
+Ordered = tuple[tuple[Gpu, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def _order_gpus(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> Ordered:
+    """Return the GPUs in CUDA's order, and what is to be said about the order."""
+    order = environment.get("CUDA_DEVICE_ORDER")
+    by_bus = tuple(sorted(gpus, key=lambda gpu: gpu.index))
+    if order == "PCI_BUS_ID":
+        return by_bus, (), ()
+    wrong: tuple[str, ...] = ()
+    if order is not None and order not in ORDERS:
+        wrong = (f"CUDA_DEVICE_ORDER={order} is neither of {' and '.join(ORDERS)}: CUDA ignores it.",)
+    if len({gpu.name for gpu in gpus}) < 2:
+        return by_bus, (), wrong
+    guess = tuple(sorted(by_bus, key=lambda gpu: (gpu.compute or (0, 0), gpu.memory), reverse=True))
+    said = "is not set" if order is None else f"is {order}"
+    return guess, (
+        f"CUDA_DEVICE_ORDER {said} and the GPUs are unlike, so CUDA counts from the one that it takes for the fastest; "
+        "the order shown is a guess by compute capability and memory. nvidia-smi's order: "
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID python train.py",
+    ), wrong  # fmt: skip
+
+
+def _named_gpu(ordered: Sequence[Gpu], entry: str) -> Gpu | None:
+    """Return the GPU that an entry names: an index, or the beginning of one GPU's UUID."""
+    if entry.isdecimal():
+        return ordered[int(entry)] if int(entry) < len(ordered) else None
+    named = [gpu for gpu in ordered if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return named[0] if len(named) == 1 else None
+
+
+# ---- the devices of one kind that torch sees, in its order
+
+KINDS = ("cuda", "xpu", "hpu", "mps")
+"""Kinds of accelerators, in the order in which numbers alone are looked up."""
+
+HIDERS: Mapping[str, tuple[str, ...]] = {
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+    "hpu": ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES"),
+    "mps": (),
+}
+"""By kind, the variables that choose which devices a program sees."""
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """A device of this machine.
+
+    Attributes:
+        name: such as "NVIDIA A100-SXM4-80GB"; "" where it is not known.
+        identity: its UUID, or its bus id; "" where it is not known.
+        memory: bytes; 0 where it is not known.
+        number: what nvidia-smi counts it as; None where it is not known.
+    """
+
+    name: str = ""
+    identity: str = ""
+    memory: int = 0
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The devices of one kind that torch sees.
+
+    Attributes:
+        kind: "cuda", "xpu", "hpu" or "mps".
+        devices: in torch's order: cuda:0 first.
+        decided_by: the variable that decided which are seen, with its value, or that none is set.
+        notes: what may surprise about it.
+        fake: what this stands for if it is no real machine; tables say so.
+    """
+
+    kind: str
+    devices: tuple[LocalDevice, ...]
+    decided_by: str = "no variable is set"
+    notes: tuple[str, ...] = ()
+    fake: str = ""
+
+
+def inventory_of_gpus(gpus: list[Gpu], environment: Mapping[str, str], seen_by_torch: int) -> Inventory:
+    """Return the inventory of NVIDIA GPUs; without names where what torch sees does not fit what the driver lists.
+
+    >>> cards = [Gpu(i, "T4", f"GPU-{i}a", f"0{i}", 16 << 30, 0) for i in range(4)]
+    >>> found = inventory_of_gpus(cards, {"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
+    >>> [(device.number, device.identity) for device in found.devices], found.decided_by
+    ([(2, 'GPU-2a'), (0, 'GPU-0a')], 'CUDA_VISIBLE_DEVICES=2,0')
+    """
+    seen = visible(gpus, environment)
+    if len(seen.gpus) != seen_by_torch:
+        note = (
+            f"torch sees {seen_by_torch} GPUs, and by nvidia-smi it should see {len(seen.gpus)} "
+            f"({seen.decided_by}); mpkit doctor 'gpus not found' looks for the cause"
+        )
+        return unnamed_devices("cuda", seen_by_torch, environment, (*seen.wrong, note))
+    devices = tuple(LocalDevice(gpu.name, gpu.uuid or gpu.bus_id, gpu.memory, gpu.index) for gpu in seen.gpus)
+    return Inventory("cuda", devices, seen.decided_by, (*seen.wrong, *seen.notes))
+
+
+def unnamed_devices(
+    kind: str, count: int, environment: Mapping[str, str], notes: tuple[str, ...] = ()
+) -> Inventory:
+    """Return the inventory of devices of which only the number is known.
+
+    >>> unnamed_devices("xpu", 2, {"ZE_AFFINITY_MASK": "0,1"}).decided_by
+    'ZE_AFFINITY_MASK=0,1'
+    """
+    hiders = [f"{name}={environment[name]}" for name in HIDERS[kind] if name in environment]
+    return Inventory(kind, (LocalDevice(),) * count, ", ".join(hiders) or "no variable is set", notes)
+
+
+def inventory_of(kind: str) -> Inventory | None:
+    """Return what torch sees of a kind of accelerator; None if there is none."""
+    count = _count(kind)
+    if not count:
+        return None
+    if kind == "cuda":
+        return _gpus_of(count)
+    if kind == "mps":
+        return Inventory("mps", (LocalDevice("Apple GPU"),))
+    return unnamed_devices(kind, count, os.environ)
+
+
+def _count(kind: str) -> int:
+    import torch
+
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    module = getattr(torch, kind, None)  # torch.hpu is there once habana_frameworks has been imported
+    return int(module.device_count()) if module is not None and hasattr(module, "device_count") else 0
+
+
+def _gpus_of(count: int) -> Inventory:
+    import torch
+
+    if torch.version.hip:
+        return unnamed_devices("cuda", count, os.environ)
+    try:
+        gpus = parse_gpus(_nvidia_smi())
+    except ValueError:  # an old driver, whose nvidia-smi lacks a column
+        gpus = []
+    if not gpus:
+        note = "nvidia-smi does not tell names and memory; `mpkit doctor` has the reason"
+        return unnamed_devices("cuda", count, os.environ, (note,))
+    return inventory_of_gpus(gpus, os.environ, count)
+
+
+@cache
+def _nvidia_smi() -> str:
+    """Return what nvidia-smi prints; "" where it is missing, fails, or does not answer: then nothing is known."""
+    try:
+        done = subprocess.run(QUERY, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
