@@ -24,10 +24,9 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import network_of
 from mpkit.prediction.cost_model.kernels import kernels_of, peak_of
 from mpkit.prediction.cost_model.layer import layer_time
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.prediction.cost_model.memory import FRAGMENTATION, stage_memory
 from mpkit.prediction.cost_model.preset import preset_for
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import stack_of
 from mpkit.prediction.cost_model.step import step_time
 

@@ -18,9 +18,8 @@ from statistics import median
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.prediction.cost_model.memory import stage_memory
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 
 __all__ = ["Case", "main", "read_cases"]

@@ -22,9 +22,8 @@ from benchmarks.experts import EXPERT_ROWS
 from mpkit.devices.catalogue import build_machine
 from mpkit.devices.hardware import Device
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.prediction.cost_model.memory import stage_memory
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import MIB, Stack, stack_of
 
 __all__ = ["ExpertCase", "main", "read_expert_cases"]

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import mpkit as mk
 from benchmarks.allocator import Peak, peak_of
 from mpkit.models import GPT, ResNet, next_token_loss
-from mpkit.prediction.dry_run.memory import played_memory
+from mpkit.prediction.dry_run.trace import played_memory
 from mpkit.strategies.prepare.prepare import prepare
 from mpkit.strategies.runtime.train import Training
 

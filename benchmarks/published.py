@@ -22,9 +22,9 @@ from rich.table import Table
 
 from benchmarks.published_rows import read_folder
 from mpkit.prediction.cost_model.calibrate import Observation, left_out, preset_of
+from mpkit.prediction.cost_model.layout import ParameterShares
 from mpkit.prediction.cost_model.memory import stage_memory
 from mpkit.prediction.cost_model.preset import EAGER, UNFITTED, Preset, preset_for, presets, prior_of
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import PRIOR, Constants
 
 __all__ = ["accuracy_table", "allocated", "fit_all", "key_of", "main", "memory_table", "stacks_left_out"]

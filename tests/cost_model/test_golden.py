@@ -12,9 +12,8 @@ import pytest
 from benchmarks.golden import Case, read_cases
 from mpkit.devices.catalogue import build_machine
 from mpkit.prediction.cost_model.known_models import known_models
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.prediction.cost_model.memory import activations, stage_memory
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import MIB, stack_of, workspaces
 
 COLUMNS = [

@@ -27,9 +27,9 @@ from mpkit.prediction.cost_model.calibrate import Observation, left_out
 from mpkit.prediction.cost_model.estimate import estimate
 from mpkit.prediction.cost_model.kernels import STREAM, Kernels
 from mpkit.prediction.cost_model.layer import head_time
+from mpkit.prediction.cost_model.layout import ParameterShares
 from mpkit.prediction.cost_model.memory import stage_memory
 from mpkit.prediction.cost_model.preset import UNFITTED, preset_for, presets
-from mpkit.prediction.cost_model.shares import ParameterShares
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows"
 H200 = ROWS.parent / "gpu" / "h200.json"

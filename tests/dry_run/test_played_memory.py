@@ -21,7 +21,7 @@ from torch import nn
 
 import mpkit as mk
 from benchmarks.memory import CASES, LIMIT, PLANS, compare
-from mpkit.prediction.dry_run.memory import played_memory
+from mpkit.prediction.dry_run.trace import played_memory
 
 Clusters = Callable[[int], mk.Cluster]
 

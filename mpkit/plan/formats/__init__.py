@@ -5,7 +5,7 @@ keys, table    FormatKey and Format: a row and a format of that file; the format
 frameworks, launchers, megatron, torchtitan
                what several keys say together, and what a framework would refuse
 request        what a Plan leaves open and a file has to say: batch, machines, addresses
-syntax         JSON and YAML, written and read;  script  command lines and batch scripts;  python_code  Python
+syntax         JSON and YAML, written and read; a value of a text, with what is open about it
+script         command lines and batch scripts;  python_code  Python
 write          a Plan written;  read  a file read, its format guessed
-word           a value of a text, with what is open about it
 """

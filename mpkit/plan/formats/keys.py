@@ -1,5 +1,5 @@
-"""FormatKey and Format: rows of formats.toml. What is written, what is read and what cannot be said follows from "
-"them.
+"""FormatKey and Format: rows of formats.toml. What is written, what is read and what cannot be said follows from
+them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from types import CodeType
 from typing import Any
 
 from mpkit.plan.formats.request import ExportRequest
-from mpkit.plan.formats.syntax import Page, Syntax
-from mpkit.plan.formats.word import Word, shorten
+from mpkit.plan.formats.syntax import Page, Syntax, Word, shorten
 from mpkit.plan.kinds import whole
 
 __all__ = ["LARGEST", "RANKS", "Format", "FormatCode", "FormatKey", "bool_of", "number_of", "refuse_file"]

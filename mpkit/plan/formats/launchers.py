@@ -13,8 +13,7 @@ from mpkit.plan.formats.frameworks import fsdp_words, legacy_fsdp, read_fsdp
 from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, Values, number_of, refuse_file
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import options
-from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.word import Word
+from mpkit.plan.formats.syntax import Page, Word
 
 __all__ = [
     "SLURM", "TF_CONFIG", "TORCHRUN", "count_launched", "count_slurm", "is_launched", "launch_lines", "refuse_files",

@@ -14,8 +14,7 @@ from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, Values, number_of
 from mpkit.plan.formats.launchers import count_launched, count_slurm, is_launched, launch_lines, refuse_files
 from mpkit.plan.formats.request import ExportRequest
 from mpkit.plan.formats.script import options
-from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.word import Word
+from mpkit.plan.formats.syntax import Page, Word
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import INTERLEAVED_1F1B, ONE_F_ONE_B, OVERLAPPED_1F1B
 

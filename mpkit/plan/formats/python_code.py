@@ -11,8 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax, flat
-from mpkit.plan.formats.word import Word, agree
+from mpkit.plan.formats.syntax import Page, Syntax, Word, agree, flat
 
 __all__ = ["assignments", "constants", "keep_recipe", "python_code"]
 

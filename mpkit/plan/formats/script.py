@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import Any
 
-from mpkit.plan.formats.syntax import Page, Syntax
-from mpkit.plan.formats.word import Word, agree
+from mpkit.plan.formats.syntax import Page, Syntax, Word, agree
 
 __all__ = ["command", "options"]
 
@@ -58,8 +57,8 @@ class _Part:
 
 @dataclass
 class _Command:
-    """A command: its words, each of parts; or those of the array that it assigns, such as "ARGS+="; and what ends "
-    "it.
+    """A command: its words, each of parts; or those of the array that it assigns, such as "ARGS+="; and what ends
+    it.
     """
 
     words: list[list[_Part]] = field(default_factory=list)

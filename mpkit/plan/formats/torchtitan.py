@@ -12,8 +12,7 @@ from typing import Any
 from mpkit.plan.formats.keys import RANKS, Fields, FormatCode, FormatKey, Values, bool_of, number_of
 from mpkit.plan.formats.python_code import assignments
 from mpkit.plan.formats.request import ExportRequest
-from mpkit.plan.formats.syntax import Page
-from mpkit.plan.formats.word import Word, agree
+from mpkit.plan.formats.syntax import Page, Word, agree
 from mpkit.plan.rules import call_of
 from mpkit.plan.schedule.catalogue import ANY, ONE_F_ONE_B, SCHEDULES, has_pairs, names_in
 

@@ -5,23 +5,22 @@ Authors write compute only. `validate` says why a schedule cannot run, `lower` a
 `draw` shows it, and one runtime (`mpkit.strategies.runtime.pipeline`) executes every valid schedule.
 
     action       one step of one rank: `2F0` is stage 2's forward of micro-batch 0; what is held between actions
-    core, read   Schedule: a row of actions for each rank, and what an action needs; made from text, lists or a function
-    play         when each action can run, on paper
+    core, read   Schedule: a row of actions for each rank, and what an action needs; made of text, lists, torch's files
+                 or a function
+    play         when each action can run, on paper; draws a schedule in text
     schedules    those of the literature, pure functions of (p, m) or (p, m, v), and which rank holds which stage
     catalogue    the schedules by name
     summary      bubble, also according to the papers, what is held at most, and where the loss is, for a cost model
     validate     whether a schedule finishes, is complete and fits into memory
     lowering     adds sends and receives; joins forwards and backwards that run as one
-    grid         draws a schedule in text;  torch_csv  reads and writes torch's files
     greedy       orders found by a search (`mpkit.prediction.schedule_search`)
 """
 
 from mpkit.plan.schedule.action import Action
 from mpkit.plan.schedule.catalogue import NAMES, build_schedule
 from mpkit.plan.schedule.core import Schedule
-from mpkit.plan.schedule.grid import draw
 from mpkit.plan.schedule.lowering import lower
-from mpkit.plan.schedule.play import play
+from mpkit.plan.schedule.play import draw, play
 from mpkit.plan.schedule.schedules import (
     dualpipev,
     gpipe,

@@ -13,8 +13,7 @@ from mpkit.common.disk import write_whole
 from mpkit.common.tracebacks import public
 from mpkit.plan.schedule.action import Action, live
 from mpkit.plan.schedule.play import Order, needs_of, order_of
-from mpkit.plan.schedule.read import Read, call_source, holders, read
-from mpkit.plan.schedule.torch_csv import lines_of, text_of
+from mpkit.plan.schedule.read import Read, call_source, holders, lines_of, read, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,7 +197,7 @@ class Schedule:
         return action in self._actions
 
     def __str__(self) -> str:
-        from mpkit.plan.schedule.grid import draw
+        from mpkit.plan.schedule.play import draw
 
         return draw(self)
 

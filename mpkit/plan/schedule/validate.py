@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpkit.plan.schedule.action import COMPUTE, Action, live
-from mpkit.plan.schedule.grid import draw_rows
-from mpkit.plan.schedule.play import time_actions
+from mpkit.plan.schedule.play import draw_rows, time_actions
 
 if TYPE_CHECKING:
     from mpkit.plan.schedule.core import Schedule

@@ -36,9 +36,9 @@ from mpkit.prediction.advice.space import TrainingQuestion
 from mpkit.prediction.cost_model.check import check_length, check_trainable, checked_load
 from mpkit.prediction.cost_model.estimate import Estimate, estimate_checked
 from mpkit.prediction.cost_model.known_models import architecture_of
+from mpkit.prediction.cost_model.layout import model_under
 from mpkit.prediction.cost_model.memory import FRAGMENTATION
 from mpkit.prediction.cost_model.preset import Preset, preset_for
-from mpkit.prediction.cost_model.shares import model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_of
 from mpkit.timeline.answer import Answer, Basis
 

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from mpkit.devices.hardware import Hardware
 from mpkit.plan.plan import Plan
 from mpkit.prediction.advice.space import TrainingQuestion
-from mpkit.prediction.cost_model.layout import Layout, plan_of
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares, plan_of
 from mpkit.prediction.cost_model.preset import Preset
-from mpkit.prediction.cost_model.shares import ParameterShares
 from mpkit.prediction.cost_model.stack import Stack
 from mpkit.prediction.cost_model.step import StepTime, step_time
 

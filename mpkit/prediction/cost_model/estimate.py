@@ -27,14 +27,12 @@ from mpkit.plan.plan import Plan
 from mpkit.plan.rules import change_plan
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.calibrate import Observation
-from mpkit.prediction.cost_model.check import check_plan, check_products, checked_layout
+from mpkit.prediction.cost_model.check import MEANING, changes, check_plan, check_products, checked_layout
 from mpkit.prediction.cost_model.kernels import peak_of
 from mpkit.prediction.cost_model.known_models import architecture_of
-from mpkit.prediction.cost_model.layout import Layout
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares, model_under
 from mpkit.prediction.cost_model.memory import CATEGORIES, FRAGMENTATION, MARGIN_WORD, stage_memory
 from mpkit.prediction.cost_model.preset import FEW, Preset, preset_for, presets
-from mpkit.prediction.cost_model.remedies import MEANING, changes
-from mpkit.prediction.cost_model.shares import ParameterShares, model_under
 from mpkit.prediction.cost_model.stack import Stack, stack_for
 from mpkit.prediction.cost_model.step import StepTime, step_time
 from mpkit.timeline.answer import Answer, Basis

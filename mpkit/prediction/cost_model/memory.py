@@ -32,8 +32,7 @@ from typing import NamedTuple
 from mpkit.devices.hardware import Device
 from mpkit.plan.schedule.summary import peak_live
 from mpkit.prediction.cost_model.architecture import Architecture
-from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.prediction.cost_model.stack import Stack, workspaces
 
 __all__ = [

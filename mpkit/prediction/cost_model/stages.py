@@ -17,8 +17,7 @@ from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import Network, T, overlapped_time
 from mpkit.prediction.cost_model.kernels import Kernels
 from mpkit.prediction.cost_model.layer import CAUSES, LayerTime, head_time, layer_time
-from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.trace import Kind
 
 __all__ = ["MeanLayer", "ShardGathers", "StageTimes", "gathers_of", "layer_of", "stages_of"]

@@ -26,8 +26,7 @@ from mpkit.plan.schedule.summary import LONG, makespan, pairs_by_stage, stage_ra
 from mpkit.prediction.cost_model.architecture import Architecture
 from mpkit.prediction.cost_model.communication import Network, T, network_of, overlapped_time
 from mpkit.prediction.cost_model.kernels import Kernels, kernels_of
-from mpkit.prediction.cost_model.layout import Layout
-from mpkit.prediction.cost_model.shares import ParameterShares
+from mpkit.prediction.cost_model.layout import Layout, ParameterShares
 from mpkit.prediction.cost_model.stack import Constants, Stack
 from mpkit.prediction.cost_model.stages import StageTimes, stages_of, time_of_replicas, time_over_groups
 from mpkit.trace import Kind

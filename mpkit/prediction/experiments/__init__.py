@@ -1,14 +1,15 @@
 """Comparisons of several runs.
 
-scaling, memory_by_strategy        trainings that they start themselves, by ranks and by strategy
-compare_bubbles, compare_memory    runs that exist already
+scaling, memory_by_strategy    trainings that they start themselves, by ranks and by strategy
+compare                        runs that exist already
+profile, measured_times        a model measured on this machine, and plans predicted from that
+factors                        what trainings that are played count, and how far it is off
 """
 
 from typing import Any
 
 from mpkit.common.tracebacks import public
-from mpkit.prediction.experiments.compare_bubbles import bubble_curve
-from mpkit.prediction.experiments.compare_memory import memory_by_plan
+from mpkit.prediction.experiments.compare import bubble_curve, memory_by_plan
 
 __all__ = ["bubble_curve", "memory_by_plan"]
 

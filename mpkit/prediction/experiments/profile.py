@@ -2,7 +2,7 @@
 
     measure     training on this machine: serially, with micro-batches of three sizes, and in two stages whose backward
                 is split; seconds of CPU that the whole model's forward, backward and update take, by kind of action
-    beside      the same in two replicas at once, and collectives between two busy ranks: `busy_ranks`
+    beside      the same in two replicas at once, and collectives between two busy ranks: `measured_times`
     start       what an operator takes beside its arithmetic, from micro-batches of two sizes
     count       the same plans played on tensors without content (`mk.trace_fake`): what the roofline of an assumed
                 core, and starting each operator, makes of these actions
@@ -31,8 +31,6 @@ from mpkit.devices.catalogue import hardware as find
 from mpkit.launch.session.cluster import Cluster, borrow_clusters
 from mpkit.plan.plan import Plan
 from mpkit.plan.schedule.catalogue import ZB_H1
-from mpkit.prediction.experiments.action_times import action_times, whole_model
-from mpkit.prediction.experiments.busy_ranks import BusyRanks, measure_busy, overlapped_share
 from mpkit.prediction.experiments.factors import (
     HALVES,
     LIKE,
@@ -42,6 +40,13 @@ from mpkit.prediction.experiments.factors import (
     kinds_of,
     scale_trace,
     with_starts,
+)
+from mpkit.prediction.experiments.measured_times import (
+    BusyRanks,
+    action_times,
+    measure_busy,
+    overlapped_share,
+    whole_model,
 )
 from mpkit.timeline.answer import PROFILED
 from mpkit.timeline.timeline import Timeline

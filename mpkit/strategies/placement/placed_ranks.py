@@ -158,7 +158,7 @@ def place(
         ValueError: the machine has fewer devices than there are ranks.
     """
     from mpkit.devices.catalogue import hardware as find
-    from mpkit.devices.catalogue.capacity import check_enough
+    from mpkit.devices.catalogue.machines import check_enough
 
     machine = None if hardware is None else find(hardware)
     if machine is not None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpkit.common.units import percent, seconds
 from mpkit.devices.catalogue import hardware as find
-from mpkit.devices.catalogue.capacity import check_enough
+from mpkit.devices.catalogue.machines import check_enough
 from mpkit.devices.hardware import Device, Hardware, Link
 from mpkit.trace import TIMED_BY_EVENTS, Kind
 

@@ -25,7 +25,7 @@ from mpkit.views.theme import ALARM
 
 if TYPE_CHECKING:
     from mpkit.prediction.cost_model.estimate import Estimate
-    from mpkit.prediction.experiments.compare_memory import MemoryByPlan
+    from mpkit.prediction.experiments.compare import MemoryByPlan
     from mpkit.prediction.experiments.memory_by_strategy import MemoryByStrategy
     from mpkit.timeline.timeline import Timeline
 
@@ -142,8 +142,8 @@ STAGES = 16
 
 def memory_panel(estimate: Estimate) -> Panel:
     """Return the panel of an estimate's memory: a bar for a rank of each stage, with the margin of an allocator."""
+    from mpkit.prediction.cost_model.check import MEANING
     from mpkit.prediction.cost_model.memory import CATEGORIES, MARGIN_WORD
-    from mpkit.prediction.cost_model.remedies import MEANING
 
     stages, per_stage = estimate.stage_memory, estimate.layout.ranks // estimate.layout.pp
     fullest, room = estimate.memory[estimate.fullest], estimate.available

@@ -27,7 +27,7 @@ from mpkit.views.theme import GREY, REST, SERIES
 if TYPE_CHECKING:
     from mpkit.prediction.advice.advice import Advice
     from mpkit.prediction.cost_model.estimate import Estimate
-    from mpkit.prediction.experiments.compare_bubbles import BubbleCurve
+    from mpkit.prediction.experiments.compare import BubbleCurve
     from mpkit.prediction.experiments.scaling import Scaling, ScalingRow
     from mpkit.timeline.comparison import ComparedStep, Comparison
 
