@@ -414,7 +414,8 @@ def _only_in_one_branch(blocks: Mapping[int, Mapping[int, set[str]]]) -> set[str
     """
     found: set[str] = set()
     for branches in blocks.values():
-        found |= set.union(*branches.values()) - set.intersection(*branches.values())
+        each = [*branches.values()]
+        found |= each[0].union(*each) - each[0].intersection(*each)
     return found
 
 
