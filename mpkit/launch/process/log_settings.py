@@ -57,8 +57,11 @@ def set_logging(settings: Mapping[str, Any]) -> None:
         logging.root.manager.disable != settings["disabled"]
     ):  # to set this or a level empties all loggers' caches
         logging.disable(settings["disabled"])
+    known = logging.root.manager.loggerDict
     for name, level in settings["levels"].items():
-        if (logger := logging.getLogger(name)).level != level:
+        if name and name not in known:  # of which no cache knows, nor that of a logger below it
+            logging.getLogger(name).level = level
+        elif (logger := logging.getLogger(name)).level != level:
             logger.setLevel(level)
     for name, words in settings["formats"].items():
         handler = logging.StreamHandler(sys.stderr)

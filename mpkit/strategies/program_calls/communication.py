@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from mpkit.strategies.program_calls.operators import OPERATORS, C10dOperator, pa
 from mpkit.trace import Kind
 from mpkit.trace.record.recorder import Recorder
 
-__all__ = ["Communication", "warn_of_unknown"]
+__all__ = ["Communication", "place_of_group", "warn_of_unknown"]
 
 _COMPARED = {*Kind} - {Kind.ALL_TO_ALL}  # whose parts may differ from rank to rank
 _NOTHING = torch.empty(0)
@@ -81,11 +82,11 @@ class Communication:
         """Put a kernel in front of each operator that communicates."""
         c10d = torch.library.Library("c10d", "IMPL")
         functional = torch.library.Library("_c10d_functional", "IMPL")
-        self._libraries = [c10d, functional]
+        self._libraries, after = [c10d, functional], _dispatch_keyset_full_after(DispatchKey.BackendSelect)
         for name, operator in OPERATORS.items():
             if hasattr(torch.ops.c10d, name):
-                c10d.impl(name, self._kernel(name, operator), "BackendSelect", with_keyset=True)
-        functional.impl("wait_tensor", self._wait_tensor(), "BackendSelect", with_keyset=True)
+                c10d.impl(name, self._kernel(name, operator, after), "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", self._wait_tensor(after), "BackendSelect", with_keyset=True)
 
     def uninstall(self) -> None:
         """Take the kernels away."""
@@ -96,9 +97,10 @@ class Communication:
 
     # ---- the kernels
 
-    def _kernel(self, name: str, operator: C10dOperator) -> Any:
-        go_on, after = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed, _backend_keys()
-        at_group = _place_of_group(name)
+    def _kernel(self, name: str, operator: C10dOperator, after: Any) -> Any:
+        """Return what is called in place of an operator; `after` are the dispatch keys of the backends."""
+        go_on = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed
+        at_group = place_of_group(name)
         unbox, completion, lines, begin = dist.Work.unbox, self._completion, self._lines, self._begin
         direct_only = self._direct_only
 
@@ -122,8 +124,8 @@ class Communication:
 
         return kernel
 
-    def _wait_tensor(self) -> Any:
-        go_on, after = wait_tensor.default.redispatch, _backend_keys()
+    def _wait_tensor(self, after: Any) -> Any:
+        go_on = wait_tensor.default.redispatch
 
         def kernel(keyset: Any, tensor: torch.Tensor) -> Any:
             return self._completion.wait_for_output(tensor, lambda: go_on(keyset & after, tensor))
@@ -215,19 +217,15 @@ class Communication:
 def warn_of_unknown() -> None:
     """Warn of operators of c10d that communicate in a way unknown here."""
     names = [name[6:] for name in _dispatch_get_all_op_names() if name.startswith("c10d::")]
-    unknown = [name for name in names if name not in OPERATORS and _place_of_group(name) >= 0]
+    unknown = [name for name in names if name not in OPERATORS and place_of_group(name) >= 0]
     if unknown:
         warnings.warn(
             f"this torch has operators that mpkit does not record: {', '.join(unknown)}", stacklevel=2
         )
 
 
-def _place_of_group(name: str) -> int:
+@cache
+def place_of_group(name: str) -> int:
     """Return which argument of an operator is the process group, -1 if none is."""
     arguments = getattr(torch.ops.c10d, name).default._schema.arguments
     return next((i for i, argument in enumerate(arguments) if argument.name == "process_group"), -1)
-
-
-def _backend_keys() -> Any:
-    """Return the dispatch keys that come after BackendSelect: those of the backends."""
-    return _dispatch_keyset_full_after(DispatchKey.BackendSelect)
