@@ -1,18 +1,18 @@
 """Every private name of torch that mpkit uses. No other module imports one (`tests/repository/test_torch_private.py`).
 
-    NAMES         functions and classes: `from mpkit.common.torch_private import FakeTensor`
+    NAMES         functions and classes, by where they are: `from mpkit.common.torch_private import FakeTensor`
     ATTRIBUTES    private attributes of torch's objects, such as `tensor._version`; used where they are needed
 
-torch may rename or remove a private name in any release. Each row therefore says in which releases of torch the name
-was seen and what mpkit does with it. A name that is missing raises an error that says so in one sentence, when the
-first module asks for it. Nothing is imported before that, and this module needs no torch.
+torch may rename or remove a private name in any release: the comments say what mpkit does with each. A name that is
+missing raises an error that says so, when the first module asks for it. Nothing is imported before that, and this
+module needs no torch.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpkit.errors import MpkitError
 
@@ -34,158 +34,129 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = ["ATTRIBUTES", "GENERATORS", "NAMES", "PrivateNames", "current", "place_of"]
+__all__ = ["ATTRIBUTES", "GENERATORS", "NAMES", "SEEN", "current"]
 
 SEEN = ("2.11", "2.13", "2.14", "2.15")
-"""The releases of torch that were looked at: a row that says nothing else was seen in all of them."""
-
-
-class PrivateNames(NamedTuple):
-    """Where private names of torch lie, and what mpkit does with them.
-
-    Attributes:
-        place: the module, and the object or class within it, that has them ("torch._C", "torch:Tensor").
-        names: the names there.
-        use: what mpkit does with them, and so cannot do without them.
-        seen: the releases of torch that were seen to have them.
-    """
-
-    place: str
-    names: tuple[str, ...]
-    use: str
-    seen: tuple[str, ...] = SEEN
-
+"""The releases of torch that have all of these names."""
 
 GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-"""What torch.utils.checkpoint calls around a block, the newest name first."""
-
-_KERNELS = ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu")
+"""What torch.utils.checkpoint calls around a block, the newest name first: since 2.14, and before."""
 
 NAMES = (
-    PrivateNames(
-        "torch._subclasses.fake_tensor", ("FakeTensor", "FakeTensorMode", "DataDependentOutputException"),
-        "run a model on tensors without content, which checks a plan before a rank starts",
-    ),
-    PrivateNames(
-        "torch.utils._python_dispatch",
-        ("TorchDispatchMode", "_disable_current_modes", "_get_current_dispatch_mode"),
-        "see each operator of a forward and a backward: FLOPs, bytes, random numbers, roundings",
-    ),
-    PrivateNames(
-        "torch.utils._pytree", ("SUPPORTED_NODES", "tree_leaves", "tree_map", "tree_map_only"),
-        "find the tensors in nested arguments and results",
-    ),
-    PrivateNames("torch", ("_assert_async",), "stop at tokens beyond the vocabulary without waiting for the GPU"),
-    PrivateNames("torch.overrides", ("_get_current_function_mode_stack",), "leave modes of the program in force"),
-    PrivateNames(
-        "torch._C", ("DisableTorchFunctionSubclass", "_disabled_torch_function_impl"),
-        "compute on the content of its own tensor classes",
-    ),
-    PrivateNames(
-        "torch._C", ("_current_graph_task_id", "_will_engine_execute_node"),
-        "tell one backward from another, for ZeRO-3 and the wrappers' gradients",
-    ),
-    PrivateNames("torch._C._autograd", ("_get_sequence_nr",), "gather parameters again in ZeRO-3's backward"),
-    PrivateNames("torch:autograd.Variable", ("_execution_engine",), "act when a backward ends, in the wrappers"),
-    PrivateNames("torch.autograd.graph", ("_engine_run_backward",), "see backwards of watched programs"),
-    PrivateNames("torch._C._functorch", ("peek_interpreter_stack",), "reject layers within torch.func transforms"),
-    PrivateNames("torch._C", ("_TorchDispatchModeKey", "_get_dispatch_mode"), "tell a dry run from a run"),
-    PrivateNames(
+    # run a model on tensors without content, which checks a plan before a rank starts
+    ("torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode DataDependentOutputException"),
+    # see each operator of a forward and a backward: FLOPs, bytes, random numbers, roundings
+    ("torch.utils._python_dispatch", "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode"),
+    # find the tensors in nested arguments and results
+    ("torch.utils._pytree", "SUPPORTED_NODES tree_leaves tree_map tree_map_only"),
+    # stop at tokens beyond the vocabulary without waiting for the GPU
+    ("torch", "_assert_async"),
+    # leave modes of the program in force
+    ("torch.overrides", "_get_current_function_mode_stack"),
+    # compute on the content of its own tensor classes
+    ("torch._C", "DisableTorchFunctionSubclass _disabled_torch_function_impl"),
+    # tell one backward from another, for ZeRO-3 and the wrappers' gradients
+    ("torch._C", "_current_graph_task_id _will_engine_execute_node"),
+    # gather parameters again in ZeRO-3's backward
+    ("torch._C._autograd", "_get_sequence_nr"),
+    # act when a backward ends, in the wrappers
+    ("torch:autograd.Variable", "_execution_engine"),
+    # see backwards of watched programs
+    ("torch.autograd.graph", "_engine_run_backward"),
+    # reject layers within torch.func transforms
+    ("torch._C._functorch", "peek_interpreter_stack"),
+    # tell a dry run from a run
+    ("torch._C", "_TorchDispatchModeKey _get_dispatch_mode"),
+    # record the program's own calls of torch.distributed, and not mpkit's twice
+    (
         "torch._C",
-        (
-            "DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard", "_dispatch_get_all_op_names",
-            "_dispatch_keyset_full_after",
-        ),
-        "record the program's own calls of torch.distributed, and not mpkit's twice",
+        "DispatchKey DispatchKeySet _ExcludeDispatchKeyGuard _dispatch_get_all_op_names "
+        "_dispatch_keyset_full_after",
     ),
-    PrivateNames("torch:ops._c10d_functional", ("wait_tensor",), "record when functional collectives complete"),
-    PrivateNames(
-        "torch.distributed.distributed_c10d", ("_get_default_store", "_world"),
-        "share a launcher's store and leave its process groups as they were",
-    ),
-    PrivateNames(
-        "torch.distributed.distributed_c10d", ("_pickler", "_unpickler"),
-        "sign objects that ranks send each other under a launcher",
-    ),
-    PrivateNames("torch.distributed.pipelining.stage", ("_PipelineStageBase",), "watch torch's own pipelines"),
-    PrivateNames("torch.testing._internal.distributed.fake_pg", ("FakeStore",), "play ranks in one process"),
-    PrivateNames("torch.utils.data.dataloader", ("_BaseDataLoaderIter",), "record data loading of watched programs"),
-    PrivateNames("torch._dynamo", ("OptimizedModule",), "find the module in a compiled one"),
-    PrivateNames("torch.nn.modules.batchnorm", ("_BatchNorm",), "take BatchNorm's statistics over the whole batch"),
-    PrivateNames("torch.nn.modules.dropout", ("_DropoutNd",), "find dropout within experts"),
-    PrivateNames("torch.nn.modules.loss", ("_Loss",), "tell losses from layers in watched programs"),
-    PrivateNames(
+    # record when functional collectives complete
+    ("torch:ops._c10d_functional", "wait_tensor"),
+    # share a launcher's store and leave its process groups as they were
+    ("torch.distributed.distributed_c10d", "_get_default_store _world"),
+    # sign objects that ranks send each other under a launcher
+    ("torch.distributed.distributed_c10d", "_pickler _unpickler"),
+    # watch torch's own pipelines
+    ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
+    # play ranks in one process
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    # record data loading of watched programs
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter"),
+    # find the module in a compiled one
+    ("torch._dynamo", "OptimizedModule"),
+    # take BatchNorm's statistics over the whole batch
+    ("torch.nn.modules.batchnorm", "_BatchNorm"),
+    # find dropout within experts
+    ("torch.nn.modules.dropout", "_DropoutNd"),
+    # tell losses from layers in watched programs
+    ("torch.nn.modules.loss", "_Loss"),
+    # reject hooks on all modules, and answer load_state_dict as torch does
+    (
         "torch.nn.modules.module",
-        (
-            "_IncompatibleKeys", "_global_backward_hooks", "_global_backward_pre_hooks", "_global_forward_hooks",
-            "_global_forward_pre_hooks",
-        ),
-        "reject hooks on all modules, and answer load_state_dict as torch does",
+        "_IncompatibleKeys _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks "
+        "_global_forward_pre_hooks",
     ),
-    PrivateNames(
-        "torch.optim.optimizer", ("_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"),
-        "reject hooks on all optimizers",
-    ),
-    PrivateNames(
-        "torch.nn.utils.parametrize", ("_inject_new_class", "_inject_property"), "send parametrized modules to ranks"
-    ),
-    PrivateNames(
+    # reject hooks on all optimizers
+    ("torch.optim.optimizer", "_global_optimizer_post_hooks _global_optimizer_pre_hooks"),
+    # send parametrized modules to ranks
+    ("torch.nn.utils.parametrize", "_inject_new_class _inject_property"),
+    # count the FLOPs and bytes of these operators, and compute the tiles of ring attention on CPUs
+    (
         "torch:ops.aten",
-        (
-            "_grouped_mm", "_local_scalar_dense", "_unsafe_view",
-            *(f"_scaled_dot_product_{kernel}{half}" for kernel in _KERNELS for half in ("", "_backward")),
-        ),
-        "count the FLOPs and bytes of these operators, and compute the tiles of ring attention on CPUs",
+        "_grouped_mm _local_scalar_dense _unsafe_view _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
 )  # fmt: skip
+"""(module, or "module:object"; the names there)"""
 
 ATTRIBUTES = (
-    PrivateNames("torch:Tensor", ("_version",), "see that a tensor was written to"),
-    PrivateNames(
-        "torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks"), "reject hooks that would see parts"
-    ),
-    PrivateNames("torch:Tensor", ("_make_subclass", "_make_wrapper_subclass"), "make its own tensor classes"),
-    PrivateNames("torch:UntypedStorage", ("_cdata",), "tell memory that two tensors share"),
-    PrivateNames("torch._ops:OpOverload", ("_schema", "_handle"), "know what an operator writes; pass calls on"),
-    PrivateNames("torch.library:Library", ("_destroy",), "end the recording of a program's communication"),
-    PrivateNames("torch.autograd.graph:Node", ("_sequence_nr",), "order ZeRO-3's backward"),
-    PrivateNames(
+    # see that a tensor was written to
+    ("torch:Tensor", "_version"),
+    # reject hooks that would see parts
+    ("torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
+    # make its own tensor classes
+    ("torch:Tensor", "_make_subclass _make_wrapper_subclass"),
+    # tell memory that two tensors share
+    ("torch:UntypedStorage", "_cdata"),
+    # know what an operator writes; pass calls on
+    ("torch._ops:OpOverload", "_schema _handle"),
+    # end the recording of a program's communication
+    ("torch.library:Library", "_destroy"),
+    # order ZeRO-3's backward
+    ("torch.autograd.graph:Node", "_sequence_nr"),
+    # replace parameters and layers, and see which hooks they have
+    (
         "torch.nn:Module",
-        (
-            "_backward_hooks", "_buffers", "_call_impl", "_forward_hooks", "_forward_pre_hooks", "_modules",
-            "_non_persistent_buffers_set", "_parameters", "_state_dict_hooks", "_state_dict_pre_hooks",
-        ),
-        "replace parameters and layers, and see which hooks they have",
+        "_backward_hooks _buffers _call_impl _forward_hooks _forward_pre_hooks _modules "
+        "_non_persistent_buffers_set _parameters _state_dict_hooks _state_dict_pre_hooks",
     ),
-    PrivateNames("torch.nn:BatchNorm1d", ("_check_input_dim",), "check shapes as torch does"),
-    PrivateNames("torch.nn:Conv2d", ("_conv_forward",), "compute a part of a convolution"),
-    PrivateNames(
-        "torch.optim:Optimizer", ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"), "see an optimizer's hooks"
-    ),
-    PrivateNames(
-        "torch.distributed.device_mesh:DeviceMesh", ("_flatten", "_pg_registry"), "name the axes of a mesh; free groups"
-    ),
-    PrivateNames("torch.distributed:ProcessGroup", ("_get_backend",), "know whether gloo or nccl joins ranks"),
-    PrivateNames("torch.distributed.tensor:DTensor", ("_local_tensor",), "count what one rank holds"),
-    PrivateNames(
-        "torch.utils.data.dataloader:_BaseDataLoaderIter", ("_num_yielded",), "number batches of watched programs"
-    ),
-    PrivateNames("torch.utils.checkpoint", GENERATORS[1:], "recompute within a model that is cut", SEEN[:2]),
-    PrivateNames("torch.utils.checkpoint", GENERATORS[:1], "recompute within a model that is cut", SEEN[2:]),
+    # check shapes as torch does
+    ("torch.nn:BatchNorm1d", "_check_input_dim"),
+    # compute a part of a convolution
+    ("torch.nn:Conv2d", "_conv_forward"),
+    # see an optimizer's hooks
+    ("torch.optim:Optimizer", "_optimizer_step_post_hooks _optimizer_step_pre_hooks"),
+    # name the axes of a mesh; free groups
+    ("torch.distributed.device_mesh:DeviceMesh", "_flatten _pg_registry"),
+    # know whether gloo or nccl joins ranks
+    ("torch.distributed:ProcessGroup", "_get_backend"),
+    # count what one rank holds
+    ("torch.distributed.tensor:DTensor", "_local_tensor"),
+    # number batches of watched programs
+    ("torch.utils.data.dataloader:_BaseDataLoaderIter", "_num_yielded"),
 )  # fmt: skip
+"""(module:class; its attributes)"""
 
 
 @cache
-def place_of(name: str) -> PrivateNames:
-    """Return the row of a private name.
-
-    Raises:
-        KeyError: no row lists it.
-
-    >>> place_of("FakeTensor").place
-    'torch._subclasses.fake_tensor'
-    """
-    return {each: row for row in NAMES for each in row.names}[name]
+def _places() -> dict[str, str]:
+    return {name: place for place, names in NAMES for name in names.split()}
 
 
 def current(name: str) -> Any:
@@ -195,16 +166,16 @@ def current(name: str) -> Any:
         KeyError: no row lists the name.
         MpkitError: this release of torch does not have it.
     """
-    row = place_of(name)
-    import torch
-
-    module, _, within = row.place.partition(":")
+    place = _places()[name]
+    module, _, within = place.partition(":")
     try:
         return resolve_name(f"{module}:{'.'.join(filter(None, (within, name)))}")
     except (ImportError, AttributeError):
+        import torch
+
         raise MpkitError(
-            f"torch {torch.__version__} has no {name} in {row.place.replace(':', '.')}, with which mpkit would "
-            f"{row.use}; torch {', '.join(row.seen)} have it."
+            f"torch {torch.__version__} has no {name} in {place.replace(':', '.')}, which mpkit uses; torch "
+            f"{', '.join(SEEN)} have it"
         ) from None
 
 

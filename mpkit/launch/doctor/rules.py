@@ -66,7 +66,8 @@ def findings(facts: Facts, measured: RankMeasurements | str) -> list[CheckupFind
         gpus, links, lanes, software, memory, cpus, shared_memory, limits, ports,
     )  # fmt: skip
     found = [_finding(*each) for rule in rules for each in rule(facts)]
-    found += variables(facts, max(len(_listed(facts)), facts["torch"]["gpus"]))
+    gpus_here = max(len(_listed(facts)), facts["torch"]["gpus"])
+    found += [_finding(*each) for each in variables(facts, gpus_here)]
     return found + [_finding(*each) for each in measurements(facts, measured)]
 
 

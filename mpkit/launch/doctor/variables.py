@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from mpkit.launch.doctor.probe import Facts
-from mpkit.launch.doctor.report import CheckupFinding, Level
 
 __all__ = ["Variable", "table", "variables"]
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
-TOPICS = ("nccl time-outs", "slow scaling")
 
 OLD = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
@@ -76,7 +75,10 @@ def table() -> Mapping[str, Variable]:
     return {row["name"]: Variable(**row) for row in csv.DictReader(text.splitlines())}
 
 
-def variables(facts: Facts, gpus: int) -> Iterator[CheckupFinding]:
+Found = Iterator[tuple[str, dict[str, Any]]]
+
+
+def variables(facts: Facts, gpus: int) -> Found:
     """Yield each variable that is set now, explained; mistyped ones, and values that it does not take.
 
     Args:
@@ -86,49 +88,34 @@ def variables(facts: Facts, gpus: int) -> Iterator[CheckupFinding]:
     known, environment = table(), facts["environment"]
     set_now = sorted(name for name in environment if name in known or name.startswith(PREFIXES))
     for name in set_now:
-        yield _one(facts, name, environment[name], known, gpus)
+        finding, values = _judge(facts, name, environment[name], gpus)
+        yield finding, {"name": name, "value": environment[name], "idle": "", **values}
     if not set_now:
-        yield CheckupFinding(
-            "variables",
-            Level.FINE,
-            "No variable of nccl or gloo is set: their defaults suit most machines.",
-            "the environment",
-            fix="mpkit doctor variables  # all of them, with when to set which",
-            topics=TOPICS,
-        )
+        yield "variables-none", {}
 
 
-def _one(facts: Facts, name: str, value: str, known: Mapping[str, Variable], gpus: int) -> CheckupFinding:
-    seen = f"{name}={value}"
-    row = known.get(name)
-    if row is None:
-        return _unknown(name, value, known)
+def _judge(facts: Facts, name: str, value: str, gpus: int) -> tuple[str, dict[str, Any]]:
+    """Return the name of the finding about a variable, and the values of its words."""
+    known = table()
+    if name not in known:
+        near = [OLD[name]] if name in OLD else get_close_matches(name, known, 1, 0.8)
+        finding = "variable-old" if name in OLD else "variable-mistyped" if near else "variable-unknown"
+        return finding, {"near": "".join(near)}
+    row = known[name]
+    words = vars(row) | {"name": name}
     if not row.meaning:
-        what = f"{name}: nccl documents it, and this table does not explain it."
-        return CheckupFinding("variables", Level.NOTE, what, seen, topics=TOPICS)
+        return "variable-unexplained", words
     if not row.takes(value):
         options = {"#": "a number", "*": "something"}.get(row.values, row.values.replace("|", ", "))
-        return CheckupFinding(
-            "variables",
-            Level.COSTS,
-            f"{name} does not take {value!r}: {options}.",
-            seen,
-            f"the default holds ({row.default}), not what was meant",
-            f"unset {name}  # {row.when}",
-            TOPICS,
-        )
-    if name.endswith("SOCKET_IFNAME") and (finding := _interface(facts, name, value)) is not None:
-        return finding
-    costs = row.costs_if and value.strip().upper() == row.costs_if
-    idle, what = _idle(facts, name, gpus), f"{name}: {row.meaning}"
-    if costs and not idle:
-        return CheckupFinding(
-            "variables", Level.COSTS, what, seen, row.costs, f"unset {name}  # {row.when}", TOPICS
-        )
-    when = f"when to set it: {row.when}"
-    return CheckupFinding(
-        "variables", Level.NOTE, what, seen + idle, row.costs if costs else "", when, TOPICS
-    )
+        return "variable-refuses", words | {"options": options}
+    if name.endswith("SOCKET_IFNAME") and not _has_interface(facts, name, value):
+        there = facts["interfaces"]
+        real = [one for one in there if one != "lo"] or there
+        return "variable-interface", words | {"there": ", ".join(there), "real": real[0]}
+    words["idle"] = _idle(facts, name, gpus)
+    if not row.costs_if or value.strip().upper() != row.costs_if:
+        return "variable", words | {"costs": ""}
+    return "variable" if words["idle"] else "variable-costs", words
 
 
 def _idle(facts: Facts, name: str, gpus: int) -> str:
@@ -145,50 +132,11 @@ def _idle(facts: Facts, name: str, gpus: int) -> str:
     return ""
 
 
-def _unknown(name: str, value: str, known: Mapping[str, Variable]) -> CheckupFinding:
-    seen = f"{name}={value}"
-    if name in OLD:
-        return CheckupFinding(
-            "variables",
-            Level.COSTS,
-            f"{name} is called {OLD[name]} since torch 2.2.",
-            seen,
-            "newer versions may ignore the old name",
-            f"export {OLD[name]}={value}; unset {name}",
-            TOPICS,
-        )
-    near = get_close_matches(name, known, 1, 0.8)
-    if not near:
-        return CheckupFinding(
-            "variables", Level.NOTE, f"{name}: no table here knows it.", seen, topics=TOPICS
-        )
-    return CheckupFinding(
-        "variables",
-        Level.COSTS,
-        f"There is no {name}: did you mean {near[0]}?",
-        seen,
-        "it is ignored without a word",
-        f"export {near[0]}={value}; unset {name}",
-        TOPICS,
-    )
-
-
-def _interface(facts: Facts, name: str, value: str) -> CheckupFinding | None:
-    """Return a finding if the value names interfaces, and this machine has none of them."""
+def _has_interface(facts: Facts, name: str, value: str) -> bool:
+    """Return whether this machine has one of the interfaces that a value names."""
     there = facts["interfaces"]
     if value.startswith("^") or not there:
-        return None
+        return True
     wanted = [each for each in value.removeprefix("=").split(",") if each]
     exact = value.startswith("=") or name.startswith("GLOO")
-    if any(each == one or (not exact and one.startswith(each)) for each in wanted for one in there):
-        return None
-    real = [one for one in there if one != "lo"] or list(there)
-    return CheckupFinding(
-        "variables",
-        Level.COSTS,
-        f"{name} names {value}, and this machine has {', '.join(there)}.",
-        f"{name}={value}",
-        "process groups fail at the start, or wait for each other until they time out",
-        f"export {name}={real[0]}",
-        ("nccl time-outs",),
-    )
+    return any(each == one or (not exact and one.startswith(each)) for each in wanted for one in there)

@@ -196,9 +196,15 @@ class Cluster:
 
     def _check_free(self) -> None:
         if self.busy:
+            own = self._helper.latest is self._latest
+            whose = (
+                "this cluster"
+                if own
+                else "the cluster whose helper process this one shares (cluster.resized)"
+            )
             raise ValueError(
-                "this cluster is still busy with an earlier run: run.wait() for its end, or run.stop() it; for runs "
-                "side by side make another Cluster"
+                f"{whose} is still busy with an earlier run: run.wait() for its end, or run.stop() it; for runs side by "
+                f"side make another Cluster: mk.Cluster(ranks={self.ranks})"
             )
 
     def close(self) -> None:
