@@ -203,8 +203,8 @@ class Cluster:
                 else "the cluster whose helper process this one shares (cluster.resized)"
             )
             raise ValueError(
-                f"{whose} is still busy with an earlier run: run.wait() for its end, or run.stop() it; for runs side by "
-                f"side make another Cluster: mk.Cluster(ranks={self.ranks})"
+                f"{whose} is still busy with an earlier run: run.wait() for its end, or run.stop() it; for runs side "
+                f"by side make another Cluster: mk.Cluster(ranks={self.ranks})"
             )
 
     def close(self) -> None:
